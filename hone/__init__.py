@@ -52,7 +52,7 @@ def __dir__() -> list[str]:
 
 
 def _install() -> None:
-    """verl's module paths, resolved on first import, and the logging level that was asked for."""
+    """Installs the finder for verl's module paths and sets the configured logging level."""
     from hone.compat import install
     from hone.logging_level import set_logging_level
 

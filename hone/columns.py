@@ -1,7 +1,7 @@
-"""Every column of a batch, declared once: shape, type, its writer, when, and its meaning.
+"""Declares every column of a batch: shape, dtype, writing step, condition and meaning.
 
-`require` reads a column or names its writer; `write` adds one, once. Leaves out the
-batch itself (hone.protocol): any object with `has_column`, `column` and `set_column` will do.
+`require` reads a column, or raises an error that names the step that writes it; `write` adds a column
+once. Both work on any object with `has_column`, `column` and `set_column`, such as a DataProto.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Column:
     dtype: str
     """float, int, mask (0 or 1 in any type) or object (a numpy column)."""
     step: str
-    """The step of the loop that writes it."""
+    """The step of the training loop that writes the column."""
     when: str
-    """When that step runs, or when it writes this column; "always" or a condition on the config."""
+    """The condition under which the step writes the column; "always" or a condition on the config."""
     meaning: str
 
     @property
@@ -41,7 +41,7 @@ class Column:
         return self.shape.count(",") + 1
 
     def absence(self) -> str:
-        """The sentence that says who should have written it."""
+        """Returns an error message that names the step that writes the column."""
         run = "every step" if self.when == "always" else f"when {self.when}"
         return (
             f"batch has no {self.name!r} ({self.meaning}): step {self.step!r} writes it; "
@@ -50,7 +50,7 @@ class Column:
 
 
 class MissingColumn(KeyError):
-    """A step reads a column that no step before it wrote."""
+    """A step reads a column that no earlier step has written."""
 
     def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ _PASS = (
 )
 
 
-_DECLARED = {  # (step, when): its columns
+_DECLARED = {  # (step, when): columns
     ("prompts", _ALWAYS): """
         uid object [B]: names the prompt; its responses are a group
         data_source object [B]: which data set; picks the scorer
@@ -192,14 +192,14 @@ COLUMNS: dict[str, Column] = {
 
 
 def reward_column(part: str) -> str:
-    """The name of a reward part's column: reward_column("rule") is "reward/rule"."""
+    """Returns the column of a reward part: reward_column("rule") is "reward/rule"."""
     if not part or "/" in part:
         raise ValueError(f"a reward part is a plain word, not {part!r}")
     return REWARD_PREFIX + part
 
 
 def declared(name: str) -> Column | None:
-    """The declaration of `name`; a `reward/<part>` needs none of its own."""
+    """Returns the declaration of a column; one of `reward/<part>` is created on request."""
     if name in COLUMNS:
         return COLUMNS[name]
     if name.startswith(REWARD_PREFIX) and len(name) > len(REWARD_PREFIX):
@@ -212,13 +212,13 @@ def declared(name: str) -> Column | None:
 
 
 def row_may_bring(name: str) -> bool:
-    """Whether a data row may have this column: undeclared, or declared as what rows bring."""
+    """Whether a data row may have this column: it is undeclared or written by the step `prompts`."""
     column = declared(name)
     return column is None or column.step == "prompts"
 
 
 def require(batch: DataProto, name: str) -> Tensor:
-    """The tensor column, or MissingColumn with the sentence that says who should have written it."""
+    """Returns the tensor column, or raises MissingColumn with the step that writes it."""
     if batch.has_column(name):
         values: Tensor = batch.column(name)
         return values
@@ -233,7 +233,7 @@ def require(batch: DataProto, name: str) -> Tensor:
 
 
 def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
-    """Add a column to the batch, in place; a column is written once."""
+    """Adds a column to the batch, in place; a column is written once."""
     column = declared(name)
     if batch.has_column(name):
         writer = f" by step {column.step!r}" if column else ""
@@ -251,7 +251,7 @@ def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
 
 
 def adopt(batch: DataProto, result: DataProto, names: Iterable[str] | None = None) -> None:
-    """Write the columns that a worker returned, or those of them that are named."""
+    """Adds the columns of a worker's result to the batch; `names` selects some of them."""
     for name in result.column_names() if names is None else names:
         if result.has_column(name):
             write(batch, name, result.column(name))
@@ -262,7 +262,7 @@ def _mismatch(column: Column, value: Tensor | np.ndarray) -> str | None:
         return None if isinstance(value, np.ndarray) else f"got a {type(value).__name__}"
     if isinstance(value, np.ndarray) or not hasattr(value, "is_floating_point"):
         return f"got a {type(value).__name__}, not a tensor"
-    many_axes = column.name == "position_ids" and value.ndim == 3  # one position for each rope axis
+    many_axes = column.name == "position_ids" and value.ndim == 3  # one position per RoPE axis
     if value.ndim != column.dims and not many_axes:
         return f"got shape {tuple(value.shape)}"
     floating = value.is_floating_point()

@@ -1,7 +1,7 @@
-"""Answers for verl's module paths, by the tables in `hone.compat_table` and `hone.compat_programs`.
+"""Resolves verl's module paths by the tables in `hone.compat_table` and `hone.compat_programs`.
 
-A finder at the end of `sys.meta_path` answers only for paths of this table that are no real module;
-names load when they are asked for.
+A finder at the end of `sys.meta_path` handles only paths of these tables that are not real modules;
+names are loaded on first access.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hone.compat_table import NAMES, WHOLE_MODULES
 
 
 def paths() -> set[str]:
-    """Every path of the table, with the packages above them."""
+    """Returns every path of the tables and its parent packages."""
     listed = {*WHOLE_MODULES, *NAMES, *ABSENT_NAMES, *PROGRAMS, *ABSENT_PROGRAMS}
     return listed | {path[:i] for path in listed for i, letter in enumerate(path) if letter == "."}
 
 
 class VerlModule(ModuleType):
-    """A module that looks its names up in the table."""
+    """A module that looks up its names in the tables."""
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__
@@ -42,7 +42,7 @@ class VerlModule(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A dict in place of a registry is what names are looked up in from then on."""
+        """Replaces the entries of a registry if a dict is assigned to it."""
         if isinstance(value, dict) and name in NAMES.get(self.__name__, {}):
             use = getattr(_listed(self.__name__, name), "use", None)
             if use is not None:  # a TableView
@@ -50,7 +50,7 @@ class VerlModule(ModuleType):
         super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
-        """By name, as a plain module: a function that refers to it may go to a worker."""
+        """Pickles by name, so that functions that refer to the module can be sent to a worker."""
         return importlib.import_module, (self.__name__,)
 
     def __dir__(self) -> Sequence[str]:
@@ -63,7 +63,7 @@ def _listed(path: str, name: str) -> Any:
 
 
 def _absent(path: str, name: str) -> type:
-    """A class that can be named, annotated with and derived from; making one says what is not built."""
+    """Returns a placeholder class; creating an instance raises an error that explains what is not built."""
     sentence = f"{name}: {ABSENT_NAMES[path][name]}"
 
     def refuse(*_: type, **__: type) -> None:
@@ -79,7 +79,7 @@ def _known(path: str) -> str:
 
 
 class VerlLoader(Loader):
-    """Makes a `VerlModule`; a path of `WHOLE_MODULES` is the module itself, so that patches meet it."""
+    """Creates a `VerlModule`; a path of `WHOLE_MODULES` is the module itself, so that patches apply to it."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return VerlModule(spec.name)
@@ -92,7 +92,7 @@ class VerlLoader(Loader):
             module.__dict__["__all__"] = sorted(names)
 
     def get_code(self, name: str) -> CodeType:
-        """For `python -m`: the program here, under the name it has there."""
+        """Returns the code that `python -m` runs for a program of verl."""
         path = _inside(name)
         if path in ABSENT_PROGRAMS:
             text = (
@@ -110,12 +110,12 @@ class VerlLoader(Loader):
 
 
 def _inside(path: str) -> str:
-    """verl's recipes lie in a package `recipe` beside its own; here both are inside."""
+    """Maps verl's top-level package `recipe` to `hone.recipe`."""
     return f"hone.{path}" if path.startswith("recipe.") else path
 
 
 class VerlFinder(MetaPathFinder):
-    """Finds the paths of the table; real modules were found before it is asked."""
+    """Finds the paths of the tables; as the last finder, it is not called for real modules."""
 
     def __init__(self) -> None:
         self._paths = paths()
@@ -131,6 +131,6 @@ class VerlFinder(MetaPathFinder):
 
 
 def install() -> None:
-    """Answer for verl's paths from now on; doing it twice changes nothing."""
+    """Installs the finder for verl's paths; a second call does nothing."""
     if not any(isinstance(finder, VerlFinder) for finder in sys.meta_path):
         sys.meta_path.append(VerlFinder())

@@ -1,6 +1,6 @@
-"""verl's programs, as two tables, and the names of verl that are not built, each with a sentence.
+"""Tables of verl's programs and of the names that are not built, each with an error message.
 
-Nothing is imported here; `hone.compat` answers for the paths.
+Nothing is imported here; `hone.compat` resolves the paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROGRAMS: dict[str, str] = {
     "hone.recipe.r1_ascend.main_ppo": _PPO,
     "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
 }
-"""What `python -m` runs there, and here, with the words that stand before the user's."""
+"""Maps verl's programs for `python -m` to ours, with arguments that precede the user's."""
 
 _ASYNC = "asynchronous training is not built; hone.trainer.main_ppo takes the same keys"
 _OWN = (
@@ -51,7 +51,7 @@ ABSENT_PROGRAMS: dict[str, str] = {
     "hone.recipe.asft.fsdp_sft_trainer_asft": _OWN,
     "hone.recipe.async_reward_agent.main_ppo": _OWN,
 }
-"""Programs that are not there, and the sentence that says so."""
+"""Maps programs that are not built to an error message."""
 
 _LOOPS = "agent loops run beside their engine; register yours, and hone.trainer.main_ppo runs it"
 _REWARD_LOOP = (
@@ -114,4 +114,4 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
     "hone.tools.image_zoom_in_tool": _not_built(_MEDIA, "ImageZoomInTool"),
     "hone.tools.geo3k_tool": _not_built(_MEDIA, "Geo3kTool"),
 }
-"""Names that can be imported and are refused when they are called: path to name to sentence."""
+"""Names that can be imported but not called: path to name to error message."""

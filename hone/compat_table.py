@@ -1,6 +1,6 @@
-"""verl's module paths, as one table: what a user imports there, and which module has it here.
+"""Maps verl's public module paths and names to the modules of this package.
 
-Nothing is imported here. Leaves out what verl keeps private; `hone.compat` answers for the paths.
+Nothing is imported here; `hone.compat` resolves the paths.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _DATA = "hone.data"
 
 
 def _from(module: str, names: str) -> dict[str, str]:
-    """Names that are called the same in one module here."""
+    """Maps names to the same names in one of our modules."""
     return {name: f"{module}:{name}" for name in names.split()}
 
 
-def _modules(path: str, room: str, names: str) -> dict[str, str]:
-    """Modules that are called the same in one room here."""
-    return {f"{path}.{name}": f"{room}.{name}" for name in names.split()}
+def _modules(path: str, package: str, names: str) -> dict[str, str]:
+    """Maps modules to the same names in one of our packages."""
+    return {f"{path}.{name}": f"{package}.{name}" for name in names.split()}
 
 
 WHOLE_MODULES: dict[str, str] = {
@@ -69,7 +69,7 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.utils.rollout_trace": "hone.tracking.markers",
     "hone.utils.tensordict_utils": "hone.protocol.tensordicts",
 }
-"""Paths whose every name is in one module here."""
+"""Paths whose names are all in one of our modules."""
 
 _MANAGER_NAMES = {
     **_from(f"{_MANAGERS}.abstract", "AbstractRewardManager"),
@@ -367,4 +367,4 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "hone.workers.rollout.replica": {"TokenOutput": "hone.rollout.contract:TokenOutput"},
 }
-"""Paths whose names are in several modules here: name to "module:object"."""
+"""Paths whose names are in several of our modules: name to "module:object"."""

@@ -1,4 +1,4 @@
-"""How many processes or threads may compute at once."""
+"""The number of CPU cores that this process may use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def usable_cores() -> int:
-    """Cores this process may use (all of the machine's where the system does not say)."""
+    """Returns the number of cores in this process's affinity, or all cores if it is unknown."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""An event loop that runs a coroutine of the user's code and always closes.
+"""Runs a coroutine of user code in an event loop that always closes.
 
-`asyncio.run` ends with the first SystemExit of any task, and then waits without a limit for tasks that
-swallow their cancellation and for threads of `asyncio.to_thread`. Leaves out code that blocks the loop.
+`asyncio.run` stops at the first SystemExit of any task, and then waits indefinitely for tasks that ignore
+cancellation and for threads of `asyncio.to_thread`. Code that blocks the loop is not handled.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
-"""How long tasks that are left at the end may take to clean up; then they are left behind."""
+"""Time that remaining tasks have to clean up at the end; later they are abandoned."""
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
-    """The running event loop, or a new one that is this thread's from now on; verl's name."""
+    """Returns the running event loop, or sets a new one for this thread (named as in verl)."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -39,14 +39,14 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run_to_end(work: Coroutine[None, None, T]) -> T:
-    """What the coroutine returns or raises, from an event loop of its own in this thread."""
+    """Runs the coroutine in a new event loop in this thread and returns its result."""
     return EventLoopRun(work).run()
 
 
 def call_in(
     loop: asyncio.AbstractEventLoop, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs
 ) -> bool:
-    """Have a loop call it, from any thread; False when the loop has closed, and its owner no longer waits."""
+    """Schedules a call on a loop from any thread; returns False if the loop has closed."""
     try:
         loop.call_soon_threadsafe(functools.partial(call, *args, **kwargs))
     except RuntimeError:
@@ -55,7 +55,7 @@ def call_in(
 
 
 def run_coroutine(work: Coroutine[None, None, T]) -> T:
-    """As `run_to_end`, also in a thread that runs an event loop already, as a notebook's does."""
+    """Like `run_to_end`, but also works inside a running event loop, for example in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -65,7 +65,7 @@ def run_coroutine(work: Coroutine[None, None, T]) -> T:
 
 
 class EventLoopRun(Generic[T]):
-    """One coroutine in one event loop; another thread may cancel it."""
+    """Runs one coroutine in one event loop; another thread may cancel it."""
 
     def __init__(self, work: Coroutine[None, None, T]) -> None:
         self._work = work
@@ -94,7 +94,7 @@ class EventLoopRun(Generic[T]):
                     signal.signal(signal.SIGINT, previous)
 
     def cancel(self) -> None:
-        """End the coroutine from any thread; it may clean up."""
+        """Cancels the coroutine from any thread; it can still clean up."""
 
         def cancel() -> None:
             if self._task is not None:
@@ -103,11 +103,11 @@ class EventLoopRun(Generic[T]):
         self.call_soon(cancel)
 
     def call_soon(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Have the event loop call it, from any thread; False when the loop has closed."""
+        """Schedules a call from any thread; returns False if the loop has closed."""
         return call_in(self._loop, call, *args, **kwargs)
 
     def _take_interrupts(self) -> Function | int | None:
-        """In the main thread, where Python's own handler is in place, Ctrl-C cancels the coroutine."""
+        """Makes Ctrl-C cancel the coroutine, in the main thread and if no other handler is installed."""
         if threading.current_thread() is not threading.main_thread():
             return None
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -122,7 +122,7 @@ class EventLoopRun(Generic[T]):
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Threads of `asyncio.to_thread` that neither the loop's close nor the process's exit waits for."""
+    """Executor of `asyncio.to_thread`; neither closing the loop nor process exit waits for its threads."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -132,7 +132,7 @@ class DaemonThreads(ThreadPoolExecutor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # carried to the task that awaits it
+            except BaseException as error:  # raised in the task that awaits the future
                 future.set_exception(as_exception(error))
             else:
                 future.set_result(result)
@@ -142,10 +142,10 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error, or a RuntimeError in place of one that would end the event loop or cannot be shown."""
+    """Returns the error, or a RuntimeError for one that would stop the event loop or cannot be printed."""
     try:
         text = str(error)
-    except Exception:  # the user's class: its message is lost, its name is not
+    except Exception:  # user-defined `__str__` failed; keep the class name
         return RuntimeError(f"{type(error).__name__} (its message cannot be shown)")
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
@@ -153,7 +153,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def raised_by_signal(error: BaseException) -> bool:
-    """Whether a handler of SIGINT or SIGTERM raised it, and not the code that it interrupted."""
+    """Whether a handler of SIGINT or SIGTERM raised the error, rather than the interrupted code."""
     if threading.current_thread() is not threading.main_thread():
         return False  # Python runs signal handlers in the main thread
     last = error.__traceback__
@@ -162,7 +162,7 @@ def raised_by_signal(error: BaseException) -> bool:
     for number in (signal.SIGINT, signal.SIGTERM):
         handler = signal.getsignal(number)
         if handler is signal.default_int_handler:
-            if isinstance(error, KeyboardInterrupt):  # it leaves no frame to tell by
+            if isinstance(error, KeyboardInterrupt):  # a handler in C has no frame
                 return True
             continue
         while isinstance(handler, functools.partial):
@@ -174,10 +174,10 @@ def raised_by_signal(error: BaseException) -> bool:
 
 
 def forget_task(task: asyncio.Future[T]) -> None:
-    """Let the event loop close without a task that goes on after it was cancelled.
+    """Abandons a task that ignores its cancellation, so that the event loop can close.
 
-    The task is never freed: Python would raise GeneratorExit in its code, and a loop there that swallows
-    every exception would spin for ever in this thread.
+    The task is never freed: Python would raise GeneratorExit in its code, and a loop there that catches
+    every exception would then run forever in this thread.
     """
     logger.warning("%r goes on after it was cancelled; it is left behind", task)
     assert isinstance(task, asyncio.Task)
@@ -186,7 +186,7 @@ def forget_task(task: asyncio.Future[T]) -> None:
 
 
 def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
-    """Run until the task is done, also past exits that other tasks and callbacks raise."""
+    """Runs until the task is done, even if other tasks or callbacks raise SystemExit."""
     while True:
         try:
             return loop.run_until_complete(task)
@@ -201,7 +201,7 @@ def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
 
 
 def _end_leftovers(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what is left and wait a grace time for it."""
+    """Cancels the remaining tasks and waits up to GRACE_S for them."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
@@ -219,4 +219,4 @@ def _wait_for(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[T]]) -> N
         if not task.done():
             forget_task(task)
         elif not task.cancelled():
-            task.exception()  # read, or asyncio logs that it was not
+            task.exception()  # otherwise asyncio logs it as never retrieved

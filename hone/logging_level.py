@@ -1,4 +1,4 @@
-"""`HONE_LOGGING_LEVEL`, or verl's `VERL_LOGGING_LEVEL`: how much every process of a run logs."""
+"""Sets the logging level of every process from `HONE_LOGGING_LEVEL` or verl's `VERL_LOGGING_LEVEL`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _FORMAT = "%(levelname)s %(asctime)s %(process)d %(name)s:%(lineno)d: %(message)
 
 
 def asked_level() -> dict[str, str]:
-    """The variables that are set, for processes that do not inherit them."""
+    """Returns the variables that are set, for processes that do not inherit them."""
     return {name: os.environ[name] for name in NAMES if os.environ.get(name)}
 
 
 def set_logging_level() -> None:
-    """Let the package log at the level that was asked for, to standard error; nothing without one."""
-    asked = asked_level()
-    if not asked:
+    """Logs to standard error at the configured level; does nothing if none is set."""
+    variables = asked_level()
+    if not variables:
         return
-    name, text = next(iter(asked.items()))
+    name, text = next(iter(variables.items()))
     level = logging.getLevelNamesMapping().get(text.upper(), int(text) if text.isdigit() else None)
     log = logging.getLogger("hone")
     if level is None:

@@ -1,7 +1,7 @@
-"""Names to objects: one table per kind of plug-in, and the ways to point at a user's own.
+"""Maps plug-in names to objects, with one table per kind of plug-in.
 
-A table maps a name to "module:object", resolved when asked for, in the process that uses it. A user's
-own is "pkg.mod:object", "file.py:object", or what a decorator put in the same table.
+A table maps a name to "module:object", which is imported on first use, in the process that uses it. User
+plug-ins are given as "pkg.mod:object" or "file.py:object", or registered in the table by a decorator.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", covariant=True)
-"""What every object of a table is: a class, or a function with these arguments."""
+"""The type of the objects of a table: a class, or a function signature."""
 
 
 NOT_BUILT = "__not_built__"
-"""The attribute of a name of verl that is not built: a sentence that says so."""
+"""Attribute of a placeholder for an unsupported name of verl; holds the error message."""
 
 
 class PluginError(ValueError):
-    """A name, file or object that cannot be found; the message proposes what to write."""
+    """A name, file or object was not found; the message suggests a correction."""
 
 
 class MissingFile(PluginError, FileNotFoundError):
-    """A file that does not exist."""
+    """A file does not exist."""
 
 
 class MissingObject(PluginError, AttributeError):
-    """A module that does not have the object."""
+    """A module does not have the object."""
 
 
 class MissingModule(PluginError, ModuleNotFoundError):
-    """A module that is not there."""
+    """A module was not found."""
 
 
 class BrokenModule(PluginError, RuntimeError):
-    """A file that raises while it is loaded."""
+    """A file raised an exception while it was loaded."""
 
 
 class Table(Generic[Kind]):
-    """Names of one kind of plug-in."""
+    """The registered names of one kind of plug-in."""
 
     def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
         self.kind = kind
@@ -62,18 +62,18 @@ class Table(Generic[Kind]):
         return plain_name(name) in self.entries
 
     def is_built_in(self, name: str) -> bool:
-        """True for a name that points to a place in this package and has not been loaded for it."""
+        """Whether the name is mapped to an import path rather than to a registered object."""
         return isinstance(self.entries.get(plain_name(name)), str)
 
     def get(self, name: str) -> Kind:
-        """The object under a name of the configuration, which may also be an import path."""
+        """Returns the object for a name from the configuration, which may be an import path."""
         name = plain_name(name)
         if name not in self.entries and ":" in name:
             return load_object(name)
         return self._named(name, '; or your own as "pkg.mod:object" or "file.py:object"')
 
     def get_registered(self, name: str) -> Kind:
-        """The object registered under a name; a name from data goes here, and imports nothing."""
+        """Returns a registered object; for names from data, which must not import a user path."""
         return self._named(name, "")
 
     def _named(self, name: str, or_else: str) -> Kind:
@@ -86,23 +86,23 @@ class Table(Generic[Kind]):
         )
 
     def add(self, name: str, target: T) -> None:
-        """Register an object or "module:object"; another one under a taken name is an error."""
+        """Registers an object or "module:object"; raises if the name has another object."""
         name = plain_name(name)
-        taken = self.entries.get(name)
-        if isinstance(taken, str) and not isinstance(target, str):
-            taken = load_object(taken)
-        if taken is not None and not _same(taken, target):
+        current = self.entries.get(name)
+        if isinstance(current, str) and not isinstance(target, str):
+            current = load_object(current)
+        if current is not None and not _same(current, target):
             raise PluginError(
-                f"{self.kind} {name!r} is already {_described(taken)}; choose another name"
+                f"{self.kind} {name!r} is already {_described(current)}; choose another name"
             )
         self.entries.setdefault(name, target)
 
     def replace(self, name: str, target: T) -> None:
-        """Put an object under a name, taken or not."""
+        """Sets the object of a name, new or existing."""
         self.entries[plain_name(name)] = target
 
     def remove(self, name: str) -> None:
-        """Take a name out; KeyError where it is not there."""
+        """Removes a name; raises KeyError if it is missing."""
         del self.entries[plain_name(name)]
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -116,13 +116,13 @@ class Table(Generic[Kind]):
 
 
 def proposal(name: str, known: Iterable[str]) -> str:
-    """` Did you mean …?` where a known name is close, else nothing."""
+    """Returns ` Did you mean …?` if a known name is similar, else an empty string."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class TableView(MutableMapping[str, T]):
-    """A table read and changed as a dict of names to objects."""
+    """A mutable mapping of names to objects over a table."""
 
     def __init__(self, table: Table[T]) -> None:
         self._table = table
@@ -145,17 +145,17 @@ class TableView(MutableMapping[str, T]):
         return len(self._table.names())
 
     def use(self, entries: dict[str, T]) -> None:
-        """Let the table hold exactly these entries from now on; later ones are added to this dict."""
+        """Replaces the table's entries by this dict; later registrations are added to it."""
         self._table.entries = entries
 
 
 def plain_name(name: str | Enum) -> str:
-    """A name, also where an enum member stands for it, as in verl."""
+    """Returns the name as a string; verl also uses enum members."""
     return str(name.value) if isinstance(name, Enum) else name
 
 
 def _described(thing: T) -> str:
-    """`Name of file.py` for what a user's file defines, never the name that its module has here."""
+    """Returns `Name of file.py`; the module name of a user file is generated and tells nothing."""
     name = getattr(thing, "__qualname__", None)
     module = sys.modules.get(getattr(thing, "__module__", ""))
     file = getattr(module, "__file__", None)
@@ -163,7 +163,7 @@ def _described(thing: T) -> str:
 
 
 def _same(a: T, b: T) -> bool:
-    """Also true for one module imported twice, as a script and by name."""
+    """Whether two objects are the same, also if their module was imported both as a script and by name."""
     if a is b or a == b:
         return True
     where = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (a, b)]
@@ -171,7 +171,7 @@ def _same(a: T, b: T) -> bool:
 
 
 def load_object(target: str) -> Any:
-    """The object at "module:name", "file.py:name" or "module.name"."""
+    """Loads the object at "module:name", "file.py:name" or "module.name"."""
     path, colon, name = target.rpartition(":")
     if not colon or path == "pkg":
         path, _, name = target.rpartition(".")
@@ -183,15 +183,15 @@ def load_object(target: str) -> Any:
 def load_extern_object(
     module_path: str, object_name: str | None = None, *, class_name: str | None = None
 ) -> Any:
-    """`object_name` (dotted names reach inside) of the module at `module_path`; verl's name."""
+    """Loads `object_name`, which may be dotted, from the module at `module_path` (named as in verl)."""
     name = object_name or class_name
     if not name:
         raise PluginError(f"name the object to load from {module_path!r}")
     value = load_module(module_path)
     for part in name.split("."):
         if not hasattr(value, part):
-            offered = ", ".join(sorted(n for n in vars(value) if not n.startswith("_"))[:12])
-            raise MissingObject(f"{module_path!r} has no {name!r}; it has {offered or 'nothing'}")
+            public = ", ".join(sorted(n for n in vars(value) if not n.startswith("_"))[:12])
+            raise MissingObject(f"{module_path!r} has no {name!r}; it has {public or 'nothing'}")
         value = getattr(value, part)
     if sentence := getattr(value, NOT_BUILT, None):
         raise PluginError(f"{module_path}.{sentence}")
@@ -199,7 +199,7 @@ def load_extern_object(
 
 
 def load_module(path: str) -> ModuleType:
-    """The module at a file path, `pkg://a.b`, `file://…`, or importable name `a.b`."""
+    """Loads the module at a file path, `pkg://a.b`, `file://…`, or importable name `a.b`."""
     path = path.removeprefix("pkg://")
     file = Path(path.removeprefix("file://")).expanduser()
     if file.suffix != ".py" and not file.is_file():
@@ -210,7 +210,7 @@ def load_module(path: str) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
-    """The module of that name; where verl is not installed, its modules are those of the same path here."""
+    """Imports a module; if verl is not installed, `verl.x` is imported as `hone.x`."""
     target = name
     if name.startswith("verl.") and importlib.util.find_spec("verl") is None:
         target = f"hone.{name.removeprefix('verl.')}"
@@ -228,23 +228,23 @@ def _import(name: str) -> ModuleType:
                 f"{error}. Give a path that ends in .py, or a module name."
             ) from error
         raise PluginError(f"{name!r} cannot be imported: {error}; install that") from error
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except Exception as error:  # a user module may raise any exception on import
         raise PluginError(f"{name!r} cannot be imported: {place_and_reason(error)}") from error
 
 
 def place_and_reason(error: Exception, file: Path | None = None) -> str:
-    """`file.py, line 3: ImportError: …`: the innermost line that ran in `file`, or at all."""
+    """Returns `file.py, line 3: ImportError: …` for the innermost frame, or the innermost in `file`."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     if file is None and Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
-        return f"{type(error).__name__}: {error}"  # our own line says nothing to the user
+        return f"{type(error).__name__}: {error}"  # a line of this package does not help the user
     inside = [frame for frame in frames if file is None or frame.filename == str(file)] or frames
     return f"{inside[-1].filename}, line {inside[-1].lineno}: {type(error).__name__}: {error}"
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Loaded once, under a name derived from its path: two files of one name do not clash."""
+    """Loads a file once; its module name is derived from the path, so files of one name do not clash."""
     name = f"hone_extern_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -271,7 +271,7 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def import_external_libs(external_libs: str | Iterable[str] | None = None) -> None:
-    """Import modules that register plug-ins."""
+    """Imports modules that register plug-ins."""
     names = [external_libs] if isinstance(external_libs, str) else external_libs or ()
     for name in names:
         importlib.import_module(name)

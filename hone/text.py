@@ -1,7 +1,6 @@
-"""Text from models, tools and files: made writable, checked, and read as JSON or YAML.
+"""Cleans, checks and parses (JSON, YAML) text from models, tools and files.
 
-Text that a model wrote or will read is cleaned; a data row that holds text of this kind is refused.
-Leaves out what the text means.
+Text that a model writes or reads is cleaned; a data row with invalid text is rejected.
 """
 
 from __future__ import annotations
@@ -16,51 +15,51 @@ from hone.types import JsonObject, JsonValue, Settings
 T = TypeVar("T")
 
 MAX_DEPTH = 64
-"""Nesting of lists and objects in data; deeper values exceed the recursion limit of their readers."""
+"""Maximum nesting of lists and objects in data; deeper values exceed the recursion limit of readers."""
 LONGEST_INTEGER_BITS = 14_000
-"""Larger integers are kept as hexadecimal text: Python writes no more than 4,300 decimal digits."""
+"""Larger integers are kept as hexadecimal text, because Python converts at most 4,300 decimal digits."""
 SHOWN_CHARACTERS = 200
 
 
 class BadText(ValueError):
-    """Text that cannot be read; the message says why."""
+    """Text cannot be parsed; the message gives the reason."""
 
 
 def clean_text(text: str) -> str:
-    """The text with a question mark for every lone surrogate, which UTF-8 cannot hold."""
+    """Replaces every lone surrogate, which UTF-8 cannot encode, by a question mark."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def clean_values(value: T) -> Any:
-    """A copy of the value as JSON data that can be written, sent and rendered: text is cleaned."""
+    """Copies the value as JSON data with cleaned text, which can be written, sent and rendered."""
     return _cleaned(value, ())
 
 
-def _cleaned(value: T, around: tuple[int, ...]) -> JsonValue:
-    """`around` are the ids of the values that hold this one."""
+def _cleaned(value: T, parents: tuple[int, ...]) -> JsonValue:
+    """Cleans a value; `parents` are the ids of the containers around it."""
     if isinstance(value, str):
         return clean_text(value)
     if value is None or isinstance(value, float | bool):
         return value
     if isinstance(value, int):
         return value if value.bit_length() <= LONGEST_INTEGER_BITS else hex(value)
-    if id(value) in around or len(around) > MAX_DEPTH:
+    if id(value) in parents or len(parents) > MAX_DEPTH:
         return "(nested too deeply)"
-    inside = (*around, id(value))
+    parents = (*parents, id(value))
     if isinstance(value, Mapping):
         return {
-            clean_text(key) if isinstance(key, str) else shown(key): _cleaned(item, inside)
+            clean_text(key) if isinstance(key, str) else shown(key): _cleaned(item, parents)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        return [_cleaned(item, inside) for item in value]
+        return [_cleaned(item, parents) for item in value]
     if hasattr(value, "tolist"):  # numpy and torch
-        return _cleaned(value.tolist(), inside)
+        return _cleaned(value.tolist(), parents)
     return shown(value)
 
 
 def flaw_of(value: JsonValue, *, allow_nul: bool = False) -> str | None:
-    """What makes a value of a data row unusable (lone surrogates, NUL, depth), or None."""
+    """Returns why a value of a data row is unusable (lone surrogates, NUL, depth), or None."""
     level, depth = [value], 0
     while level:
         if depth > MAX_DEPTH:
@@ -95,9 +94,9 @@ def _flaw_of_text(text: str, allow_nul: bool) -> str | None:
 
 
 def read_json(text: str, *, strict: bool = False) -> Any:
-    """The JSON value of a text; BadText for whatever is none, or is nested too deeply.
+    """Parses JSON; raises BadText if the text is invalid or nested too deeply.
 
-    `strict` also refuses NaN, infinities and an object with one key twice.
+    `strict` also rejects NaN, infinities and duplicate keys.
     """
     options: Settings = (
         {"parse_constant": _no_constant, "object_pairs_hook": _distinct_keys} if strict else {}
@@ -106,7 +105,7 @@ def read_json(text: str, *, strict: bool = False) -> Any:
         value = json.loads(text, **options)
     except RecursionError:
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep") from None
-    except ValueError as error:  # also an integer of more digits than Python reads
+    except ValueError as error:  # includes integers with more digits than Python parses
         raise BadText(clean_text(str(error))[:SHOWN_CHARACTERS]) from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep")
@@ -128,14 +127,14 @@ def _no_constant(word: str) -> NoReturn:
 
 
 def _distinct_keys(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError("an object has one key twice")
-    return found
+    return values
 
 
 def read_yaml(path: str) -> Any:
-    """The content of a YAML file of the configuration; BadText names the file and what is wrong."""
+    """Reads a YAML file of the configuration; raises BadText with the file and the reason."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -156,7 +155,7 @@ def read_yaml(path: str) -> Any:
 
 
 def shown(value: T) -> str:
-    """`repr` of any object, shortened; one that cannot be shown is named by its type."""
+    """Returns the shortened `repr` of an object, or its type if `repr` fails."""
     try:
         text = clean_text(repr(value))
     except Exception:  # the object's own code
@@ -165,7 +164,7 @@ def shown(value: T) -> str:
 
 
 def described(error: BaseException) -> str:
-    """`ValueError: reason` of any exception, also of one whose own text cannot be made."""
+    """Returns `ValueError: reason` for an exception, even if its `str` fails."""
     try:
         reason = clean_text(str(error))
     except Exception:  # the exception's own code
@@ -174,7 +173,7 @@ def described(error: BaseException) -> str:
 
 
 def printable(text: str, encoding: str | None = None) -> str:
-    """The text as a terminal may show it: control characters and what it cannot encode are escaped."""
+    """Escapes control characters and characters that the terminal's encoding lacks."""
     text = text.translate(_CONTROLS)
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,4 +1,4 @@
-"""What this package asks of a tokenizer: the part of Hugging Face's that it uses."""
+"""The part of the Hugging Face tokenizer interface that this package uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hone.types import Settings
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Every Hugging Face tokenizer is one."""
+    """Converts text to token ids and back; every Hugging Face tokenizer implements it."""
 
     pad_token_id: int
     eos_token_id: int | None
@@ -38,6 +38,6 @@ class Tokenizer(Protocol):
 
 
 class Processor(Protocol):
-    """Turns a row's images and text into a model's input; handed to data sets of the user's own."""
+    """Converts a row's images and text to model inputs; passed to custom dataset classes."""
 
     tokenizer: Tokenizer

@@ -1,6 +1,6 @@
-"""Names for values whose type the package cannot know: a user's data, a user's settings, parsed JSON.
+"""Aliases for values whose type the package cannot know: user data, user settings, parsed JSON.
 
-Use one of these instead of `Any`. Where the package does know the type, write that type.
+Use one of these instead of `Any`; if the type is known, write that type.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
-"""Anything JSON holds."""
+"""Any JSON value."""
 
 JsonObject: TypeAlias = dict[str, JsonValue]
 """One JSON object."""
 
 Row: TypeAlias = dict[str, Any]
-"""One row of a data set or batch, by column; the user decides what a column holds."""
+"""One row of a dataset or batch, by column; the user defines the columns."""
 
 Settings: TypeAlias = Mapping[str, Any]
 """Keyword arguments and configuration of a plug-in, passed through as written."""
 
 Function: TypeAlias = Callable[..., Any]
-"""A function of the user's, called with arguments that its kind of plug-in defines."""
+"""A user function; its kind of plug-in defines the arguments."""

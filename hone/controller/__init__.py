@@ -1,6 +1,6 @@
-"""The single controller: a loop that looks like one process drives workers on many.
+"""The single controller: one training loop drives workers in many processes.
 
-Ray is imported when one of its names is used.
+Ray is imported when one of its names is first used.
 """
 
 from __future__ import annotations

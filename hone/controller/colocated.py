@@ -1,4 +1,4 @@
-"""A worker's class with its arguments, and several roles in one process per rank."""
+"""Worker classes with their arguments, and colocation of several roles in one process per rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ W = TypeVar("W")
 
 
 class ClassWithInitArgs:
-    """`cls(*args, **kwargs)`, to be made later, in another process."""
+    """A class and its arguments, to be instantiated later in another process."""
 
     def __init__(self, cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> None:
         self.cls = plain_class(cls)
@@ -21,7 +21,7 @@ class ClassWithInitArgs:
         self.kwargs = kwargs
 
     def __call__(self) -> Any:
-        """Make one here."""
+        """Instantiates the class in this process."""
         return self.cls(*self.args, **self.kwargs)
 
     @property
@@ -46,7 +46,7 @@ class ColocatedClass(ClassWithInitArgs):
 
 
 def plain_class(cls: Callable[P, W]) -> type:
-    """The class itself, also where it went through `ray.remote`."""
+    """Returns the class, unwrapped if it was decorated with `ray.remote`."""
     remote = getattr(cls, "__ray_metadata__", None)
     plain = remote.modified_class if remote is not None else cls
     if not isinstance(plain, type):
@@ -55,16 +55,16 @@ def plain_class(cls: Callable[P, W]) -> type:
 
 
 def create_colocated_worker_cls(class_dict: Mapping[K, ClassWithInitArgs]) -> ColocatedClass:
-    """Roles by name, to be started as one group; `group.spawn(roles)` returns a group for each."""
+    """Combines roles into one group of processes; `group.spawn(roles)` returns a group per role."""
     return ColocatedClass({str(role): member for role, member in class_dict.items()})
 
 
 create_colocated_worker_cls_fused = create_colocated_worker_cls
-"""verl has two ways to share a process; here there is one, under both names."""
+"""verl has two ways to share a process; both names mean the same here."""
 
 
 class FusedWorker(Worker):
-    """One worker that holds others as attributes, for methods that use several of them."""
+    """A worker that holds other workers as attributes, so that its methods can use several of them."""
 
     members: ClassVar[Mapping[str, ClassWithInitArgs]] = {}
 
@@ -78,11 +78,11 @@ class FusedWorker(Worker):
 def create_colocated_worker_raw_cls(
     class_dict: Mapping[K, ClassWithInitArgs],
 ) -> type[FusedWorker]:
-    """A base class whose workers hold one worker per role; `group.fuse(roles)` calls them directly."""
+    """Returns a base class that holds one worker per role; see `group.fuse(roles)`."""
     members = {str(role): member for role, member in class_dict.items()}
     return type("FusedWorker", (FusedWorker,), {"members": members})
 
 
 def fused_members(made_of: ClassWithInitArgs) -> Mapping[str, ClassWithInitArgs]:
-    """The roles that a fused worker's class holds; none for any other class."""
+    """Returns the roles of a fused worker class; an empty mapping for any other class."""
     return made_of.cls.members if issubclass(made_of.cls, FusedWorker) else {}

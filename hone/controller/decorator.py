@@ -1,7 +1,7 @@
-"""`@register`, and the dispatch modes: how a worker's method is called from the loop.
+"""`@register` and the dispatch modes, which define how the training loop calls a worker's method.
 
 A dispatch mode splits arguments over ranks (lists with one entry per rank) and joins the results. An
-execute mode says which ranks run.
+execute mode selects the ranks that run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 DATA_PARALLEL = ""
-"""The mesh of a worker's own engine; without one every rank is a data-parallel slot of its own."""
+"""The mesh of a worker's engine; without an engine, every rank is one data-parallel slot."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TensorDictRows:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The data-parallel slot of each rank on a named mesh, and whether the rank answers for it."""
+    """The data-parallel slot of each rank on a named mesh, and whether the rank's result is collected."""
 
     dp_ranks: tuple[int, ...]
     collects: tuple[bool, ...]
@@ -51,12 +51,12 @@ class Mesh:
 
     @property
     def answering(self) -> list[int]:
-        """The rank that answers for each slot, in slot order."""
+        """The rank whose result is collected for each slot, in slot order."""
         ranks = [rank for rank, collects in enumerate(self.collects) if collects]
         return sorted(ranks, key=lambda rank: self.dp_ranks[rank])
 
     def check(self, name: str) -> None:
-        """Raise unless one rank answers for each slot."""
+        """Raises unless exactly one rank per slot is collected."""
         slots = [self.dp_ranks[rank] for rank in self.answering]
         if slots != list(range(self.dp_size)):
             raise ValueError(
@@ -66,22 +66,22 @@ class Mesh:
 
 
 class Group(Protocol):
-    """What dispatch and collect functions read of a worker group."""
+    """The part of a worker group that dispatch and collect functions use."""
 
     @property
     def world_size(self) -> int: ...
 
     def mesh(self, name: str) -> Mesh:
-        """The slots of the ranks on a named mesh."""
+        """Returns the slots of the ranks on a named mesh."""
 
 
 Batch: TypeAlias = DataProto | DataProtoFuture | TensorDictRows
 PerRank: TypeAlias = tuple[tuple[list[_T], ...], dict[str, list[_T]]]
 """Positional and keyword arguments, each as a list with one entry per rank."""
 DispatchFn = Callable[..., PerRank[Any]]
-"""(worker group, *args, **kwargs) to `PerRank`."""
+"""Maps (worker group, *args, **kwargs) to `PerRank`."""
 CollectFn = Callable[[Group, list[Any]], Any]
-"""(worker group, results in rank order) to what the caller gets."""
+"""Maps (worker group, results in rank order) to the caller's result."""
 
 
 def has_rows(value: object) -> TypeGuard[TensorDict]:
@@ -96,12 +96,12 @@ def _each(
 
 
 def broadcast(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
-    """Every rank gets the same arguments."""
+    """Sends the same arguments to every rank."""
     return _each(lambda value: [value] * group.world_size, args, kwargs)
 
 
 def one_each(group: Group, *args: Sequence[_T], **kwargs: Sequence[_T]) -> PerRank[_T]:
-    """Every argument is a list with one entry per rank."""
+    """Sends each rank its entry of every argument, a list with one entry per rank."""
 
     def checked(value: Sequence[_T]) -> list[_T]:
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
@@ -116,13 +116,13 @@ def one_each(group: Group, *args: Sequence[_T], **kwargs: Sequence[_T]) -> PerRa
 
 
 def split_batches(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
-    """Batches are split over the data-parallel slots, padded with marked rows; the ranks of one slot
-    get the same rows, and all ranks get other values."""
+    """Splits batches over the data-parallel slots, padded with marked rows. The ranks of one slot get
+    the same rows; arguments that are not batches go to all ranks."""
     return dispatch_nd_compute_dataproto(DATA_PARALLEL, group, *args, **kwargs)
 
 
 def split_after_func(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
-    """The first argument is a function, sent to all; the rest as `split_batches`."""
+    """Sends the first argument, a function, to all ranks; handles the rest like `split_batches`."""
     if not args or not callable(args[0]):
         raise TypeError("the first argument of this method is the function each rank runs")
     rest, named = split_batches(group, *args[1:], **kwargs)
@@ -130,7 +130,7 @@ def split_after_func(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batc
 
 
 def not_dispatched(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
-    """Methods that the rollout calls directly have no driver side."""
+    """Raises: methods that the rollout calls directly cannot be called through a group."""
     raise RuntimeError(
         "a method registered with Dispatch.DIRECT_ROLLOUT_METHOD is called inside the rollout "
         "worker, not through its group"
@@ -140,7 +140,7 @@ def not_dispatched(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
 def dispatch_nd_compute_dataproto(
     mesh_name: str, group: Group, *args: _T, **kwargs: _T
 ) -> PerRank[_T | Batch]:
-    """Batches are split over the data-parallel slots of a mesh."""
+    """Splits batches over the data-parallel slots of a mesh."""
     mesh = group.mesh(mesh_name)
     if not any(
         isinstance(value, DataProto | DataProtoFuture) or has_rows(value)
@@ -170,17 +170,17 @@ def dispatch_nd_compute_dataproto(
 def collect_nd_compute_dataproto(
     mesh_name: str, group: Group, results: list[DataProto]
 ) -> DataProto | TensorDict:
-    """The batches of the ranks that collect, concatenated in slot order."""
+    """Concatenates the batches of the collected ranks in slot order."""
     return concat_batches(group, [results[rank] for rank in group.mesh(mesh_name).answering])
 
 
 def as_list(group: Group, results: list[_T]) -> list[_T]:
-    """The results in rank order."""
+    """Returns the results in rank order."""
     return list(results)
 
 
 def concat_batches(group: Group, results: list[Any]) -> DataProto | TensorDict:
-    """The batches of the slots, concatenated."""
+    """Concatenates the batches of the slots."""
     if all(has_rows(result) for result in results):
         return concat_tensordict(results)
     for rank, result in enumerate(results):
@@ -194,14 +194,14 @@ def concat_batches(group: Group, results: list[Any]) -> DataProto | TensorDict:
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """One way to split arguments over ranks and to join what they return."""
+    """A way to split arguments over ranks and to join their results."""
 
     name: str
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
     rank_zero_only: bool = False
     by_slot: bool = False
-    """Arguments go to data-parallel slots, and `collect_fn` gets one result of each."""
+    """Whether arguments go to data-parallel slots and `collect_fn` gets one result per slot."""
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
@@ -223,7 +223,7 @@ _MODES: dict[str, DispatchMode] = {
 
 
 class _DispatchNames(type):
-    """`Dispatch.NAME` looks the mode up, so that modes of users read like ours."""
+    """Looks up `Dispatch.NAME`, so that user modes are accessed like built-in ones."""
 
     def __getattr__(cls, name: str) -> DispatchMode:
         if name in _MODES:
@@ -257,9 +257,9 @@ class MethodSpec:
     dispatch_mode: DispatchMode
     execute_mode: Execute = Execute.ALL
     blocking: bool = True
-    """False: the call returns a DataProtoFuture at once."""
+    """If False, the call returns a DataProtoFuture immediately."""
     materialize_futures: bool = True
-    """The worker waits for futures among the arguments before the method runs."""
+    """Whether the worker resolves futures among the arguments before the method runs."""
 
 
 def register(
@@ -268,7 +268,7 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[_Method], _Method]:
-    """Make a worker's method callable on its group; without a mode, Dispatch.ALL_TO_ALL."""
+    """Makes a worker's method callable on its group; the default mode is Dispatch.ALL_TO_ALL."""
     mode = _MODES["ALL_TO_ALL"] if dispatch_mode is None else dispatch_mode
     if isinstance(mode, dict):
         if missing := {"dispatch_fn", "collect_fn"} - mode.keys():
@@ -293,7 +293,7 @@ def register(
 def register_dispatch_mode(
     name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn
 ) -> DispatchMode:
-    """Add a dispatch mode of your own; it is then `Dispatch.<name>`."""
+    """Adds a custom dispatch mode, available as `Dispatch.<name>`."""
     if name in _MODES:
         raise ValueError(f"dispatch mode {name!r} exists; replace it with update_dispatch_mode")
     if not name.isidentifier():
@@ -305,7 +305,7 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     mode: DispatchMode | str, dispatch_fn: DispatchFn, collect_fn: CollectFn
 ) -> DispatchMode:
-    """Replace a mode's functions; methods registered before keep the old ones."""
+    """Replaces a mode's functions; methods that are already registered keep the old ones."""
     name = mode.name if isinstance(mode, DispatchMode) else mode
     if name not in _MODES:
         raise ValueError(f"no dispatch mode {name!r}; add it with register_dispatch_mode")
@@ -314,9 +314,9 @@ def update_dispatch_mode(
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
-    """A mode that splits over the data-parallel slots which workers registered under `mesh_name`.
+    """Returns a mode that splits over the data-parallel slots of the mesh `mesh_name`.
 
-    All ranks of a slot get the same part; only the ranks that collect answer.
+    All ranks of a slot get the same part; the result of one rank per slot is collected.
     """
     return DispatchMode(
         f"ND_COMPUTE_PROTO({mesh_name})",
@@ -326,12 +326,12 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
 
 
 def method_spec(method: Function) -> MethodSpec | None:
-    """How a method was registered; None where it was not."""
+    """Returns the registration of a method, or None."""
     return getattr(method, _SPEC_ATTRIBUTE, None)
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """Every registered method of a class, by name; an override keeps the base's registration."""
+    """Returns all registered methods of a class; an override keeps the base's registration."""
     specs: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():

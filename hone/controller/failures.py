@@ -1,6 +1,6 @@
-"""Failures between processes, each with the group, the rank and the call.
+"""Errors of processes, each with the worker group, the rank and the method.
 
-Errors of the worker's own code arrive as they were raised.
+Exceptions of worker code are re-raised unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ GO_ON = "The same command, started again, goes on from the run's last checkpoint
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank's process is, and where it writes its log."""
+    """The location and the log files of one rank's process."""
 
     rank: int
     pid: int
@@ -24,7 +24,7 @@ class Seat:
 
 @dataclass(eq=False)
 class WorkerDied(RuntimeError):
-    """A worker's process ended while something waited for it."""
+    """A worker process ended while a caller waited for it."""
 
     role: str
     seat: Seat
@@ -43,7 +43,7 @@ class WorkerDied(RuntimeError):
 
 @dataclass(eq=False)
 class WorkerStopped(RuntimeError):
-    """A worker's process is stopped (SIGSTOP) and does not work on."""
+    """A worker process was stopped (SIGSTOP)."""
 
     role: str
     seat: Seat
@@ -61,7 +61,7 @@ class WorkerStopped(RuntimeError):
 
 @dataclass(eq=False)
 class ClusterFailed(RuntimeError):
-    """A process of Ray itself, or a whole node, has ended or does not answer."""
+    """A Ray process or a node has ended or does not respond."""
 
     what: str
     owner: str
@@ -86,4 +86,4 @@ class WaitTimeout(TimeoutError):
 
 
 class RemoteTraceback(Exception):
-    """Where in another process an error was raised; the cause of the error that is raised here."""
+    """The traceback of a worker's exception; set as the cause of the exception that is re-raised."""

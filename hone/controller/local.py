@@ -1,6 +1,6 @@
-"""LocalWorkerGroup: one rank in this process, the default; and the host of a rank's workers.
+"""LocalWorkerGroup, the default: one rank in this process. WorkerHost holds the workers of one rank.
 
-A call waits for its futures, runs coroutines and drops padded rows from the result, under Ray as here.
+Under both controllers a call resolves its futures, runs coroutines and drops padded rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class Done:
-    """A finished call: its result, or what it raised, until `get` is called."""
+    """The result of a finished call, or its exception, which `get` raises."""
 
     result: Any = None
     error: BaseException | None = None
@@ -45,7 +45,7 @@ class Done:
 
 
 class WorkerHost:
-    """The workers of one rank: one, or one for each colocated role."""
+    """The workers of one rank: a single one, or one per colocated role."""
 
     def __init__(self, made_of: ClassWithInitArgs, placement: Placement, threads: int) -> None:
         fix_threads(threads)
@@ -61,7 +61,7 @@ class WorkerHost:
                 worker.colocate(self._workers)
 
     def call(self, call: Call) -> Any:
-        """Run one method of one worker."""
+        """Runs one method of one worker."""
         function = getattr(self.worker(call.role), call.method)
         args, kwargs = call.args, call.kwargs
         spec = method_spec(function)
@@ -81,7 +81,7 @@ class WorkerHost:
         return result
 
     def worker(self, role: str = "") -> Worker:
-        """The worker of this role."""
+        """Returns the worker of this role."""
         fused = getattr(self._workers.get(""), "fused_worker_dict", {})
         if role in fused:
             return fused[role]
@@ -93,7 +93,7 @@ class WorkerHost:
         return self._workers[role]
 
     def close(self) -> None:
-        """Close the workers that have a `close` and stop the event loop."""
+        """Closes the workers that have a `close` method and stops the event loop."""
         try:
             for worker in self._workers.values():
                 close = getattr(worker, "close", None)
@@ -103,7 +103,7 @@ class WorkerHost:
             self._stop_loop()
 
     def _run(self, coroutine: Coroutine[None, None, _T]) -> _T:
-        # One loop for the worker's life: the next call finds what a coroutine left on it.
+        # All calls share one event loop, so that tasks of one call survive until the next.
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop_thread = threading.Thread(
@@ -125,7 +125,7 @@ class WorkerHost:
 
 
 class LocalCrew(Crew[Done]):
-    """One rank in this process; a call is finished when `submit` returns."""
+    """A single rank in this process; `submit` returns after the call has finished."""
 
     world_size = 1
 
@@ -143,7 +143,7 @@ class LocalCrew(Crew[Done]):
         host = self.host
         try:
             return Done(host.call(call))
-        except Exception as error:  # the waiting caller gets it, as under every controller
+        except Exception as error:  # raised when the caller resolves the handle, as under Ray
             return Done(error=error)
 
     def resolver(self, owner: str, method: str) -> Callable[[Sequence[Done]], list[Any]]:
@@ -168,7 +168,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
         liveness_deadline_s: float | None = None,
         threads: int | None = None,
     ) -> None:
-        """The arguments are those of a Ray group; deadlines have no effect here."""
+        """Takes the arguments of a Ray group; deadlines have no effect."""
         if ray_cls_with_init is None:
             raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
         if resource_pool is not None and resource_pool.world_size != 1:
@@ -183,21 +183,21 @@ class LocalWorkerGroup(WorkerGroup[W]):
 
 
 def finished(handles: Sequence[Done]) -> list[Any]:
-    """The results of finished calls, or the first error."""
+    """Returns the results of finished calls, or raises the first error."""
     return [handle.get() for handle in handles]
 
 
 def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
-    """The result without the rows that answer padded input rows."""
-    marked = [v for v in inputs if isinstance(v, DataProto) and v.has_column(PADDED_ROW)]
+    """Removes the result rows that belong to padded input rows."""
+    padded = [v for v in inputs if isinstance(v, DataProto) and v.has_column(PADDED_ROW)]
     if result.has_column(PADDED_ROW):
         rows = without_padding(result)
-    elif not marked or len(result) == 0:
+    elif not padded or len(result) == 0:
         rows = result
     else:
-        real = real_rows(marked[0])
+        real = real_rows(padded[0])
         if len(result) == int(real.sum()):
-            rows = result  # the worker dropped them itself
+            rows = result  # the worker has already dropped them
         elif len(result) % len(real) == 0:
             rows = result.select_idxs(real.repeat_interleave(len(result) // len(real)))
         else:
@@ -206,9 +206,9 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
                 f"{len(result)}: which are padding cannot be told; carry the column {PADDED_ROW!r} "
                 "over to the result, or drop such rows with hone.protocol.without_padding first"
             )
-    if marked and not torch.stack([real_rows(v).any() for v in marked]).any():
+    if padded and not torch.stack([real_rows(v).any() for v in padded]).any():
         rows = rows.select()
-        rows.meta_info.pop("metrics", None)  # metrics over padding alone say nothing
+        rows.meta_info.pop("metrics", None)  # metrics over padded rows only are meaningless
     return rows
 
 

@@ -1,7 +1,7 @@
-"""Processes of this machine: their state, how long one has been silent, and their last log lines.
+"""Reads the state and the last log lines of local processes, and measures how long a process is silent.
 
-A process that works, however long, is never silent; a stopped one (SIGSTOP) is. A probe on their node
-reads processes of other machines.
+A stopped process (SIGSTOP) is silent; a busy one never is. Processes on other machines are read by a
+probe on their node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOG_LINES = 20
 
 
 def process_state(pid: int) -> str:
-    """The kernel's state letter of a process of this machine; empty where there is none."""
+    """Returns the kernel's state letter of a local process; empty if the process does not exist."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rsplit(")", 1)[1].split()[0]
@@ -26,9 +26,9 @@ def process_state(pid: int) -> str:
 
 
 class Silence:
-    """Seconds for which each target was silent, counted while the caller looks.
+    """Measures for how many seconds each target has been silent.
 
-    At most LONGEST_GAP_S count between two looks: a caller that was busy or stopped has seen nothing.
+    At most LONGEST_GAP_S count between two checks: a busy or stopped caller has observed nothing.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -37,7 +37,7 @@ class Silence:
         self._looked_at: float | None = None
 
     def look(self, silent: Iterable[Hashable], now: float) -> list[Hashable]:
-        """Record the targets that are silent now; return those that have been for the whole limit."""
+        """Records the currently silent targets; returns those that have reached the limit."""
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, LONGEST_GAP_S)
         self._looked_at = now
         self._seconds = {
@@ -48,7 +48,7 @@ class Silence:
 
 
 def own_log_files() -> tuple[str, ...]:
-    """The files that stderr and stdout of this process go to, where they go to files."""
+    """Returns the files that stderr and stdout of this process are redirected to."""
     targets = []
     for fd in (2, 1):
         with suppress(OSError):
@@ -57,12 +57,12 @@ def own_log_files() -> tuple[str, ...]:
 
 
 def last_lines(paths: Sequence[str]) -> list[str]:
-    """The last lines of each of these files that exists."""
+    """Returns the last lines of each existing file."""
     lines: list[str] = []
     for path in paths:
         if os.path.exists(path):
             with open(path, encoding="utf-8", errors="replace") as file:
                 tail = deque(file, maxlen=LOG_LINES)
-            # Ray writes markers of its own for finding jobs and actors in the file.
+            # Lines with ":" are Ray's markers for jobs and actors.
             lines += [line.rstrip() for line in tail if line.strip() and not line.startswith(":")]
     return lines

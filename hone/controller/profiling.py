@@ -1,6 +1,6 @@
-"""One profile per process and step: a Chrome trace of torch.profiler, or the range that nsys records.
+"""Records one profile per process and step: a Chrome trace of torch.profiler, or a range for nsys.
 
-Roles that share a process share its profile; the first that stops writes it, under the names of all.
+Roles in one process share its profile; the first role that stops writes it, named after all of them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepProfile:
-    """What this process records of a step."""
+    """The profile of one step in this process."""
 
     step: int
     trace: profile | None
-    """None where nsys records."""
+    """None if nsys records."""
     roles: list[str] = field(default_factory=list)
 
 
@@ -27,7 +27,7 @@ _running: list[StepProfile] = []
 
 
 def start(tool: str, step: int, role: str) -> None:
-    """Record this process from here on, unless it does already."""
+    """Starts recording this process, unless it is already recorded."""
     if not _running:
         _running.append(StepProfile(step, _torch_trace() if tool == "torch" else None))
         if tool == "nsys":
@@ -36,7 +36,7 @@ def start(tool: str, step: int, role: str) -> None:
 
 
 def stop(folder: str, rank: int) -> None:
-    """End the recording, and write the trace to `step_N-ROLES-rank_R.json.gz`."""
+    """Stops recording and writes the trace to `step_N-ROLES-rank_R.json.gz`."""
     if not _running:
         return
     profile = _running.pop()
@@ -52,7 +52,7 @@ def stop(folder: str, rank: int) -> None:
 
 
 def discard() -> None:
-    """End the recording without a file: the step failed."""
+    """Stops recording without writing a file, after a failed step."""
     while _running:
         profile = _running.pop()
         if profile.trace is not None:
@@ -66,7 +66,7 @@ def _torch_trace() -> profile:
 
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    every_thread = _ExperimentalConfig(profile_all_threads=True)  # decoding has its own
+    every_thread = _ExperimentalConfig(profile_all_threads=True)  # decoding runs in another thread
     trace = profile(activities=activities, experimental_config=every_thread)
     trace.start()
     return trace

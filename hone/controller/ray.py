@@ -1,7 +1,7 @@
-"""Ranks as Ray actors: N processes on M nodes behind the same worker group.
+"""Runs each rank of a worker group as a Ray actor, on one or several nodes.
 
-Every wait has a deadline and says who waits for what; a process that dies or is stopped is reported
-with its rank. Leaves out restarting it: a run resumes from its checkpoint.
+Every wait has a deadline, and its error names the waiting group and the method. A worker that dies or is
+stopped is reported with its rank. Failed workers are not restarted; resume the run from its checkpoint.
 """
 
 from __future__ import annotations
@@ -55,34 +55,34 @@ _FLOOR_S, _FACTOR = TrainerConfig.phase_deadline_floor_s, TrainerConfig.phase_de
 
 
 class RayResourcePool(ResourcePool):
-    """A resource pool by verl's name; a plain one does as well."""
+    """A ResourcePool under verl's name; a plain ResourcePool works too."""
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker's class with its arguments and the options of its Ray actor."""
+    """A worker class with its arguments and its Ray actor options."""
 
     def __init__(self, cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> None:
         super().__init__(cls, *args, **kwargs)
         self.options: dict[str, Any] = {}
 
     def update_options(self, options: Settings) -> None:
-        """Options for `Actor.options(…)`."""
+        """Adds options for `Actor.options(…)`."""
         self.options.update(options)
 
     def set_additional_resource(self, resources: Mapping[str, float]) -> None:
-        """Ray resources each rank needs besides its device."""
+        """Sets the Ray resources that each rank needs besides its device."""
         self.options["resources"] = dict(resources)
 
 
 class _SeatActor:
-    """One rank's process: it says where it is, makes the workers, runs calls."""
+    """The actor of one rank: reports its location, builds the workers and runs calls."""
 
     def __init__(self, import_path: list[str], folder: str) -> None:
-        os.environ.pop(TOKEN_ENV, None)  # Ray has read it; what a worker starts needs it not
-        # What the loop can import, a worker can: a user's own module may lie anywhere on its path.
+        os.environ.pop(TOKEN_ENV, None)  # child processes do not need the token
+        # Workers import user modules from the same path as the trainer process.
         sys.path += [entry for entry in import_path if entry not in sys.path]
         if os.path.isdir(folder):
-            os.chdir(folder)  # a relative path means the same everywhere
+            os.chdir(folder)  # relative paths resolve as in the trainer process
         self._host: WorkerHost | None = None
 
     def facts(self, rank: int) -> tuple[Seat, int]:
@@ -105,7 +105,7 @@ class _SeatActor:
 
 
 class Reservation:
-    """The placement groups of one pool, shared by all crews on it; one group per node."""
+    """The placement groups of one pool, one per node; all worker groups of the pool share them."""
 
     def __init__(self, pool: ResourcePool, deadline_s: float) -> None:
         self._users = 0
@@ -116,16 +116,16 @@ class Reservation:
             placement_group([dict(bundle)] * count, strategy="STRICT_PACK")
             for count in pool.process_on_nodes
         ]
-        ends = time.monotonic() + deadline_s
+        end_time = time.monotonic() + deadline_s
         for group in self.groups:
             if not group.wait(timeout_seconds=1):
                 logger.warning("%s waits for resources; free are %s", pool, _free())
-                self._wait(group, ends, deadline_s)
+                self._wait(group, end_time, deadline_s)
 
-    def _wait(self, group: PlacementGroup, ends: float, deadline_s: float) -> None:
+    def _wait(self, group: PlacementGroup, end_time: float, deadline_s: float) -> None:
         while not group.wait(timeout_seconds=1):
             look(self._pool.name_prefix, "its reservation")
-            if time.monotonic() > ends:
+            if time.monotonic() > end_time:
                 self._give_back()
                 raise WaitTimeout(
                     self._pool.name_prefix,
@@ -157,7 +157,7 @@ _reservations: weakref.WeakKeyDictionary[ResourcePool, Reservation] = weakref.We
 
 
 class RayCrew(Crew[ray.ObjectRef]):
-    """The ranks of one pool, each an actor in its own process."""
+    """The ranks of one pool; each rank is an actor in its own process."""
 
     def __init__(
         self,
@@ -170,9 +170,9 @@ class RayCrew(Crew[ray.ObjectRef]):
         worker_env: Mapping[str, str],
         threads: int | None,
     ) -> None:
-        if taken := sorted(worker_env.keys() & Placement().environment().keys()):
+        if reserved := sorted(worker_env.keys() & Placement().environment().keys()):
             raise ValueError(
-                f"worker_env of {name!r} sets {', '.join(taken)}, which the controller sets for each "
+                f"worker_env of {name!r} sets {', '.join(reserved)}, which the controller sets for each "
                 "rank; leave them out"
             )
         self.world_size = pool.world_size
@@ -202,9 +202,9 @@ class RayCrew(Crew[ray.ObjectRef]):
     ) -> None:
         threads = [self._threads or thread_count(n) for n in pool.local_world_size_list()]
         self._actors = self._make_actors(pool, made_of, threads, env)
-        ask = RefWait(self.name, "start", (), deadline_s, START_ADVICE)
-        answers = ask([actor.facts.remote(rank) for rank, actor in enumerate(self._actors)])
-        self._seats = tuple(seat for seat, _ in answers)
+        wait = RefWait(self.name, "start", (), deadline_s, START_ADVICE)
+        facts = wait([actor.facts.remote(rank) for rank, actor in enumerate(self._actors)])
+        self._seats = tuple(seat for seat, _ in facts)
         watch_workers(self.name, self._seats, self._liveness_deadline_s)
         one_node = len({seat.node_id for seat in self._seats}) == 1
         master_addr = LOOPBACK if one_node else self._seats[0].node_ip
@@ -213,11 +213,11 @@ class RayCrew(Crew[ray.ObjectRef]):
             placement = Placement(
                 rank=rank,
                 world_size=self.world_size,
-                # Ray shows each process only its own GPU, which is then number 0.
+                # Ray makes only one GPU visible to each process; its index is 0.
                 local_rank=0 if pool.use_gpu else pool.local_rank_list()[rank],
                 local_world_size=pool.local_world_size_list()[rank],
                 master_addr=master_addr,
-                master_port=answers[0][1],
+                master_port=facts[0][1],
                 role=self.name,
             )
             builds.append(actor.build.remote(made_of, placement, threads[rank]))
@@ -231,7 +231,7 @@ class RayCrew(Crew[ray.ObjectRef]):
         env: Mapping[str, str],
     ) -> list[ActorHandle]:
         assert self._reservation is not None
-        share = int(10_000 / pool.max_colocate_count) / 10_000  # Ray counts in ten-thousandths
+        share = int(10_000 / pool.max_colocate_count) / 10_000  # Ray's resolution is 1/10,000
         slots = [
             (group, local)
             for group, count in zip(self._reservation.groups, pool.process_on_nodes, strict=True)
@@ -240,12 +240,12 @@ class RayCrew(Crew[ray.ObjectRef]):
         actor_class = ray.remote(_SeatActor)
         actors = []
         for (group, bundle), count in zip(slots, threads, strict=True):
-            fixed = {name: str(count) for name in (THREADS_ENV, "MKL_NUM_THREADS")}
+            thread_env = {name: str(count) for name in (THREADS_ENV, "MKL_NUM_THREADS")}
             options = {
                 "num_cpus": share,
                 "num_gpus": share if pool.use_gpu else 0,
                 "max_restarts": 0,
-                "runtime_env": {"env_vars": {**fixed, **asked_level(), **env}},
+                "runtime_env": {"env_vars": {**thread_env, **asked_level(), **env}},
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=bundle
                 ),
@@ -267,9 +267,9 @@ class RayCrew(Crew[ray.ObjectRef]):
     def shutdown(self) -> None:
         actors, self._actors = self._actors, []
         if ray.is_initialized() and not cluster_failed():
-            goodbyes = [actor.close.remote() for actor in actors if self._seats]
-            if goodbyes:
-                ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_DEADLINE_S)
+            closing = [actor.close.remote() for actor in actors if self._seats]
+            if closing:
+                ray.wait(closing, num_returns=len(closing), timeout=GOODBYE_DEADLINE_S)
             forget_workers(self._seats)
             for actor in actors:
                 ray.kill(actor, no_restart=True)
@@ -292,11 +292,11 @@ class RayWorkerGroup(WorkerGroup[W]):
         worker_env: Mapping[str, str] | None = None,
         threads: int | None = None,
     ) -> None:
-        """`threads` of each process; None shares out the cores."""
+        """`threads` is the number per process; None divides the cores among the processes."""
         if ray_cls_with_init is None:
             raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
         start_ray({})
-        # The loop's own maths, as under the local controller.
+        # The trainer process computes with the same number of threads as under the local controller.
         fix_threads(threads or thread_count())
         name = name_prefix or ray_cls_with_init.name
         crew = RayCrew(
@@ -313,7 +313,7 @@ class RayWorkerGroup(WorkerGroup[W]):
 
 
 def parallel_put(data_list: Sequence[T], max_workers: int | None = None) -> list[ray.ObjectRef[T]]:
-    """A reference to each value in Ray's store, put there by several threads, in order."""
+    """Puts values into Ray's object store from several threads; returns references in order."""
     if not data_list:
         raise AssertionError("parallel_put got an empty list; there is nothing to put")
     with ThreadPoolExecutor(max_workers or min(len(data_list), 16)) as threads:
@@ -323,10 +323,10 @@ def parallel_put(data_list: Sequence[T], max_workers: int | None = None) -> list
 def _check_fit(pool: ResourcePool) -> None:
     kind = "GPU" if pool.use_gpu else "CPU"
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    have = sorted((int(node["Resources"].get(kind, 0)) for node in nodes), reverse=True)
-    if not pool.fits(have):
+    counts = sorted((int(node["Resources"].get(kind, 0)) for node in nodes), reverse=True)
+    if not pool.fits(counts):
         raise ValueError(
-            f"{pool} does not fit this Ray cluster, whose nodes have {have} {kind}s; set "
+            f"{pool} does not fit this Ray cluster, whose nodes have {counts} {kind}s; set "
             "trainer.n_gpus_per_node and trainer.nnodes to what there is"
         )
 

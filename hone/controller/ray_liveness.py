@@ -1,7 +1,7 @@
-"""Liveness of the workers' processes, their nodes and Ray itself, checked while the loop waits.
+"""Checks that worker processes, their nodes and Ray itself are alive while the trainer waits.
 
-Processes of this machine are read from /proc, those of another node by a probe there, and Ray's control
-plane by a call. A busy worker is not silent; work that never ends meets the deadline of its phase.
+Local processes are checked in /proc, remote ones by a probe actor on their node, and Ray's control plane
+by a call. A busy worker counts as alive; the phase deadline limits work that never ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTS = {"gcs_server": "Ray's control plane", "raylet": "Ray's node manager"}
 
 
 class _NodeProbe:
-    """Reads the processes of its node; an actor of its own, so that busy workers need not answer."""
+    """Reads process states on its node; a separate actor, because busy workers cannot answer."""
 
     def states(self, pids: list[int]) -> list[str]:
         return [process_state(pid) for pid in pids]
@@ -41,7 +41,7 @@ class _NodeProbe:
 
 
 class _RemoteNode:
-    """The probe of another node, and its last answer."""
+    """The probe of a remote node and its last result."""
 
     def __init__(self, node_id: str) -> None:
         strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -52,11 +52,11 @@ class _RemoteNode:
         self._states: dict[int, str] = {}
 
     def states(self, pids: list[int]) -> dict[int, str]:
-        """The states of the last answer; the next question is on its way."""
+        """Returns the last known states and requests new ones."""
         if self._question is not None and ray.wait([self._question[0]], timeout=0)[0]:
-            ref, asked_pids = self._question
-            with suppress(RayError):  # no answer; the probe is started again, or its node is gone
-                self._states = dict(zip(asked_pids, ray.get(ref), strict=True))
+            ref, requested_pids = self._question
+            with suppress(RayError):  # the probe is restarting, or its node is gone
+                self._states = dict(zip(requested_pids, ray.get(ref), strict=True))
                 self.answers += 1
             self._question = None
         if self._question is None:
@@ -65,7 +65,7 @@ class _RemoteNode:
 
 
 class _Ping:
-    """Asks the control plane again and again, in a thread that may hang with it."""
+    """Calls the control plane periodically, in a thread, because the call may hang."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -86,7 +86,7 @@ class _Ping:
 
 
 class ClusterWatch:
-    """The processes of this cluster that the loop depends on."""
+    """Watches the processes of this cluster that the trainer depends on."""
 
     def __init__(self, limit_s: float, own: Mapping[str, int], log_folder: str = "") -> None:
         self.failed = False
@@ -100,7 +100,7 @@ class ClusterWatch:
         self._lock = threading.Lock()
 
     def add(self, role: str, seats: Sequence[Seat], limit_s: float) -> None:
-        """Watch these processes from now on."""
+        """Starts watching these processes."""
         self._silence.limit_s = limit_s
         for seat in seats:
             self._seats[seat.node_id, seat.pid] = role, seat
@@ -108,7 +108,7 @@ class ClusterWatch:
                 self._nodes[seat.node_id] = _RemoteNode(seat.node_id)
 
     def remove(self, seats: Sequence[Seat]) -> None:
-        """Stop watching these processes, and remove the probes of nodes without others."""
+        """Stops watching these processes and removes probes that are no longer needed."""
         for seat in seats:
             self._seats.pop((seat.node_id, seat.pid), None)
         for node_id in self._nodes.keys() - {node_id for node_id, _ in self._seats}:
@@ -118,12 +118,12 @@ class ClusterWatch:
         self._ping.close()
 
     def look(self, owner: str, method: str) -> None:
-        """Raise where what `owner` waits for can never come; called while it waits."""
+        """Raises if the result that `owner` waits for can no longer arrive."""
         with self._lock:
             silent: dict[Hashable, Callable[[], RuntimeError]] = {}
             limit = f"{self._silence.limit_s:g} s"
             failed = partial(self._failed, owner, method)
-            for name, pid in self._own.items():  # Ray's own processes, where we started them
+            for name, pid in self._own.items():  # Ray's processes, if we started them
                 who = f"{PARTS[name]} ({name}, pid {pid} on this machine)"
                 hint = (
                     "killed for memory, crashed, or stopped from outside: see "
@@ -157,7 +157,7 @@ class ClusterWatch:
                 raise silent[target]()
 
     def lines(self, seat: Seat) -> list[str]:
-        """The last log lines of a process of another node."""
+        """Returns the last log lines of a process on a remote node."""
         node = self._nodes.get(seat.node_id)
         if node is None:
             return []
@@ -193,15 +193,15 @@ _watch: ClusterWatch | None = None
 
 
 def watch_cluster(own: Mapping[str, int], log_folder: str = "") -> None:
-    """Begin to look at the cluster that this process has joined; `own` are Ray's processes by name."""
+    """Starts watching the joined cluster; `own` maps names of Ray processes to pids."""
     global _watch
     _watch = ClusterWatch(TrainerConfig.liveness_deadline_s, own, log_folder)
 
 
 def watch_workers(role: str, seats: Sequence[Seat], limit_s: float) -> None:
-    """Look at the processes of a group, too."""
+    """Adds the processes of a worker group to the watch."""
     if _watch is not None and _watch.here != ray.get_runtime_context().get_node_id():
-        end_watch()  # the program has left that cluster and joined or started another
+        end_watch()  # this process has since joined or started another cluster
     if _watch is None:
         watch_cluster({})
     assert _watch is not None
@@ -209,13 +209,13 @@ def watch_workers(role: str, seats: Sequence[Seat], limit_s: float) -> None:
 
 
 def forget_workers(seats: Sequence[Seat]) -> None:
-    """The processes of a group are about to end."""
+    """Removes the processes of a worker group from the watch, before they end."""
     if _watch is not None and not _watch.failed:
         _watch.remove(seats)
 
 
 def end_watch() -> None:
-    """Look no more: this process leaves the cluster."""
+    """Stops watching: this process leaves the cluster."""
     global _watch
     if _watch is not None:
         _watch.close()
@@ -223,16 +223,16 @@ def end_watch() -> None:
 
 
 def look(owner: str, method: str) -> None:
-    """Raise where what `owner` waits for can never come. Only the loop's process looks."""
+    """Raises if the result that `owner` waits for can no longer arrive; only the trainer process checks."""
     if _watch is not None:
         _watch.look(owner, method)
 
 
 def lines_of_another_node(seat: Seat) -> list[str]:
-    """What a process of another node wrote last, where this is the loop's process."""
+    """Returns the last log lines of a process on a remote node; only the trainer process can."""
     return _watch.lines(seat) if _watch is not None else ["(its log is on its node)"]
 
 
 def cluster_failed() -> bool:
-    """Whether Ray itself was found dead: it must not be asked for anything."""
+    """Whether Ray itself has failed; it must not be called then."""
     return _watch is not None and _watch.failed

@@ -1,7 +1,7 @@
-"""Joining Ray, or starting it: what we start is one machine, on loopback, behind a token.
+"""Joins a Ray cluster, or starts one on this machine that listens on loopback and requires a token.
 
-A cluster that is there already keeps its own authentication. Every process of a cluster of ours
-carries a mark, by which what is left of it is ended. Leaves out what runs on it.
+An existing cluster keeps its own authentication. Every process of a cluster that we started carries a
+mark in its environment, by which remaining processes are found and killed.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _DRIVER_SETTINGS = {
     "RAY_raylet_start_wait_time_s": "180",
 }
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's own switch, named after where it is the default, for staying on this machine."""
+"""0 keeps Ray on loopback; Ray names the switch after the systems where that is the default."""
 
 
 @dataclass(frozen=True)
 class OwnCluster:
-    """A cluster this process started: its mark, its folder, and the process that ends it after this one."""
+    """A cluster that this process started; `reaper` kills it after this process has ended."""
 
     mark: str
     folder: str
-    """Only this user may enter it: Ray lets every user write to the session folder inside."""
+    """Accessible to this user only, because Ray makes the session folder inside world-writable."""
     reaper: subprocess.Popen[bytes]
 
 
@@ -67,9 +67,9 @@ _own: OwnCluster | None = None
 
 
 def start_ray(ray_init: Settings, tell: Callable[[str], None] = logger.info) -> bool:
-    """Join a cluster or start one with these `ray.init` options; False where Ray runs already.
+    """Joins or starts a cluster with these `ray.init` options; returns False if Ray already runs.
 
-    `tell` takes the sentence that says which of the two begins.
+    `tell` receives a message that says which of the two is done.
     """
     if ray.is_initialized():
         return False
@@ -87,7 +87,7 @@ def start_ray(ray_init: Settings, tell: Callable[[str], None] = logger.info) -> 
 
 
 def stop_ray(timeline_json_file: str | None = None) -> None:
-    """Leave Ray, and end it where this process started it; write its timeline to a file on request."""
+    """Disconnects from Ray and stops a cluster that this process started; can write Ray's timeline."""
     global _own
     failed = cluster_failed()
     if timeline_json_file is not None and ray.is_initialized() and not failed:
@@ -95,7 +95,7 @@ def stop_ray(timeline_json_file: str | None = None) -> None:
     end_watch()
     own, _own = _own, None
     if own is not None and failed:
-        reaper.end_marked(own.mark)  # a stopped process would be waited for
+        reaper.end_marked(own.mark)  # ray.shutdown would wait for a stopped process
     leaving = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
     leaving.start()
     leaving.join(STOP_DEADLINE_S)
@@ -106,12 +106,12 @@ def stop_ray(timeline_json_file: str | None = None) -> None:
         reaper.end_marked(own.mark)
         own.reaper.kill()
         own.reaper.wait()
-        if not failed:  # the logs of a failure stay
+        if not failed:  # keep the logs of a failure
             shutil.rmtree(own.folder, ignore_errors=True)
 
 
 def check_reachable(address: str | None, key: str) -> None:
-    """Raise unless something listens at the address, which `key` sets; Ray itself would try for minutes."""
+    """Raises unless something listens at the address that `key` sets; Ray itself would retry for minutes."""
     if not address or address in ("auto", "local"):
         return
     host, colon, port = address.rpartition("://")[2].rpartition(":")
@@ -127,9 +127,9 @@ def check_reachable(address: str | None, key: str) -> None:
 
 
 def _to_join(address: str | None, only_named: bool) -> bool:
-    """Whether a cluster is named: by the option, by RAY_ADDRESS, or by `ray start` on this machine.
+    """Whether the option, RAY_ADDRESS or `ray start` on this machine names a cluster to join.
 
-    A run that says how large its Ray is asks for one of its own.
+    With `only_named`, a cluster of `ray start` is ignored: the run has set the size of its own cluster.
     """
     for named, key in (
         (address, "ray_kwargs.ray_init.address"),
@@ -140,7 +140,7 @@ def _to_join(address: str | None, only_named: bool) -> bool:
             return named != "local"
     file = os.path.join(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
     if only_named or not os.path.exists(file) or os.stat(file).st_uid not in (0, os.getuid()):
-        return False  # what another user wrote there is no reason to work for their cluster
+        return False  # another user may have written the file: do not join their cluster
     with open(file, encoding="utf-8") as text:
         latest = text.read().strip()
     try:
@@ -170,19 +170,19 @@ def _start(options: Settings, tell: Callable[[str], None]) -> None:
     global _own
     mark = secrets.token_hex(8)
     private = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
-    # In a session of its own: a signal to this process's group must not end it as well.
+    # A new session: a signal to this process group must not kill the reaper.
     program = [sys.executable, "-S", "-E", reaper.__file__, mark, str(os.getpid())]
     nothing = subprocess.DEVNULL
-    ender = subprocess.Popen(
+    reaper_process = subprocess.Popen(
         program, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
     )
-    _own = OwnCluster(mark, private, ender)
+    _own = OwnCluster(mark, private, reaper_process)
     settings = {
         "RAY_AUTH_MODE": "token",
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
         reaper.MARK_ENV: mark,
         _LOOPBACK_ENV: "0",
-        "RAY_prestart_worker_first_driver": "0",  # ours have an environment of their own
+        "RAY_prestart_worker_first_driver": "0",  # our workers need another environment
     }
     tell("starting Ray on this machine")
     try:
@@ -207,14 +207,14 @@ def _start(options: Settings, tell: Callable[[str], None]) -> None:
 
 
 def _read_settings() -> None:
-    # Ray read them when it was imported, or for a cluster before this one.
+    # Ray has cached its settings since its import or since an earlier cluster; reload them.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """The settings for this process and those it starts meanwhile; the token goes no further."""
+    """Sets environment variables inside the block, so that later child processes do not get the token."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -229,7 +229,7 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Ray reads its switch when it is imported: set what it read."""
+    """Overrides the value that Ray read from `_LOOPBACK_ENV` at import."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -240,7 +240,7 @@ def _loopback() -> Iterator[None]:
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; a handler of the program stays."""
+    """Restores the program's SIGTERM handler, which `ray.init` replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     if callable(handler) and threading.current_thread() is threading.main_thread():
@@ -248,7 +248,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 def _messages_to_log() -> None:
-    """Send what Ray prints about its own failures to the log: our message reports the failure."""
+    """Routes Ray's messages about its own failures to the log; our error reports them to the user."""
     show = ray_worker.print_to_stdstream
 
     def route(data: Row, ignore_prefix: bool) -> None:

@@ -1,6 +1,6 @@
-"""Waiting for calls on Ray: results in rank order, or the failure of a process with its cause.
+"""Waits for Ray calls: returns results in rank order, or raises a worker's failure with its cause.
 
-The watch over the cluster (ray_liveness.py) is consulted while waiting.
+The cluster watch (ray_liveness.py) is consulted while waiting.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ DEATH_IS_KNOWN_AFTER_S = 3.0
 
 @dataclass(frozen=True)
 class RefWait:
-    """Waits for the results of one call; picklable, so that a future can be resolved anywhere."""
+    """Waits for the results of one call; picklable, so that any process can resolve a future."""
 
     owner: str
     method: str
     seats: tuple[Seat, ...]
     deadline_s: float
     advice: str
-    """How the deadline is raised: the end of the message."""
+    """How to raise the deadline; appended to the error message."""
     record: Callable[[str, float], None] | None = None
-    """Takes note of how long the call took; in the loop's process alone it is heard."""
+    """Records the duration of the call; has an effect in the trainer process only."""
 
     def __call__(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
-        """Results in rank order; the first failure of any rank is raised as soon as it is known."""
+        """Returns results in rank order; raises the first failure of any rank as soon as it is known."""
         started = time.monotonic()
-        ends = started + self.deadline_s
+        end_time = started + self.deadline_s
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         pending = list(refs)
         while pending:
-            left = max(0.0, ends - time.monotonic())
+            left = max(0.0, end_time - time.monotonic())
             ready, pending = ray.wait(pending, num_returns=1, timeout=min(left, LOOK_EVERY_S))
             if not ready:
                 look(self.owner, self.method)
@@ -52,10 +52,10 @@ class RefWait:
                     raise self._too_late([rank_of[ref] for ref in pending])
             for ref in ready:
                 rank = rank_of[ref]
-                left = max(1.0, ends - time.monotonic())
+                left = max(1.0, end_time - time.monotonic())
                 try:
                     results[rank] = self._result(ref, rank, left)
-                except Exception:  # it may have failed because a peer of it died: that is the cause
+                except Exception:  # the cause may be the death of another rank
                     self._raise_death(pending, rank_of)
                     raise
             tell(len(results), len(refs))
@@ -64,8 +64,8 @@ class RefWait:
         return [results[rank] for rank in range(len(refs))]
 
     def _raise_death(self, pending: list[ray.ObjectRef], rank_of: dict[ray.ObjectRef, int]) -> None:
-        ends = time.monotonic() + DEATH_IS_KNOWN_AFTER_S
-        while pending and (left := ends - time.monotonic()) > 0:
+        end_time = time.monotonic() + DEATH_IS_KNOWN_AFTER_S
+        while pending and (left := end_time - time.monotonic()) > 0:
             ready, pending = ray.wait(pending, num_returns=1, timeout=left)
             for ref in ready:
                 try:
@@ -86,21 +86,21 @@ class RefWait:
             raise RuntimeError(where) from error
         except GetTimeoutError as error:
             raise self._too_late([rank]) from error
-        except RayError as error:  # the process died, or its result went with its node or owner
-            look(self.owner, self.method)  # a worker dies with Ray: that is then the cause
+        except RayError as error:  # the process died, or its result was lost with its node or owner
+            look(self.owner, self.method)  # if Ray itself failed, that is the cause
             raise self.died(rank, error) from error
 
     def _seat(self, rank: int) -> Seat:
         return self.seats[rank] if rank < len(self.seats) else Seat(rank, 0, "its node", "", ())
 
     def died(self, rank: int, error: Exception) -> WorkerDied:
-        """Why the process died, as far as Ray knows, and its last log lines."""
+        """Returns an error with Ray's reason for the death and the last log lines."""
         seat = self._seat(rank)
         _, _, detail = str(error).rpartition("Worker exit detail:")
         detail = " ".join(detail.split("Some common causes")[0].split()).rstrip(". ")
         if re.search("node (has crashed|has died|was terminated)", detail):
             detail = "Ray lost its node: the machine, its network or its raylet failed"
-        elif "connection error" in detail:  # all that is known of a process that is gone
+        elif "connection error" in detail:  # Ray knows no more than that
             detail = "its process is gone; killed for memory, crashed, or stopped from outside"
         lines: list[str] = []
         if seat.logs:

@@ -1,7 +1,7 @@
-"""The end of every process that carries a mark in its environment; the standard library alone.
+"""Kills every local process that carries a mark in its environment; uses the standard library only.
 
-Run as a program (`python reaper.py MARK PARENT_PID`) it waits until its parent is gone, however that
-ended, and then ends what the parent left. Leaves out other machines.
+As a program (`python reaper.py MARK PARENT_PID`) it waits until its parent has ended, for whatever
+reason, and then kills the marked processes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ END_DEADLINE_S = 10.0
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that were started with this mark, without this process."""
+    """Returns the pids of the other processes that carry this mark."""
     entry = f"{MARK_ENV}={mark}".encode()
     pids = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 with open(f"/proc/{name}/environ", "rb") as file:
                     if entry in file.read().split(b"\0"):
                         pids.append(int(name))
@@ -31,9 +31,9 @@ def marked(mark: str) -> list[int]:
 
 
 def end_marked(mark: str) -> list[int]:
-    """Kill all marked processes, those they start meanwhile too; what could not be ended."""
-    ends = time.monotonic() + END_DEADLINE_S
-    while (pids := marked(mark)) and time.monotonic() < ends:
+    """Kills all marked processes and their new children; returns the pids that remain."""
+    end_time = time.monotonic() + END_DEADLINE_S
+    while (pids := marked(mark)) and time.monotonic() < end_time:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

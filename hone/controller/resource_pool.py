@@ -1,7 +1,7 @@
-"""Which role runs on which processes of which nodes.
+"""Maps roles to resource pools.
 
-A pool is a number of processes on each of some nodes; the manager maps roles to pools. Leaves out
-reserving them: the Ray controller turns a pool into placement groups.
+A pool is a number of processes on each of several nodes. The Ray controller reserves the resources of a
+pool as placement groups.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Role(Enum):
-    """What a worker does in the loop."""
+    """The role of a worker in the training loop."""
 
     Actor = "actor"
     Rollout = "rollout"
@@ -28,7 +28,7 @@ class Role(Enum):
 
     @classmethod
     def from_string(cls, name: str) -> Role:
-        """The role called `name`, by value ("critic") or by member name ("Critic")."""
+        """Returns the role with this value ("critic") or member name ("Critic")."""
         for role in cls:
             if name in (role.value, role.name):
                 return role
@@ -36,7 +36,7 @@ class Role(Enum):
 
 
 class ResourcePool:
-    """`process_on_nodes[i]` processes on node i; ranks count through the nodes in order."""
+    """A pool with `process_on_nodes[i]` processes on node i; ranks are numbered node by node."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ResourcePool:
         self.use_gpu = use_gpu
         self.name_prefix = name_prefix
         self.max_colocate_count = max_colocate_count
-        """How many worker groups share each process slot of this pool."""
+        """The number of worker groups that may share each process slot of this pool."""
 
     @property
     def world_size(self) -> int:
@@ -67,21 +67,21 @@ class ResourcePool:
         return list(self.process_on_nodes)
 
     def local_world_size_list(self) -> list[int]:
-        """For each rank, how many ranks its node has."""
+        """Returns the number of ranks on the node of each rank."""
         return [count for count in self.process_on_nodes for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For each rank, its number on its node."""
+        """Returns the local rank of each rank."""
         return [local for count in self.process_on_nodes for local in range(count)]
 
     def fits(self, free_per_node: Sequence[int]) -> bool:
-        """Whether nodes with this many free devices each have room for it."""
+        """Whether the pool fits on nodes with these numbers of free devices."""
         free = list(free_per_node)
         for count in sorted(self.process_on_nodes, reverse=True):
-            roomy = [n for n in free if n >= count]
-            if not roomy:
+            large_enough = [n for n in free if n >= count]
+            if not large_enough:
                 return False
-            free.remove(tightest := min(roomy))
+            free.remove(tightest := min(large_enough))
             free.append(tightest - count)
         return True
 
@@ -93,7 +93,7 @@ class ResourcePool:
 
 
 class ResourcePoolManager:
-    """Pools by name, and the pool of each role."""
+    """Holds pools by name and the pool of each role."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class ResourcePoolManager:
         self.resource_pool_dict: dict[str, ResourcePool] = {}
 
     def create_resource_pool(self) -> dict[str, ResourcePool]:
-        """Make every pool; a second time returns the same ones."""
+        """Creates all pools; a second call returns the same pools."""
         for name, nodes in self.resource_pool_spec.items():
             if name not in self.resource_pool_dict:
                 self.resource_pool_dict[name] = ResourcePool(
@@ -129,19 +129,19 @@ class ResourcePoolManager:
         return self.resource_pool_dict
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
-        """The pool this role runs on."""
+        """Returns the pool of this role."""
         if role not in self.mapping:
             mapped = sorted(str(known) for known in self.mapping)
             raise ValueError(f"role {str(role)!r} has no pool; mapped are {mapped}")
         return self.create_resource_pool()[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Processes of all pools together; each has one GPU where GPUs are used."""
+        """Returns the number of processes of all pools; each has one GPU if GPUs are used."""
         return sum(sum(nodes) for nodes in self.resource_pool_spec.values())
 
 
 def split_resource_pool(pool: ResourcePool, sizes: Sequence[int]) -> list[ResourcePool]:
-    """Split a pool into pools of `sizes` processes, in rank order."""
+    """Splits a pool into pools of `sizes` processes, in rank order."""
     if sum(sizes) != pool.world_size or any(size < 1 for size in sizes):
         raise ValueError(
             f"{list(sizes)} do not add up to the {pool.world_size} processes of {pool}"
@@ -150,15 +150,15 @@ def split_resource_pool(pool: ResourcePool, sizes: Sequence[int]) -> list[Resour
     parts: list[ResourcePool] = []
     start = 0
     for number, size in enumerate(sizes):
-        mine = nodes[start : start + size]
-        counts = [mine.count(node) for node in dict.fromkeys(mine)]
+        part = nodes[start : start + size]
+        counts = [part.count(node) for node in dict.fromkeys(part)]
         parts.append(_like(pool, counts, f"{pool.name_prefix}_{number}"))
         start += size
     return parts
 
 
 def merge_resource_pool(first: ResourcePool, second: ResourcePool) -> ResourcePool:
-    """One pool with the nodes of both."""
+    """Returns one pool with the nodes of both."""
     if (first.use_gpu, first.max_colocate_count) != (second.use_gpu, second.max_colocate_count):
         raise ValueError(f"{first} and {second} differ in kind or sharing; they cannot be merged")
     counts = [*first.process_on_nodes, *second.process_on_nodes]

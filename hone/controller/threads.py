@@ -1,7 +1,6 @@
-"""The number of CPU threads of a process, so that sums add up in the same order under every controller.
+"""Fixes the number of CPU threads per process, so that every controller sums in the same order.
 
-A matrix product split over another number of threads differs in the last bits. Leaves out pinning
-threads to cores.
+A matrix product on another number of threads differs in the last bits. Threads are not pinned to cores.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from hone.cores import usable_cores
 
 THREADS_ENV = "OMP_NUM_THREADS"
 _SIDE, _REPEATS = 512, 10
-"""The matrix product that `slowdown` times: long enough to be split, 4 ms on one thread."""
+"""Size of the matrix product in `slowdown`: large enough to be split, 4 ms on one thread."""
 
 
 def thread_count(local_world_size: int = 1) -> int:
-    """Threads of one process: OMP_NUM_THREADS, or its share of the cores."""
+    """Returns the threads per process: OMP_NUM_THREADS, or an equal share of the cores."""
     text = os.environ.get(THREADS_ENV, "")
     if not text:
         return max(1, usable_cores() // local_world_size)
@@ -31,18 +30,18 @@ def thread_count(local_world_size: int = 1) -> int:
 
 
 def load_average() -> float | None:
-    """Processes that ran or waited for a core in the last minute, on average; None where unknown."""
+    """Returns the one-minute load average, or None if the system has none."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def fix_threads(count: int) -> None:
-    """Use exactly `count` threads for tensor operations in this process."""
+    """Uses exactly `count` threads for tensor operations in this process."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
 
 
 def slowdown(count: int) -> float:
-    """Seconds of a matrix product on `count` threads over those on one, as the machine is now."""
+    """Measures the time of a matrix product on `count` threads relative to one thread."""
     before = torch.get_num_threads()
     try:
         return _seconds(count) / _seconds(1)

@@ -1,6 +1,6 @@
-"""Waiting for phases: how long one may take, and its progress for a listener.
+"""Deadlines of phases, and progress reports while waiting for them.
 
-A phase is a call that others wait for: a worker's method, all agent loops of a batch.
+A phase is a call that a caller waits for: a worker's method, or all agent loops of a batch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 Listener = Callable[[int, int], None]
-"""Takes how many ranks have answered, and of how many."""
+"""Receives the number of ranks that have answered and the number of all ranks."""
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener` about once per second of every wait inside."""
+    """Calls `listener` about once per second during waits inside the block."""
     before = _listener.set(listener)
     try:
         yield
@@ -35,7 +35,7 @@ def tell(answered: int, ranks: int) -> None:
 
 @dataclass
 class PhaseDeadlines:
-    """Deadlines of phases by name: a floor, or a factor times the longest completed run."""
+    """Deadlines by phase name: the larger of a floor and a factor times the longest completed run."""
 
     floor_s: float
     """`trainer.phase_deadline_floor_s`."""
@@ -45,22 +45,22 @@ class PhaseDeadlines:
     """The longest completed run of each phase."""
 
     def limit_s(self, phase: str) -> float:
-        """How long the next run of the phase may take."""
+        """Returns the deadline of the phase's next run."""
         return max(self.floor_s, self.factor * self.longest_s.get(phase, 0.0))
 
     def record(self, phase: str, seconds: float) -> None:
-        """Note a completed run; one that failed says nothing about the work."""
+        """Records the duration of a completed run; failed runs are not representative."""
         self.longest_s[phase] = max(seconds, self.longest_s.get(phase, 0.0))
 
     @contextmanager
     def measured(self, phase: str) -> Iterator[float]:
-        """Yields the limit of this run and records its time if it completes."""
+        """Yields the limit of this run and records its duration if it completes."""
         started = time.monotonic()
         yield self.limit_s(phase)
         self.record(phase, time.monotonic() - started)
 
     def advice(self, phase: str) -> str:
-        """The origin of the limit and how to raise it: the end of an error message."""
+        """Returns the end of an error message: where the limit comes from and how to raise it."""
         longest = self.longest_s.get(phase)
         if longest is None or self.factor * longest <= self.floor_s:
             return "raise trainer.phase_deadline_floor_s if the work is that long"

@@ -1,7 +1,7 @@
-"""Worker: what runs on one rank, and what it knows about its place.
+"""Worker, the base class of the code that runs on one rank, and its placement among the ranks.
 
-A worker's class marks methods with `@register`; its group calls them. Leaves out how ranks are
-started: a group hands each worker its placement.
+A worker class marks methods with `@register`, and its group calls them. The group starts the ranks and
+gives each worker its placement.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hone.controller.decorator import DATA_PARALLEL, Dispatch, register
 LOOPBACK = "127.0.0.1"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_QUIET_PORTS = range(20_000, 32_000)  # above Ray's, below those of outgoing connections
+_QUIET_PORTS = range(20_000, 32_000)  # between Ray's ports and the ephemeral ports
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a worker stands among the ranks of its group."""
+    """The position of a worker among the ranks of its group."""
 
     rank: int = 0
     world_size: int = 1
@@ -37,7 +37,7 @@ class Placement:
     role: str = "worker"
 
     def environment(self) -> dict[str, str]:
-        """The variables torch.distributed reads, and those of verl's workers."""
+        """Returns the environment variables of torch.distributed and of verl's workers."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -51,7 +51,7 @@ class Placement:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Placement:
-        """The place a launcher such as torchrun gave; rank 0 of 1 without one."""
+        """Reads the placement that a launcher such as torchrun set; without one, rank 0 of 1."""
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return cls()
         return cls(
@@ -71,7 +71,7 @@ _placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def placed(placement: Placement) -> Iterator[None]:
-    """Workers made inside stand at this place."""
+    """Gives this placement to workers created inside the block."""
     token = _placement.set(placement)
     try:
         yield
@@ -80,14 +80,14 @@ def placed(placement: Placement) -> Iterator[None]:
 
 
 class Worker:
-    """Base class of everything a worker group runs."""
+    """Base class of all workers of a worker group."""
 
     _place: Placement
     _meshes: dict[str, tuple[int, bool]]
     _colocated: Mapping[str, Worker]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
-        # Here and not in __init__, so that a subclass knows its rank before it calls super().
+        # In __new__, so that a subclass knows its rank before it calls super().__init__().
         worker = super().__new__(cls)
         worker._place = _placement.get() or Placement.from_environment(os.environ)
         worker._meshes = {}
@@ -116,19 +116,19 @@ class Worker:
 
     @property
     def colocated(self) -> Mapping[str, Worker]:
-        """The workers of this process by role, this one among them: the one place where they meet."""
+        """All workers of this process by role, including this one."""
         return self._colocated
 
     def colocate(self, workers: Mapping[str, Worker]) -> None:
-        """Tell this worker who shares its process."""
+        """Sets the workers that share this process."""
         self._colocated = workers
 
     def get_master_addr_port(self) -> tuple[str, int]:
-        """Where rank 0 listens, for torch.distributed."""
+        """Returns the address and port of rank 0, for torch.distributed."""
         return self._place.master_addr, self._place.master_port
 
     def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say where this rank stands on a named mesh, and whether its results are collected."""
+        """Registers this rank's slot on a named mesh, and whether its results are collected."""
         known = self._meshes.get(mesh_name)
         if known is not None and known != (dp_rank, is_collect):
             raise ValueError(
@@ -143,8 +143,8 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
-        """This rank's (data-parallel rank, whether it collects) on a mesh."""
-        if mesh_name == DATA_PARALLEL:  # a worker that says nothing is a slot of its own
+        """Returns this rank's data-parallel rank on a mesh and whether its results are collected."""
+        if mesh_name == DATA_PARALLEL:  # by default every rank is one slot
             self._meshes.setdefault(mesh_name, (self.rank, True))
         if mesh_name not in self._meshes:
             raise ValueError(
@@ -155,32 +155,32 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_profile(self, tool: str, step: int, role: str) -> None:
-        """Record this process with `tool` until `stop_profile`."""
+        """Records this process with `tool` until `stop_profile`."""
         profiling.start(tool, step, role)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_profile(self, folder: str) -> None:
-        """Write what was recorded."""
+        """Stops recording and writes the profile."""
         profiling.stop(folder, self.rank)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(
         self, func: Callable[Concatenate[Worker, _P], _R], *args: _P.args, **kwargs: _P.kwargs
     ) -> _R:
-        """Run `func(worker, …)` on each rank's part."""
+        """Runs `func(worker, …)` on each rank's part of the batch."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def execute_func_rank_zero(
         self, func: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
     ) -> _R:
-        """Run `func(…)` on rank 0."""
+        """Runs `func(…)` on rank 0."""
         return func(*args, **kwargs)
 
 
 def free_port() -> int:
-    """A free port outside of the range that outgoing connections use."""
-    for port in (*random.SystemRandom().sample(_QUIET_PORTS, 20), 0):  # 0: one the system chooses
+    """Returns a free port outside the ephemeral range."""
+    for port in (*random.SystemRandom().sample(_QUIET_PORTS, 20), 0):  # 0: the system chooses
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return int(probe.getsockname()[1])

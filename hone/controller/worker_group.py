@@ -1,7 +1,7 @@
-"""WorkerGroup: many ranks that look like one object to the loop.
+"""WorkerGroup, which makes many ranks look like one object to the training loop.
 
-Every registered method of the worker's class becomes a method of the group: split, call all ranks,
-join. A crew runs the ranks: in this process (local.py) or as Ray actors (ray.py).
+Each registered method of the worker class becomes a group method that splits the arguments, calls all
+ranks and joins the results. A `Crew` runs the ranks in this process (local.py) or as Ray actors (ray.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hone.types import Function, Settings
 W = TypeVar("W", covariant=True)
 """The worker's class."""
 Handle = TypeVar("Handle")
-"""What a crew returns for a call in progress."""
+"""The handle of a running call."""
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -39,33 +39,33 @@ class Call:
     """One method call on one rank."""
 
     role: str
-    """Which of the colocated workers; empty where there is one."""
+    """The role of the colocated worker; empty if there is only one worker."""
     method: str
     args: tuple[Any, ...] = ()
     kwargs: Settings = field(default_factory=dict)
 
 
 class Crew(ABC, Generic[Handle]):
-    """The running ranks of one group of processes."""
+    """Runs the ranks of one group of processes."""
 
     world_size: int
 
     @abstractmethod
     def submit(self, rank: int, call: Call) -> Handle:
-        """Start a call; return a handle at once."""
+        """Starts a call and returns a handle immediately."""
 
     @abstractmethod
     def resolver(self, owner: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
-        """A picklable function that waits for handles until a deadline and names the waiter."""
+        """Returns a picklable function that waits for handles; its timeout error names `owner`."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop all ranks and release their resources; a second call does nothing."""
+        """Stops all ranks and releases their resources; a second call does nothing."""
 
 
 @dataclass(frozen=True)
 class GroupView:
-    """What a collect function reads of a group; picklable, so that it travels with a future."""
+    """The part of a group that collect functions use; picklable, so that a future can carry it."""
 
     world_size: int
     meshes: dict[str, Mesh] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class GroupView:
 
 
 class WorkerGroup(Generic[W]):
-    """Calls the ranks of a crew; one role of them where several are colocated.
+    """Calls the ranks of one role.
 
     `group.method(…)` calls any registered method by its name. `call`, `call_all`, `call_each` and
     `begin` take the method itself, and type checkers check arguments and result against it.
@@ -126,11 +126,11 @@ class WorkerGroup(Generic[W]):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of data-parallel slots of the workers' engine, over which rows are split."""
+        """The number of data-parallel slots over which rows are split."""
         return self.mesh(DATA_PARALLEL).dp_size
 
     def mesh(self, name: str) -> Mesh:
-        """The slots of the ranks on a named mesh; the workers are asked once."""
+        """Returns the slots of the ranks on a named mesh, cached after the first call."""
         if name not in self._meshes:
             mesh = Mesh(*zip(*self.execute_all("mesh_place", name), strict=True))
             mesh.check(name)
@@ -138,7 +138,7 @@ class WorkerGroup(Generic[W]):
         return self._meshes[name]
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """One result: that of rank 0, or the batches of all ranks joined."""
+        """Calls a method and returns one result: that of rank 0, or the joined batches of all ranks."""
         name = method.__name__
         if name not in self._specs:
             raise self._unknown(name, self._bound)
@@ -148,10 +148,10 @@ class WorkerGroup(Generic[W]):
         rank_zero = mode.rank_zero_only or spec.execute_mode is Execute.RANK_ZERO
         handles = []
         for rank in range(1 if rank_zero else self.world_size):
-            mine = tuple(values[rank] for values in split_args)
-            named = {key: values[rank] for key, values in split_kwargs.items()}
-            handles.append(self._crew.submit(rank, Call(self._role, name, mine, named)))
-        # A future may be resolved in another process, where there is no group: it takes a view.
+            rank_args = tuple(values[rank] for values in split_args)
+            rank_kwargs = {key: values[rank] for key, values in split_kwargs.items()}
+            handles.append(self._crew.submit(rank, Call(self._role, name, rank_args, rank_kwargs)))
+        # A future may be resolved in another process, which has no group, so it carries a view.
         group = self if spec.blocking else GroupView(self.world_size, dict(self._meshes))
         collect: Function = functools.partial(mode.collect_fn, group)
         if rank_zero:
@@ -164,35 +164,35 @@ class WorkerGroup(Generic[W]):
     def call_all(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """All ranks get the same arguments; their results in rank order."""
+        """Calls all ranks with the same arguments; returns results in rank order."""
         return self.call(method, *args, **kwargs)  # type: ignore[arg-type]
 
     def call_each(self, method: Callable[[W, T], R], values: Sequence[T]) -> list[R]:
-        """Each rank gets its own value; their results in rank order."""
+        """Calls each rank with its entry of `values`; returns results in rank order."""
         return self.call(method, values)  # type: ignore[arg-type]
 
     def begin(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> DataProtoFuture:
-        """Call a method that is registered with `blocking=False`; `get()` waits for its result."""
+        """Calls a method registered with `blocking=False`; `get()` waits for its result."""
         return self.call(method, *args, **kwargs)  # type: ignore[return-value]
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Call a method on all ranks with the same arguments; `get()` returns the list of results."""
+        """Calls a method on all ranks with the same arguments; `get()` returns the list of results."""
         return self._execute(range(self.world_size), list, method, args, kwargs)
 
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all ranks with the same arguments; results in rank order."""
+        """Calls a method on all ranks with the same arguments; returns results in rank order."""
         return list(self.execute_all_async(method, *args, **kwargs).get())
 
     execute_all = execute_all_sync
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Call a method on rank 0; `get()` returns its result."""
+        """Calls a method on rank 0; `get()` returns its result."""
         return self._execute(range(1), _only, method, args, kwargs)
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method on rank 0 and wait for its result."""
+        """Calls a method on rank 0 and waits for its result."""
         return self.execute_rank_zero_async(method, *args, **kwargs).get()
 
     execute_rank_zero = execute_rank_zero_sync
@@ -210,7 +210,7 @@ class WorkerGroup(Generic[W]):
         return DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, method))
 
     def spawn(self, prefix_set: Iterable[str | Role]) -> dict[str, WorkerGroup[Any]]:
-        """A group for each of these colocated roles, on the same processes."""
+        """Returns a group for each of these colocated roles, on the same processes."""
         if not self._by_role:
             raise ValueError(
                 f"worker group {self.name!r} holds one role; colocate several with "
@@ -225,11 +225,11 @@ class WorkerGroup(Generic[W]):
     spawn_fused = spawn
 
     def fuse(self, prefix_set: Iterable[str | Role]) -> None:
-        """Make each of these roles an attribute: `group.critic.compute_values(…)`."""
+        """Makes each of these roles an attribute: `group.critic.compute_values(…)`."""
         vars(self).update(self.spawn(prefix_set))
 
     def shutdown(self) -> None:
-        """Stop the ranks, and with them every group on the same processes."""
+        """Stops the ranks, and therefore every group on the same processes."""
         self._crew.shutdown()
 
     def __enter__(self) -> WorkerGroup[W]:
@@ -244,5 +244,5 @@ def _only(results: list[R]) -> R:
 
 
 def _of_slots(collect: Callable[[list[T]], R], mesh: Mesh, results: list[T]) -> R:
-    """Collect one result per data-parallel slot; the other ranks of a slot return the same."""
+    """Collects one result per data-parallel slot; the other ranks of a slot return the same."""
     return collect([results[rank] for rank in mesh.answering])

@@ -1,4 +1,4 @@
-"""From `strategy` to an engine: ours by name, another as `pkg.mod:Class` or `file.py:Class`."""
+"""Builds the engine that `strategy` names: a built-in name, `pkg.mod:Class` or `file.py:Class`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_")
 
 
 def build_strategy(name: str, spec: EngineSpec) -> TrainEngine:
-    """The engine that `strategy` names, built from the spec alone; it must keep the whole contract."""
+    """Builds the engine that `strategy` names and checks that it implements TrainEngine."""
     engine = STRATEGIES.get(name)(spec)
     if missing := [member for member in _MEMBERS if not hasattr(engine, member)]:
         raise PluginError(
@@ -40,7 +40,7 @@ def build_strategy(name: str, spec: EngineSpec) -> TrainEngine:
 
 
 def build(spec: EngineSpec) -> Engine:
-    """What `strategy=fsdp2` names: a Hugging Face decoder, whole on one rank, FSDP2 over several."""
+    """Builds the engine of `strategy=fsdp2`: a Hugging Face decoder, sharded by FSDP2 on several ranks."""
     ranks = spec.world_size
     return build_engine(
         load_module(spec),
@@ -56,7 +56,7 @@ def build(spec: EngineSpec) -> Engine:
 
 
 def load_module(spec: EngineSpec) -> Model:
-    """The decoder under the head that the spec asks for; frozen where nothing is to train it."""
+    """Loads the decoder with the head of the spec; frozen if the spec has no optimizer."""
     lm = load_causal_lm(
         spec.model_path,
         dtype=spec.dtype,
@@ -86,7 +86,7 @@ def build_engine(
     world_size: int,
     compile_blocks: bool = False,
 ) -> Engine:
-    """Shard over the ranks where there are several, and give a trained model its optimizer."""
+    """Shards the module if there are several ranks, and creates the optimizer of a trained model."""
     device = next(module.parameters()).device
     compile_blocks |= fsdp.use_torch_compile
     if device.type == "cuda":

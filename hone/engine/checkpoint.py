@@ -1,7 +1,7 @@
-"""Engine state on disk through torch.distributed.checkpoint.
+"""Saves and loads engine state with torch.distributed.checkpoint.
 
-Written by every rank of the group into a folder that the caller later renames; readable at another
-world size. Of a LoRA model only what is trained is kept: its base is at model.path, and must be that one.
+Every rank writes into a folder that the caller renames afterwards; another world size can read it. A LoRA
+checkpoint holds only the trained parameters, and model.path must be the same base model when it is loaded.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from hone.models.lora import is_lora
 
 _STRICT = StateDictOptions(strict=True)
 _SAME_BASE = 1e-9
-"""Relative; another number of ranks sums in another order, in float64."""
+"""Relative tolerance; the order of the float64 sum depends on the number of ranks."""
 
 Leaves = dict[str, tuple[int, ...] | None]
-"""Dotted names in a state, with the shape where a tensor stands."""
+"""Dotted names of the entries of a state, with the shape of tensors."""
 
 
 class CheckpointMissing(ValueError):
-    """A folder lacks a part of the engine's state that was asked for."""
+    """A folder lacks a requested part of the engine state."""
 
 
 class AnotherBase(ValueError):
-    """The adapters of a checkpoint were trained over another model than this one."""
+    """The adapters of a checkpoint were trained on another base model."""
 
 
 class AnotherModel(AnotherBase):
-    """The tensors of a checkpoint are not those of this model, by name or by shape."""
+    """The tensors of a checkpoint differ from this model's in name or shape."""
 
 
 def save_checkpoint(
     folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]
 ) -> None:
-    """Write the named parts: model, optimizer (with the masters), extra (how far the schedule is)."""
-    # Asking torch for state that does not exist yet would make it, by a step: skip it then.
+    """Writes the named parts: model, optimizer (with master weights), extra (schedule progress)."""
+    # torch would create missing optimizer state by running a step; skip it instead.
     skip = {"moments"} if optimizer is not None and not optimizer.inner.state else set()
     if state := _state(module, optimizer, _sections(contents) - skip):
         with alone_without_warning():
@@ -61,14 +61,14 @@ def load_checkpoint(
     optimizer: Optimizer | None,
     contents: Collection[str] | None = None,
 ) -> None:
-    """Read the named parts; None reads all that was written."""
+    """Reads the named parts; None reads all saved parts."""
     if not folder.is_dir():
         raise CheckpointMissing(
             f"{folder.parent} holds no {folder.name}: the run that wrote it had none; keep its "
             "settings, or start from its model in another trainer.default_local_dir"
         )
-    written = _saved_leaves(folder)
-    saved = {name.partition(".")[0] for name in written}
+    leaves = _saved_leaves(folder)
+    saved = {name.partition(".")[0] for name in leaves}
     sections = saved if contents is None else _sections(contents) & saved
     if "model" not in saved and (contents is None or "model" in contents):
         raise CheckpointMissing(
@@ -76,7 +76,7 @@ def load_checkpoint(
             "saved without 'model' in checkpoint.save_contents. Start from its export instead"
         )
     state = _state(module, optimizer, sections)
-    _refuse_other_tensors(folder, written, state)
+    _refuse_other_tensors(folder, leaves, state)
     base = state["base"].clone() if "base" in state else None
     load_state(state, folder)
     if base is not None and not torch.allclose(base, state["base"], rtol=_SAME_BASE):
@@ -101,7 +101,7 @@ def load_checkpoint(
 
 
 def _sections(contents: Collection[str]) -> set[str]:
-    """verl's parts as the sections of our file."""
+    """Maps verl's checkpoint parts to the sections of our file."""
     parts = {"model": {"model", "base"}, "optimizer": {"moments", "masters"}, "extra": {"progress"}}
     return set().union(*(parts.get(part, set()) for part in contents))
 
@@ -120,7 +120,7 @@ def _state(module: nn.Module, optimizer: Optimizer | None, sections: set[str]) -
     if "moments" in sections:
         state["moments"] = get_optimizer_state_dict(optimizer.masters, optimizer.inner)
     if "masters" in sections and (masters := optimizer.own_masters()):
-        state["masters"] = masters  # loading fills these very tensors
+        state["masters"] = masters  # loading fills these tensors in place
     if "progress" in sections:
         state["progress"] = optimizer.state_dict()
     return state
@@ -131,25 +131,25 @@ def _has_adapters(module: nn.Module) -> bool:
 
 
 def _frozen_names(module: nn.Module) -> list[str]:
-    """Every name of every frozen parameter: a tied one has two."""
+    """Returns all names of frozen parameters; a tied parameter has two."""
     named = module.named_parameters(remove_duplicate=False)
     return [name for name, parameter in named if not parameter.requires_grad]
 
 
 @torch.no_grad()
 def _size_of_frozen(module: nn.Module) -> Tensor:
-    """Sum of |weight| over the frozen parameters of all ranks: tells one base from another."""
+    """Returns the sum of |weight| over frozen parameters of all ranks, which identifies the base model."""
     total = torch.zeros((), dtype=torch.float64)
     for parameter in module.parameters():
         if not parameter.requires_grad:
-            # Rounded alike: the same base may be held in another dtype than when it was saved.
+            # Round to bfloat16, because the base may be loaded in another dtype than when it was saved.
             size = parameter.bfloat16().abs().sum(dtype=torch.float64)
             total += (size.full_tensor() if hasattr(size, "full_tensor") else size).cpu()
     return total
 
 
 def _saved_leaves(folder: Path) -> Leaves:
-    """Everything in the file, with the whole shape of a tensor, whatever ranks wrote it."""
+    """Returns all entries of a checkpoint, with the full shape of sharded tensors."""
     if not (folder / TABLE).is_file():
         return {}
     leaves = read_table(folder).state_dict_metadata
@@ -157,7 +157,7 @@ def _saved_leaves(folder: Path) -> Leaves:
 
 
 def _leaves(value: State | list[State] | Tensor | float, name: str) -> Leaves:
-    """The same of a state that is still to be filled."""
+    """Returns the entries of a state in memory."""
     if isinstance(value, Mapping):
         inside = [(str(key), inner) for key, inner in value.items()]
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -171,11 +171,11 @@ def _leaves(value: State | list[State] | Tensor | float, name: str) -> Leaves:
 
 
 def _refuse_other_tensors(folder: Path, there: Leaves, state: State) -> None:
-    """Names and shapes must be the same, both ways, before a tensor is read: none is dropped."""
+    """Raises unless checkpoint and state have the same names and shapes, before any tensor is read."""
     here = _leaves(state, "")
     mine, theirs = _weights(here), _weights(there) if "model" in state else {}
     trained, had_trained = _trained(here), _trained(there)
-    if not (trained and had_trained):  # one of the optimizers keeps nothing of a parameter
+    if not (trained and had_trained):  # one of the optimizers keeps no state per parameter
         trained = had_trained = {}
     lacking = list((mine.keys() - theirs.keys()) | (trained.keys() - had_trained.keys()))
     surplus = list((theirs.keys() - mine.keys()) | (had_trained.keys() - trained.keys()))
@@ -200,7 +200,7 @@ def _weights(leaves: Leaves) -> Leaves:
 
 
 def _trained(leaves: Leaves) -> Leaves:
-    """The weights that an optimizer keeps something of."""
+    """Returns the weights for which the optimizer keeps state."""
     keys = [name.split(".")[2] for name in leaves if name.startswith("moments.state.")]
     return dict.fromkeys(key.replace("/", ".") for key in keys)
 

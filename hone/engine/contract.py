@@ -1,7 +1,7 @@
-"""What a training engine promises its workers, narrow enough for another strategy to keep.
+"""The interface between training engines and workers; other strategies can implement it.
 
-The engine calls the objective (so that pipeline stages could), divides by counts of the whole
-mini-batch, and owns everything about devices and ranks. Workers hold nothing but this.
+The engine calls the objective (so that pipeline stages can), divides by the counts of the whole
+mini-batch, and manages devices and ranks. Workers use only this interface.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hone.types import Settings
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands. Rows are dispatched over the data-parallel dimension only.
+    """The coordinates of this rank. Rows are dispatched over the data-parallel dimension only.
 
     The ranks of one data-parallel slot get the same rows and share the work on them.
     """
@@ -43,98 +43,98 @@ class Mesh:
 
     @property
     def ranks_per_slot(self) -> int:
-        """Ranks that share the rows of one data-parallel slot."""
+        """The number of ranks per data-parallel slot."""
         return self.sequence_size * self.tensor_size * self.pipeline_size
 
     @property
     def collects(self) -> bool:
-        """Whether this rank's results are its slot's: true for one rank per slot."""
+        """Whether this rank returns the results of its slot; true for one rank per slot."""
         return self.sequence_rank == self.tensor_rank == self.pipeline_rank == 0
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """Whether this rank writes files that only one rank may write."""
         return self.collects and self.data_parallel_rank == 0
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What workers ask about the whole model, whatever part of it a rank holds."""
+    """Properties of the whole model, also on a rank that holds one shard."""
 
     vocabulary: int
-    """Token ids that the input embedding knows."""
+    """Number of rows of the input embedding."""
     positions: int | None
-    """Longest sequence the model was made for, where its config says."""
+    """Maximum sequence length of the model's config, if it has one."""
     eos_ids: tuple[int, ...]
-    """Token ids that the model's own configs say end a response."""
+    """End-of-sequence token ids from the model's configs."""
     dtype: torch.dtype
     parameters: int
     parameter_bytes: int
     layers: int
     attention_width: int
-    """Width of all attention heads of a layer together."""
+    """Total width of a layer's attention heads."""
     kv_bytes_per_token: int
-    """Keys and values that one token adds to a cache."""
+    """Size of one token's keys and values in the KV cache."""
     has_adapters: bool = False
-    """Whether LoRA adapters are trained over a frozen base."""
+    """Whether LoRA adapters are trained on a frozen base model."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The training module for decoding: inside the block it is whole, present and in eval mode."""
+    """The training module, unsharded, on the device and in eval mode while the lease is held."""
 
     policy: PolicyModel
-    """One object for the engine's life. It may be held, and computed with inside the block only."""
+    """The same object at every lease; use it for computation only while the lease is held."""
     generation: int
-    """Another number than at the last lease where parameters may lie at other addresses."""
+    """Changes whenever the parameters may have moved to other addresses."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What an objective gives back for one micro-batch."""
+    """The result of an objective for one micro-batch."""
 
     loss: Tensor
-    """This micro-batch's share of the mini-batch loss; the shares sum to it."""
+    """This micro-batch's share of the mini-batch loss; the shares add up to the loss."""
     shares: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics that sum over micro-batches and ranks (parts of the loss)."""
+    """Metrics that are summed over micro-batches and ranks (parts of the loss)."""
     means: Mapping[str, Tensor | float] = field(default_factory=dict)
-    """Metrics that are means over this micro-batch's loss tokens."""
+    """Metrics averaged over this micro-batch's loss tokens."""
     maxima: Mapping[str, Tensor | float] = field(default_factory=dict)
-    """Metrics whose largest value counts."""
+    """Metrics whose maximum is reported."""
 
 
 RowsPerRank = Callable[[int], MicroBatchRule]
-"""How a mini-batch is cut on one rank, from the number of data-parallel slots."""
+"""Maps the number of data-parallel slots to the rule that splits a mini-batch on one rank."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is built from. What `strategy` names is called with it alone: `Engine(spec)`.
+    """The only argument of the engine that `strategy` names: `Engine(spec)`.
 
-    The process has joined its peers (torch.distributed) where `world_size` is above 1.
+    If `world_size` is above 1, torch.distributed has been initialized before.
     """
 
     head: Literal["policy", "value"]
-    """policy: `infer` gives log_probs (and entropy, sum_pi_squared); value: values."""
+    """With policy, `infer` returns log_probs (and entropy, sum_pi_squared); with value, values."""
     model_path: str
     device: torch.device
     dtype: torch.dtype
-    """In which parameters are held and computed with; masters are float32."""
+    """The dtype of parameters and computation; master weights are float32."""
     fsdp: FSDPConfig
     """The `fsdp_config` block of the role: sharding, offload, seed of dropout."""
     train_rule: RowsPerRank
     infer_rule: RowsPerRank
     response_width: int
-    """Longest response: the divisor of `seq-mean-token-sum-norm`."""
+    """Maximum response length; the divisor of `seq-mean-token-sum-norm`."""
     optim: OptimConfig | None = None
-    """None: the model is only run forward."""
+    """None for a model that is not trained."""
     grad_clip: float = 0.0
     override_config: Settings = field(default_factory=dict)
-    """Changes to the model's own config."""
+    """Overrides of the model's config."""
     gradient_checkpointing: bool = False
     adapters: Adapters | None = None
     seed: int = 0
-    """Of new weights."""
+    """The seed of newly initialized weights."""
     compile_blocks: bool = False
     rank: int = 0
     world_size: int = 1
@@ -157,21 +157,21 @@ class Objective(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that `mask`, `prepare` and `__call__` read: a micro-batch carries no others, and of
-        these the ones that the batch has."""
+        """Columns that `mask`, `prepare` and `__call__` read; a micro-batch carries those of them that
+        the batch has, and no others."""
 
     def mask(self, batch: DataProto) -> Tensor:
-        """[B, T] the tokens that the loss counts; rows that only even out the ranks are not among them
+        """Returns the mask [B, T] of the tokens in the loss, 0 in padded rows
         (`hone.protocol.real_rows`)."""
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
-        """Columns that need the whole mini-batch, computed once without gradient."""
+        """Computes columns that need the whole mini-batch, once and without gradient."""
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms: ...
 
 
 class TrainEngine(Protocol):
-    """One model under training (or only run forward) on this rank."""
+    """One model on this rank, trained or only run forward."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -184,14 +184,14 @@ class TrainEngine(Protocol):
 
     @property
     def updates(self) -> int:
-        """Optimizer steps so far: the version of the weights. 0 for a model that is not trained."""
+        """Optimizer steps so far, which is the weight version; 0 for a model that is not trained."""
 
     def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Inside, what rests on the host between phases is on the device. Every other verb enters
-        it by itself; a caller enters it to keep parameters there between verbs."""
+        """Keeps offloaded tensors on the device inside the block. Every other method enters it itself;
+        a caller enters it to avoid moving parameters between two methods."""
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
-        """One update. `batch` holds this data-parallel slot's rows of the mini-batch.
+        """Runs one update; `batch` holds this data-parallel slot's rows of the mini-batch.
 
         Returns the objective's metrics over all ranks, and `grad_norm`, `lr`, `skipped_updates`.
         """
@@ -199,25 +199,25 @@ class TrainEngine(Protocol):
     def infer(
         self, batch: DataProto, *, adapters: bool = True, **options: Unpack[Options]
     ) -> dict[str, Tensor]:
-        """Outputs [B, T] for every row, without gradient; `adapters=False` is the frozen base."""
+        """Returns outputs [B, T], without gradient; `adapters=False` runs the frozen base model."""
 
     def advance_schedule(self) -> None:
-        """One training step is over: the learning-rate schedule moves on."""
+        """Advances the learning-rate schedule by one training step."""
 
     def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by their Hugging Face names, adapters merged. Every rank iterates it."""
+        """Yields full tensors by Hugging Face name, with adapters merged; every rank must iterate."""
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters' whole tensors alone, by PEFT's names. Every rank iterates it."""
+        """Yields the adapters' full tensors by PEFT name; every rank must iterate."""
 
     def lease(self) -> AbstractContextManager[Lease]:
-        """The module for decoding with it; every rank enters and leaves together."""
+        """Lends the module for decoding; all ranks enter and leave together."""
 
     def save(self, folder: Path, contents: Collection[str]) -> None:
-        """Write the named parts: model, optimizer, extra (how far the schedule is)."""
+        """Writes the named parts: model, optimizer, extra (the schedule's progress)."""
 
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
-        """Read the named parts; None reads all that was written."""
+        """Reads the named parts; None reads all saved parts."""
 
     def export(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Write what `from_pretrained` opens. Every rank calls it, one writes."""
+        """Writes a folder for `from_pretrained`; every rank calls it, one writes."""

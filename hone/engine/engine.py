@@ -1,6 +1,6 @@
-"""The engine at work: pack, forward, backward, update; the same result however the batch is cut.
+"""The training engine: pack, forward, backward, update. The result does not depend on the micro-batches.
 
-What a rank holds of the model, and how it leaves the engine, is in model_state.py.
+model_state.py holds the parameters and exports them from the engine.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from hone.ops.packing import pack_rows, shared_with_the_row_before
 from hone.ops.transfer import send
 from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
 
-if TYPE_CHECKING:  # its imports cost seconds, and one rank does without
+if TYPE_CHECKING:  # its imports take seconds, and a single rank does not need them
     from hone.engine.sharding import Shards
 
 
 _INPUTS = ("prompts", "responses", "attention_mask", "response_mask")
-"""What rows are packed from."""
+"""The columns from which rows are packed."""
 
 
 class Engine(ModelState):
-    """A `TrainEngine` over one module that maps packed rows to numbers per token."""
+    """A `TrainEngine` over one module that maps packed rows to values per token."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Engine(ModelState):
         self._train_rule = train_rule
         self._infer_rule = infer_rule
         self._response_width = response_width
-        self._share_prompts = True  # equal prompts of a micro-batch are computed once
+        self._share_prompts = True  # identical prompts in a micro-batch are computed once
         self._seed = seed
         self._drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
         with self.present(optimizer=True):
-            self.optimizer.zero_grad()  # an update that failed midway leaves nothing behind
+            self.optimizer.zero_grad()  # drops gradients of an update that failed midway
             reads = {*objective.reads}
             batch = _selected(batch, {*_INPUTS, "step_row", *reads})
             local = BatchCounts.of(objective.mask(batch))
@@ -73,23 +73,22 @@ class Engine(ModelState):
                 for name, values in prepared.items():
                     batch.batch[name] = values
             self.module.train()
-            if self._drops_out:  # by the update's number: a resumed run drops the same
-                tried = self.optimizer.updates + self.optimizer.skipped
-                torch.manual_seed(fold_seed(self._seed, tried, self.mesh.data_parallel_rank))
-            per_micro_batch: list[
-                tuple[Terms, float]
-            ] = []  # with its share of the mini-batch tokens
+            if self._drops_out:  # a resumed run must draw the same masks
+                number = self.optimizer.updates + self.optimizer.skipped
+                torch.manual_seed(fold_seed(self._seed, number, self.mesh.data_parallel_rank))
+            # Each with its share of the mini-batch tokens.
+            per_micro_batch: list[tuple[Terms, float]] = []
             with counted(counts):
                 for _, micro in self._micro_batches(batch, self._train_rule):
                     weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
                     outputs = self._forward(micro, objective.options)
                     terms = objective(outputs, _moved(_selected(micro, reads), self.device))
-                    # Gradients are averaged over ranks, shares are meant to be summed.
+                    # FSDP averages gradients over ranks, but the shares must be summed.
                     (terms.loss * self.mesh.data_parallel_size).backward()
                     self.optimizer.gather_gradients()
                     per_micro_batch.append((replace(terms, loss=terms.loss.detach()), weight))
-                    del outputs, terms  # the graph goes before the next forward
-            # Read only now: reading a number makes the host wait for the GPU.
+                    del outputs, terms  # free the graph before the next forward
+            # Values are read after all micro-batches: each read synchronizes host and GPU.
             totals: dict[str, float] = {}
             maxima: dict[str, float] = {}
             for terms, weight in per_micro_batch:
@@ -121,9 +120,9 @@ class Engine(ModelState):
         return whole
 
     def _prepared(self, batch: DataProto, objective: Objective) -> dict[str, Tensor]:
-        """The columns that need statistics of the mini-batch of all ranks.
+        """Computes the columns that need statistics of the mini-batch of all ranks.
 
-        The rows stand in the step's own order there, however many ranks share them.
+        Rows are sorted by `step_row`, so that the result does not depend on the number of ranks.
         """
         real = real_rows(batch)
         outputs = self.infer(batch, **objective.options)
@@ -132,14 +131,14 @@ class Engine(ModelState):
         rows = slice(0, len(whole))
         if self._shards is not None:
             whole, outputs, rows = self._shards.concat_rows(whole, outputs)
-        numbered = whole.has_column("step_row")
-        order = whole.batch["step_row"].argsort() if numbered else torch.arange(len(whole))
+        has_numbers = whole.has_column("step_row")
+        order = whole.batch["step_row"].argsort() if has_numbers else torch.arange(len(whole))
         outputs = {name: values[order] for name, values in outputs.items()}
-        back = order.argsort()[rows]
+        inverse = order.argsort()[rows]
         columns = {}
         for name, values in objective.prepare(outputs, whole.select_idxs(order)).items():
             columns[name] = values.new_zeros(len(batch), *values.shape[1:])
-            columns[name][real] = values[back]
+            columns[name][real] = values[inverse]
         return columns
 
     def _forward(self, micro: DataProto, options: Options) -> dict[str, Tensor]:
@@ -164,28 +163,28 @@ class Engine(ModelState):
         shared = shared_with_the_row_before(columns["prompts"], columns["attention_mask"])
         parts = rule.split(lengths, shared)
         if self._group is not None:  # every rank must take part in every collective
-            most = torch.tensor(len(parts))
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-            parts = rule.split(lengths, shared, at_least=int(most))
+            count = torch.tensor(len(parts))
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
+            parts = rule.split(lengths, shared, at_least=int(count))
         return [(rows, batch.select_idxs(rows) if rows else _stand_in(batch)) for rows in parts]
 
 
 def _selected(batch: DataProto, columns: Collection[str]) -> DataProto:
-    """The batch with those of these columns that it has, and the mark of rows that even out the ranks."""
+    """Selects those of these columns that the batch has, and `padded_row`."""
     present = batch.batch.keys()
     names = [name for name in present if name in columns or name == PADDED_ROW]
     return batch.select(batch_keys=names, non_tensor_batch_keys=[])
 
 
 def _stand_in(columns: DataProto) -> DataProto:
-    """One row that predicts nothing: for a rank that has run out, so that it joins the collectives."""
+    """Returns one row without response tokens, for a rank without rows that must join the collectives."""
     tensors = {name: x.new_zeros(1, *x.shape[1:]) for name, x in columns.batch.items()}
     tensors["attention_mask"][:, columns.batch["prompts"].shape[1] - 1] = 1
     return DataProto.from_dict(tensors, meta_info=dict(columns.meta_info))
 
 
 def _moved(micro: DataProto, device: torch.device) -> DataProto:
-    """On the device, in stream order: the host does not wait for what the GPU still does."""
+    """Moves a micro-batch to the device in stream order, so that the host does not wait for the GPU."""
     if device.type == "cpu":
         return micro
     tensors = {name: send(x, device) for name, x in micro.batch.items()}

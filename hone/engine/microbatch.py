@@ -1,4 +1,4 @@
-"""Cutting a mini-batch into what fits one forward: by a number of rows, or by a token budget.
+"""Splits a mini-batch into micro-batches by a number of rows or by a token budget.
 
 Rows stay in order, so the responses of a group stay together and share their prompt.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """`rows` a micro-batch if given, else as many rows as `tokens` allow, a shared prompt counted once."""
+    """Takes `rows` per micro-batch if given, else as many as `tokens` allow; counts a shared prompt once."""
 
     rows: int | None
     tokens: int
@@ -19,9 +19,9 @@ class MicroBatchRule:
     def split(
         self, lengths: Sequence[int], shared: Sequence[int] | None = None, *, at_least: int = 1
     ) -> list[list[int]]:
-        """Row numbers of each micro-batch; `at_least` so many parts (some may then be empty).
+        """Returns the row indices of each of at least `at_least` micro-batches; some may be empty.
 
-        `shared` says how many of a row's tokens are those of the row before it.
+        `shared` holds the number of tokens that each row shares with the previous row.
         """
         if self.rows is not None:
             parts = [
@@ -53,7 +53,7 @@ class MicroBatchRule:
 
 
 def _halve_largest(parts: list[list[int]]) -> None:
-    at = max(range(len(parts)), key=lambda i: len(parts[i])) if parts else 0
-    whole = parts[at] if parts else []
-    middle = (len(whole) + 1) // 2
-    parts[at : at + 1] = [whole[:middle], whole[middle:]]
+    index = max(range(len(parts)), key=lambda i: len(parts[i])) if parts else 0
+    largest = parts[index] if parts else []
+    middle = (len(largest) + 1) // 2
+    parts[index : index + 1] = [largest[:middle], largest[middle:]]

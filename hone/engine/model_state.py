@@ -1,6 +1,6 @@
-"""What a rank holds of the model: parameters (whole or sharded, resting or present) and optimizer.
+"""The model state of a rank: parameters (full or sharded, on the device or offloaded) and optimizer.
 
-Here is every way they leave the engine: the lease, streamed weights, the checkpoint and the export.
+Parameters leave the engine only through this file: lease, streamed weights, checkpoint and export.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from hone.models.policy import PolicyModel
 from hone.models.writing import without_progress_bar
 from hone.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # its imports cost seconds, and one rank does without
+if TYPE_CHECKING:  # its imports take seconds, and a single rank does not need them
     from transformers import PreTrainedModel
 
     from hone.engine.sharding import Shards
 
 
 class ModelState:
-    """One rank holds the module as it is; several ranks shard it (sharding.py)."""
+    """Parameters and optimizer of one rank; several ranks shard the module (sharding.py)."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ModelState:
         offload: Offload,
     ) -> None:
         self.module = module
-        # Offloaded shards rest elsewhere than they compute.
+        # Offloaded shards are on another device than the one that computes.
         self.device: torch.device = (
             shards.device if shards is not None else next(module.parameters()).device
         )
@@ -74,7 +74,7 @@ class ModelState:
         return self.module.lm
 
     def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Inside, what rests on the host between phases is on the device; worker verbs enter it once."""
+        """Keeps offloaded tensors on the device inside the block; worker methods enter it once."""
         return self.offload.present(optimizer=optimizer)
 
     def _adapters_off(self) -> AbstractContextManager[None]:
@@ -116,7 +116,7 @@ class ModelState:
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Inside, every rank holds the whole parameters."""
+        """Gathers the full parameters on every rank inside the block."""
         if self._shards is None:
             with self.present():
                 yield
@@ -150,7 +150,7 @@ class ModelState:
             save_adapter(self._lm, adapter, folder / ADAPTER_FOLDER)
 
     def _on_host(self, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies in host memory on the rank that writes; every rank takes part in gathering them."""
+        """Copies weights to host memory on the writing rank; every rank takes part in the gathering."""
         copies = {}
         for name, tensor in weights:
             if self.mesh.writes:
@@ -169,7 +169,7 @@ class ModelState:
 
 
 def model_facts(lm: PreTrainedModel) -> ModelFacts:
-    """Of the whole model, also where its parameters are sharded or rest on the host."""
+    """Returns the properties of the whole model, also if it is sharded or offloaded."""
     config = lm.config.get_text_config()
     kv_heads, head_dim = key_shape(config)
     weights = list(lm.parameters())

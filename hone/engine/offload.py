@@ -1,7 +1,7 @@
-"""Memory lent out between phases: parameters and optimizer state rest on the host while others compute.
+"""Offloads parameters and optimizer state to the host between phases.
 
-A tensor's storage is emptied and filled again, so that every view of it (joined weights of the rollout
-engine, shards) moves along. Leaves out activations, and FSDP2's own policy, which moves during a phase.
+A tensor's storage is resized to 0 and back, so that its views (fused weights of the rollout engine,
+shards) stay valid. Activations are not offloaded; FSDP2's own policy is in sharding.py.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from hone.engine.optimizer import Optimizer, local_part
 Tensors = Callable[[], Iterable[Tensor]]
 
 ACCELERATORS = frozenset({"cuda", "xpu", "npu"})
-"""Devices whose memory is not the host's; elsewhere resting would only copy."""
+"""Devices with their own memory; elsewhere offloading would only copy."""
 
 
 class HostRest:
-    """Tensors that lie in host memory outside of `present()`."""
+    """Keeps tensors in host memory outside of `present()`."""
 
     def __init__(self, tensors: Tensors, devices: Iterable[str] | None = None) -> None:
         self._tensors = tensors
         self._devices = frozenset(ACCELERATORS if devices is None else devices)
         self._inside = 0
         self.returns = 0
-        """Times that tensors came back, to other addresses perhaps."""
-        self._resting: list[tuple[torch.UntypedStorage, Tensor]] = []  # and its bytes on the host
-        self._spare: dict[int, list[Tensor]] = {}  # by size; kept, as pinning host memory is slow
+        """Number of times that tensors came back, possibly to other addresses."""
+        self._resting: list[tuple[torch.UntypedStorage, Tensor]] = []  # with its bytes on the host
+        self._spare: dict[int, list[Tensor]] = {}  # by size; reused, because pinning memory is slow
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Inside, the tensors are where they compute; the outermost block moves them."""
+        """Keeps the tensors on the device inside the block; the outermost block moves them."""
         if self._inside == 0:
             self.back()
         self._inside += 1
@@ -49,20 +49,20 @@ class HostRest:
 
     @torch.no_grad()
     def away(self) -> None:
-        """To the host; the device's memory is free for others."""
+        """Moves the tensors to the host and frees the device memory."""
         assert not self._resting, "already resting"
-        for storage in self._storages():  # one by one: a failure midway loses none
+        for storage in self._storages():  # one by one, so that a failure loses no tensor
             size, pinned = storage.nbytes(), storage.device.type == "cuda"
             spare = self._spare.get(size)
             host = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            # Copy and release are ordered on the device's stream; the host need not wait for them.
+            # Copy and release are ordered on the device's stream, so the host does not wait.
             host.copy_(_bytes(storage), non_blocking=True)
             storage.resize_(0)
             self._resting.append((storage, host))
 
     @torch.no_grad()
     def back(self) -> None:
-        """To the device, bit for bit; the address may be another."""
+        """Moves the tensors back to the device, unchanged but possibly at other addresses."""
         self.returns += bool(self._resting)
         while self._resting:
             storage, host = self._resting[-1]
@@ -77,13 +77,13 @@ class HostRest:
 
     @torch.no_grad()
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Each once: tied and joined tensors share theirs."""
+        """Returns each storage once; tied and fused tensors share one."""
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
             storage = local_part(tensor).untyped_storage()
             if storage.device.type not in self._devices or storage.nbytes() == 0:
                 continue
-            if not storage.resizable():  # a mapped file's
+            if not storage.resizable():  # memory-mapped from a file
                 tensor.data = tensor.data.clone()
                 storage = tensor.untyped_storage()
             storages.setdefault(storage.data_ptr(), storage)
@@ -92,19 +92,19 @@ class HostRest:
 
 @dataclass(frozen=True)
 class Offload:
-    """What of one engine rests between phases; None is what stays."""
+    """The offloaded tensors of one engine; None stays on the device."""
 
     parameters: HostRest | None = None
     optimizer: HostRest | None = None
 
     @property
     def returns(self) -> int:
-        """Times that the parameters came back to the device."""
+        """Number of times that the parameters came back to the device."""
         return 0 if self.parameters is None else self.parameters.returns
 
     @contextmanager
     def present(self, *, optimizer: bool = False) -> Iterator[None]:
-        """Inside, the parameters can be used; with `optimizer` they can be updated too."""
+        """Keeps the parameters, and with `optimizer` its state, on the device inside the block."""
         with ExitStack() as stack:
             for rest in (self.parameters, self.optimizer if optimizer else None):
                 if rest is not None:
@@ -112,7 +112,7 @@ class Offload:
             yield
 
     def start(self) -> None:
-        """A role that has just been built is not computing yet."""
+        """Offloads the tensors of a new engine, which does not compute yet."""
         for rest in (self.parameters, self.optimizer):
             if rest is not None:
                 rest.away()
@@ -124,7 +124,7 @@ def offload_of(
     fsdp: FSDPConfig,
     devices: Iterable[str] | None = None,
 ) -> Offload:
-    """As `param_offload` and `optimizer_offload` ask; what is on the host already stays there."""
+    """Creates the Offload of `param_offload` and `optimizer_offload`; tensors on the host stay there."""
 
     def state() -> Iterator[Tensor]:
         assert optimizer is not None

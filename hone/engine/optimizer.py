@@ -1,7 +1,7 @@
-"""The optimizer: any class by its path, float32 masters under lower-precision parameters; and schedules.
+"""The optimizer (any class by import path, with float32 master weights) and learning-rate schedules.
 
-A gradient that is not finite skips the update and is counted; it never reaches the weights. A learning-rate
-schedule is a pure function of the update number, by name or the user's own.
+An update with a non-finite gradient is skipped and counted. A learning-rate schedule is a pure function of
+the update number, built in or given by the user.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hone.plugins import PluginError, Table, load_object
 from hone.types import Row
 
 Schedule = Callable[[int, int, OptimConfig], float]
-"""From an update (0 is the first, warm-up is over), the number of all and the settings to a share of `lr`."""
+"""Maps the update number (from 0, after warm-up), the total and the settings to a fraction of `lr`."""
 
 SCHEDULES: Table[Schedule] = Table(
     "learning-rate schedule",
@@ -34,7 +34,7 @@ def warmup_updates(config: OptimConfig, total: int) -> int:
 
 
 def lr_factor(update: int, total: int, config: OptimConfig) -> float:
-    """Share of the peak learning rate at an update (0 is the first)."""
+    """Returns the fraction of the peak learning rate at an update (from 0)."""
     warmup = warmup_updates(config, total)
     if update < warmup:
         return (update + 1) / (warmup + 1)
@@ -44,12 +44,12 @@ def lr_factor(update: int, total: int, config: OptimConfig) -> float:
 
 
 def constant(update: int, total: int, config: OptimConfig) -> float:
-    """The peak to the end."""
+    """Stays at the peak."""
     return 1.0
 
 
 def cosine(update: int, total: int, config: OptimConfig) -> float:
-    """From the peak to the floor along a cosine."""
+    """Decays from the peak to the floor along a cosine."""
     warmup, floor = warmup_updates(config, total), config.min_lr_ratio
     progress = min(1.0, (update - warmup) / max(1, total - warmup))
     wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
@@ -57,21 +57,21 @@ def cosine(update: int, total: int, config: OptimConfig) -> float:
 
 
 def linear(update: int, total: int, config: OptimConfig) -> float:
-    """From the peak to the floor along a straight line."""
+    """Decays linearly from the peak to the floor."""
     warmup = warmup_updates(config, total)
     progress = min(1.0, (update - warmup) / max(1, total - warmup))
     return 1.0 - (1.0 - config.min_lr_ratio) * progress
 
 
 def wsd(update: int, total: int, config: OptimConfig) -> float:
-    """Warm-up, stable, decay: the peak, then a straight line to the floor."""
+    """Stays at the peak, then decays linearly to the floor (warm-up, stable, decay)."""
     decay = max(1, int(config.lr_decay_steps_ratio * total))
     progress = min(1.0, max(0, update - (total - decay)) / decay)
     return 1.0 - (1.0 - config.min_lr_ratio) * progress
 
 
 class Optimizer:
-    """Wraps a torch optimizer: schedule, clipping, masters and the non-finite guard."""
+    """Wraps a torch optimizer: schedule, clipping, master weights and the non-finite check."""
 
     def __init__(
         self,
@@ -81,18 +81,18 @@ class Optimizer:
         grad_clip: float,
         total: int,
     ) -> None:
-        trained = [(name, p) for name, p in parameters if p.requires_grad]
-        self._parameters = [p for _, p in trained]
+        trainable = [(name, p) for name, p in parameters if p.requires_grad]
+        self._parameters = [p for _, p in trainable]
         self._config = config
         self._grad_clip = grad_clip
         self._total = total
         self.updates = 0
         self.skipped = 0
         self.schedule_step = 0
-        # A module, so that torch's checkpoint code finds each master's name ('.' is not allowed in it).
-        # Filled one by one: given a dict, it would sort the names.
+        # A module, so that torch's checkpoint code finds the names of the masters ('.' is not allowed).
+        # Filled one by one, because ParameterDict would sort the names of a dict.
         self.masters = nn.ParameterDict()
-        for name, p in trained:
+        for name, p in trainable:
             master = p if p.dtype == torch.float32 else nn.Parameter(p.float())
             self.masters[name.replace(".", "/")] = master
         self.inner: torch.optim.Optimizer = _build(list(self.masters.values()), config)
@@ -102,7 +102,7 @@ class Optimizer:
         return self._config.lr * lr_factor(self.schedule_step, self._total, self._config)
 
     def advance_schedule(self) -> None:
-        """The schedule counts training steps, however many updates each holds."""
+        """Advances the schedule, which counts training steps, not updates."""
         self.schedule_step += 1
 
     def zero_grad(self) -> None:
@@ -110,7 +110,7 @@ class Optimizer:
             parameter.grad = master.grad = None
 
     def gather_gradients(self) -> None:
-        """Add what one backward pass left to the masters: sums over passes are in float32."""
+        """Adds the gradients of one backward pass to the masters, so that sums are in float32."""
         sums: list[Tensor] = []
         parts: list[Tensor] = []
         for parameter, master in self._pairs():
@@ -125,7 +125,7 @@ class Optimizer:
         accumulate(sums, parts)
 
     def step(self) -> dict[str, float]:
-        """Clip, check, update; returns `grad_norm`, `lr` and whether the update was skipped."""
+        """Clips, checks and updates; returns `grad_norm`, `lr` and the count of skipped updates."""
         self.gather_gradients()
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
@@ -138,9 +138,9 @@ class Optimizer:
             for group in self.inner.param_groups:
                 group["lr"] = lr
             self.inner.step()
-            if apart := [(local_part(p), local_part(m)) for p, m in self._pairs() if p is not m]:
+            if pairs := [(local_part(p), local_part(m)) for p, m in self._pairs() if p is not m]:
                 with torch.no_grad():
-                    torch._foreach_copy_([p for p, _ in apart], [m for _, m in apart])
+                    torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
             self.updates += 1
         else:
             self.skipped += 1
@@ -159,7 +159,7 @@ class Optimizer:
         self.schedule_step = int(state["schedule_step"])
 
     def own_masters(self) -> dict[str, Tensor]:
-        """The masters that are not parameters of the model themselves."""
+        """Returns the masters that are not parameters of the model."""
         return {
             name: master.detach()
             for (name, master), parameter in zip(
@@ -170,7 +170,7 @@ class Optimizer:
 
     @torch.no_grad()
     def take_masters_from_weights(self) -> None:
-        """For weights that came without masters."""
+        """Sets the masters from weights that were loaded without masters."""
         for parameter, master in self._pairs():
             if parameter is not master:
                 master.copy_(parameter)
@@ -180,13 +180,13 @@ class Optimizer:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard: the foreach operators know no sharded tensors."""
+    """Returns this rank's shard; the foreach operators do not support sharded tensors."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _build(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    named = ":" in config.optimizer  # pkg.mod:Class stands for itself
-    path = config.optimizer if named else f"{config.optimizer_impl}:{config.optimizer}"
+    is_path = ":" in config.optimizer  # pkg.mod:Class ignores optimizer_impl
+    path = config.optimizer if is_path else f"{config.optimizer_impl}:{config.optimizer}"
     try:
         cls = load_object(path)
     except PluginError as error:
@@ -197,12 +197,12 @@ def _build(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.O
     known = inspect.signature(cls).parameters
     arguments: Row = {"lr": config.lr}
     overrides = dict(config.override_optimizer_config or {})
-    offered = {"weight_decay": config.weight_decay, "betas": tuple(config.betas)}
+    optional = {"weight_decay": config.weight_decay, "betas": tuple(config.betas)}
     sharded = any(hasattr(p, "full_tensor") for p in parameters)
     fusable = not sharded or cls in (torch.optim.Adam, torch.optim.AdamW)
     if fusable and not {"foreach", "differentiable"} & set(overrides):  # these exclude fusing
-        offered["fused"] = True
-    arguments.update({name: value for name, value in offered.items() if name in known})
+        optional["fused"] = True
+    arguments.update({name: value for name, value in optional.items() if name in known})
     arguments.update(overrides)
     optimizer: torch.optim.Optimizer = cls(parameters, **arguments)
     return optimizer

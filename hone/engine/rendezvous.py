@@ -1,4 +1,4 @@
-"""How ranks find each other: through a file that their launcher names, at an address, or as torchrun says."""
+"""Rendezvous of ranks through a file of the launcher, at MASTER_ADDR, or by torchrun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
 STORE_FILE = "HONE_RENDEZVOUS_FILE"
-"""Environment variable of the ranks of one machine: a file needs no port that others could reach."""
+"""Environment variable with the rendezvous file of one machine; a file needs no open port."""
 
 
 class MeetingPlace(TypedDict, total=False):
@@ -21,7 +21,7 @@ class MeetingPlace(TypedDict, total=False):
 
 
 def meeting_place(world_size: int, timeout: timedelta) -> MeetingPlace:
-    """Arguments of `init_process_group` beside rank and size."""
+    """Returns the arguments of `init_process_group` besides rank and world size."""
     from torch._C._distributed_c10d import FileStore
 
     if file := os.environ.get(STORE_FILE):
@@ -34,7 +34,7 @@ def meeting_place(world_size: int, timeout: timedelta) -> MeetingPlace:
 
 
 def _store_at_address(world_size: int, timeout: timedelta) -> TCPStore:
-    """A store that listens on MASTER_ADDR alone; torch's own would listen on every interface."""
+    """Opens a store that listens on MASTER_ADDR only; torch's default listens on every interface."""
     from torch._C._distributed_c10d import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -1,7 +1,7 @@
-"""Reading torch's distributed checkpoints without running what a file says.
+"""Reads torch's distributed checkpoints without running code from them.
 
-Torch keeps the table of a checkpoint (`.metadata`) and its plain values as pickles, which can name any
-function to call. Here the table may name torch's own descriptions only, and values are loaded as data.
+Torch stores the metadata of a checkpoint (`.metadata`) and its plain values as pickles, which can call any
+function. Here the metadata may use only torch's metadata classes, and values are loaded as data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DESCRIPTIONS = {
 _VALUES: dict[tuple[str, str], Function] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
-    # Where the checkpoint was written to: kept as text.
+    # The path of the checkpoint is kept as text.
     ("pathlib", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
     ("pathlib", "WindowsPath"): lambda *parts: "/".join(map(str, parts)),
     ("pathlib._local", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
@@ -51,11 +51,11 @@ _VALUES: dict[tuple[str, str], Function] = {
 
 
 State: TypeAlias = dict[str, Any]
-"""An engine's state by section, as torch.distributed.checkpoint takes it."""
+"""Engine state by section, in the form of torch.distributed.checkpoint."""
 
 
 class ForeignState(ValueError):
-    """A checkpoint that holds more than tensors and plain values: it is not read."""
+    """A checkpoint holds more than tensors and plain values and is not read."""
 
 
 class _TableUnpickler(pickle.Unpickler):
@@ -73,20 +73,20 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def read_table(folder: Path) -> Metadata:
-    """The table of what a checkpoint holds."""
+    """Reads the metadata of a checkpoint."""
     file = folder / TABLE
     try:
         table: Metadata = _TableUnpickler(io.BytesIO(file.read_bytes())).load()
         _check(table)
     except OSError:
         raise
-    except Exception as error:  # a pickle of the wrong shape fails in any way
+    except Exception as error:  # a malformed pickle can raise any exception
         raise _foreign(file, error) from error
     return table
 
 
 def _check(table: Metadata) -> None:
-    """The shape that torch writes, with files that lie in the folder itself."""
+    """Raises unless the metadata has torch's structure and refers only to files in the folder."""
     if not isinstance(table, Metadata) or not isinstance(table.state_dict_metadata, dict):
         raise ForeignState("it is no table of a checkpoint")
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
@@ -103,7 +103,7 @@ def _check(table: Metadata) -> None:
 
 
 class DataReader(filesystem.FileSystemReader):
-    """Reads the table with `read_table`; tensors are loaded as data by torch itself."""
+    """Reads the metadata with `read_table`; torch already loads tensors as data."""
 
     def read_metadata(self, *args: int, **kwargs: int) -> Metadata:
         table = read_table(Path(self.path))
@@ -113,7 +113,7 @@ class DataReader(filesystem.FileSystemReader):
 
 
 class DataPlanner(DefaultLoadPlanner):
-    """Loads plain values (numbers, text, lists) as data; torch's own would unpickle them."""
+    """Loads plain values (numbers, text, lists) as data; torch's own planner would unpickle them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
@@ -124,15 +124,15 @@ class DataPlanner(DefaultLoadPlanner):
 
 @contextmanager
 def alone_without_warning() -> Iterator[None]:
-    """torch warns of a single process that saves or loads alone; here that is meant."""
+    """Suppresses torch's warning about saving or loading in a single process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
         yield
 
 
 def load_state(state: State, folder: Path) -> None:
-    """Fill a state with what a checkpoint holds, in place."""
-    read_table(folder)  # torch would bury its error under two of its own
+    """Loads a checkpoint into a state, in place."""
+    read_table(folder)  # checked first, because torch would wrap the error twice
     try:
         with alone_without_warning():
             load(state, storage_reader=DataReader(str(folder)), planner=DataPlanner())

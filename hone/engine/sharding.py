@@ -1,7 +1,7 @@
-"""Several ranks, one model: FSDP2 over the data-parallel ranks, HSDP where they form copies.
+"""Shards one model over several ranks: FSDP2 over the data-parallel ranks, or HSDP with replicas.
 
-The process group is gloo on CPUs; on GPUs NCCL moves the model and gloo the small facts the ranks
-exchange. Every wait has the group's timeout.
+The process group is gloo on CPUs; on GPUs, NCCL transfers the model and gloo the ranks' small objects.
+Every wait has the group's timeout.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hone.engine.rendezvous import meeting_place
 from hone.protocol import DataProto
 
 TIMEOUT_S = 600.0
-"""A collective operation waits so long at most, where no key says otherwise (SFT, tools)."""
+"""Timeout of collectives where no config key sets it (SFT, tools)."""
 
 _ENTER = "enter_as_root"
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A module cut over the ranks of a group."""
+    """A module that is sharded over the ranks of a group."""
 
     module: nn.Module
     device: torch.device
@@ -54,8 +54,8 @@ class Shards:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, every rank holds the whole parameters and nothing reshards them."""
-        # Whoever runs forward first is taken for the root; decoding enters below it.
+        """Gathers the full parameters on every rank inside the block."""
+        # FSDP2 takes the first module that runs forward as the root; decoding calls submodules.
         getattr(self.module, _ENTER)()
         for part in self._parts():
             part.set_reshard_after_forward(False, recurse=False)
@@ -68,14 +68,14 @@ class Shards:
                 part.reshard()
 
     def reshard(self) -> None:
-        """Free what a forward pass without a backward left gathered."""
+        """Frees parameters that a forward pass without a backward has left gathered."""
         for part in self._parts():
             part.reshard()
 
     def concat_rows(
         self, batch: DataProto, outputs: Mapping[str, Tensor]
     ) -> tuple[DataProto, dict[str, Tensor], slice]:
-        """The rows of all ranks in rank order, and which of them are this rank's."""
+        """Returns the rows of all ranks in rank order, and the slice of this rank's rows."""
         everyone: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * self.ranks
         dist.all_gather_object(everyone, (dict(batch.batch.items()), dict(outputs)), self.group)
         counts = [len(columns["responses"]) for columns, _ in everyone]
@@ -90,7 +90,7 @@ class Shards:
 
 
 def join_group(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
-    """This process's place among the ranks; joins on the first call, whose timeout holds."""
+    """Joins the process group; later calls do nothing, so the first call's timeout applies."""
     if not dist.is_initialized():
         timeout, world_size = timedelta(seconds=timeout_s), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(
@@ -103,7 +103,7 @@ def join_group(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> Shards:
-    """Shard every decoder layer, then the rest, in place."""
+    """Shards every decoder layer, then the rest, in place."""
     # Pinning needs an accelerator.
     on_host = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     mesh = _mesh(config.fsdp_size, device)
@@ -124,7 +124,7 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> Shards
 
 
 def _nothing() -> None:
-    """A forward that computes nothing, for FSDP2 to see the root first."""
+    """A forward that computes nothing, so that FSDP2 sees the root first."""
 
 
 def _mesh(shard_size: int, device: torch.device) -> DeviceMesh:
@@ -140,7 +140,7 @@ def _mesh(shard_size: int, device: torch.device) -> DeviceMesh:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the list of modules that holds the most parameters (experts are inside)."""
+    """Returns the decoder layers: the ModuleList with the most parameters (experts are inside)."""
 
     def size(blocks: nn.ModuleList) -> int:
         return sum(p.numel() for p in blocks.parameters())

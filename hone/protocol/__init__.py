@@ -1,7 +1,6 @@
-"""DataProto and its verbs: the one currency between the loop and the workers.
+"""DataProto, the batch type that the training loop and the workers exchange, and its operations.
 
-Each file holds one concern; what others use is named here. Leaves out what the columns mean
-(hone.columns) and any transport.
+The public names of the package are exported here. The columns are declared in hone.columns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""DataProto, the one currency between the loop and the workers: a batch of rows.
+"""DataProto, the batch of rows that the training loop and the workers exchange.
 
-Tensors, object arrays and facts about the whole batch travel together and are cut, joined and
-repeated together. Leaves out what the columns mean (hone.columns) and any transport (no ray).
+Tensors, object arrays and metadata are split, concatenated and repeated together. The columns are
+declared in hone.columns; this module does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class DataProtoItem:
 
 @dataclass(eq=False)
 class DataProto:
-    """A batch: tensor columns, object columns, and facts about the batch as a whole."""
+    """A batch: tensor columns, object columns, and metadata of the whole batch."""
 
-    batch: TensorDict = None  # or None, which readers need not rule out at every use
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # None is no column
+    batch: TensorDict = None  # may be None; typed without it so that readers need no check
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # None means no columns
     meta_info: Row = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class DataProto:
         self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
 
-    # -- making one -------------------------------------------------------------------------
+    # -- construction -----------------------------------------------------------------------
 
     @classmethod
     def from_dict(
@@ -79,7 +79,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Build from columns; lists of one length become a 2-d column (`object_array` keeps 1-d)."""
+        """Builds a batch from columns; lists of equal length become 2-d (`object_array` keeps 1-d)."""
         if num_batch_dims < 1:
             raise ProtocolError(
                 f"num_batch_dims={num_batch_dims}: a batch has at least 1 dimension"
@@ -103,7 +103,7 @@ class DataProto:
         meta_info: Row | None = None,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Build from one dict of torch tensors and numpy arrays, as a data loader yields it."""
+        """Builds a batch from one dict of torch tensors and numpy arrays, as a data loader yields it."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         for key in [key for key in data if key not in tensors and key not in arrays]:
@@ -116,7 +116,7 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict | None, meta_info: Row | None = None
     ) -> DataProto:
-        """Build from a TensorDict: its stacks become object columns, its plain data meta_info."""
+        """Converts a TensorDict: NonTensorStack becomes an object column, NonTensorData meta_info."""
         if tensor_dict is None:
             return cls(meta_info=dict(meta_info or {}))
         tensors, arrays, info = split_tensordict(tensor_dict)
@@ -124,11 +124,11 @@ class DataProto:
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=info | dict(meta_info or {}))
 
     def to_tensordict(self) -> TensorDict:
-        """One TensorDict with everything: object columns as stacks, meta_info as plain data."""
+        """Converts to a TensorDict: object columns become NonTensorStack, meta_info NonTensorData."""
         return join_tensordict(self.batch, self.non_tensor_batch, self.meta_info, rows=len(self))
 
     def check_consistency(self) -> None:
-        """Raise ProtocolError unless every column has one entry per row."""
+        """Raises ProtocolError unless every column has one entry per row."""
         if self.batch is not None and len(self.batch.batch_size) == 0:
             raise ProtocolError("batch has no batch dimension; build it with batch_size=[rows]")
         rows = len(self)
@@ -141,7 +141,7 @@ class DataProto:
                 got = "no batch dimension" if array.ndim == 0 else f"{len(array)} rows"
                 raise ProtocolError(f"object column {key!r} has {got}; the batch has {rows}")
 
-    # -- looking ----------------------------------------------------------------------------
+    # -- access -----------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"DataProto({len(self)} rows: {self.column_names()}; {sorted(self.meta_info)})"
@@ -160,7 +160,7 @@ class DataProto:
     def __getitem__(self, item: Index) -> DataProto: ...
 
     def __getitem__(self, item: int | Index) -> DataProtoItem | DataProto:
-        """An int gives a DataProtoItem; a slice, index list, array, tensor or mask a DataProto."""
+        """Returns a DataProtoItem for an int, and a DataProto for a slice, index list, array or mask."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, list | tuple | np.ndarray | torch.Tensor) and np.ndim(item) > 0:
@@ -184,7 +184,7 @@ class DataProto:
         return in_tensors or name in self.non_tensor_batch
 
     def column(self, name: str) -> Any:
-        """The tensor or object array called `name`."""
+        """Returns the tensor or object array of this name."""
         if self.batch is not None and name in self.batch.keys():  # noqa: SIM118
             return self.batch[name]
         if name in self.non_tensor_batch:
@@ -192,12 +192,12 @@ class DataProto:
         raise KeyError(f"batch has no column {name!r}; it has {self.column_names()}")
 
     def column_names(self) -> list[str]:
-        """Tensor columns, then object columns, each sorted."""
+        """Returns the sorted names of tensor columns, then of object columns."""
         tensors = sorted(self.batch.keys()) if self.batch is not None else []
         return tensors + sorted(self.non_tensor_batch)
 
     def set_column(self, name: str, value: torch.Tensor | np.ndarray) -> None:
-        """Add or replace a column; its length must be the batch's."""
+        """Adds or replaces a column, which must have as many rows as the batch."""
         if self.column_names() and len(value) != len(self):
             raise ProtocolError(f"column {name!r} has {len(value)} rows; the batch has {len(self)}")
         if isinstance(value, np.ndarray):
@@ -208,7 +208,7 @@ class DataProto:
             self.batch[name] = value
 
     def drop_column(self, name: str) -> None:
-        """Remove a column."""
+        """Removes a column."""
         if self.batch is not None and name in self.batch.keys():  # noqa: SIM118
             del self.batch[name]
             if not len(self.batch.keys()) and self.non_tensor_batch:
@@ -219,19 +219,19 @@ class DataProto:
     get_data_info = selection.describe
 
     def print_size(self, prefix: str = "") -> str:
-        """Log, and return, how much memory tensors and object columns take."""
+        """Logs and returns the memory use of tensors and object columns."""
         text = f"{prefix} {selection.memory(self)}".strip()
         logger.info(text)
         return text
 
-    # -- choosing columns -------------------------------------------------------------------
+    # -- columns ----------------------------------------------------------------------------
 
     select = selection.select_columns
     pop = selection.pop_columns
     rename = selection.rename_columns
 
     def union(self, other: DataProto) -> DataProto:
-        """Add the other's columns and facts to this batch; what both have must be equal."""
+        """Adds the other's columns and metadata to this batch; shared entries must be equal."""
         if self.column_names() and other.column_names() and len(self) != len(other):
             raise ProtocolError(
                 f"cannot unite a batch of {len(self)} rows with one of {len(other)}"
@@ -244,35 +244,35 @@ class DataProto:
         return self
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Move the tensors, in place."""
+        """Moves the tensors to a device, in place."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
         return self
 
-    # -- choosing rows ----------------------------------------------------------------------
+    # -- rows -------------------------------------------------------------------------------
 
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> DataProto:
-        """Rows start:end:step; tensors are views where the step is positive."""
+        """Returns rows start:end:step; tensors are views if the step is positive."""
         window = slice(start, end, step)
         if step is not None and step < 0:  # torch has no negative steps
             return self.select_idxs(list(range(len(self)))[window])
         return take_batch(self, window)
 
     def select_idxs(self, idxs: Index) -> DataProto:
-        """The rows of an index list, array or tensor, or of a boolean mask."""
+        """Selects rows by an index list, array or tensor, or by a boolean mask."""
         return take_batch(self, row_index(idxs, len(self)))
 
     def reorder(self, indices: Index) -> None:
-        """Put the rows in this order, in place."""
-        picked = self.select_idxs(indices)
-        if len(picked) != len(self):
-            raise ProtocolError(f"a new order of {len(self)} rows has {len(picked)} indices")
-        self.batch, self.non_tensor_batch = picked.batch, picked.non_tensor_batch
+        """Reorders the rows, in place."""
+        reordered = self.select_idxs(indices)
+        if len(reordered) != len(self):
+            raise ProtocolError(f"a new order of {len(self)} rows has {len(reordered)} indices")
+        self.batch, self.non_tensor_batch = reordered.batch, reordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Each row `repeat_times` times: AABB when interleaved, else ABAB."""
+        """Repeats each row `repeat_times` times: AABB when interleaved, else ABAB."""
         if repeat_times < 0:
             raise ProtocolError(f"rows cannot be repeated {repeat_times} times")
         rows = torch.arange(len(self))
@@ -282,7 +282,7 @@ class DataProto:
     def sample_level_repeat(
         self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor
     ) -> DataProto:
-        """Row i `repeat_times[i]` times, in order."""
+        """Repeats row i `repeat_times[i]` times, in order."""
         times = torch.as_tensor(np.asarray(repeat_times), dtype=torch.long)
         if times.ndim != 1 or len(times) != len(self):
             raise ProtocolError(
@@ -291,7 +291,7 @@ class DataProto:
         return take_batch(self, torch.arange(len(self)).repeat_interleave(times))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Cut into `chunks` equal batches; unequal ones only where padding is enabled."""
+        """Splits into `chunks` batches, which must be equal in size unless padding is enabled."""
         rows = len(self)
         if chunks < 1:
             raise ProtocolError(f"a batch cannot be cut into {chunks} chunks")
@@ -306,7 +306,7 @@ class DataProto:
         ]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Batches of `split_size` rows; the last may be shorter."""
+        """Splits into batches of `split_size` rows; the last may be shorter."""
         if split_size < 1:
             raise ProtocolError(f"a batch cannot be split into pieces of {split_size} rows")
         return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
@@ -320,7 +320,7 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: Settings | None = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches over `epochs` passes; `dataloader_kwargs={"shuffle": True}` shuffles."""
+        """Yields mini-batches for `epochs` passes; `dataloader_kwargs={"shuffle": True}` shuffles."""
         return epochs_of(
             len(self), mini_batch_size, epochs, seed, self.select_idxs, dataloader_kwargs or {}
         )
@@ -336,7 +336,7 @@ class DataProto:
     is_padding_enabled = may_be_cut_unevenly
     padding = append_copies
 
-    # -- crossing processes -----------------------------------------------------------------
+    # -- serialization ----------------------------------------------------------------------
 
     def __getstate__(self) -> Row:
         return {
@@ -357,17 +357,17 @@ class DataProto:
         self.meta_info = state["meta_info"]
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write to a file; a reader never sees half of it."""
+        """Writes the batch to a file, atomically."""
         save(self, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Read what `save_to_disk` wrote, here or in verl: plain values, arrays and tensors alone."""
+        """Reads a file of `save_to_disk`, ours or verl's; only plain values, arrays and tensors load."""
         return load(filepath, DataProto)
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """The batch whose rows are these items; all must have the same columns."""
+    """Stacks items into a batch; all must have the same columns."""
     if not x:
         raise ProtocolError("nothing to collate: the list of rows is empty")
     names = x[0].non_tensor_batch.keys()

@@ -1,6 +1,6 @@
-"""DataProtoFuture, a batch that is still being computed; and the rows of all ranks on every rank.
+"""DataProtoFuture, a batch that is still being computed, and an all-gather of batches.
 
-The maker of the handles gives `resolve`, which waits for them and owns the deadlines.
+The controller that creates the handles provides `resolve`, which waits for them and sets the deadlines.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
 Value: TypeAlias = Any
-"""What a worker returned, mostly a batch; or the transport's handle of it."""
+"""A worker's result, mostly a batch, or the controller's handle of it."""
 
 
 def resolve_handles(handles: Sequence[Value]) -> list[Value]:
-    """Handles that know their own value: `.get()`, `.result()`, or the value itself."""
+    """Resolves handles by `.get()` or `.result()`; other values are returned unchanged."""
     values = []
     for handle in handles:
         waits = [getattr(handle, name, None) for name in ("get", "result")]
@@ -36,33 +36,33 @@ def resolve_handles(handles: Sequence[Value]) -> list[Value]:
 
 @dataclass
 class DataProtoFuture:
-    """A result still being computed; `get` waits for it, `chunk` and `concat` do not."""
+    """A pending result; `get` waits for it, `chunk` and `concat` do not."""
 
     collect_fn: Callable[[list[Value]], Value]
     """Joins the results of all handles into one."""
     futures: list[Value]
-    """One handle a worker."""
+    """One handle per worker."""
     dispatch_fn: Function | None = None
-    """Applied to the joined result: takes this future's part of it."""
+    """Selects this future's part of the joined result."""
     resolve: Callable[[Sequence[Value]], list[Value]] = resolve_handles
-    """Waits for the handles; must be picklable, as a future may be resolved in a worker."""
+    """Waits for the handles; must be picklable, because a worker may resolve the future."""
 
     def get(self) -> Value:
-        """Wait, join, and take this future's part."""
+        """Waits for the handles, joins their results and returns this future's part."""
         result = self.collect_fn(self.resolve(self.futures))
         return result if self.dispatch_fn is None else self.dispatch_fn(result)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Futures of the parts `get().chunk(chunks)` would give."""
+        """Returns futures of the parts of `get().chunk(chunks)`."""
         return [self._then(functools.partial(_chunk, i, chunks)) for i in range(chunks)]
 
     def split_padded(self, parts: int) -> list[DataProtoFuture]:
-        """Futures of equal parts, with rows added and marked where there are too few."""
+        """Returns futures of equal parts; added rows are marked."""
         return [self._then(functools.partial(_padded_part, i, parts)) for i in range(parts)]
 
     @staticmethod
     def concat(data: Sequence[Value]) -> DataProtoFuture:
-        """A future of the concatenation of futures (or handles) of batches."""
+        """Returns a future of the concatenation of futures or handles."""
         if not data:
             raise ProtocolError("nothing to concatenate: the list of futures is empty")
         return DataProtoFuture(collect_fn=_concat, futures=list(data))
@@ -91,7 +91,7 @@ def _both(first: Function, second: Function, data: Value) -> Value:
 
 
 def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | None = None) -> None:
-    """Replace the batch, in place, by the rows of all ranks in rank order."""
+    """Gathers the rows of all ranks into the batch, in place and in rank order."""
     world = dist.get_world_size(process_group)
     if world == 1:
         return
@@ -107,7 +107,7 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     whole = kind.concat([batch for batch, _, _ in ranks])
     columns = {}
     for name in sorted(tensors):
-        # Collectives take equal shapes: send as many rows as the longest rank has.
+        # Collectives need equal shapes: pad to the largest number of rows of any rank.
         sent = tensors[name].new_zeros((max(counts), *widths[name]))
         sent[: len(data)] = tensors[name]
         received = [torch.empty_like(sent) for _ in counts]

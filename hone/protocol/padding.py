@@ -1,7 +1,7 @@
-"""Making a batch divisible by the number of ranks, and undoing it.
+"""Pads a batch to a multiple of the number of ranks, and removes the padding again.
 
-Rows added to split a batch are marked in the column `padded_row`, so that a worker can leave them
-out of a mean. Leaves out token padding: that is rollout's business.
+Padded rows are marked in the column `padded_row`, so that a worker can exclude them from a mean. Token
+padding is done in rollout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
 
 
 class _AutoPadding(type):
-    """The class attribute `auto_padding`, which also listens to the environment."""
+    """Adds the class attribute `auto_padding`, which an environment variable can also enable."""
 
     _enabled = False
     auto_padding_key = AUTO_PADDING_KEY
@@ -43,29 +43,29 @@ class _AutoPadding(type):
 
 
 class DataProtoConfig(metaclass=_AutoPadding):
-    """Whether batches without a flag of their own may be cut unevenly, in this process."""
+    """Whether this process may split batches unevenly; a flag in a batch's meta_info takes precedence."""
 
 
 def may_be_cut_unevenly(data: DataProto) -> bool:
-    """What the batch's own flag says, else what holds for the process."""
+    """Returns the batch's flag, or the process default if the batch has none."""
     return bool(data.meta_info.get(AUTO_PADDING_KEY, DataProtoConfig.auto_padding))
 
 
 def append_copies(data: DataProto, padding_size: int, padding_candidate: str = "last") -> None:
-    """Append `padding_size` copies of the first or last row, in place."""
+    """Appends `padding_size` copies of the first or last row, in place."""
     if padding_candidate not in {"first", "last"}:
         raise ProtocolError(f"padding_candidate={padding_candidate!r}; use 'first' or 'last'")
     rows = len(data)
     if padding_size < 0 or (padding_size and not rows):
         raise ProtocolError(f"cannot pad a batch of {rows} rows by {padding_size}")
-    copied = 0 if padding_candidate == "first" else rows - 1
-    index = [*range(rows), *[copied] * padding_size]
+    source_row = 0 if padding_candidate == "first" else rows - 1
+    index = [*range(rows), *[source_row] * padding_size]
     padded = take_batch(data, torch.tensor(index, dtype=torch.long))
     data.batch, data.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Repeat rows from the start up to a multiple; return the batch and the rows added."""
+    """Repeats rows from the start up to a multiple; returns the batch and the number of added rows."""
     if size_divisor < 1:
         raise ProtocolError(
             f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more"
@@ -81,16 +81,16 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Drop the last `pad_size` rows."""
+    """Drops the last `pad_size` rows."""
     if pad_size < 0 or pad_size > len(data):
         raise ProtocolError(f"cannot drop {pad_size} padded rows from a batch of {len(data)} rows")
     return data if pad_size == 0 else data.slice(0, len(data) - pad_size)
 
 
 def split_padded(data: DataProto, parts: int) -> list[DataProto]:
-    """Cut into `parts` batches of equal length, adding marked rows where there are too few.
+    """Splits a batch into `parts` batches of equal length; added rows are marked.
 
-    Real rows are spread evenly and in order: no part holds more padding than it must.
+    Real rows are distributed evenly and in order, so that each part has at most one padded row.
     """
     if parts < 1:
         raise ProtocolError(f"a batch cannot be cut into {parts} parts")
@@ -102,7 +102,7 @@ def split_padded(data: DataProto, parts: int) -> list[DataProto]:
     start = 0
     for part in range(parts):
         real = rows // parts + (part < rows % parts)
-        # A part without any real row borrows the batch's first ones.
+        # A part without real rows repeats the first row of the batch.
         source = torch.arange(start, start + real) if real else torch.arange(1)
         index = source[torch.arange(length) % len(source)]
         piece = data.select_idxs(index)
@@ -113,14 +113,14 @@ def split_padded(data: DataProto, parts: int) -> list[DataProto]:
 
 
 def real_rows(data: DataProto) -> torch.Tensor:
-    """Which rows are real: bool [B], False where the controller added a row."""
+    """Returns a bool mask [B] that is False for padded rows."""
     if not data.has_column(PADDED_ROW):
         return torch.ones(len(data), dtype=torch.bool)
     return ~torch.as_tensor(data.column(PADDED_ROW)).bool()
 
 
 def without_padding(data: DataProto) -> DataProto:
-    """The batch without rows the controller added, and without the mark."""
+    """Returns the batch without padded rows and without the `padded_row` column."""
     if not data.has_column(PADDED_ROW):
         return data
     real = data.select_idxs(real_rows(data))

@@ -1,6 +1,6 @@
-"""Rows of a column, whatever holds it (tensor, jagged tensor, TensorDict, numpy array), and deep equality.
+"""Row operations on columns (tensors, jagged tensors, TensorDicts, numpy arrays), and deep equality.
 
-`DataProto` takes, stacks, unites and compares rows with these.
+`DataProto` selects, concatenates, merges and compares rows with these functions.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 C = TypeVar("C", torch.Tensor, np.ndarray)
 Index: TypeAlias = slice | Sequence[int] | np.ndarray | torch.Tensor
-"""Rows by number or by mask."""
+"""Row indices or a boolean mask."""
 
 
 class ProtocolError(ValueError, AssertionError):
-    """Columns, rows or facts that do not fit. Code written for verl catches it as AssertionError."""
+    """Columns, rows or metadata do not match. Code written for verl catches an AssertionError."""
 
 
 def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
-    """An object array with the shape that nested lists of equal lengths have; arrays as they are."""
+    """Converts nested lists of equal lengths to an object array of their shape; keeps arrays."""
     if isinstance(values, np.ndarray):
         return values
     shape = _list_shape(values)
@@ -44,7 +44,7 @@ def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
 
 
 def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
-    """(rows, …): one dimension more for as long as all items are lists of one length."""
+    """Returns the shape of nested lists; a dimension is added while all items are lists of one length."""
     shape, items = [len(values)], list(values)
     while lists := [item for item in items if isinstance(item, list | tuple)]:
         lengths = {len(item) for item in lists}
@@ -56,7 +56,7 @@ def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
 
 
 def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
-    """A 1-d object array with one element per row, also when the rows are lists of equal length."""
+    """Returns a 1-d object array with one element per row, even if the rows are lists of equal length."""
     if isinstance(values, np.ndarray):
         return values
     array = np.empty(len(values), dtype=object)
@@ -66,7 +66,7 @@ def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
 
 
 def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tensor:
-    """A jagged tensor of these rows; `ragged_idx` is kept where the rows happen to be of one length."""
+    """Builds a jagged tensor; `ragged_idx` sets its ragged dimension, even if all rows have one length."""
     if not rows or ragged_idx is None or rows[0].dim() == 1:
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
     values = torch.cat(rows, dim=ragged_idx - 1)
@@ -76,18 +76,18 @@ def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tenso
 
 
 def take_rows(value: C, index: Index) -> C:
-    """Rows of a tensor, a jagged tensor, a TensorDict or an array; a slice gives a view."""
+    """Selects rows of a tensor, a jagged tensor, a TensorDict or an array; a slice returns a view."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         rows = list(value.unbind())
-        rows_at = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
-        return jagged_rows(rows_at, getattr(value, "_ragged_idx", None))
+        selected = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
+        return jagged_rows(selected, getattr(value, "_ragged_idx", None))
     if isinstance(value, np.ndarray) and isinstance(index, torch.Tensor):
         return value[index.numpy()]
     return value[index]
 
 
 def take_batch(data: DataProto, index: Index) -> DataProto:
-    """These rows of every column, with the facts of the whole batch."""
+    """Selects rows of every column and keeps the metadata."""
     batch = data.batch
     if batch is not None:
         if len(batch.keys()):
@@ -101,11 +101,11 @@ def take_batch(data: DataProto, index: Index) -> DataProto:
 
 
 def cat_rows(values: list[C]) -> C:
-    """Values of several batches, one below the other."""
+    """Concatenates values of several batches along dim 0."""
     first = values[0]
     if isinstance(first, np.ndarray):
         if len({value.shape[1:] for value in values}) > 1 and first.dtype == object:
-            # One batch had lists of one length and another had not: a list per row fits both.
+            # Only some batches had lists of one length: store one list per row in all of them.
             values = [object_array(value.tolist()) for value in values]
         return np.concatenate(values, axis=0)
     if isinstance(first, torch.Tensor) and first.is_nested:
@@ -115,7 +115,7 @@ def cat_rows(values: list[C]) -> C:
 
 
 def cat_columns(pieces: list[dict[str, C]], kind: str) -> dict[str, C]:
-    """Each column of all pieces, one below the other; all pieces must have the same columns."""
+    """Concatenates each column of all pieces, which must have the same columns."""
     names = pieces[0].keys()
     for number, piece in enumerate(pieces):
         if piece.keys() != names:
@@ -137,7 +137,7 @@ def cat_columns(pieces: list[dict[str, C]], kind: str) -> dict[str, C]:
 
 
 def join_meta_info(infos: list[Row]) -> Row:
-    """Facts of several batches as one; `metrics` becomes a dict of lists, the rest must agree."""
+    """Merges the metadata of several batches; `metrics` becomes a dict of lists, the rest must agree."""
     info_of_all: Row = {}
     metrics: list[Row] = []
     for number, info in enumerate(infos):
@@ -161,7 +161,7 @@ def join_meta_info(infos: list[Row]) -> Row:
 
 
 def concat_batches(data: Sequence[DataProto]) -> DataProto:
-    """The batches one below the other."""
+    """Concatenates batches along the rows."""
     if not data:
         raise ProtocolError("nothing to concatenate: the list of batches is empty")
     kind = type(data[0])
@@ -178,16 +178,16 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
 
 
 def fill_object_columns(data: Sequence[DataProto], leave: Collection[str] = ()) -> list[DataProto]:
-    """The batches with the object columns of all of them, None where one had none; not those of `leave`."""
+    """Adds missing object columns, filled with None, so that all batches have the same; skips `leave`."""
     names = dict.fromkeys(name for piece in data for name in piece.non_tensor_batch)
-    filled = []
+    batches = []
     for piece in data:
         absent = [n for n in names if n not in piece.non_tensor_batch and n not in leave]
         arrays = piece.non_tensor_batch | {
             name: np.full(len(piece), None, dtype=object) for name in absent
         }
-        filled.append(type(piece)(piece.batch, arrays, piece.meta_info))
-    return filled
+        batches.append(type(piece)(piece.batch, arrays, piece.meta_info))
+    return batches
 
 
 def epochs_of(
@@ -198,7 +198,7 @@ def epochs_of(
     take: Callable[[Sequence[int]], T],
     dataloader_kwargs: Settings,
 ) -> Iterator[T]:
-    """What `take` gives for `size` row numbers at a time, over `epochs` passes."""
+    """Yields `take(indices)` for `size` row indices at a time, for `epochs` passes."""
     if size < 1 or rows % size:
         raise ProtocolError(f"mini_batch_size={size} does not divide a batch of {rows} rows")
     generator = None
@@ -216,7 +216,7 @@ def epochs_of(
 
 
 def tensordict_of(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
-    """Tensor columns whose leading dimensions agree, as one TensorDict."""
+    """Builds a TensorDict from tensor columns, whose leading dimensions must agree."""
     size: tuple[int, ...] | None = None
     first = next(iter(tensors))
     for key, value in tensors.items():
@@ -236,7 +236,7 @@ def tensordict_of(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> Tens
 
 
 def row_index(idxs: Index, rows: int) -> torch.Tensor:
-    """Row numbers from a list, array, tensor or mask, checked against the number of rows."""
+    """Converts a list, array, tensor or mask to row indices and checks their range."""
     index = (
         idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else torch.from_numpy(np.array(idxs))
     )
@@ -260,7 +260,7 @@ def row_index(idxs: Index, rows: int) -> torch.Tensor:
 
 
 def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:
-    """The columns of the second added to the first, in place; a column both have must be equal."""
+    """Adds the columns of the second to the first, in place; shared columns must be equal."""
     if first is None or second is None:
         return first if second is None else second
     if first.batch_size != second.batch_size:
@@ -276,12 +276,12 @@ def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> Te
 def union_numpy_dict(
     first: dict[str, np.ndarray], second: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Object columns of both; a column both have must be equal."""
+    """Merges object columns; shared columns must be equal."""
     return union_dicts(first, second, "object column")
 
 
 def union_dicts(first: dict[str, T], second: dict[str, T], kind: str) -> dict[str, T]:
-    """Entries of both; ProtocolError where they disagree."""
+    """Merges two dicts; raises ProtocolError if they disagree."""
     for key in first.keys() & second.keys():
         if not same(first[key], second[key]):
             raise ProtocolError(
@@ -292,13 +292,13 @@ def union_dicts(first: dict[str, T], second: dict[str, T], kind: str) -> dict[st
 
 
 def same(a: Any, b: Any, _open: set[tuple[int, int]] | None = None) -> bool:
-    """Deep equality where NaN equals NaN and a structure may contain itself."""
+    """Tests deep equality; NaN equals NaN, and structures may contain themselves."""
     if a is b:
         return True
     opened = _open if _open is not None else set()
     pair = (id(a), id(b))
     if pair in opened:
-        return True  # this comparison is already under way further up
+        return True  # an outer call is already comparing this pair
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensor(a, b)
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):

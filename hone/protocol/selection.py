@@ -1,6 +1,6 @@
-"""Choosing columns of a DataProto by name, reshaping its rows, and describing it.
+"""Selects columns of a DataProto by name, reshapes its rows, and describes it.
 
-Functions behind the methods of the same names.
+These functions implement the DataProto methods.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def select_columns(
     meta_info_keys: Names = None,
     deepcopy: bool = False,
 ) -> DataProto:
-    """A batch with only these columns and facts; None takes all of a kind."""
+    """Returns a batch with only these columns and metadata; None selects all of a kind."""
     batch = data.batch
     if batch is not None:
         names = list(batch.keys()) if batch_keys is None else list(batch_keys)
@@ -38,12 +38,12 @@ def select_columns(
         batch = TensorDict({name: batch[name] for name in names}, batch_size=batch.batch_size)
     elif batch_keys:
         check_known(batch_keys, (), "tensor columns")
-    chosen = pick(data.non_tensor_batch, non_tensor_batch_keys, "object columns")
+    arrays = pick(data.non_tensor_batch, non_tensor_batch_keys, "object columns")
     info = pick(data.meta_info, meta_info_keys, "meta_info")
     if deepcopy:
         batch = batch.clone() if batch is not None else None
-        chosen, info = copy.deepcopy(chosen), copy.deepcopy(info)
-    return type(data)(batch, chosen, info)
+        arrays, info = copy.deepcopy(arrays), copy.deepcopy(info)
+    return type(data)(batch, arrays, info)
 
 
 def pop_columns(
@@ -52,7 +52,7 @@ def pop_columns(
     non_tensor_batch_keys: Names = None,
     meta_info_keys: Names = None,
 ) -> DataProto:
-    """Remove these columns and facts (None: none) and return them as a new batch."""
+    """Removes these columns and metadata and returns them as a new batch; None removes nothing."""
     names = batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or []
     popped = select_columns(data, *names)
     for source, keys in zip(
@@ -68,29 +68,27 @@ def pop_columns(
 def rename_columns(
     data: DataProto, old_keys: str | Names = None, new_keys: str | Names = None
 ) -> DataProto:
-    """Rename tensor columns, in place."""
-    before = [old_keys] if isinstance(old_keys, str) else list(old_keys or [])
-    after = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
-    if len(before) != len(after):
-        raise ProtocolError(
-            f"cannot rename {before} to {after}: {len(before)} names for {len(after)}"
-        )
-    check_known(before, data.batch.keys() if data.batch is not None else (), "tensor columns")
-    for was, becomes in zip(before, after, strict=True):
-        if was != becomes:
-            data.batch.rename_key_(was, becomes)
+    """Renames tensor columns, in place."""
+    old = [old_keys] if isinstance(old_keys, str) else list(old_keys or [])
+    new = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
+    if len(old) != len(new):
+        raise ProtocolError(f"cannot rename {old} to {new}: {len(old)} names for {len(new)}")
+    check_known(old, data.batch.keys() if data.batch is not None else (), "tensor columns")
+    for old_name, new_name in zip(old, new, strict=True):
+        if old_name != new_name:
+            data.batch.rename_key_(old_name, new_name)
     return data
 
 
 def check_known(wanted: Sequence[str], present: Collection[str], kind: str) -> None:
-    """KeyError that names what is missing and what there is."""
+    """Raises a KeyError that lists the missing and the available names."""
     missing = [key for key in wanted if key not in present]
     if missing:
         raise KeyError(f"batch has no {missing} among its {kind}; it has {sorted(present)}")
 
 
 def pick(source: dict[str, T], keys: Sequence[str] | None, kind: str) -> dict[str, T]:
-    """These entries of a dict; None takes all."""
+    """Returns these entries of a dict; None selects all."""
     if keys is None:
         return dict(source)
     check_known(keys, source, kind)
@@ -100,16 +98,16 @@ def pick(source: dict[str, T], keys: Sequence[str] | None, kind: str) -> dict[st
 def unfold_column_chunks(
     data: DataProto, n_split: int, split_keys: Sequence[str] | None = None
 ) -> DataProto:
-    """[B, n·k, …] of `split_keys` to [B·n, k, …]; the rows of the others repeated n times."""
+    """Reshapes columns of `split_keys` from [B, n·k, …] to [B·n, k, …]; repeats other rows n times."""
     if n_split < 1:
         raise ProtocolError(f"columns cannot be cut into {n_split} pieces")
-    chosen = set(split_keys or ())
-    unknown = sorted(chosen - set(data.column_names()))
+    split_names = set(split_keys or ())
+    unknown = sorted(split_names - set(data.column_names()))
     if unknown:
         raise KeyError(f"batch has no columns {unknown} to cut; it has {data.column_names()}")
 
-    def cut(name: str, value: Column) -> Column:
-        if name not in chosen:
+    def split(name: str, value: Column) -> Column:
+        if name not in split_names:
             if isinstance(value, np.ndarray):
                 return value.repeat(n_split, axis=0)
             return value.repeat_interleave(n_split, dim=0)
@@ -123,14 +121,14 @@ def unfold_column_chunks(
 
     batch = data.batch
     if batch is not None:
-        tensors = {name: cut(name, value) for name, value in batch.items()}
+        tensors = {name: split(name, value) for name, value in batch.items()}
         batch = TensorDict(tensors, batch_size=[len(data) * n_split])
-    arrays = {name: cut(name, value) for name, value in data.non_tensor_batch.items()}
+    arrays = {name: split(name, value) for name, value in data.non_tensor_batch.items()}
     return type(data)(batch, arrays, dict(data.meta_info))
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """[B, …] to [new_batch_size, B / new_batch_size, …]."""
+    """Reshapes [B, …] to [new_batch_size, B / new_batch_size, …]."""
     rows = len(data)
     if new_batch_size < 1 or rows % new_batch_size:
         raise ProtocolError(
@@ -141,7 +139,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """The leading `batch_dims` dimensions into one."""
+    """Flattens the leading `batch_dims` dimensions into one."""
     if data.batch is not None and len(data.batch.batch_size) < batch_dims:
         raise ProtocolError(
             f"a batch of size {tuple(data.batch.batch_size)} has no {batch_dims} leading dimensions"
@@ -165,7 +163,7 @@ def _with_lead(data: DataProto, dims: int, lead: tuple[int, ...]) -> DataProto:
 
 
 def describe(data: DataProto) -> str:
-    """One line per column: name, shape, dtype; then the meta_info keys."""
+    """Lists name, shape and dtype of each column, then the meta_info keys."""
     lines = [f"{len(data)} rows"]
     for name in data.column_names():
         value = data.column(name)
@@ -178,7 +176,7 @@ def describe(data: DataProto) -> str:
 
 
 def memory(data: DataProto) -> str:
-    """How much tensors and object columns take, in MiB."""
+    """Describes the memory use of tensors and object columns, in MiB."""
     in_tensors = 0
     if data.batch is not None:
         for value in data.batch.values(include_nested=True, leaves_only=True):

@@ -1,7 +1,7 @@
-"""Batches as plain TensorDicts, with verl's names (`verl.utils.tensordict_utils`).
+"""Operations on batches as TensorDicts, named as in `verl.utils.tensordict_utils`.
 
-A column is a tensor, a jagged tensor or a `NonTensorStack` with one entry per row; a fact about the whole
-batch is `NonTensorData`. `DataProto.from_tensordict` and `to_tensordict` go between the two forms.
+A column is a tensor, a jagged tensor or a `NonTensorStack` with one entry per row; metadata of the whole
+batch is `NonTensorData`. `DataProto.from_tensordict` and `to_tensordict` convert between the two types.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Chunkable(Protocol):
-    """A DataProto, or the future of one."""
+    """A DataProto or a DataProtoFuture."""
 
     def chunk(self, chunks: int) -> Sequence[Chunkable]: ...
 
@@ -44,7 +44,7 @@ class Chunkable(Protocol):
 def get_tensordict(
     tensor_dict: Mapping[str, Column], non_tensor_dict: Row | None = None
 ) -> TensorDict:
-    """Columns and facts as one TensorDict; a list or an array becomes a stack with one entry per row."""
+    """Builds a TensorDict from columns and metadata; lists and arrays become NonTensorStack."""
     columns: Row = {}
     sizes: dict[str, int] = {}
     for key, value in tensor_dict.items():
@@ -67,18 +67,18 @@ def get_tensordict(
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: T) -> None:
-    """Set one fact about the whole batch, in place."""
+    """Sets one metadata entry, in place."""
     wrapped = val if isinstance(val, NonTensorData) else NonTensorData(val)
     tensor_dict[key] = wrapped
 
 
 def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence[T]) -> None:
-    """Set a column of values that are no tensors, in place."""
+    """Sets a column of non-tensor values, in place."""
     tensor_dict[key] = _stack(key, val)
 
 
 def assign_non_tensor(tensor_dict: TensorDict, **kwargs: JsonValue | NonTensorStack) -> TensorDict:
-    """Set lists as columns and other values as facts, in place."""
+    """Sets lists as columns and other values as metadata, in place."""
     for key, value in kwargs.items():
         if isinstance(value, NonTensorStack):
             tensor_dict[key] = value
@@ -90,12 +90,12 @@ def assign_non_tensor(tensor_dict: TensorDict, **kwargs: JsonValue | NonTensorSt
 
 
 def unwrap_non_tensor_data(data: T) -> T:
-    """The value of a fact; anything else as it is."""
+    """Returns the value of NonTensorData; other values are returned unchanged."""
     return data.data if isinstance(data, NonTensorData) else data
 
 
 def get(tensordict: TensorDict, key: str, default: T | None = None) -> T | None:
-    """A tensor, a column as a list, or the value of a fact; `default` where there is none."""
+    """Returns a tensor, a column as a list, or a metadata value; `default` if the key is missing."""
     if key not in tensordict.keys():  # noqa: SIM118
         return default
     value = tensordict.get(key)
@@ -106,7 +106,7 @@ get_non_tensor_data = get
 
 
 def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """These columns and facts as a new TensorDict; KeyError where one is missing."""
+    """Returns these columns and metadata as a new TensorDict; raises KeyError if one is missing."""
     names = list(keys)
     if missing := [key for key in names if key not in tensordict.keys()]:  # noqa: SIM118
         raise KeyError(f"the batch has no {missing}; it has {sorted(tensordict.keys())}")
@@ -114,7 +114,7 @@ def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 
 
 def pop(tensordict: TensorDict, key: str, default: T | None = None) -> T | None:
-    """What `get` gives, removed from the batch."""
+    """Like `get`, but removes the entry from the batch."""
     value = get(tensordict, key, default)
     if key in tensordict.keys():  # noqa: SIM118
         tensordict.pop(key)
@@ -122,7 +122,7 @@ def pop(tensordict: TensorDict, key: str, default: T | None = None) -> T | None:
 
 
 def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """What `get_keys` gives, removed from the batch."""
+    """Like `get_keys`, but removes the entries from the batch."""
     names = list(keys)
     popped = get_keys(tensordict, names)
     for key in names:
@@ -133,18 +133,18 @@ def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 def nested_tensor_from_tensor_list(
     tensors: Sequence[Tensor], ragged_idx: int | None = None
 ) -> Tensor:
-    """A jagged tensor with these rows; `ragged_idx` is the dimension that differs, else the last."""
+    """Builds a jagged tensor; `ragged_idx` is the dimension whose size differs, by default the last."""
     return jagged_rows(list(tensors), ragged_idx or tensors[0].dim())
 
 
 def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """The rows of several jagged tensors as one."""
+    """Concatenates the rows of several jagged tensors."""
     rows = [row for tensor in tensors for row in tensor.unbind(0)]
     return jagged_rows(rows, getattr(tensors[0], "_ragged_idx", None))
 
 
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
-    """The batches one below the other; facts are those of the first."""
+    """Concatenates batches along the rows; keeps the metadata of the first."""
     first = data[0]
     if not first.batch_size:
         return concat_tensordict_with_none_bsz(data)
@@ -162,14 +162,14 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
 
 
 def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
-    """Batches that hold facts alone: those of the first."""
+    """Returns the first of several batches that have metadata only."""
     if any(piece.batch_size for piece in data):
         raise ProtocolError("cannot concatenate batches of which only some have rows")
     return data[0]
 
 
 def index_select_tensor_dict(batch: TensorDict | None, indices: Index | slice) -> TensorDict | None:
-    """These rows of every column; facts stay."""
+    """Selects rows of every column and keeps the metadata."""
     if batch is None:
         return None
     if not isinstance(indices, slice):
@@ -186,7 +186,7 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: Index | slice) -
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
-    """Equal parts, in order."""
+    """Splits a batch into equal parts, in order."""
     rows = len(td)
     if chunks < 1 or rows % chunks:
         raise ProtocolError(f"{rows} rows do not divide into {chunks} equal parts")
@@ -196,7 +196,7 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
 
 
 class BatchData:
-    """Cuts and joins a DataProto, its future or a TensorDict alike, by verl's name."""
+    """Splits and concatenates a DataProto, a DataProtoFuture or a TensorDict (named as in verl)."""
 
     def __init__(self, data: Chunkable | TensorDict | Sequence[Chunkable | TensorDict]) -> None:
         self._data = data
@@ -211,7 +211,7 @@ class BatchData:
         return isinstance(data[0], TensorDict | Chunkable)
 
     def chunk(self, chunks: int) -> Sequence[Chunkable | TensorDict]:
-        """Equal parts of one batch."""
+        """Splits one batch into equal parts."""
         if isinstance(self._data, TensorDict):
             return chunk_tensordict(self._data, chunks)
         if not isinstance(self._data, Chunkable):
@@ -219,7 +219,7 @@ class BatchData:
         return self._data.chunk(chunks)
 
     def concat(self) -> Chunkable | TensorDict:
-        """A list of batches as one."""
+        """Concatenates a list of batches."""
         if not self.is_concatable() or not isinstance(self._data, list | tuple):
             raise ProtocolError("give a list of at least one DataProto or TensorDict to join")
         first = self._data[0]
@@ -235,7 +235,7 @@ def make_iterator(
     seed: int | None = None,
     dataloader_kwargs: Settings | None = None,
 ) -> Iterator[TensorDict]:
-    """Mini-batches over `epochs` passes."""
+    """Yields mini-batches for `epochs` passes."""
 
     def rows_of(indices: Index) -> TensorDict | None:
         return index_select_tensor_dict(tensordict, indices)
@@ -246,7 +246,7 @@ def make_iterator(
 
 
 def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
-    """AssertionError unless both have the same columns and facts with equal values."""
+    """Raises an AssertionError unless both have equal columns and metadata."""
     names = set(tensordict1.keys())
     if names != set(tensordict2.keys()):
         raise ProtocolError(f"columns {sorted(names)} and {sorted(tensordict2.keys())} differ")
@@ -256,7 +256,7 @@ def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> No
 
 
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
-    """Repeat rows from the start up to a multiple; the batch and the rows added."""
+    """Repeats rows from the start up to a multiple; returns the batch and the number of added rows."""
     rows = len(data)
     pad = -rows % size_divisor if rows else 0
     if not pad:
@@ -267,7 +267,7 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
-    """Drop the last `pad_size` rows."""
+    """Drops the last `pad_size` rows."""
     if not pad_size:
         return data
     rows = index_select_tensor_dict(data, slice(0, len(data) - pad_size))
@@ -276,14 +276,14 @@ def unpad(data: TensorDict, pad_size: int) -> TensorDict:
 
 
 def contiguous(data: TensorDict) -> TensorDict:
-    """A new TensorDict whose tensors are contiguous."""
+    """Returns a new TensorDict with contiguous tensors."""
     columns = {key: data.get(key) for key in data.keys()}  # noqa: SIM118
     columns = {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in columns.items()}
     return TensorDict(columns, batch_size=data.batch_size)
 
 
 def list_of_dict_to_tensordict(list_of_dicts: Sequence[Row]) -> TensorDict:
-    """One row per dict: tensors of one shape are stacked, of several shapes jagged, the rest a stack."""
+    """Builds one row per dict: tensors are stacked, or jagged if shapes differ; the rest NonTensorStack."""
     if not list_of_dicts:
         raise ProtocolError("nothing to collect: the list of rows is empty")
     columns: Row = {}
@@ -299,7 +299,7 @@ def list_of_dict_to_tensordict(list_of_dicts: Sequence[Row]) -> TensorDict:
 
 
 def maybe_fix_3d_position_ids(data: TensorDict) -> None:
-    """Nothing to mend: a jagged column keeps its ragged dimension here."""
+    """Does nothing: a jagged column keeps its ragged dimension here."""
 
 
 def _stack(key: str, values: Sequence[T] | np.ndarray) -> NonTensorStack:

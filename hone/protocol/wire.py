@@ -1,7 +1,7 @@
-"""How a DataProto crosses a process or goes to a file.
+"""Serializes a DataProto for other processes and for files.
 
-Tensors travel as numpy views: pickle protocol 5 moves them out of band without a copy, and they arrive on
-the CPU. A file is read with plain values, arrays and tensors alone: it cannot name other code to run.
+Tensors are sent as numpy views: pickle protocol 5 transfers them out of band without a copy, and they
+arrive on the CPU. Files may contain only plain values, arrays and tensors, so loading runs no other code.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hone.types import Function, JsonValue, Row
 
 T = TypeVar("T")
 Encoded: TypeAlias = tuple[str, Any, Any]
-"""Kind, payload, and what the kind needs besides: numpy arrays, and what is encoded inside."""
+"""Kind, payload, and extra data that depends on the kind."""
 PackedTensor = tuple[str, tuple[int, ...], np.ndarray]
-"""verl's form: dtype name, shape, and the bytes as a numpy array."""
+"""verl's format: dtype name, shape, and the bytes as a numpy array."""
 PackedColumn = PackedTensor | tuple[str, list[PackedTensor]]
 PackedTensorDict = tuple[tuple[int, ...], str | None, dict[str, PackedColumn]]
-"""Batch size, device name, and each column: a PackedTensor, or (layout, its rows) where nested."""
+"""Batch size, device name, and columns: a PackedTensor each, or (layout, rows) if nested."""
 
 _BITS_BY_WIDTH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def encode_tensor(tensor: torch.Tensor) -> Encoded:
-    """One tensor as ("dense", array, dtype name) or ("jagged", values, offsets)."""
+    """Encodes a tensor as ("dense", array, dtype name) or ("jagged", values, offsets)."""
     if tensor.is_nested:
         if tensor.layout != torch.jagged:
             tensor = torch.nested.nested_tensor(list(tensor.unbind()), layout=torch.jagged)
@@ -42,18 +42,18 @@ def encode_tensor(tensor: torch.Tensor) -> Encoded:
     name = str(plain.dtype).removeprefix("torch.")
     try:
         return "dense", plain.numpy(), name
-    except TypeError:  # numpy has no such numbers: the bits travel as integers of the same width
+    except TypeError:  # numpy lacks the dtype: send the bits as integers of the same width
         bits = plain.reshape(-1).view(_BITS_BY_WIDTH[plain.element_size()])
         return "dense", bits.reshape(plain.shape).numpy(), name
 
 
 def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
-    """The tensor that `encode_tensor` was given, sharing memory with the array where it may."""
+    """Inverts `encode_tensor`; shares memory with the array if the array is writeable."""
     if kind == "jagged":
         values, offsets = decode_tensor(*payload), decode_tensor(*extra[0])
         return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=extra[1])
-    # Read-only memory is shared with other ranks (Ray's object store): an in-place operation on a view
-    # of it would change their data.
+    # Other ranks share read-only memory (Ray's object store): an in-place operation on a view would
+    # change their data.
     tensor = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
     dtype = getattr(torch, extra)
     if tensor.dtype == dtype:
@@ -62,7 +62,7 @@ def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
 
 
 def encode_tensordict(batch: TensorDict | None) -> Row | None:
-    """A TensorDict as plain containers and numpy arrays."""
+    """Encodes a TensorDict as plain containers and numpy arrays."""
     if batch is None:
         return None
     entries: dict[str, Encoded] = {}
@@ -77,7 +77,7 @@ def encode_tensordict(batch: TensorDict | None) -> Row | None:
 
 
 def decode_tensordict(state: Row | None) -> TensorDict | None:
-    """The TensorDict that `encode_tensordict` was given, on the CPU."""
+    """Inverts `encode_tensordict`, on the CPU."""
     if state is None:
         return None
     source: Row = {}
@@ -92,7 +92,7 @@ def decode_tensordict(state: Row | None) -> TensorDict | None:
 
 
 def decode_verl_tensors(state: bytes | PackedTensorDict | None) -> TensorDict | None:
-    """The tensors of a DataProto that verl pickled; no other code is loaded with them."""
+    """Decodes the tensors of a DataProto that verl pickled, without running code from it."""
     if isinstance(state, bytes):
         loaded: TensorDict | None = torch.load(
             io.BytesIO(state), weights_only=True, map_location="cpu"
@@ -104,7 +104,7 @@ def decode_verl_tensors(state: bytes | PackedTensorDict | None) -> TensorDict | 
 def split_tensordict(
     source: TensorDict,
 ) -> tuple[Row, dict[str, np.ndarray], Row]:
-    """Tensors, object columns (from stacks) and facts (from plain data) of one TensorDict."""
+    """Returns tensors, object columns (NonTensorStack) and metadata (NonTensorData) of a TensorDict."""
     tensors: Row = {}
     arrays: dict[str, np.ndarray] = {}
     facts: Row = {}
@@ -122,7 +122,7 @@ def split_tensordict(
 def join_tensordict(
     batch: TensorDict | None, arrays: dict[str, np.ndarray], facts: Row, rows: int
 ) -> TensorDict:
-    """The inverse of `split_tensordict`."""
+    """Inverts `split_tensordict`."""
     doubles = sorted(arrays.keys() & facts.keys())
     if doubles:
         raise ProtocolError(f"{doubles} are both object columns and meta_info; rename one of each")
@@ -136,7 +136,7 @@ def join_tensordict(
 
 
 def _column_of(values: list[JsonValue | np.ndarray]) -> np.ndarray:
-    """The object column; rows that are object arrays of one shape were rows of a wider column."""
+    """Builds an object column; rows that are object arrays of one shape are stacked."""
     arrays = [v for v in values if isinstance(v, np.ndarray) and v.dtype == object]
     if arrays and len(arrays) == len(values) and len({array.shape for array in arrays}) == 1:
         return np.stack(arrays)
@@ -144,13 +144,13 @@ def _column_of(values: list[JsonValue | np.ndarray]) -> np.ndarray:
 
 
 def serialize_single_tensor(obj: torch.Tensor) -> PackedTensor:
-    """(dtype name, shape, bytes) of one dense tensor, as verl packs it."""
+    """Packs one dense tensor as (dtype name, shape, bytes), as in verl."""
     flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), flat.numpy()
 
 
 def deserialize_single_tensor(arr: PackedTensor) -> torch.Tensor:
-    """The tensor that `serialize_single_tensor` was given; it owns its memory."""
+    """Inverts `serialize_single_tensor`; the tensor owns its memory."""
     name, shape, data = arr
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -159,7 +159,7 @@ def deserialize_single_tensor(arr: PackedTensor) -> torch.Tensor:
 
 
 def serialize_tensordict(batch: TensorDict) -> PackedTensorDict:
-    """Batch size, device and columns as plain containers and bytes."""
+    """Packs batch size, device and columns as plain containers and bytes."""
     columns: dict[str, PackedColumn] = {}
     for key, value in batch.items():
         if value.is_nested:
@@ -172,7 +172,7 @@ def serialize_tensordict(batch: TensorDict) -> PackedTensorDict:
 
 
 def deserialize_tensordict(arr: PackedTensorDict) -> TensorDict:
-    """The TensorDict that `serialize_tensordict` was given."""
+    """Inverts `serialize_tensordict`."""
     batch_size, device, columns = arr
     tensors: dict[str, torch.Tensor] = {}
     for key, packed in columns.items():
@@ -211,7 +211,7 @@ _TORCH_MAKERS = frozenset({"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild
 
 
 class ForeignObject(ValueError):
-    """A batch that holds something else than plain values, arrays and tensors."""
+    """A batch contains objects other than plain values, arrays and tensors."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -239,12 +239,12 @@ def _is_numpy_type(name: str) -> bool:
 
 
 def _load_storage(content: bytes) -> torch.UntypedStorage:
-    """A tensor's memory, as torch pickles it; torch's own function would unpickle anything."""
+    """Loads a tensor's storage; torch's own function would unpickle any object."""
     return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def save(data: T, filepath: str | os.PathLike[str]) -> None:
-    """Write to a file; a reader never sees half of it. What `load` would refuse is refused here."""
+    """Writes to a file, atomically; raises if `load` would reject the content."""
     content = pickle.dumps(data, protocol=5)
     _read(content, filepath)
     target = Path(filepath)
@@ -260,7 +260,7 @@ def save(data: T, filepath: str | os.PathLike[str]) -> None:
 
 
 def load(filepath: str | os.PathLike[str], kind: type[T]) -> T:
-    """Read what `save` wrote; a file that names other code is refused before any of it runs."""
+    """Reads a file of `save`; a file that refers to other code is rejected before any of it runs."""
     data = _read(Path(filepath).read_bytes(), filepath)
     if not isinstance(data, kind):
         raise ValueError(f"{filepath} holds a {type(data).__name__}, not a {kind.__name__}")

@@ -1,1 +1,1 @@
-"""From a training engine to a rollout engine: new weights by their Hugging Face names."""
+"""Transfers weights by Hugging Face name from a training engine to rollout engines."""

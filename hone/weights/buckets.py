@@ -1,4 +1,4 @@
-"""Named tensors as buckets of bytes, and back: a bucket holds small tensors or a piece of a large one."""
+"""Packs named tensors into buckets of bytes and unpacks them; a large tensor spans several buckets."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """Where some bytes of one tensor lie in a bucket."""
+    """The location of a tensor's bytes in a bucket."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """First byte of the tensor that is in this bucket."""
+    """First byte of the tensor in this bucket."""
     size: int
     offset: int
-    """Where in the bucket they begin."""
+    """Offset of the bytes in the bucket."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one transfer holds: the pieces, and for each the bytes to copy ([size] uint8)."""
+    """The content of one transfer: pieces, and the bytes of each piece ([size] uint8)."""
 
     pieces: tuple[Piece, ...]
     payloads: tuple[Tensor, ...]
@@ -39,13 +39,13 @@ class Bucket:
         return last.offset + last.size
 
     def write_to(self, window: Tensor) -> None:
-        """Copy the bytes into `window` [≥ size] uint8."""
+        """Copies the bytes into `window` [≥ size] uint8."""
         for piece, payload in zip(self.pieces, self.payloads, strict=True):
             window[piece.offset : piece.offset + piece.size].copy_(payload)
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], capacity: int) -> Iterator[Bucket]:
-    """Cut a stream of tensors into buckets of at most `capacity` bytes, in order."""
+    """Packs a stream of tensors into buckets of at most `capacity` bytes, in order."""
     pieces: list[Piece] = []
     payloads: list[Tensor] = []
     used = 0
@@ -67,8 +67,8 @@ def buckets(weights: Iterable[tuple[str, Tensor]], capacity: int) -> Iterator[Bu
 
 
 def unpacked(contents: Iterable[tuple[Sequence[Piece], Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of received buckets ([bytes] uint8 each), whole; large ones are put together."""
-    growing: Tensor | None = None
+    """Yields the tensors of received buckets ([bytes] uint8 each); joins the pieces of large ones."""
+    partial: Tensor | None = None
     for pieces, content in contents:
         for piece in pieces:
             dtype = getattr(torch, piece.dtype)
@@ -78,16 +78,16 @@ def unpacked(contents: Iterable[tuple[Sequence[Piece], Tensor]]) -> Iterator[tup
                 yield piece.name, part.view(dtype).reshape(piece.shape)
                 continue
             if piece.start == 0:
-                growing = torch.empty(whole, dtype=torch.uint8, device=content.device)
-            assert growing is not None, f"the first piece of {piece.name} did not come"
-            growing[piece.start : piece.start + piece.size].copy_(part)
+                partial = torch.empty(whole, dtype=torch.uint8, device=content.device)
+            assert partial is not None, f"the first piece of {piece.name} did not come"
+            partial[piece.start : piece.start + piece.size].copy_(part)
             if piece.start + piece.size == whole:
-                yield piece.name, growing.view(dtype).reshape(piece.shape)
-                growing = None
+                yield piece.name, partial.view(dtype).reshape(piece.shape)
+                partial = None
 
 
 def written(pieces: Sequence[Piece]) -> bytes:
-    """Pieces as text for the other side."""
+    """Serializes pieces as JSON for the receiver."""
     return json.dumps([asdict(piece) for piece in pieces]).encode()
 
 

@@ -1,6 +1,6 @@
-"""Weights by broadcast: gloo between hosts, NCCL between GPUs; rank 0 sends, the receivers are 1 to R.
+"""Broadcasts weights with gloo (CPU) or NCCL (GPU); rank 0 sends, ranks 1 to R receive.
 
-The group is made for one stream and belongs to no other: neither side's own process group knows of it.
+Each stream creates its own process group, independent of those of the trainer and the rollout workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hone.weights.contract import StreamAddress, WeightStreamBroken
 
 
 class BroadcastSender:
-    """The sender's end; listens on `host` and nowhere else."""
+    """Sends buckets by broadcast; listens on `host` only."""
 
     def __init__(
         self, receivers: int, *, host: str, device: torch.device, token: str, timeout_s: float
@@ -45,7 +45,7 @@ class BroadcastSender:
                     group.broadcast(part, 0).wait()
                 total += sum(piece.size for piece in bucket.pieces)
             group.broadcast(torch.tensor([0, 0], device=self._device), 0).wait()
-            for rank in range(1, self._receivers + 1):  # all have read before the group goes
+            for rank in range(1, self._receivers + 1):  # before the group is destroyed
                 self._store.wait([f"{self.address.token}/read/{rank}"], self._timeout)
             return total
 
@@ -56,7 +56,7 @@ class BroadcastSender:
 def received_broadcasts(
     address: StreamAddress, rank: int, device: torch.device, timeout_s: float
 ) -> Iterator[tuple[Sequence[Piece], Tensor]]:
-    """The buckets of a sender, as receiver `rank` (from 1)."""
+    """Yields the buckets of a sender to receiver `rank` (from 1)."""
     timeout = timedelta(seconds=timeout_s)
     host, _, port = address.place.rpartition(":")
     with _explained():
@@ -79,7 +79,7 @@ def received_broadcasts(
 
 
 def _listening_store(host: str, timeout: timedelta) -> TCPStore:
-    """On a port that the system chooses; torch alone would listen on every interface."""
+    """Opens a store on a free port of `host`; torch's default listens on every interface."""
     listening = socket.create_server((host, 0))
     port, descriptor = listening.getsockname()[1], listening.detach()
     return TCPStore(
@@ -103,7 +103,7 @@ def _group(store: Store, address: StreamAddress, rank: int, timeout: timedelta) 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """torch's errors as ours."""
+    """Raises torch's errors as WeightStreamBroken."""
     try:
         yield
     except WeightStreamBroken:

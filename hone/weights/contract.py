@@ -1,4 +1,4 @@
-"""What training and rollout agree on when weights travel: where to meet, and what a broken stream is."""
+"""The types that trainer and rollout share for weight transfers: stream address and stream error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StreamAddress:
-    """Where receivers find one sender; plain data, made for one stream."""
+    """The address of one stream's sender, as plain data."""
 
     transport: str
     """memory_file, cuda_ipc, gloo or nccl."""
@@ -18,4 +18,4 @@ class StreamAddress:
 
 
 class WeightStreamBroken(RuntimeError):
-    """Weights did not arrive whole; the rollout engine must not be asked for tokens."""
+    """Weights arrived incomplete; the rollout engine must not generate."""

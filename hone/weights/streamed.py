@@ -1,7 +1,7 @@
-"""`streamed`: a trainer's tensors to rollout engines in other processes, in buckets.
+"""Streams a trainer's tensors in buckets to rollout engines in other processes (`streamed`).
 
-`memory_file` and `cuda_ipc` serve one machine, `gloo` and `nccl` any; which one is a matter of where both
-sides stand.
+`memory_file` and `cuda_ipc` work within one machine, `gloo` and `nccl` also across machines; the default
+depends on the machines and devices of both sides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRANSPORTS = ("memory_file", "cuda_ipc", "gloo", "nccl")
 
 
 class Sender(Protocol):
-    """One end of a stream that has not been sent yet."""
+    """The sending end of one stream."""
 
     address: StreamAddress
 
@@ -37,12 +37,12 @@ class Sender(Protocol):
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a process stands, as far as weights are concerned."""
+    """The machine, device and host of a process, for the choice of a transport."""
 
     machine: str
-    """The same for processes that see each other's files and memory."""
+    """Equal for processes that share files and memory."""
     device: str
-    """cpu, or the GPU's own name (not its number, which a process may see differently)."""
+    """cpu, or the UUID of the GPU (its index may differ between processes)."""
     host: str
 
     @staticmethod
@@ -56,7 +56,7 @@ class Standing:
 
 
 def transport_between(trainer: Standing, rollouts: Iterable[Standing], backend: str) -> str:
-    """The transport that `checkpoint_engine.backend` names; `naive` follows from where both stand."""
+    """Returns the transport of `checkpoint_engine.backend`; `naive` chooses by machine and device."""
     if backend in TRANSPORTS:
         return backend
     sides = list(rollouts)
@@ -77,7 +77,7 @@ def open_sender(
     host: str,
     timeout_s: float,
 ) -> Sender:
-    """The trainer's end of one stream; its address goes to the receivers."""
+    """Opens the trainer's end of one stream; its address goes to the receivers."""
     carrier = device if transport in ("cuda_ipc", "nccl") else torch.device("cpu")
     if transport in ("gloo", "nccl"):
         token = secrets.token_hex(16)
@@ -88,7 +88,7 @@ def open_sender(
 
 
 def send(sender: Sender, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
-    """All tensors to all receivers; the number of bytes."""
+    """Sends all tensors to all receivers; returns the number of bytes."""
     try:
         return sender.send(buckets(weights, bucket_bytes))
     finally:
@@ -98,7 +98,7 @@ def send(sender: Sender, weights: Iterable[tuple[str, Tensor]], bucket_bytes: in
 def received(
     address: StreamAddress, number: int, device: torch.device, timeout_s: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one stream, as receiver `number` (from 0). Each is the caller's own."""
+    """Yields the tensors of one stream to receiver `number` (from 0); the caller owns each tensor."""
     if address.transport in ("gloo", "nccl"):
         carrier = device if address.transport == "nccl" else torch.device("cpu")
         yield from unpacked(received_broadcasts(address, number + 1, carrier, timeout_s))

@@ -1,8 +1,8 @@
-"""A window of memory that one process fills and others read, bucket by bucket; a socket takes turns.
+"""Transfers buckets through a window of shared memory, synchronized by a socket.
 
-The sender listens on a Unix socket in a folder that only its user may enter, and hands each receiver the
-window: a memory file (its descriptor travels with the first message, so no name outlives the processes)
-or a piece of GPU memory (CUDA IPC). The window has two halves: one is filled while the other is read.
+The sender listens on a Unix socket in a folder that only its user can access, and gives each receiver the
+window: a memory file (sent as a descriptor, so that no file name outlives the processes) or GPU memory
+(CUDA IPC). The window is double-buffered: one half is filled while the other is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _END = b"end"
 
 @dataclass(frozen=True)
 class _Lines:
-    """Messages over a socket: a length, then that many bytes."""
+    """Length-prefixed messages over a socket."""
 
     socket: socket.socket
     waits_for: str
@@ -75,7 +75,7 @@ class _Lines:
 
 
 class _CudaHandle(TypedDict):
-    """What torch opens memory of another process by; bytes as text."""
+    """The arguments by which torch opens another process's memory; bytes are base64 text."""
 
     parts: list[int | dict[str, str]]
     size: int
@@ -89,12 +89,12 @@ class _Introduction(TypedDict):
 
 
 class WindowSender:
-    """The sender's end: `address` goes to the receivers, `send` then waits for all of them."""
+    """The sending end: `address` goes to the receivers, and `send` waits for all of them."""
 
     def __init__(
         self, receivers: int, *, half: int, device: torch.device, timeout_s: float
     ) -> None:
-        """`half`: bytes of one bucket; on a CUDA device the window lies in its memory."""
+        """`half` is the size of one bucket in bytes; for a CUDA device, the window is in its memory."""
         self._half, self._receivers, self._timeout_s = half, receivers, timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="hone-weights-"))
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -109,13 +109,13 @@ class WindowSender:
         self._connected: list[_Lines] = []
 
     def send(self, content: Iterable[Bucket]) -> int:
-        """All buckets to all receivers; the number of bytes."""
+        """Sends all buckets to all receivers; returns the number of bytes."""
         window, introduction, descriptor = self._open_window()
         total, number = 0, 0
         try:
             self._accept(introduction, descriptor)
             for number, bucket in enumerate(content, 1):
-                if number > _HALVES:  # this half was read
+                if number > _HALVES:  # wait until the receivers have read this half
                     self._wait_for_all()
                 start = (number - 1) % _HALVES * self._half
                 bucket.write_to(window[start : start + self._half])
@@ -185,7 +185,7 @@ class WindowSender:
 def received_windows(
     address: StreamAddress, timeout_s: float
 ) -> Iterator[tuple[Sequence[Piece], Tensor]]:
-    """The buckets of a sender, each a copy of its own."""
+    """Yields copies of a sender's buckets."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
@@ -223,7 +223,7 @@ def received_windows(
 
 
 def _of_cuda_handle(handle: _CudaHandle) -> Tensor:
-    torch.cuda.init()  # torch opens the handle in the context of this process, which must be there
+    torch.cuda.init()  # torch opens the handle in the CUDA context of this process, which must exist
     parts = [base64.b64decode(x["bytes"]) if isinstance(x, dict) else x for x in handle["parts"]]
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
     device = torch.device("cuda", int(parts[0]))

@@ -1,1 +1,1 @@
-"""Workers: where an engine meets a process, by verl's method names."""
+"""Workers run the engines of each role in a process; their methods are named as in verl."""

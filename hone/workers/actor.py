@@ -1,4 +1,4 @@
-"""The actor and the reference: log-probs of the responses, and the policy's update."""
+"""The actor and reference workers: log-probs of responses, and policy updates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ActorWorker(TrainWorker):
         with_sum_pi_squared: bool = False,
         temperature: float | None = None,
     ) -> DataProto:
-        """Log-probs and entropies, and on request Σπ² per token."""
+        """Computes log-probs and entropies, and on request Σπ² per token."""
         out = self.engine.infer(
             data,
             temperature=self.temperature(temperature),
@@ -56,7 +56,7 @@ class ActorWorker(TrainWorker):
     def compute_ref_log_prob(
         self, data: DataProto, *, temperature: float | None = None
     ) -> DataProto:
-        """The reference of a LoRA run: the actor with its adapters off."""
+        """Computes reference log-probs of a LoRA run: the actor with its adapters disabled."""
         temperature = self.temperature(temperature)
         out = self.engine.infer(data, adapters=False, temperature=temperature)
         return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
@@ -65,7 +65,7 @@ class ActorWorker(TrainWorker):
     def update_actor(
         self, data: DataProto, *, step_rows: int | None = None, temperature: float | None = None
     ) -> DataProto:
-        """All updates of this step; `step_rows` counts the rows of all ranks."""
+        """Runs all updates of this step; `step_rows` is the number of rows on all ranks."""
         config = self.config.actor_rollout_ref.actor
         correction = self.config.algorithm.rollout_correction
         objective = PolicyObjective(
@@ -81,7 +81,7 @@ class ActorWorker(TrainWorker):
         return DataProto(meta_info={"metrics": metrics})
 
     def _device_metrics(self, data: DataProto, seconds: float) -> dict[str, float]:
-        """Share of the GPU's arithmetic that the updates used, and peak memory."""
+        """Returns the MFU of the updates and the peak memory."""
         device = self.engine.device
         if device.type != "cuda":
             return {}
@@ -106,7 +106,7 @@ class ActorWorker(TrainWorker):
 
 
 class ReferenceWorker(TrainWorker):
-    """The policy as it was loaded."""
+    """The frozen policy as it was loaded."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -1,7 +1,7 @@
-"""verl's worker of several roles: actor, rollout and reference behind one object, by verl's method names.
+"""verl's ActorRolloutRefWorker: actor, rollout and reference in one worker, with verl's method names.
 
-For hand-written loops and verl's role mappings: such a loop hands over prompt tensors or chat messages, and
-sampling in `meta_info`; uids are optional.
+It serves hand-written loops and verl's role mappings. Such loops pass prompt tensors or chat messages, and
+sampling parameters in `meta_info`; uids are optional.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MADE_UID = "made_uid"
 
 
 def split_numbered(group: Group, prompts: DataProto) -> PerRank[Batch]:
-    """Dispatch: rows are numbered before ranks share them, so that no two have one seed."""
+    """Dispatch function that numbers rows before they are split, so that no two rows share a seed."""
     return split_batches(group, numbered(prompts))
 
 
 def numbered(prompts: DataProto) -> DataProto:
-    """With `prompt_ids`, `uid` and `sample_index` for each row, where the caller's loop gave none."""
+    """Adds `prompt_ids`, `uid` and `sample_index` where the caller has not set them."""
     rows = prompts.select()
     facts = dict(rows.non_tensor_batch)
     ids = _prompt_ids(rows)
@@ -59,7 +59,7 @@ def numbered(prompts: DataProto) -> DataProto:
 
 
 def in_call(rows: DataProto, call: int) -> DataProto:
-    """Made uids name the call too: the next call samples the same prompt anew."""
+    """Appends the call number to generated uids, so that the next call draws new samples."""
     facts = dict(rows.non_tensor_batch)
     if rows.meta_info.get(MADE_UID):
         facts["uid"] = np.array([f"{uid}-{call}" for uid in facts["uid"]], dtype=object)
@@ -69,7 +69,7 @@ def in_call(rows: DataProto, call: int) -> DataProto:
 
 
 def sampling_of(meta_info: Settings, rollout: RolloutConfig) -> Row:
-    """`sampling_params` where they are given, else as `validate` and `do_sample` say."""
+    """Returns `sampling_params` if given, else the configured ones for `validate` and `do_sample`."""
     if "sampling_params" in meta_info:
         return dict(meta_info["sampling_params"])
     sampling = (validation_sampling if meta_info.get("validate") else training_sampling)(rollout)
@@ -92,7 +92,7 @@ def _prompt_ids(rows: DataProto) -> list[list[int]] | None:
 
 
 def _forwarded(member: str, method: Function) -> Function:
-    @functools.wraps(method)  # carries its registration along
+    @functools.wraps(method)  # copies the registration
     def forward(worker: ActorRolloutRefWorker, *args: Any, **kwargs: Any) -> Any:
         return method(worker.members[member], *args, **kwargs)
 
@@ -100,7 +100,7 @@ def _forwarded(member: str, method: Function) -> Function:
 
 
 class ActorRolloutRefWorker(Worker):
-    """`role` is `actor_rollout`, `actor_rollout_ref` (keeps a reference too) or `ref`."""
+    """A worker whose `role` is `actor_rollout`, `actor_rollout_ref` (with a reference) or `ref`."""
 
     def __init__(self, config: Block, role: str = "actor_rollout_ref") -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class ActorRolloutRefWorker(Worker):
 
     @property
     def reference(self) -> ActorWorker | ReferenceWorker:
-        """With LoRA the actor itself, its adapters off."""
+        """The reference worker; with LoRA, the actor with its adapters disabled."""
         member = self.members.get("ref")
         return member if isinstance(member, ReferenceWorker) else self.actor
 
@@ -145,9 +145,9 @@ class ActorRolloutRefWorker(Worker):
 
     @property
     def engine_mesh(self) -> Mesh:
-        """Of the engines in this process, which must stand alike: one call goes to them all."""
-        trained = [m for m in self.members.values() if isinstance(m, TrainWorker)]
-        meshes = {worker.engine.mesh for worker in trained}
+        """The mesh of the engines in this process; all must have the same, as they get the same rows."""
+        workers = [m for m in self.members.values() if isinstance(m, TrainWorker)]
+        meshes = {worker.engine.mesh for worker in workers}
         if len(meshes) != 1:
             raise ValueError(
                 f"actor and reference stand on different meshes ({meshes}); give both the same strategy, "
@@ -161,7 +161,7 @@ class ActorRolloutRefWorker(Worker):
         )
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One trajectory per row, through the row's agent loop."""
+        """Generates one trajectory per row with the row's agent loop."""
         self._calls += 1
         rows = in_call(numbered(prompts), self._calls)
         rollout = self.config.actor_rollout_ref.rollout
@@ -193,7 +193,7 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: DataProto, *, step_rows: int | None = None) -> DataProto:
-        """Every update of this step; the rollout has the new weights afterwards, as in verl."""
+        """Runs all updates of this step and then updates the rollout weights, as verl does."""
         temperature = _temperature(data)
         out = self.actor.update_actor(data, step_rows=step_rows, temperature=temperature)
         self.rollout.announce_weights(self.actor.version())
@@ -214,11 +214,11 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """Stop the rollout engine, if there is one."""
+        """Stops the rollout engine, if there is one."""
         if "rollout" in self.members:
             self.rollout.close()
 
 
 def _temperature(data: DataProto) -> float | None:
-    """verl's loops hand it over with the batch."""
+    """Returns the temperature that verl's loops pass in the batch."""
     return data.meta_info.get("temperature")

@@ -1,4 +1,4 @@
-"""The critic: values before each token, and their regression to the returns."""
+"""The critic worker: values before each token, and their regression to the returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CriticWorker(TrainWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto, *, step_rows: int | None = None) -> DataProto:
-        """All updates of this step; `step_rows` counts the rows of all ranks."""
+        """Runs all updates of this step; `step_rows` is the number of rows on all ranks."""
         config = self.config.critic
         objective = ValueObjective(config)
         updates = []

@@ -1,4 +1,4 @@
-"""What this process runs on: device, dtype, ranks; decided in one place for every role."""
+"""Chooses the device and dtype of a process and joins the process group, for all roles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = {
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
-    """`auto` is this rank's GPU where there is one."""
+    """Returns the device; `auto` is this rank's GPU if there is one."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -33,7 +33,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on a CPU, where bfloat16 is a hundred times slower, and bfloat16 on a GPU."""
+    """Returns the dtype; `auto` is bfloat16 on a GPU and float32 on a CPU, where bfloat16 is 100x slower."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return _DTYPES[name]
@@ -42,7 +42,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def prepare_process(
     device: torch.device, world_size: int, timeout_s: float, sharding: Iterable[PlacementConfig]
 ) -> None:
-    """Before the first model: join the other ranks, and fix what one of the roles wants fixed."""
+    """Joins the process group and enables determinism if a role needs it; called before loading models."""
     if world_size > 1:
         from hone.engine.sharding import join_group
 
@@ -53,10 +53,10 @@ def prepare_process(
 
 
 def make_deterministic(seed: int) -> None:
-    """Deterministic kernels where torch has them (it warns where not), every generator seeded."""
+    """Enables deterministic kernels (torch warns where it has none) and seeds every generator."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Nobody reads it, and filling is slow.
+    # Uninitialized memory is never read, and filling it is slow.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     random.seed(seed)

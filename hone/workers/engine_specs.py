@@ -1,4 +1,4 @@
-"""What each role's engine is built from, as the config says."""
+"""Builds the EngineSpec of each role from the config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hone.workers.device import pick_dtype
 
 
 def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
-    """The policy under training; log-probs are computed in micro-batches of the rollout's size."""
+    """Returns the actor's spec; log-probs use the micro-batch size of the rollout config, as in verl."""
     part = config.actor_rollout_ref
     actor, rollout = part.actor, part.rollout
     return _spec(
@@ -35,7 +35,7 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
 
 
 def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
-    """The policy as it was loaded, run forward only."""
+    """Returns the spec of the reference, which is not trained."""
     ref = config.actor_rollout_ref.ref
     rule = _rule(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
     return _spec(
@@ -50,7 +50,7 @@ def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.devic
 
 
 def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
-    """The value model under training; without a path it starts from the actor's model."""
+    """Returns the critic's spec; without a model path it starts from the actor's model."""
     critic, model = config.critic, config.critic.model
     adapters = None
     if model.lora_rank > 0:

@@ -27,7 +27,7 @@ _PREPARED = "prepared/"
 
 
 def counted_tokens(batch: DataProto, column: str) -> Tensor:  # [B, T]
-    """A mask column that is 0 in rows added to even out the ranks."""
+    """Returns a mask column, set to 0 in padded rows."""
     mask: Tensor = require(batch, column)
     if batch.has_column(PADDED_ROW):
         mask = mask * real_rows(batch).to(mask.device)[:, None]
@@ -49,20 +49,20 @@ class PolicyObjective:
         name = "bypass_mode" if self._bypass is not None else config.policy_loss.loss_mode
         self._loss = get_policy_loss_fn(name)
         self._needs = needs_of(self._loss)
-        # The entropy is always measured: a collapse must be seen, and its sum costs little.
+        # The entropy is always computed: it is cheap, and an entropy collapse must be visible.
         self.options: Options = {"temperature": temperature, "with_entropy": True}
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """`old_log_probs` exists after a log-prob pass, `loss_mask` after correction or a filter."""
+        """Columns that the loss reads; some exist only after a log-prob pass, a correction or a filter."""
         policy = ("advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights")
         reference = ("ref_log_prob",) if self._config.use_kl_loss else ()
         return ("response_mask", "loss_mask", *policy, *reference, *self._needs)
 
     def mask(self, batch: DataProto) -> Tensor:
-        narrowed = batch.has_column("loss_mask")
-        return counted_tokens(batch, "loss_mask" if narrowed else "response_mask")
+        has_loss_mask = batch.has_column("loss_mask")
+        return counted_tokens(batch, "loss_mask" if has_loss_mask else "response_mask")
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         log_prob = outputs["log_probs"]
@@ -76,7 +76,7 @@ class PolicyObjective:
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         config, columns, mask = self._config, batch.batch, self.mask(batch)
         log_prob, names = outputs["log_probs"], set(columns.keys())
-        # Where no pass before the update computed them, the update's own forward gives them.
+        # If they were not computed before the update, the update's forward pass gives them.
         old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
         weights = columns["rollout_is_weights"] if "rollout_is_weights" in names else None
         arguments = (old, log_prob, require(batch, "advantages"), mask)
@@ -88,8 +88,8 @@ class PolicyObjective:
             extra["prepared"] = {name.removeprefix(_PREPARED): columns[name] for name in prepared}
         if isinstance(self._loss, PolicyLoss):
             tokens = self._loss.tokens(*arguments, config, weights, **extra)
-            losses, measured = self._loss.per_token(tokens)
-            policy_loss, means = self._loss.reduce(tokens, losses, measured, config.loss_agg_mode)
+            losses, metrics = self._loss.per_token(tokens)
+            policy_loss, means = self._loss.reduce(tokens, losses, metrics, config.loss_agg_mode)
         else:
             policy_loss, means = self._loss(
                 *arguments, config.loss_agg_mode, config, weights, **extra
@@ -108,8 +108,8 @@ class PolicyObjective:
         maxima: dict[str, Tensor] = {}
         if "old_log_probs" not in names and "rollout_log_probs" in names:
             gaps = gap_metrics(log_prob.detach(), columns["rollout_log_probs"], mask)
-            for metrics, gap in zip((means, maxima), gaps, strict=True):
-                metrics |= {f"rollout_corr/{name}": value for name, value in gap.items()}
+            for target, gap in zip((means, maxima), gaps, strict=True):
+                target |= {f"rollout_corr/{name}": value for name, value in gap.items()}
         return Terms(loss, shares, means, maxima)
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class PolicyObjective:
 
 
 class WrittenTokens:
-    """An objective over every token of the policy, without statistics of the mini-batch."""
+    """Base of objectives over all policy tokens that need no statistics of the mini-batch."""
 
     needs_batch_statistics = False
 
@@ -149,13 +149,13 @@ class ValueObjective(WrittenTokens):
             config.loss_agg_mode,
             loss_scale_factor=config.loss_scale_factor,
         )
-        predicted = masked_mean(outputs["values"].detach(), mask)
-        means = {"critic/vf_clipfrac": clipfrac, "critic/vpred_mean": predicted}
+        value_mean = masked_mean(outputs["values"].detach(), mask)
+        means = {"critic/vf_clipfrac": clipfrac, "critic/vpred_mean": value_mean}
         return Terms(loss, {"critic/vf_loss": loss.detach()}, means)
 
 
 class SupervisedObjective(WrittenTokens):
-    """Mean negative log-likelihood of the learnt tokens."""
+    """Mean negative log-likelihood of the target tokens."""
 
     reads = ("response_mask",)
 
@@ -176,10 +176,10 @@ def minibatches(
     step_rows: int | None = None,
     ranks: int = 1,
 ) -> Iterator[DataProto]:
-    """This rank's rows of each mini-batch; a rank may hold no row of some mini-batch.
+    """Yields this rank's rows of each mini-batch; a rank may have no rows of some mini-batches.
 
-    With `step_rows`, mini-batches are drawn over the rows of all ranks, which `step_row` numbers.
-    Without, each of `ranks` ranks takes its part of every mini-batch from its own rows.
+    With `step_rows`, mini-batches are drawn from the rows of all ranks, numbered by `step_row`.
+    Otherwise each of `ranks` ranks takes its part of every mini-batch from its own rows.
     """
     if step_rows is not None:
         numbers, total = require(batch, "step_row"), step_rows
@@ -187,18 +187,18 @@ def minibatches(
         numbers, total = torch.arange(len(batch)), len(batch)
         rows_per_update //= ranks
     for epoch in range(epochs):
-        place = torch.arange(total)
+        position = torch.arange(total)
         if shuffle_seed is not None:
             generator = torch.Generator().manual_seed(shuffle_seed + epoch)
-            place = torch.randperm(total, generator=generator).argsort()
-        mine = place[numbers]
-        rows = mine.argsort(stable=True)
+            position = torch.randperm(total, generator=generator).argsort()
+        local = position[numbers]
+        rows = local.argsort(stable=True)
         for k in range(-(-total // rows_per_update)):
-            yield batch.select_idxs(rows[mine[rows] // rows_per_update == k])
+            yield batch.select_idxs(rows[local[rows] // rows_per_update == k])
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates of a step; of the count of skipped updates the largest."""
+    """Averages metrics over the updates of a step; takes the maximum of the counter `skipped_updates`."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     values = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
     return {

@@ -1,8 +1,8 @@
-"""The process reward model (PURE): a score for every reasoning step, from a classifier of two labels.
+"""The process reward model (PURE): scores every reasoning step with a two-label classifier.
 
-A step ends with a token whose text ends in `split_step_char`, and with the response. The model reads
-`step_separator` in such a token's place and judges the step there. It must
-share the policy's tokens: ids are reused, never re-encoded.
+A step ends at a token whose text ends in `split_step_char`, and at the end of the response. The model reads
+`step_separator` in place of this token and scores the step there. It must have the policy's vocabulary,
+because token ids are reused and never re-encoded.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class ProcessRewardModelWorker(FrozenClassifier):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`process_scores` [B, T] after credit assignment, and `step_mask` [B, T] where steps end."""
+        """Returns `process_scores` [B, T] after credit assignment, and `step_mask` [B, T] of step ends."""
         columns = data.batch
         responses, width = columns["responses"], columns["responses"].shape[1]
         steps = step_ends(responses, columns["response_mask"], self._ends)
-        judged = torch.where(steps, self._separator, responses)
-        ids = torch.cat([columns["prompts"], judged], 1)
+        separated = torch.where(steps, self._separator, responses)
+        ids = torch.cat([columns["prompts"], separated], 1)
         mask = columns["attention_mask"].bool()
         start = -(self.config.reward_model.max_length or ids.shape[1])
         rows = [row[keep].tolist()[start:] for row, keep in zip(ids, mask, strict=True)]
@@ -66,7 +66,7 @@ class ProcessRewardModelWorker(FrozenClassifier):
             for part in self.rule.split([len(row) for row in rows]):
                 for row, rewards in zip(part, self._judge([rows[i] for i in part]), strict=True):
                     tokens = response_tokens[row]
-                    visible = rewards[-tokens:]  # a head that was cut off has no score
+                    visible = rewards[-tokens:]  # truncated tokens at the start have no score
                     scores[row, tokens - len(visible) : tokens] = visible
         credit = self.config.reward_model.credit_assignment
         return DataProto.from_dict(
@@ -75,7 +75,7 @@ class ProcessRewardModelWorker(FrozenClassifier):
 
     @torch.no_grad()
     def _judge(self, rows: list[list[int]]) -> list[Tensor]:
-        """p(good) − p(bad) at every token of each row."""
+        """Returns p(good) − p(bad) at every token of each row."""
         ids, mask, _ = self.padded(rows)
         logits = self.model(input_ids=ids, attention_mask=mask).logits
         rewards = step_rewards(logits.float()).cpu()
@@ -83,6 +83,6 @@ class ProcessRewardModelWorker(FrozenClassifier):
 
 
 def separator_ids(tokenizer: Tokenizer, text: str) -> Tensor:
-    """Every token whose text ends so: also those that merge it with what stands before."""
+    """Returns every token whose text ends in `text`, including tokens with other characters before it."""
     ids = range(len(tokenizer))
     return torch.tensor([i for i in ids if tokenizer.decode([i]).endswith(text)], dtype=torch.int64)

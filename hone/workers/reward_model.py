@@ -1,6 +1,6 @@
-"""The outcome reward model: one score per response, from a sequence classifier of one label.
+"""The outcome reward model: scores each response with a one-label sequence classifier.
 
-Both reward models are Hugging Face classifiers that run forward with padding and are never trained.
+Both reward models are Hugging Face classifiers that run on padded batches and are never trained.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class FrozenClassifier(Worker):
-    """Every rank holds the whole model; with `param_offload` it rests on the host between batches."""
+    """A classifier replicated on every rank; `param_offload` keeps it on the host between batches."""
 
     def __init__(self, config: PPOTrainerConfig) -> None:
         super().__init__()
         self.config = config
 
     def load(self, auto_class: type[_BaseAutoModelClass], *, labels: int) -> None:
-        """`model`, `tokenizer` and the micro-batch rule, on this rank's device."""
+        """Loads `model`, `tokenizer` and the micro-batch rule on this rank's device."""
         config = self.config.reward_model
         self.device = pick_device(self.config.trainer.device, self.local_rank)
         sharding, timeout_s = config.model.fsdp_config, self.config.actor_rollout_ref.nccl_timeout
@@ -68,11 +68,11 @@ class FrozenClassifier(Worker):
         )
 
     def present(self) -> AbstractContextManager[None]:
-        """Inside, the parameters are on the device."""
+        """Keeps the parameters on the device inside the block."""
         return nullcontext() if self._rest is None else self._rest.present()
 
     def padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows as ids [B, W] padded on the right, their mask [B, W] and lengths [B]."""
+        """Returns right-padded ids [B, W], their mask [B, W] and lengths [B]."""
         width, pad = max(len(ids) for ids in rows), self.tokenizer.pad_token_id
         ids = torch.tensor([r + [pad] * (width - len(r)) for r in rows], device=self.device)
         lengths = torch.tensor([len(r) for r in rows], device=self.device)
@@ -92,15 +92,15 @@ class RewardModelWorker(FrozenClassifier):
                 f"reward_model.model.path={model.path} is a {type(self.model).__name__} without "
                 "a `score` head over every token; use a decoder with a sequence-classification head"
             )
-        written_with = model.input_tokenizer
-        self.writer = self.load_tokenizer(written_with) if written_with else None
+        name = model.input_tokenizer
+        self.writer = self.load_tokenizer(name) if name else None
         self._same_tokens = (
             self.writer is None or self.writer.get_vocab() == self.tokenizer.get_vocab()
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`rm_scores` [B, T]: the score on the last token the policy wrote, 0 elsewhere."""
+        """Returns `rm_scores` [B, T]: the score at the last policy token, 0 elsewhere."""
         limit = self.config.reward_model.max_length
         rows = [ids if limit is None else ids[-limit:] for ids in self._rows(data)]
         scores = [0.0] * len(rows)
@@ -112,7 +112,7 @@ class RewardModelWorker(FrozenClassifier):
         return DataProto.from_dict({"rm_scores": on_last_policy_token(data, scores)})
 
     def _rows(self, data: DataProto) -> list[list[int]]:
-        """Prompt and response as the reward model's own tokens, without padding."""
+        """Returns prompt and response as tokens of the reward model, without padding."""
         columns = data.batch
         if self._same_tokens:
             ids, mask = input_ids(data), columns["attention_mask"].bool()
@@ -127,7 +127,7 @@ class RewardModelWorker(FrozenClassifier):
         return [self._rendered(p, a) for p, a in zip(prompts, answers, strict=True)]
 
     def _rendered(self, prompt: str | Sequence[Settings], answer: str) -> list[int]:
-        """The conversation in the reward model's own template; a plain prompt is plain text."""
+        """Renders the conversation with the reward model's chat template; a plain prompt stays plain text."""
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt + answer))
         turns = [*prompt, {"role": "assistant", "content": answer}]
@@ -136,7 +136,7 @@ class RewardModelWorker(FrozenClassifier):
 
     @torch.no_grad()
     def _score(self, rows: list[list[int]]) -> Tensor:  # [len(rows)]
-        """The head's output at each row's last token, found by length: padding may be a real token."""
+        """Returns the head's output at the last token, found by length: the pad id may be a real token."""
         ids, mask, lengths = self.padded(rows)
         base = getattr(self.model, self.model.base_model_prefix)
         hidden = base(input_ids=ids, attention_mask=mask).last_hidden_state

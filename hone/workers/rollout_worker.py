@@ -1,9 +1,8 @@
-"""The rollout worker: agent loops beside their engine, and where the engine's weights come from.
+"""The rollout worker: runs agent loops next to their engine and updates the engine's weights.
 
-In the actor's process an engine that decodes with the training module borrows it (`shared` on one rank,
-`gathered` on several), one with weights of its own gets them there (`copied`); an engine in another
-process has weights of its own (`streamed`). In the actor's process the thread that asks for finished
-groups decodes; an engine apart decodes in a thread of its own.
+In the actor's process, an engine may decode with the training module (`shared` on one rank, `gathered` on
+several) or copy its weights (`copied`). An engine in another process receives them (`streamed`). In the
+actor's process, the thread that calls `finished` decodes; a separate engine decodes in its own thread.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ WeightPath = Literal["shared", "gathered", "copied", "streamed"]
 
 @dataclass(frozen=True)
 class Finished:
-    """Groups that have ended on one rank, and what the rank measured while it decoded them."""
+    """Finished groups of one rank, and the metrics of their generation."""
 
     groups: list[FinishedGroup] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class RolloutWorker(Worker):
-    """Trajectories of the published policy."""
+    """Generates trajectories with the published policy."""
 
     def __init__(self, config: PPOTrainerConfig) -> None:
         super().__init__()
         self.config = config
         policy = config.actor_rollout_ref
-        refuse_inexact(policy.rollout, policy.model.path)  # before any role loads its model
+        refuse_inexact(policy.rollout, policy.model.path)  # fails before any role loads its model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -71,11 +70,11 @@ class RolloutWorker(Worker):
             self.facts = model_facts(policy.lm)
         else:
             self.facts = self.actor.engine.facts
-        with ExitStack() as held:
+        with ExitStack() as stack:
             spec = RolloutSpec(
                 config.rollout,
                 model_path=config.model.path,
-                load_policy=lambda: held.enter_context(self._borrowed()).policy,
+                load_policy=lambda: stack.enter_context(self._borrowed()).policy,
                 dtype=model.dtype,
                 device=self.device,
                 tokenizer=tokenizer,
@@ -84,7 +83,7 @@ class RolloutWorker(Worker):
                 ),
             )
             self.engine = build_rollout(spec)
-        self._generation: int | None = None  # of the lease the engine last woke up to
+        self._generation: int | None = None  # lease generation at the engine's last wake_up
         self.runner = LoopRunner(
             whole,
             self.engine,
@@ -99,20 +98,20 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def submit(self, rows: DataProto | None) -> None:
-        """Start a loop for each row; returns at once. None: there is nothing for this rank."""
+        """Starts an agent loop per row and returns immediately; None means no rows for this rank."""
         if rows is not None:
             self.runner.submit(rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finished(self, n_groups: int | None, wait_s: float) -> Finished:
-        """Groups that have ended, each handed out once: `n_groups` of them, or all (None).
+        """Returns `n_groups` finished groups, or all (None); each group is returned once.
 
-        With a borrowed module this decodes until there are so many; apart it waits up to `wait_s`.
+        In the actor's process this decodes until enough have finished; otherwise it waits up to `wait_s`.
         """
         if self.actor is None:
             return Finished(self.runner.finished(n_groups, wait_s))
         runner, started = self.runner, time.perf_counter()
-        with self._weights() as generation:  # on several ranks all begin here together
+        with self._weights() as generation:  # all ranks enter together
             if generation != self._generation:
                 run_coroutine(self.engine.wake_up())
                 self._generation = generation
@@ -125,13 +124,13 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort(self, uids: Collection[str] | None = None) -> None:
-        """Drop these groups, or all; they are never handed out."""
+        """Drops these groups, or all; `finished` never returns them."""
         self.runner.abort(uids)
 
     @contextmanager
     def _weights(self) -> Iterator[int]:
-        """Inside, the engine's parameters are present and whole. Gives the lease's generation, or 0 where
-        the engine has weights of its own."""
+        """Makes the engine's parameters available inside the block. Yields the generation of the lease, or
+        0 if the engine has its own weights."""
         if not self.engine.traits.decodes_with_module:
             yield 0
             return
@@ -142,7 +141,7 @@ class RolloutWorker(Worker):
         return self.actor.engine.lease() if self.actor else nullcontext(self._lease)
 
     def _bandwidth(self, groups: Iterable[FinishedGroup], seconds: float) -> dict[str, float]:
-        """Share of the GPU's memory bandwidth that generation used."""
+        """Returns the share of the GPU's memory bandwidth that generation used."""
         roofline = Roofline.of(self.facts, self.device)
         outputs = [output for group in groups for output in group.outputs]
         if roofline is None or not outputs:
@@ -156,7 +155,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def weight_path(self) -> WeightPath:
-        """How new weights get here."""
+        """Returns how new weights reach this worker."""
         if self.actor is None:
             return "streamed"
         if not self.engine.traits.decodes_with_module:
@@ -165,18 +164,18 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def takes_adapters(self) -> bool:
-        """Whether LoRA tensors alone may be streamed here."""
+        """Whether the engine accepts LoRA tensors without the base weights."""
         return self.engine.traits.adapters
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def standing(self) -> Standing:
-        """Where this process stands, for the choice of a transport."""
+        """Returns machine, device and address of this process, for the choice of a transport."""
         return Standing.here(self.device, self.get_master_addr_port()[0])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def announce_weights(self, version: int) -> int:
-        """The actor's parameters are those of `version` from now on: borrowed, or copied where the engine
-        has weights of its own. Returns the bytes that were copied."""
+        """Switches the engine to the actor's weights of this version; copies them if the engine has its own
+        weights. Returns the number of copied bytes."""
         if self.actor is None or self.engine.traits.decodes_with_module:
             run_coroutine(self._update((), version))
             return 0
@@ -194,7 +193,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: StreamAddress, version: int) -> None:
-        """Take the tensors of one stream; after one that broke off the engine gives no token."""
+        """Loads the tensors of one stream; after an interrupted stream the engine generates no tokens."""
         timeout_s = self.config.actor_rollout_ref.nccl_timeout
         stream = received(address, self.rank, self.device, timeout_s)
         run_coroutine(self._update(stream, version))
@@ -208,7 +207,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """Stop loops and engine, if `init_model` got that far."""
+        """Stops agent loops and engine, if `init_model` has created them."""
         if hasattr(self, "runner"):
             self.runner.close()
             run_coroutine(self.engine.close())

@@ -1,7 +1,7 @@
-"""How close a phase came to what its GPU can do: achieved over attainable, for the step's metrics.
+"""Computes the utilization of the GPU in each phase: achieved over attainable throughput.
 
-Updates are counted in operations (6 × parameters × tokens, plus attention), generation in bytes (weights
-once per decode step, every key and value once per token). A device without known ceilings has no roofline.
+Updates are measured in operations (6 × parameters × tokens, plus attention), generation in bytes (weights
+once per decode step, every key and value once per token). Unknown devices have no roofline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CEILINGS = {
     "L40S": (300e12, 0.75e12),
     "4090": (150e12, 0.9e12),
 }
-"""Dense bf16 operations and bytes per second that large kernels reach in practice."""
+"""Dense bf16 FLOP/s and bytes/s that large kernels reach in practice."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Roofline:
         return Roofline(*ceiling, facts)
 
     def update_share(self, lengths: Sequence[int], shared: Sequence[int], seconds: float) -> float:
-        """Model operations of forward and backward over rows of these lengths, against the ceiling.
+        """Returns the MFU of forward and backward over rows of these lengths.
 
-        What a row shares with the one before it is computed once and counted once.
+        Tokens that a row shares with the previous row are computed and counted once.
         """
         rows = list(zip(lengths, shared, strict=True))
-        pairs = sum(n * n - known * known for n, known in rows)
-        tokens = sum(n - known for n, known in rows)
+        pairs = sum(n * n - prefix * prefix for n, prefix in rows)
+        tokens = sum(n - prefix for n, prefix in rows)
         facts = self.facts
         operations = 6 * facts.parameters * tokens
         operations += 6 * facts.attention_width * facts.layers * pairs
@@ -57,7 +57,7 @@ class Roofline:
     def generation_share(
         self, prompts: Sequence[int], responses: Sequence[int], slots: int, seconds: float
     ) -> float:
-        """Bytes that must move: weights once per decode step, keys and values once per token."""
+        """Returns the share of the memory bandwidth that generation must use."""
         steps = max(max(responses), sum(responses) / slots)
         pairs = zip(prompts, responses, strict=True)
         keys = sum(n * (p + n / 2) for p, n in pairs) * self.facts.kv_bytes_per_token

@@ -1,4 +1,4 @@
-"""What every worker with a training engine does: updates, checkpoints, and sending its weights."""
+"""Base of all workers with a training engine: updates, checkpoints, and sending weights."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class TrainWorker(Worker):
 
     @property
     def checkpoint(self) -> CheckpointConfig:
-        """What of this role is saved and read."""
+        """The checkpoint settings of this role."""
         raise NotImplementedError
 
     def temperature(self, override: float | None) -> float:
-        """The rollout's, unless the caller gives another."""
+        """Returns the override, or the rollout's temperature."""
         return self.config.actor_rollout_ref.rollout.temperature if override is None else override
 
     def build_engine(self, strategy: str, spec_of: SpecOf, *sharding: PlacementConfig) -> None:
-        """Build the engine on this rank's device; rows are dispatched over its mesh from then on."""
+        """Builds the engine on this rank's device and registers its mesh for dispatch."""
         device = pick_device(self.config.trainer.device, self.local_rank)
         timeout_s = self.config.actor_rollout_ref.nccl_timeout
         prepare_process(device, self.world_size, timeout_s, sharding)
@@ -58,7 +58,7 @@ class TrainWorker(Worker):
     def minibatches(
         self, data: DataProto, config: ActorConfig | CriticConfig, step_rows: int | None
     ) -> Iterator[DataProto]:
-        """The mini-batches of one step, every epoch of them, as the role's config cuts them."""
+        """Yields the mini-batches of all epochs of one step, as the role's config splits them."""
         return minibatches(
             data,
             rows_per_update=config.sequences_per_update(),
@@ -69,7 +69,7 @@ class TrainWorker(Worker):
         )
 
     def end_updates(self, role: str, updates: list[dict[str, float]]) -> dict[str, float]:
-        """Advance the learning-rate schedule; the mean metrics, the optimizer's named by role."""
+        """Advances the learning-rate schedule; returns mean metrics, with the optimizer's named by role."""
         self.engine.advance_schedule()
         metrics = mean_metrics(updates)
         for name in ("grad_norm", "lr", "skipped_updates"):
@@ -86,17 +86,17 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def version(self) -> int:
-        """How many updates the weights have seen."""
+        """Returns the number of updates so far, which is the weight version."""
         return self.engine.updates
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def standing(self) -> Standing:
-        """Machine, device and address of this process, for the choice of a transport."""
+        """Returns machine, device and address of this process, for the choice of a transport."""
         return Standing.here(self.engine.device, self.get_master_addr_port()[0])
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def offer_weights(self, transport: str, receivers: int) -> StreamAddress:
-        """Open a stream to `receivers` rollout workers; `send_weights` fills it."""
+        """Opens a stream to `receivers` rollout workers; `send_weights` fills it."""
         config = self.config.actor_rollout_ref
         self._sender = open_sender(
             transport,
@@ -110,8 +110,8 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, adapters: bool) -> int:
-        """Fill the stream: every rank gathers, rank 0 sends. With `adapters`, a LoRA model sends its
-        adapters alone, else merged weights."""
+        """Sends the weights: every rank gathers, rank 0 sends. With `adapters`, a LoRA model sends only its
+        adapters, otherwise merged weights."""
         engine = self.engine
         lora = adapters and engine.facts.has_adapters
         weights = engine.named_adapter_weights() if lora else engine.named_hf_weights()
@@ -125,7 +125,7 @@ class TrainWorker(Worker):
 
 
 def whole_config(config: Block) -> PPOTrainerConfig:
-    """The run's whole config; verl builds workers from a part of it, and the rest is then default."""
+    """Returns the full config; verl builds workers from a part of it, and the rest is then default."""
     if isinstance(config, PPOTrainerConfig):
         return config
     if isinstance(config, ActorRolloutRefConfig):
