@@ -1,4 +1,4 @@
-"""`hone`: one command, its verbs. Heavy parts load when a verb runs, so `hone --help` is instant."""
+"""The `hone` command. Heavy modules are imported when a subcommand runs, so `hone --help` is instant."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PROGRAMS = {
     "generate": ("hone.trainer.main_generation:main", "responses for a file of prompts"),
     "eval": ("hone.trainer.main_eval:main", "score responses, or a model on a benchmark"),
 }
-"""Verbs with a command line of their own: `key=value` overrides of a config tree."""
+"""Subcommands that take `key=value` overrides of a config."""
 RETRIEVER = "serve-retriever"
-"""A verb with flags of its own."""
+"""A subcommand that parses its own flags."""
 TREES = ("ppo_trainer", "sft_trainer", "generation", "evaluation")
 EPILOG = (
     "hone VERB --help says more. train, sft, generate, eval and quickstart take key=value "
@@ -26,7 +26,7 @@ EPILOG = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code: 0, 1 for a check that failed, 2 for a user's mistake."""
+    """Run a subcommand and return its exit code: 0, 1 for a failed check, 2 for a user error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in PROGRAMS:
         return _finish(lambda: _start(words[0], words[1:]))
@@ -114,7 +114,7 @@ def _add_model(verbs: Verbs) -> None:
     of_model = model.add_subparsers(dest="what", metavar="VERB", required=True)
     tiny = add_verb(of_model, "tiny", _model_tiny, "a fresh small model and tokenizer, for tests")
     tiny.add_argument("out", metavar="OUT", help="folder to write to")
-    absent = argparse.SUPPRESS  # tiny_lm's own defaults hold
+    absent = argparse.SUPPRESS  # tiny_lm sets the defaults
     for name in ("hidden", "layers", "heads", "seed"):
         tiny.add_argument(f"--{name}", type=int, default=absent, metavar="N")
     tiny.add_argument("--family", default=absent, help="llama, qwen2, qwen3, …")
@@ -201,10 +201,10 @@ def _model_tiny(options: Options, rest: list[str]) -> None:
         raise TinyModelError(f"{out} is there already, and not empty; name a new folder")
     tokenizer = character_tokenizer()
     defaults = {name: p.default for name, p in signature(tiny_lm).parameters.items()}
-    own = {name: value for name, value in vars(options).items() if name in defaults}
-    shape = defaults | own
+    given_options = {name: value for name, value in vars(options).items() if name in defaults}
+    shape = defaults | given_options
     mlp, kv_heads = 2 * shape["hidden"], shape["heads"]
-    lm = tiny_lm(len(tokenizer), **own, mlp=mlp, kv_heads=kv_heads)
+    lm = tiny_lm(len(tokenizer), **given_options, mlp=mlp, kv_heads=kv_heads)
     with whole_folder(out) as temporary:
         save_pretrained(lm, tokenizer, temporary)
     count = sum(p.numel() for p in lm.parameters())

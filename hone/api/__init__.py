@@ -1,6 +1,6 @@
 """Training, generation and evaluation from Python: `hone.train`, `hone.sft`, `hone.evaluate`, `hone.LLM`.
 
-The functions compose the same trees as the command line and run the same programs.
+The functions compose the same configs as the command line and run the same programs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`hone.LLM`: a model in this process that answers prompts, over the engine that training generates with."""
+"""`hone.LLM` generates responses in this process, with the rollout engine that training uses."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Prompt: TypeAlias = str | Sequence[int] | Chat
 
 @dataclass(frozen=True)
 class Response:
-    """A response to a prompt. Of `n` this is the first, and `outputs` holds all.
+    """The first of `n` responses to a prompt; `outputs` holds all of them.
 
-    `log_probs` are under softmax(logits / temperature), as the trainer computes them; greedy ones
-    under temperature 1. `finish_reason` is `stop` or `length`.
+    `log_probs` are under softmax(logits / temperature), as the trainer computes them; greedy decoding
+    uses temperature 1 for them. `finish_reason` is `stop` or `length`.
     """
 
     prompt: Prompt
@@ -48,10 +48,10 @@ class Response:
 
 
 class LLM:
-    """A model folder, a hub name, a checkpoint or a run folder, loaded to generate.
+    """Generates with a model, given as a model folder, a hub name, a checkpoint or a run folder.
 
-    `settings` are keys of the `generation` tree, as of `hone generate`. The same call gives the same
-    responses; another `seed` gives others.
+    `settings` are keys of the `generation` config, as for `hone generate`. The same call with the same
+    `seed` gives the same responses.
     """
 
     def __init__(self, model: Name, config: Name | None = None, **settings: Value) -> None:
@@ -80,11 +80,11 @@ class LLM:
         prompt_format: str | None = None,
         **sampling: Value,
     ) -> list[Response]:
-        """Responses to one prompt or several, in their order, each with `n` outputs.
+        """Return one response per prompt, in order, each with `n` outputs.
 
-        A string is one user turn of the chat template, as in training; `prompt_format="raw"` takes it
-        as it is. `temperature=0` is greedy. `sampling`: `top_p`, `top_k`, `min_p`, `stop`,
-        `stop_token_ids`, `ignore_eos`.
+        A string becomes one user turn of the chat template, as in training; `prompt_format="raw"` uses
+        it unchanged. `temperature=0` is greedy. `sampling` takes `top_p`, `top_k`, `min_p`, `stop`,
+        `stop_token_ids` and `ignore_eos`.
         """
         if not self._close.alive or n < 1:
             what = "this LLM is closed; make a new one" if n > 0 else f"n={n}; use 1 or more"
@@ -93,41 +93,41 @@ class LLM:
         if temperature is not None:
             params["temperature"] = temperature
         run_seed = self.config.trainer.seed if seed is None else seed
-        listed = _listed(prompts)
+        prompt_list = _listed(prompts)
         form = prompt_format or self.config.data.prompt_format
-        ids = [self._prompt_ids(prompt, form) for prompt in listed]
+        ids = [self._prompt_ids(prompt, form) for prompt in prompt_list]
         limits = [self._response_limit(len(one), max_tokens) for one in ids]
-        draws = [
+        sampling_params = [
             samplings(params, n, seed=run_seed, uid=row_uid("prompt", i, 0, 0), max_tokens=limit)
             for i, limit in enumerate(limits)
         ]
         responses: dict[int, Response] = {}
 
         def on_finish(index: int, outputs: list[TokenOutput]) -> None:
-            group = tuple(self._response(listed[index], ids[index], out) for out in outputs)
+            group = tuple(self._response(prompt_list[index], ids[index], out) for out in outputs)
             responses[index] = replace(group[0], outputs=group)
             bar.advance(n)
 
-        with self._lock, progress("generate", len(listed) * n) as bar:
-            drawn = respond(
+        with self._lock, progress("generate", len(prompt_list) * n) as bar:
+            responding = respond(
                 self._engine.generate,
                 ids,
-                draws.__getitem__,
+                sampling_params.__getitem__,
                 on_finish,
                 name_of=lambda index: f"prompt {index}",
                 in_flight=max(len(ids), 1),
             )
-            run_beside(self._engine, drawn)
-        return [responses[index] for index in range(len(listed))]
+            run_beside(self._engine, responding)
+        return [responses[index] for index in range(len(prompt_list))]
 
     def chat(
         self, messages: Chat | Sequence[Chat], n: int = 1, **sampling: Value
     ) -> list[Response]:
-        """The next turn of one conversation or several; keywords as of `generate`."""
+        """Return the next turn of each conversation; keyword arguments are those of `generate`."""
         return self.generate(messages, n, prompt_format="chat", **sampling)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Free the model's memory; closing twice does no harm."""
+        """Free the model's memory; may be called twice."""
         self._close()
         vars(self).pop("_engine", None)
 
@@ -176,8 +176,8 @@ def _is_text_or_chat(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[str | Chat]
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Prompts as a list; a single one is a text, token ids, or messages."""
-    prompts = getattr(prompts, "tolist", lambda: prompts)()  # token ids of a tokenizer's
+    """Return the prompts as a list; a single prompt is text, token ids or messages."""
+    prompts = getattr(prompts, "tolist", lambda: prompts)()  # token ids as an array or tensor
     is_one = isinstance(prompts, str) or (
         bool(prompts) and (_are_ids(prompts) or _is_text_or_chat(prompts))
     )

@@ -1,9 +1,9 @@
-"""A user's reward as one score function: a function, a name, or several with weights.
+"""Combines a user's rewards (functions or rule names, with optional weights) into one score function.
 
-A function is given, by the names of its parameters: the response (`completion`, `response`,
+A function receives arguments by the names of its parameters: the response (`completion`, `response`,
 `solution_str`), the answer (`answer`, `ground_truth`, `solution`), `prompt`, `data_source`,
-`extra_info`, and the row's other columns. If it has none of these names, it is given response and answer
-by position. A function of TRL's kind (`completions`) is given lists of one.
+`extra_info`, and the row's other columns. If it has none of these names, it receives response and answer
+by position. A TRL reward function (`completions`) receives lists of length one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHERS = ("prompt", "data_source", "extra_info")
 
 
 class Part(NamedTuple):
-    """One reward of several: its name in the metrics, and its weight in the sum."""
+    """One reward, with its name in the metrics and its weight in the sum."""
 
     name: str
     score: One
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Of its function; one without a signature takes response and answer."""
+        """The function's parameters; a function without a signature takes response and answer."""
         try:
             return inspect.signature(self.score).parameters  # type: ignore[arg-type]
         except (ValueError, TypeError):
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def parts_of(reward: Reward) -> list[Part]:
-    """The rewards one by one, under names of their own."""
+    """Return the rewards as parts with unique names."""
     if isinstance(reward, str) or callable(reward):
         reward = [reward]
     parts: list[Part] = []
@@ -57,7 +57,7 @@ def parts_of(reward: Reward) -> list[Part]:
                 f"a reward is a function, a name, or such with a weight, not {pair!r:.80}"
             )
         if isinstance(score, str):
-            scorer_of(score)  # refuses an unknown name
+            scorer_of(score)  # raises for an unknown name
         name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
         name, names = name.strip("<>"), {part.name for part in parts}
         name = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in names)
@@ -66,12 +66,12 @@ def parts_of(reward: Reward) -> list[Part]:
 
 
 def reads_prompt(parts: Sequence[Part]) -> bool:
-    """Whether a function asks for the prompt, or for completions in the prompt's form."""
+    """Return whether a function reads the prompt, or completions in the prompt's format."""
     return any({"prompt", "completions"} & set(part.parameters) for part in parts)
 
 
 def as_score_function(parts: Sequence[Part], columns: Collection[str]) -> Function:
-    """One function of verl's signature; `columns` are the names of a row's `extra_info`."""
+    """Return one function with verl's signature; `columns` are the keys of `extra_info`."""
     calls = [_call(part, columns) for part in parts]
 
     def results(source: str, text: str, answer: JsonValue, extra: Row) -> list[Result]:
@@ -93,16 +93,16 @@ def as_score_function(parts: Sequence[Part], columns: Collection[str]) -> Functi
     is_async = any(inspect.iscoroutinefunction(part.score) for part in parts)
     function: Function = score_async if is_async else score
     if len(parts) == 1 and callable(parts[0].score):
-        # Messages name the user's function; its own signature is not what managers call.
+        # Messages name the user's function, but managers must see the wrapper's signature.
         vars(function)["__signature__"] = inspect.signature(function)
         vars(function)["__wrapped__"] = parts[0].score
     return function
 
 
 def _sum(results: Sequence[Result], parts: Sequence[Part]) -> Result:
-    """The weighted sum, each part by its name beside it; one part of weight 1 as it is.
+    """Return the weighted sum and each part's score; a single part of weight 1 is returned unchanged.
 
-    A part that returns None does not count, as in TRL.
+    A part that returns None counts as 0, as in TRL.
     """
     if len(parts) == 1 and parts[0].weight == 1:
         return results[0]
@@ -116,17 +116,17 @@ def _sum(results: Sequence[Result], parts: Sequence[Part]) -> Result:
 
 
 def _call(part: Part, columns: Collection[str]) -> Callable[[Row], Result]:
-    """How one reward is called for a row, which holds every value under its names."""
+    """Return a function that calls one reward on a row."""
     score, known = part.score, {*RESPONSE, *ANSWER, *OTHERS, *columns}
     if isinstance(score, str):
         return _by_rule(score)
-    named = [p for p in part.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    args = [p for p in part.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if "completions" in part.parameters:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in part.parameters.values())
-        own = {p.name for p in named}
-        return _by_lists(score, own | {"prompts", *ANSWER, *columns} if takes_all else own)
-    names = [p.name for p in named if p.name in known]
-    required = [p.name for p in named if p.default is p.empty]
+        keys = {p.name for p in args}
+        return _by_lists(score, keys | {"prompts", *ANSWER, *columns} if takes_all else keys)
+    names = [p.name for p in args if p.name in known]
+    required = [p.name for p in args if p.default is p.empty]
     if not names and len(required) in (1, 2):
         return lambda row: score(*(row["completion"], row["answer"])[: len(required)])
     if unknown := [name for name in required if name not in known]:
@@ -139,7 +139,7 @@ def _call(part: Part, columns: Collection[str]) -> Callable[[Row], Result]:
 
 
 def _by_rule(name: str) -> Callable[[Row], Result]:
-    """The rule that the table has for a data source of this name."""
+    """Return a call of the built-in rule for a data source of this name."""
     full_mark = scorer_of(name)[0].full_mark
 
     def call(row: Row) -> Result:
@@ -152,7 +152,7 @@ def _by_rule(name: str) -> Callable[[Row], Result]:
 
 
 def _by_lists(score: Function, names: Collection[str]) -> Callable[[Row], Result]:
-    """TRL's way: lists, here of one response; chat prompts have chat completions."""
+    """Return a call with lists of length one, as in TRL; chat prompts have chat completions."""
 
     def call(row: Row) -> Result:
         is_text, text = isinstance(row["prompt"], str), row["completion"]

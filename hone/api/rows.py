@@ -1,7 +1,7 @@
-"""Rows as a user has them in Python, as rows of the schema of our files.
+"""Converts Python rows to the dataset schema.
 
 A row is a prompt, a pair of prompt and answer, or a dict with `prompt` (or `question`, `problem`) and
-`answer` (or `ground_truth`, `solution`); other columns go into `extra_info`. Rows in verl's schema stay.
+`answer` (or `ground_truth`, `solution`); other columns go into `extra_info`. verl's columns are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hone.types import JsonValue, Row
 
 Item: TypeAlias = Union[str, "os.PathLike[str]", Row, "Sequence[JsonValue]", "Sequence[Row]"]
 Data: TypeAlias = Union[str, "os.PathLike[str]", Iterable[Item]]
-"""Files, or rows: a list, a `datasets.Dataset`, a pandas frame, an Arrow table."""
+"""File names, or rows in a list, a `datasets.Dataset`, a pandas DataFrame or an Arrow table."""
 
 PROMPTS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "ground_truth", "solution")
@@ -34,7 +34,7 @@ _STAYS = {*COLUMNS, "ability"}
 
 
 def files_of(data: Data) -> list[str] | None:
-    """The names of data files, where the data are such names: one, or a list of them."""
+    """Return the file names if `data` is one or a list of them, else None."""
     if isinstance(data, (str, os.PathLike)):
         return [os.fspath(data)]
     names = data if isinstance(data, (list, tuple)) else ()
@@ -46,7 +46,7 @@ def files_of(data: Data) -> list[str] | None:
 
 
 def items_of(data: Data) -> list[Row]:
-    """The rows as dicts, whatever holds them; a prompt alone is a row with that column."""
+    """Return the rows as dicts; a bare prompt becomes a row with the column `prompt`."""
     if (files := files_of(data)) is not None:
         return list(read_rows(files, BadRows("raise", skip_key=None), "data").scan())
     if isinstance(data, Mapping):
@@ -60,7 +60,7 @@ def items_of(data: Data) -> list[Row]:
 
 
 def _item(item: Item, number: int) -> Row:
-    if isinstance(item, Mapping):  # a frame has NaN where a value is missing
+    if isinstance(item, Mapping):  # a DataFrame has NaN for a missing value
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in item.items()}
     is_chat = isinstance(item, list) and item and all(isinstance(turn, Mapping) for turn in item)
     if isinstance(item, str) or is_chat:
@@ -73,22 +73,22 @@ def _item(item: Item, number: int) -> Row:
 
 
 def prompt_row(row: Row, number: int, source: str, *, with_prompt: bool = False) -> Row:
-    """A row in the schema of our files; `source` is its data source where it names none.
+    """Convert a row to the dataset schema; `source` is the default of `data_source`.
 
-    `with_prompt` puts the prompt into `extra_info` as well, for a score function that reads it.
+    `with_prompt` also puts the prompt into `extra_info`, for a score function that reads it.
     """
     prompt = _column(row, number, PROMPTS)
     answer = next((name for name in ANSWERS if name in row), "")
-    new = {"data_source": source, "prompt": row[prompt]}
-    new |= {name: value for name, value in row.items() if name in _STAYS}
-    new.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer)})
+    columns = {"data_source": source, "prompt": row[prompt]}
+    columns |= {name: value for name, value in row.items() if name in _STAYS}
+    columns.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer)})
     extra = {name: v for name, v in row.items() if name not in (*_STAYS, prompt, answer)}
     extra |= row.get("extra_info") or {}
-    return new | {"extra_info": extra | ({"prompt": row[prompt]} if with_prompt else {})}
+    return columns | {"extra_info": extra | ({"prompt": row[prompt]} if with_prompt else {})}
 
 
 def response_rows(rows: Sequence[Row]) -> list[Row]:
-    """Rows for supervised training: `messages`, or `prompt` and `response`."""
+    """Return rows for supervised training, with `messages`, or `prompt` and `response`."""
     if MESSAGES in rows[0]:
         return list(rows)
     return [
@@ -106,7 +106,7 @@ def _column(row: Row, number: int, names: Sequence[str]) -> str:
 
 
 def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
-    """Write the rows below a run folder, named by their content: the same rows are the same file."""
+    """Write the rows to a file below a run folder, whose name is a hash of its content."""
     text = "".join(_line(row, number) for number, row in enumerate(rows))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     file = folder / "data" / f"{name}-{digest}.jsonl"

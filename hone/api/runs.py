@@ -1,7 +1,7 @@
-"""`hone.train`, `hone.sft`, `hone.evaluate`: the programs of the command line, called with Python objects.
+"""`hone.train`, `hone.sft` and `hone.evaluate` run the command-line programs on Python objects.
 
-Rows that a caller hands over are written below the run folder, so that its config names them and the run
-can be repeated.
+Rows from the caller are written below the run folder, so that the config names them and the run can be
+repeated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hone.trainer.starting_values import starting_values
 from hone.types import Function, Row
 
 Model: TypeAlias = Union[Name, "Trained", LLM]
-"""A folder, a hub name, a checkpoint, or what an earlier call returned."""
+"""A folder, a hub name, a checkpoint, or the result of an earlier call."""
 
 
 def evaluate(
@@ -49,8 +49,8 @@ def evaluate(
 ) -> Evaluation:
     """Generate `n` responses to each row and score them, as `hone eval` does.
 
-    One response is greedy unless `temperature` is given. `settings` are keys of the `generation` tree
-    (`top_p`, …) and of the `evaluation` tree (`pass_at`, …).
+    With `n=1` decoding is greedy unless `temperature` is given. `settings` are keys of the `generation`
+    config (`top_p`, …) and of the `evaluation` config (`pass_at`, …).
     """
     if isinstance(model, Trained):
         data, reward = data if data is not None else model.data, reward or model.reward
@@ -68,7 +68,7 @@ def evaluate(
         folder = Path(temporary)
         files = scorer.stage(data, folder, "rows")
         call = CallSettings("evaluation", "hone.evaluate", {**settings, "data.path": files})
-        call.composed()  # refuses wrong settings before anything is generated
+        call.composed()  # raises for wrong settings before anything is generated
         rows = items_of(files)
         prompts = [row["prompt"] for row in rows]
         loaded = (
@@ -85,7 +85,7 @@ def evaluate(
 class Trained:
     """A finished run: its folder, its metrics and its policy.
 
-    `evaluate` is `hone.evaluate`, by default on the run's validation data and by its reward.
+    `evaluate` calls `hone.evaluate`, by default with the run's validation data and reward.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Trained:
 
     @property
     def metrics(self) -> list[Row]:
-        """The metrics of each step, in order: the lines of `metrics.jsonl`."""
+        """The metrics of each step, in order, read from `metrics.jsonl`."""
         return read_metrics(self.folder)
 
     @cached_property
     def policy(self) -> LLM:
-        """The policy of the last checkpoint, loaded at first use."""
+        """The policy of the last checkpoint, loaded on first use."""
         data = self.config.data
         settings: Values = {
             "prompt_format": data.prompt_format,
@@ -134,10 +134,10 @@ def train(
 ) -> Trained:
     """Train a policy by reinforcement learning, as `hone train` does.
 
-    `data`: rows or files. `reward`: a function, the name of a rule (`gsm8k`, `math`), or several with
-    weights; without one, rows are scored by their data source. `settings` are keys of the `ppo_trainer`
-    tree, short (`lr`, `n`, `steps`) or dotted; `config` is a YAML file of them. The run goes to
-    `folder`, by default a new one below `runs/`; the folder of an earlier run resumes it.
+    `data` is rows or files. `reward` is a function, the name of a rule (`gsm8k`, `math`), or several of
+    them with weights; by default the data source selects the rule. `settings` are keys of the
+    `ppo_trainer` config, short (`lr`, `n`, `steps`) or dotted; `config` is a YAML file of them. The run is
+    written to `folder`, by default a new one below `runs/`; an existing run in `folder` is resumed.
     """
     call = CallSettings("ppo_trainer", "hone.train", settings, config)
     scorer = _Scorer(reward)
@@ -163,7 +163,7 @@ def sft(
     """Train a model on answers or conversations, as `hone sft` does.
 
     A row has `messages`, or `prompt` and `response` (or `answer`). `settings` are keys of the
-    `sft_trainer` tree; `config` and `folder` are as in `hone.train`.
+    `sft_trainer` config; `config` and `folder` are as in `hone.train`.
     """
     call = CallSettings("sft_trainer", "hone.sft", settings, config)
     with _run_folder("sft", call) as folder:
@@ -185,14 +185,14 @@ def sft(
 
 
 class _Scorer:
-    """A reward as the function of a run, made when the columns of the rows are known."""
+    """The score function of a run, built from a reward once the columns of the rows are known."""
 
     def __init__(self, reward: Reward | None) -> None:
         self.parts = [] if reward is None else parts_of(reward)
         self.function: Function | None = None
 
     def stage(self, data: Data, folder: Path, name: str) -> list[str]:
-        """The files of the data; rows that are not in verl's schema are written to one."""
+        """Return the data files; rows that are not in verl's schema are written to a file first."""
         files, parts, by_prompt = files_of(data), self.parts, reads_prompt(self.parts)
         source = parts[0].name if len(parts) == 1 else "python"
         if files is not None and not by_prompt:
@@ -225,9 +225,9 @@ def _path(model: Model) -> str:
 
 @contextmanager
 def _run_folder(name: str, call: CallSettings) -> Iterator[Path]:
-    """The folder of a run, by default `runs/NAME-1` and so on.
+    """Yield the folder of a run, by default `runs/NAME-1`, `runs/NAME-2`, ….
 
-    An error removes a new one in which no run has begun.
+    After an error, a new folder is removed unless the run has started.
     """
     key = key_of(call.tree, "folder")
     path = call.values().get(key)
@@ -257,7 +257,7 @@ def _new_folder(name: str) -> Path:
 
 
 def _stage_responses(call: CallSettings, data: Data, folder: Path, name: str, named: bool) -> None:
-    """Set the files of supervised rows; their columns get our names where the user named none."""
+    """Set the files of supervised rows; columns are renamed unless the user set their names."""
     files, rows = files_of(data), items_of(data)
     if files is None or not (named or MESSAGES in rows[0]):
         rows = response_rows(rows)
@@ -268,7 +268,7 @@ def _stage_responses(call: CallSettings, data: Data, folder: Path, name: str, na
 
 
 def _whole_batch(values: Values) -> list[Setting]:
-    """All rows are one batch where they are fewer than a batch has by default."""
+    """Set the batch size to the number of rows if there are fewer than the default."""
     rows, key = len(items_of(values["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
     small = key not in values and rows < SFTDataConfig.train_batch_size
     return [Setting(key, rows, STARTING_VALUES)] if small else []

@@ -1,7 +1,7 @@
-"""Keyword arguments as settings of a config tree: `lr=1e-6`, dotted keys, a YAML file.
+"""Converts keyword arguments (`lr=1e-6`), dotted keys and a YAML file to config settings.
 
-A name is a dotted key, or an ending that only one key has. Of several keys with that ending the name means
-`trainer`'s, else the policy's (not the critic's, the reference's, the reward model's or validation's).
+A name is a dotted key, or the unique ending of one. If several keys have the ending, the key of `trainer` is
+used, else the policy's (not that of the critic, the reference, the reward model or validation).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hone.types import JsonValue
 
 Plain: TypeAlias = Union[str, int, float, bool, "os.PathLike[str]", None]
 Value: TypeAlias = Union[Plain, Sequence["Value"], Mapping[str, "Value"]]  # noqa: UP007
-"""What a setting may be given as."""
+"""The types that a setting may have."""
 Name: TypeAlias = Union[str, "os.PathLike[str]"]
 Values: TypeAlias = dict[str, Value]
 
@@ -34,23 +34,23 @@ SHORT = {
     "n": ("actor_rollout_ref.rollout.n", "data.n_samples"),
     "steps": ("trainer.total_training_steps",),
 }
-"""Short names that are no ending of their key, or an ending of several; the first key that a tree has."""
+"""Short names that do not end exactly one key; the first key that the config has is used."""
 _OTHERS = ("critic.", "reward_model.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout.val_")
 
 
 def matches(tree: str, name: str) -> list[str]:
-    """The dotted keys that a name may stand for."""
+    """Return the dotted keys that a name may stand for."""
     root = TREES[tree].root
     keys = _keys(root)
     short = [key for key in (*SHORT.get(name, ()), f"trainer.{name}") if key in keys]
     if short or name.partition(".")[0] in hints(root):
         return short[:1] or [name]
-    every = [key for key in sorted(keys) if key.endswith(f".{name}")]
-    return [key for key in every if not key.startswith(_OTHERS)] or every
+    candidates = [key for key in sorted(keys) if key.endswith(f".{name}")]
+    return [key for key in candidates if not key.startswith(_OTHERS)] or candidates
 
 
 def key_of(tree: str, name: str) -> str:
-    """The one dotted key that a name stands for."""
+    """Return the dotted key that a name stands for, or raise ConfigError."""
     keys = matches(tree, name)
     if len(keys) > 1:
         whole = "**{" + repr(keys[0]) + ": …}"
@@ -76,11 +76,11 @@ def _plain(value: Value) -> JsonValue:
         return [_plain(inner) for inner in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    return value.item() if hasattr(value, "item") else str(value)  # a number of numpy's
+    return value.item() if hasattr(value, "item") else str(value)  # a NumPy scalar
 
 
 class CallSettings:
-    """The settings of a call in one tree: a YAML file, then its keyword arguments."""
+    """The settings of a call for one config: a YAML file, overridden by keyword arguments."""
 
     def __init__(
         self, tree: str, caller: str, settings: Values, config: Name | None = None
@@ -97,7 +97,7 @@ class CallSettings:
             self._settings += flatten(_plain(value), key_of(self.tree, name), self.caller)
 
     def values(self) -> Values:
-        """The values by today's dotted keys."""
+        """The values by current dotted key, with deprecated keys renamed."""
         return {s.key: s.value for s in TREES[self.tree].translate(self._settings, [])}
 
     def composed(
@@ -105,6 +105,6 @@ class CallSettings:
         starting: Callable[[Values], list[Setting]] = lambda values: [],
         further: Further | None = None,
     ) -> Composed:
-        """The checked tree; a YAML file is taken as it is, without starting values."""
-        before = starting(self.values()) if self._config is None else []
-        return compose_settings(TREES[self.tree], [*before, *self._settings], further)
+        """Return the checked config; starting values are not added to a YAML file."""
+        defaults = starting(self.values()) if self._config is None else []
+        return compose_settings(TREES[self.tree], [*defaults, *self._settings], further)

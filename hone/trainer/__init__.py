@@ -1,1 +1,1 @@
-"""Trainers: the loops, and the programs that start them."""
+"""The training loops and the programs that start them."""

@@ -1,6 +1,6 @@
-"""Benchmarks by name: the file of a benchmark's test rows, found in a folder or prepared from it.
+"""Finds the file of a benchmark's test rows in a folder, or prepares it.
 
-The rows come from `hone data prepare`; this file only knows which sets are benchmarks.
+`hone data prepare` makes the rows; this file only lists the benchmarks.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ MATHS = (
 )
 NAMES = ("gsm8k", *MATHS, "humaneval", "mbpp", "countdown", "multiply", *SEARCH)
 RAW = ("countdown", "multiply")
-"""Benchmarks whose prompts are whole texts, without a chat template."""
+"""Benchmarks whose prompts are raw text, without a chat template."""
 OTHER_NAMES = {"minerva": "minerva_math", "2wiki": "2wikimultihopqa"}
 GENERATION_BLOCKS = ("trainer", "data", "model", "rollout", "actor", "ray_kwargs")
-"""Overrides of these blocks configure generation, the others scoring."""
+"""Overrides of these blocks configure generation; the others configure scoring."""
 
 
 def benchmark_file(name: str, folder: Path, work: Path) -> Path:
-    """The parquet file of a benchmark's test rows.
+    """Return the parquet file of a benchmark's test rows.
 
-    `folder` holds either what `hone data prepare` wrote (NAME/test.parquet or test.parquet) or
-    upstream's own files, from which the rows are written below `work`. A prepared file counts only
-    where its rows are of this benchmark.
+    `folder` holds either the output of `hone data prepare` (NAME/test.parquet or test.parquet) or the
+    upstream files, from which the rows are prepared below `work`. A prepared file is used only if its
+    rows belong to this benchmark.
     """
     benchmark = OTHER_NAMES.get(name, ALIASES.get(name, name))
     if benchmark not in NAMES:
@@ -60,7 +60,7 @@ def benchmark_file(name: str, folder: Path, work: Path) -> Path:
 
 
 def _sources_of_prepared(file: Path) -> list[str]:
-    """The data sources of a prepared file; none of upstream's own."""
+    """Return the data sources of a prepared file; an upstream file has none."""
     import pyarrow.parquet as pq
 
     if not {"prompt", "data_source", "reward_model"} <= set(pq.read_schema(file).names):
@@ -70,14 +70,14 @@ def _sources_of_prepared(file: Path) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """`HuggingFaceH4/MATH-500`, `searchR1_nq` and `aime_2024` hold the names of their benchmarks so."""
+    """Normalize a name, so that `HuggingFaceH4/MATH-500` or `aime_2024` contains its benchmark's name."""
     return re.sub(r"20(?=\d\d)", "", re.sub(r"[^a-z0-9]", "", text.lower()))
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(for generating, for scoring)."""
-    halves: tuple[list[str], list[str]] = ([], [])
+    """Split overrides into those for generation and those for scoring."""
+    parts: tuple[list[str], list[str]] = ([], [])
     for override in overrides:
         block = override.lstrip("+~").partition("=")[0].partition(".")[0]
-        halves[block not in GENERATION_BLOCKS].append(override)
-    return halves
+        parts[block not in GENERATION_BLOCKS].append(override)
+    return parts

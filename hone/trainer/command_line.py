@@ -1,7 +1,7 @@
-"""The command line of our programs: `--config-path`, `--config-name`, then `key=value` overrides.
+"""Parses the programs' command line: `--config-path`, `--config-name`, then `key=value` overrides.
 
-A mistake of the user becomes one sentence and exit code 2, with the traceback in the run folder; any other
-error keeps its traceback on the terminal.
+A user error prints one sentence and exits with code 2, with the traceback in the run folder; any other
+error prints its traceback on the terminal.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from hone.types import Settings
 
 EXIT_CODE = 2
 STARTING_VALUES = "hone train"
-"""The origin of the values that `hone train` chooses (starting_values.py)."""
+"""The origin label of values from starting_values.py."""
 ERROR_LOG = "error.log"
 _latest: list[Composed] = []
-"""The last configuration of this process, to name the key behind a mistake."""
+"""The last configuration of this process, used to name the key that caused an error."""
 
 _MISTAKES = {
     "hone.agents.runner": "AgentLoopFailed",
@@ -78,7 +78,7 @@ _MISTAKES = {
     "hone.trainer.ppo.preflight": "PreflightError",
     "hone.trainer.ranks": "LaunchError",
 }
-"""Errors whose message is complete. Only classes of loaded modules can have been raised."""
+"""Errors whose message is complete. A module that is not loaded cannot have raised one."""
 
 
 def composed_of(
@@ -89,11 +89,11 @@ def composed_of(
     starting: Callable[[Settings], list[Setting]] | None = None,
     further: Further | None = None,
 ) -> Composed:
-    """The configuration of a command line, with the origin of each value.
+    """Compose the configuration of a command line, with the origin of each value.
 
-    `tree` is the schema, also of a user's YAML that names none in its defaults list. `starting` gives
-    values for keys that the command line leaves out, unless a YAML is named. `further` are checks beyond
-    those of the tree.
+    `tree` is the schema, which also applies to a user's YAML without a defaults list. `starting` returns
+    values for keys that the command line does not set, unless it names a YAML. `further` are additional
+    checks.
     """
     options = _parsed(arguments, tree, program)
     composed = compose(
@@ -118,7 +118,7 @@ def composed_of(
 
 
 def _parsed(arguments: Sequence[str], tree: str, program: str) -> argparse.Namespace:
-    """The command line, with Hydra's options under Hydra's names."""
+    """Parse the command line; options of Hydra have Hydra's names."""
     parser = argparse.ArgumentParser(
         prog=program,
         allow_abbrev=False,
@@ -155,7 +155,7 @@ def _no_option(option: str, value: str, tree: str) -> str:
 
 
 def _saved_by(config: Block) -> str:
-    """What a program has saved so far, and whether the same command resumes from it."""
+    """Return a sentence about what is saved so far, and whether the same command resumes from it."""
     if isinstance(config, GenerationConfig):
         return "responses that had ended are kept, and the same command goes on with the others"
     run = config.get("trainer")
@@ -169,14 +169,14 @@ def _saved_by(config: Block) -> str:
 
 
 def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Problems and notes that follow from the columns that the algorithm reads."""
+    """Return the problems and notes that follow from the columns that the algorithm reads."""
     from hone.trainer.ppo.plan import find_problems_and_notes
 
     return find_problems_and_notes(config, origins)
 
 
 def announce(composed: Composed) -> None:
-    """Print the starting values, and which of the given keys have no effect here, and why."""
+    """Print the starting values, and each given key without effect, with the reason."""
     from hone.tracking.console import screen
 
     keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES]
@@ -193,7 +193,7 @@ def announce(composed: Composed) -> None:
 
 
 def require_given(composed: Composed, keys: Mapping[str, str]) -> None:
-    """Refuse keys that were left at their default, which is only an example; `keys` says what each names."""
+    """Raise an error for keys left at their default, which is only an example; `keys` describes each key."""
     missing = [key for key in keys if key not in composed.origins]
     if missing:
         raise ConfigError(
@@ -202,7 +202,7 @@ def require_given(composed: Composed, keys: Mapping[str, str]) -> None:
 
 
 def require_folder(path: str, key: str) -> None:
-    """Refuse a folder of results that is a file, lies in one, or cannot be written to."""
+    """Raise an error if a results folder is a file, is inside one, or is not writable."""
     folder = Path(path).expanduser().absolute()
     if folder.is_file():
         raise ConfigError(f"{key}={path} is a file; name a folder, new or of an earlier run")
@@ -210,7 +210,7 @@ def require_folder(path: str, key: str) -> None:
 
 
 def require_file(path: str, key: str) -> None:
-    """Refuse a file of results that is a folder, or lies where nothing can be written."""
+    """Raise an error if a results file is a folder, or its folder is not writable."""
     file = Path(path).expanduser().absolute()
     if file.is_dir():
         raise ConfigError(f"{key}={path} is a folder; name a file in it")
@@ -218,15 +218,15 @@ def require_file(path: str, key: str) -> None:
 
 
 def _require_writable(folder: Path, setting: str) -> None:
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not there.is_dir():
-        raise ConfigError(f"{setting}: {there} is a file, so nothing can be written below it")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{setting}: {there} cannot be written to; name another place")
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"{setting}: {parent} is a file, so nothing can be written below it")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: {parent} cannot be written to; name another place")
 
 
 def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
-    """The lock of a run folder; where there can be none, the checks that follow say why."""
+    """Return the lock of a run folder; if it cannot be locked, later checks report the reason."""
     try:
         require_folder(folder, "trainer.default_local_dir")
     except ConfigError:
@@ -237,7 +237,7 @@ def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
 def run_ranks(
     composed: Composed, arguments: Sequence[str], module: str, run: Callable[[], object]
 ) -> None:
-    """Call `run` as this rank, or start the ranks that `trainer` asks for."""
+    """Call `run` as this rank, or launch the ranks that `trainer` configures."""
     trainer = composed.config.trainer
     if Ranks.here().is_first:
         announce(composed)
@@ -253,14 +253,14 @@ def run_ranks(
 
 
 def run_module(main: Callable[[Sequence[str]], int | None], tree: str, module: str) -> int:
-    """`python -m module …`: the program, or the sweep of it that -m asks for."""
+    """Run `python -m module …`, once or as a sweep (`-m`)."""
     from hone.trainer.sweep import start
 
     return finish(lambda: start(main, sys.argv[1:], tree, ["-m", module]))
 
 
 def finish(program: Callable[[], int | None]) -> int:
-    """Run a program; the exit code, with a mistake of the user reported in a sentence."""
+    """Run a program and return its exit code; a user error is reported in one sentence."""
     _latest.clear()
     die_with_launcher()
     try:
@@ -294,13 +294,13 @@ def _write_traceback(error: BaseException) -> Path | None:
     try:
         with (folder / ERROR_LOG).open("a", encoding="utf-8", errors="backslashreplace") as log:
             log.writelines(lines)
-    except OSError:  # the error may be that this folder cannot be written to
+    except OSError:  # the folder may not be writable
         return None
     return folder / ERROR_LOG
 
 
 def mistake_in_words(error: BaseException) -> str | None:
-    """The sentence of an error that the user can mend; None for any other."""
+    """Return the message of a user error; None for any other error."""
     if isinstance(error, _mistakes()):
         return _with_key(str(error), getattr(error, "path", None))
     if (sentence := storage_sentence(error)) is not None:
@@ -315,7 +315,7 @@ def mistake_in_words(error: BaseException) -> str | None:
 
 
 def _with_key(sentence: str, path: str | None) -> str:
-    """The sentence about a model path, begun with the key that was set to it."""
+    """Prefix a message about a model path with the key that was set to it."""
     for composed in _latest if path else ():
         root: type = type(composed.config)
         paths = [key for key in leaves(root) if key.endswith("path")]

@@ -1,7 +1,6 @@
-"""`hone doctor`: what this machine has, what it lacks, and whether one step of training works.
+"""`hone doctor` reports what is installed, what is missing, and whether one training step works.
 
-Looks and tries; changes nothing. Every finding is a line: fine, missing (with what it would enable), or
-broken.
+It changes nothing. Each finding is one line: fine, missing (with the feature it would enable), or broken.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ OPTIONAL = {
     ),
     "datasets": (None, "`hone data prepare --hub` (pip install datasets)"),
 }
-"""Package to the extra that installs it, and what it enables."""
+"""Maps a package to the extra that installs it and the feature it enables."""
 
 
 class State(str, Enum):
@@ -59,7 +58,7 @@ class Finding:
 
 
 def examine(*, self_test: bool = True) -> Iterator[Finding]:
-    """Every finding, as it is made; the slow ones come last."""
+    """Yield every finding as soon as it is known, the slow ones last."""
     yield from _machine()
     yield from _packages()
     yield from _sandbox(self_test)
@@ -70,7 +69,7 @@ def examine(*, self_test: bool = True) -> Iterator[Finding]:
 def report(
     say: Callable[[str], None], findings: Iterable[Finding] | None = None, *, self_test: bool = True
 ) -> int:
-    """Print every finding; 0 when nothing is broken, else 1."""
+    """Print every finding; return 1 if anything is broken, else 0."""
     broken, section = 0, None
     for finding in findings or examine(self_test=self_test):
         if finding.section != section:
@@ -83,7 +82,7 @@ def report(
 
 
 def chat_template(model: str) -> Iterator[Finding]:
-    """Whether a model's chat template renders later turns as the agent loops append them."""
+    """Check whether a model's chat template renders later turns as the agent loops append them."""
     from hone.agents.observations import Drift, drifts
     from hone.models.load import load_tokenizer
 
@@ -165,12 +164,12 @@ def _sandbox(self_test: bool) -> Iterator[Finding]:
 def _tried(section: str, name: str, action: Callable[[], str]) -> Finding:
     try:
         return Finding(section, name, State.FINE, action())
-    except Exception as error:  # reported, and the examination goes on
+    except Exception as error:  # reported as a finding
         return Finding(section, name, State.BROKEN, f"{type(error).__name__}: {error}")
 
 
 def training_step() -> str:
-    """Take one GRPO step of a tiny model on sums; how long it took and its numbers."""
+    """Run one GRPO step of a tiny model on sums; return its duration and metrics."""
     from hone.config import load_config
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
     from hone.tracking import read_metrics
@@ -190,7 +189,7 @@ def training_step() -> str:
             "data.val_files=[]",
             "data.train_batch_size=4",
             "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "actor_rollout_ref.actor.entropy_coeff=0.01",  # a gradient even where no answer is right
+            "actor_rollout_ref.actor.entropy_coeff=0.01",  # a gradient even if no answer is right
             "actor_rollout_ref.rollout.n=2",
             "trainer.total_training_steps=1",
             "trainer.test_freq=-1",

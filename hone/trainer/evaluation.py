@@ -1,7 +1,7 @@
-"""Scores of responses by data source: mean, pass@k, best@k, maj@k, with confidence intervals.
+"""Scores responses by data source: mean, pass@k, best@k, maj@k, with confidence intervals.
 
-Scoring runs in processes with a deadline; a response that cannot be scored counts 0 and is reported.
-Leaves out generating (generation.py) and the command (main_eval.py).
+Scoring runs in processes with a deadline; a response that cannot be scored counts as 0 and is reported.
+generation.py generates the responses; main_eval.py is the command.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from hone.types import Function, Row
 ALL = "all"
 """The name of the total over several data sources."""
 CHUNK = 512
-"""Responses per call of the scoring processes, and per move of the progress bar."""
+"""Responses per call of the scoring processes and per update of the progress bar."""
 ROUNDING = 1e-9
-"""Values that differ by less are equal up to the order of a sum."""
+"""Values that differ by less are equal up to summation order."""
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MARK = re.compile(r"####\s*([^\n]+)")
@@ -41,12 +41,12 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class EvaluationError(ValueError):
-    """Responses that cannot be evaluated as configured."""
+    """Raised when responses cannot be evaluated as configured."""
 
 
 @dataclass
 class Attempts:
-    """One row: the score of each response, and its answer for majority votes (None casts no vote)."""
+    """The scores of one row's responses, and their answers for majority voting (None: no vote)."""
 
     source: str
     scores: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Attempts:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over rows and its interval; None where the rows give none."""
+    """A mean over rows and its confidence interval, whose ends are None if it is undefined."""
 
     value: float
     low: float | None
@@ -64,7 +64,7 @@ class Estimate:
 
 @dataclass
 class SourceResult:
-    """The metrics of one data source, or of all rows where there are several sources."""
+    """The metrics of one data source, or of all sources together."""
 
     rows: int
     responses: int
@@ -75,15 +75,15 @@ class SourceResult:
 
 @dataclass
 class Evaluation:
-    """Results by data source (and their total), and the rows, each with its `scores`."""
+    """Results by data source and in total, and the rows with their `scores`."""
 
     sources: dict[str, SourceResult]
     rows: list[Row]
     first_failures: dict[str, str] = field(default_factory=dict)
-    """The first message of each reason for which a response could not be scored."""
+    """The first message per reason why responses could not be scored."""
 
     def as_dict(self) -> Row:
-        """Plain values; `test_score/<source>` are the means by verl's name."""
+        """Return plain values; `test_score/<source>` is verl's name for the mean."""
         plain: Row = {
             f"test_score/{name}": result.metrics["mean"].value
             for name, result in self.sources.items()
@@ -102,13 +102,13 @@ class Evaluation:
 
 
 def evaluate(config: EvaluationConfig, compute_score: Function | None = None) -> Evaluation:
-    """Read, score, summarise; an error where not one response could be scored.
+    """Read, score and summarize the responses; raise an error if none could be scored.
 
-    `compute_score`, a function of the calling program, runs in this process under a soft deadline.
+    `compute_score`, if given, runs in this process with a soft deadline.
     """
     store = read_rows(config.data.path, BadRows("raise", skip_key=None), "data.path")
     rows = list(store.scan())
-    if config.output.scores_path:  # columns that parquet cannot hold are refused now
+    if config.output.scores_path:  # raises early for columns that parquet cannot hold
         as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])
     groups = [_responses(row, store.where(number), config) for number, row in enumerate(rows)]
     scorer = compute_score or get_custom_reward_fn(config)
@@ -117,8 +117,8 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
         scorer = default_compute_score
     else:
         check_signature(scorer, ROW_ARGUMENTS, {})
-    every = [response for group in groups for response in group]
-    outcomes = iter(_scored(every, scorer, config, in_processes=compute_score is None))
+    responses = [response for group in groups for response in group]
+    outcomes = iter(_scored(responses, scorer, config, in_processes=compute_score is None))
     attempts: list[Attempts] = []
     failures: dict[str, Counter[str]] = {}
     first: dict[str, str] = {}
@@ -133,16 +133,16 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
         row["scores"] = [outcome.score for outcome in scored]
         answers = votes(scored, [response.solution_str for response in group])
         attempts.append(Attempts(source, row["scores"], answers))
-    if sum(map(Counter.total, failures.values())) == len(every):
+    if sum(map(Counter.total, failures.values())) == len(responses):
         messages = "; ".join(f"{reason}: {message}" for reason, message in first.items())
         raise EvaluationError(
-            f"none of the {len(every)} responses could be scored, so there is no result ({messages})"
+            f"none of the {len(responses)} responses could be scored, so there is no result ({messages})"
         )
     return Evaluation(summarise(attempts, config.metrics, failures), rows, first)
 
 
 def _responses(row: Row, where: str, config: EvaluationConfig) -> list[Response]:
-    """The responses of a row, as a scorer reads them."""
+    """Return the responses of a row in the form that a scorer reads."""
     data = config.data
     for key in ("response_key", "data_source_key", "reward_model_key"):
         if row.get(data[key]) is None:
@@ -163,7 +163,7 @@ def _responses(row: Row, where: str, config: EvaluationConfig) -> list[Response]
 def _scored(
     rows: Sequence[Response], scorer: Function, config: EvaluationConfig, *, in_processes: bool
 ) -> list[Scored | Failed]:
-    """One result per row, in order; a rule without a ground truth to compare with is not called."""
+    """Return one result per row, in order; rules are not called on rows that lack a ground truth."""
     manager: PrimeRewardManager | NaiveRewardManager
     policy = FailurePolicy("score", 0.0, config.timeout_s)
     if in_processes:
@@ -194,9 +194,9 @@ def _scored(
 
 
 def votes(scored: Sequence[Scored], responses: Sequence[str]) -> list[str | None]:
-    """The vote of each response of a row: the scorer's `pred`, else its answer.
+    """Return the vote of each response of a row: the scorer's `pred`, else its answer, or None.
 
-    None casts no vote. Where no response of the row has an answer, their whole texts vote.
+    If no response of the row has an answer, the votes are the whole texts.
     """
     answers = [
         vote_of(outcome.extras["pred"]) if "pred" in outcome.extras else answer_of(text)
@@ -208,7 +208,7 @@ def votes(scored: Sequence[Scored], responses: Sequence[str]) -> list[str | None
 
 
 def answer_of(response: str) -> str | None:
-    r"""The answer of a response: its last <answer>, \boxed{}, #### line or number."""
+    r"""Extract the answer of a response: its last <answer>, \boxed{}, #### line or number."""
     if tagged := _TAG.findall(response):
         return tagged[-1].strip() or None
     boxed = boxed_answer(response)
@@ -225,17 +225,17 @@ def summarise(
     config: EvaluationMetricsConfig,
     failures: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, SourceResult]:
-    """Statistics of each data source, and of all rows where there are several."""
-    every = list(attempts)
+    """Return the statistics of each data source, and of all rows if there are several sources."""
+    rows = list(attempts)
     groups: dict[str, list[Attempts]] = {}
-    for one in every:
-        groups.setdefault(one.source, []).append(one)
+    for row in rows:
+        groups.setdefault(row.source, []).append(row)
     failed = {name: dict(counts) for name, counts in (failures or {}).items()}
     results = {name: _result(group, config, failed.get(name, {})) for name, group in groups.items()}
     if len(groups) > 1:
         total = sum((Counter(counts) for counts in failed.values()), Counter())
         name = ALL if ALL not in groups else f"{ALL} {len(groups)} sources"
-        results[name] = _result(every, config, dict(total))
+        results[name] = _result(rows, config, dict(total))
         results[name].is_total = True
     return results
 
@@ -243,31 +243,31 @@ def summarise(
 def _result(
     group: Sequence[Attempts], config: EvaluationMetricsConfig, failures: dict[str, int]
 ) -> SourceResult:
-    fewest = min(len(one.scores) for one in group)
+    fewest = min(len(row.scores) for row in group)
     ks = list(config.pass_at) if config.pass_at is not None else [1, *sizes(fewest)]
     if too_many := [k for k in ks if not 1 <= k <= fewest]:
         raise EvaluationError(
             f"metrics.pass_at has {too_many[0]}, but rows of {group[0].source} have {fewest} "
             f"responses; use 1 to {fewest}, or generate more (data.n_samples)"
         )
-    columns: dict[str, list[float]] = {"mean": [float(np.mean(one.scores)) for one in group]}
-    correct = [[float(s >= config.correct_from) for s in one.scores] for one in group]
+    columns: dict[str, list[float]] = {"mean": [float(np.mean(row.scores)) for row in group]}
+    correct = [[float(s >= config.correct_from) for s in row.scores] for row in group]
     for k in dict.fromkeys(ks):
         columns[f"pass@{k}"] = [best_at(values, k) for values in correct]
         if k > 1:
-            columns[f"best@{k}"] = [best_at(one.scores, k) for one in group]
-            columns[f"maj@{k}"] = [majority_at(one.scores, one.answers, k) for one in group]
-    responses = sum(len(one.scores) for one in group)
+            columns[f"best@{k}"] = [best_at(row.scores, k) for row in group]
+            columns[f"maj@{k}"] = [majority_at(row.scores, row.answers, k) for row in group]
+    responses = sum(len(row.scores) for row in group)
     return SourceResult(len(group), responses, intervals(columns, config), failures)
 
 
 def intervals(
     columns: Mapping[str, Sequence[float]], config: EvaluationMetricsConfig
 ) -> dict[str, Estimate]:
-    """Means over rows with bootstrap percentile intervals: rows are resampled, not responses.
+    """Return means over rows with bootstrap percentile intervals; rows are resampled, not responses.
 
-    Where all rows are 0, or all 1, the interval is the exact binomial one (Clopper-Pearson); where they
-    are equal otherwise there is none.
+    If all rows are 0, or all are 1, the interval is the exact binomial one (Clopper-Pearson); if they
+    all have another value, there is no interval.
     """
     names, values = list(columns), np.array(list(columns.values()), dtype=np.float64)
     rows = values.shape[1]

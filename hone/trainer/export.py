@@ -1,7 +1,7 @@
-"""`hone export CHECKPOINT OUT`: a training checkpoint becomes a folder that `from_pretrained` opens.
+"""`hone export CHECKPOINT OUT` converts a training checkpoint to a folder that `from_pretrained` opens.
 
-Where the checkpoint holds an export it is copied; else the weights are gathered from its shards,
-whatever the number of ranks that wrote them. LoRA comes merged, or as the adapter alone.
+An export inside the checkpoint is copied; otherwise the weights are gathered from its shards, written
+by any number of ranks. LoRA is exported merged, or as an adapter.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from hone.trainer.ppo.checkpoint import newest_sound
 _VALUE_HEAD = "model.value_head."
 _TOKENS = 8192
 _WRONG_SHAPE = (AttributeError, KeyError, TypeError, RecursionError)
-"""What a config.yaml raises that is YAML and no config."""
+"""Errors raised for a config.yaml that is valid YAML but not a config."""
 
 
 class ExportError(ValueError):
-    """A checkpoint that cannot be exported as asked."""
+    """Raised when a checkpoint cannot be exported with the given options."""
 
 
 def export(
@@ -53,9 +53,9 @@ def export(
     external_lib: str | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model of a checkpoint to `out`, an empty or new folder.
+    """Write the model of a checkpoint to `out`, a new or empty folder.
 
-    Code comes from the arguments alone: what the run's config.yaml names is not imported.
+    Only code that the arguments name is imported, never code that the run's config.yaml names.
     """
     source, target = find_model_folder(Path(checkpoint).expanduser()), Path(out).expanduser()
     if target.exists() and any(target.iterdir()):
@@ -86,16 +86,16 @@ def _nothing_to_export(source: Path, part: str) -> str:
             "(checkpoint.save_contents)"
         )
     names = sorted(p.name for p in source.iterdir())
-    there = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    listing = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
     return (
-        f"{source} is not a checkpoint (it holds {there or 'nothing'}); name a run folder with "
+        f"{source} is not a checkpoint (it holds {listing or 'nothing'}); name a run folder with "
         "global_step_N inside, a global_step_N, or the actor folder in it"
     )
 
 
 def find_model_folder(folder: Path) -> Path:
-    """The folder with the policy's weights in a run, a `global_step_N` or a role's folder."""
-    folder = folder.resolve()  # the run is found by the parents, and "." has none
+    """Return the folder of the policy's weights in a run, a `global_step_N` or a role's folder."""
+    folder = folder.resolve()  # the run is a parent, and "." has none
     if not folder.is_dir():
         raise ExportError(
             f"there is no checkpoint folder {folder}; name a run folder, or a global_step_N in it"
@@ -122,14 +122,14 @@ def find_model_folder(folder: Path) -> Path:
 
 
 def _saved_tensors(folder: Path) -> dict[str, STORAGE_TYPES]:
-    """What the shards hold: dotted name to torch's description."""
+    """Return the metadata of the tensors in the shards, by dotted name."""
     if not (folder / TABLE).is_file():
         return {}
     return read_table(folder).state_dict_metadata
 
 
 def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code: bool) -> None:
-    """Load the shards into the run's model in this process, and export it."""
+    """Load the shards into the run's model in this process and export it."""
     model = _with_code(_model_config(source), external_lib, trust_remote_code)
     tokenizer = build_tokenizer(model)
     lm = load_causal_lm(model.path, dtype=_dtype(source), override_config=model.override_config)
@@ -154,11 +154,11 @@ def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code
 def _with_code(
     model: ModelConfig, external_lib: str | None, trust_remote_code: bool
 ) -> ModelConfig:
-    """The model with the code that the command line names in place of what the run's config names."""
+    """Return the run's model config, with the external code replaced by that of the command line."""
     flags = []
     if model.external_lib and not external_lib:
-        named = model.external_lib
-        flags.append(f"--external-lib {named if isinstance(named, str) else ','.join(named)}")
+        lib = model.external_lib
+        flags.append(f"--external-lib {lib if isinstance(lib, str) else ','.join(lib)}")
     if model.trust_remote_code and not trust_remote_code:
         flags.append("--trust-remote-code")
     if flags:

@@ -1,7 +1,7 @@
-"""Responses for a file of prompts: each row is appended when its last sample ends, the file is written last.
+"""Generates responses for a file of prompts; finished rows are saved at once, the output file at the end.
 
-A response depends on (seed, row, sample) only, so a killed run that resumes writes the same file.
-Each response is one completion, or with `search.url` a conversation with a retrieval service.
+A response depends only on (seed, row, sample), so a resumed run writes the same file. Each response is one
+completion or, with `search.url`, a conversation with a retrieval service.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ ROLLOUT_JOB_KEYS = (
     *("name", "exact", "dtype", "calculate_log_probs"),
     *("prompt_length", "response_length", "max_model_len"),
 )
-"""Keys of the rollout block on which the output depends."""
+"""Keys of the rollout block that affect the output."""
 OTHER_DATA_KEYS = ("path", "output_path", "overwrite", "batch_size", "max_samples")
-"""Keys of the data block on which it does not depend: a hash stands for the rows."""
+"""Keys of the data block that do not affect the output; the rows are identified by a hash."""
 
 
 def build_engine(
@@ -71,7 +71,7 @@ def build_engine(
     ranks: Ranks,
     check: Callable[[PreTrainedModel], None] = lambda lm: None,
 ) -> RolloutEngine:
-    """The rollout engine of a generation tree; `check` sees the loaded model first."""
+    """Build the rollout engine of a generation config; `check` is called with the loaded model first."""
     config, threads = resolve_threads(config, ranks.local_world_size, tells=ranks.is_first)
     model = config.model
     fix_threads(threads)
@@ -111,9 +111,9 @@ def max_positions(lm: PreTrainedModel) -> int | None:
 
 
 def samplings(params: Row, n: int, *, seed: int, uid: str, max_tokens: int) -> list[Sampling]:
-    """How the `n` responses to a prompt are drawn."""
+    """Return the sampling parameters of the `n` responses to a prompt."""
     seeds = (trajectory_seed(seed, uid, sample) for sample in range(n))
-    return [Sampling.from_mapping(params, max_tokens=max_tokens, seed=own) for own in seeds]
+    return [Sampling.from_mapping(params, max_tokens=max_tokens, seed=s) for s in seeds]
 
 
 async def respond(
@@ -126,7 +126,7 @@ async def respond(
     in_flight: int,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Generate for every prompt, `in_flight` at a time; `on_finish` gets all samples of a prompt."""
+    """Generate for every prompt, `in_flight` at a time; `on_finish` receives all samples of a prompt."""
     slots = asyncio.Semaphore(in_flight)
 
     async def one(index: int, ids: list[int]) -> None:
@@ -173,19 +173,19 @@ class Generation:
         self.files = JobFiles(self.output, self._job(), ranks.rank)
 
     def _check_columns(self) -> None:
-        """Refuse columns that parquet cannot hold before anything is generated."""
-        new = self._columns([])
+        """Raise an error for columns that parquet cannot hold, before anything is generated."""
+        new_columns = self._columns([])
         rows = islice(self.rows.scan(), self.count)
         try:
-            as_table([{k: v for k, v in row.items() if k not in new} for row in rows])
+            as_table([{k: v for k, v in row.items() if k not in new_columns} for row in rows])
         except DataError as error:
-            other = self.output.with_suffix(".jsonl")
+            jsonl_file = self.output.with_suffix(".jsonl")
             raise DataError(
-                f"{error}, or write them as they are: data.output_path={other}"
+                f"{error}, or write them as they are: data.output_path={jsonl_file}"
             ) from error
 
     def run(self) -> Path:
-        """Generate the missing rows, then write the output in the order of the rows."""
+        """Generate the missing rows, then write the output in row order."""
         files = self.files
         say = screen().line if self.ranks.is_first else lambda text: None
         if files.is_done(overwrite=self.config.data.overwrite):
@@ -197,13 +197,13 @@ class Generation:
             files.warn_of_others()
         self.ranks.wait_for_all()
         done = files.finished()
-        self.ranks.wait_for_all()  # all ranks read before one writes: they share out one list
+        self.ranks.wait_for_all()  # no rank may write before all have read the same list
         missing = [i for i in range(self.count) if i not in done]
-        own = missing[self.ranks.rank :: self.ranks.world_size]
+        rank_rows = missing[self.ranks.rank :: self.ranks.world_size]
         with GracefulStop("stopping when the started responses have ended; all are kept") as stop:
-            if own:
-                self._generate(own, stop)
-            stop.agree(sum_over_ranks)  # every rank is here
+            if rank_rows:
+                self._generate(rank_rows, stop)
+            stop.agree(sum_over_ranks)  # every rank gets here
             stop.raise_if_requested(len(done))
         if self.ranks.is_first:
             done = files.finished()
@@ -221,15 +221,15 @@ class Generation:
         engine = build_engine(config, self.tokenizer, self.ranks, check)
         bar = progress("generate", self.count if alone else len(rows))
         tokens, start = 0, time.perf_counter()
-        with bar if self.ranks.is_first else nullcontext(silent_bar("generate")) as shown:
-            shown.update(self.count - len(rows) if alone else 0)
+        with bar if self.ranks.is_first else nullcontext(silent_bar("generate")) as rank_bar:
+            rank_bar.update(self.count - len(rows) if alone else 0)
 
             def on_finish(index: int, outputs: list[TokenOutput]) -> None:
                 nonlocal tokens
                 self.files.append(rows[index], self._columns(outputs))
                 tokens += sum(len(output.token_ids) for output in outputs)
                 rate = tokens / max(time.perf_counter() - start, 1e-9)
-                shown.advance(note=f"{rate:,.0f} tokens/s")
+                rank_bar.advance(note=f"{rate:,.0f} tokens/s")
 
             responses = respond(
                 partial(self._response, engine),
@@ -339,7 +339,7 @@ class Generation:
         return columns
 
     def _job(self) -> str:
-        """A hash of all that decides the responses: rows, model and sampling."""
+        """Return a hash of everything that affects the responses: rows, model and sampling."""
         model, rollout, data = self.config.model, self.config.rollout, asdict(self.config.data)
         folders = [resolve_model_path(path) for path in (model.path, model.tokenizer_path) if path]
         facts = {
@@ -356,7 +356,7 @@ class Generation:
 
 
 def _files_of(path: str | None) -> tuple[str | None, list[tuple[str, int, int]]]:
-    """A folder with name, size and time of its files: reading all bytes of a model would take long."""
+    """Return a folder with the name, size and time of its files; hashing a model's bytes is too slow."""
     if path is None or not Path(path).is_dir():
         return path, []
     stats = [(file.name, file.stat()) for file in Path(path).iterdir() if file.is_file()]

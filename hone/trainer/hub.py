@@ -1,6 +1,6 @@
-"""An exported model to the Hugging Face hub, or to the server that HF_ENDPOINT names.
+"""Uploads an exported model to the Hugging Face hub, or to the server in HF_ENDPOINT.
 
-The token is the one of HF_TOKEN or of `hf auth login`; it is read by the hub's library alone.
+Only huggingface_hub reads the token, from HF_TOKEN or `hf auth login`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hone.trainer.export import ExportError
 
 
 def require_hub(repo: str) -> None:
-    """Refuse what could not be pushed, before anything is exported."""
+    """Raise an error if a push would fail, before anything is exported."""
     from huggingface_hub import get_token, is_offline_mode
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -28,7 +28,7 @@ def require_hub(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder as a model repository, created where it does not exist; its address."""
+    """Upload a folder as a model repository, created if needed, and return its URL."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 

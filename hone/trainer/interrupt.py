@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM: the first finishes the step and saves, the second stops at once.
+"""Handles Ctrl-C and SIGTERM: the first finishes the step and saves, the second stops at once.
 
-A scheduler that preempts a job may send SIGTERM to every process of it at once. Ranks of a launcher
-therefore count any number of signals as one request; their launcher ends them on a second one.
+A scheduler that preempts a job may send SIGTERM to all of its processes at once. Ranks therefore treat any
+number of signals as one request, and their launcher kills them on its second signal.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ Handler: TypeAlias = Function | int | None
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _saved: list[Callable[[], str]] = []
-"""The sentence about what the running program has saved."""
+"""Returns the sentence about what the running program has saved."""
 _launched: list[bool] = []
 _programs: list[bool] = []
-"""One entry while this process runs a program of the command line, and is not a user's own."""
+"""Has an entry while this process runs a command-line program, as opposed to a user's Python program."""
 
 
 def exit_code(number: int) -> int:
-    """The code that a shell reports for a signal: 130 for Ctrl-C, 143 for SIGTERM."""
+    """Return the code that a shell reports for a signal: 130 for Ctrl-C, 143 for SIGTERM."""
     return 128 + number
 
 
 def on_stop_say(sentence: Callable[[], str]) -> None:
-    """Set what a stopped program says of what it has saved, and of how to resume."""
+    """Set the message that a stopped program prints about its saved state and how to resume."""
     _saved[:] = [sentence]
 
 
 def stopped_line(how: str) -> str:
-    """The last line of a stopped program."""
+    """Return the last line that a stopped program prints."""
     saved = _saved[0]() if _saved else ""
     return f"{how}; {saved}\n" if saved else f"{how}\n"
 
 
 def answer_to_launcher() -> None:
-    """Mark this process as a rank: its launcher decides when it stops at once."""
+    """Mark this process as a rank, which leaves an immediate stop to its launcher."""
     _launched[:] = [True]
 
 
 def is_rank() -> bool:
-    """Whether a launcher, ours or torchrun, started this process."""
+    """Return whether `launch` or torchrun started this process."""
     return bool(_launched) or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_program() -> bool:
-    """Whether this process runs a program of the command line, and is not a user's own."""
+    """Return whether this process runs a command-line program, as opposed to a user's Python program."""
     return bool(_programs)
 
 
 class Interrupted(SystemExit):
-    """The user or the scheduler asked to stop; everything is saved."""
+    """Raised after saving, when the user or the scheduler requested a stop."""
 
     def __init__(self, step: int, number: int = signal.SIGINT) -> None:
         super().__init__(exit_code(number))
@@ -71,7 +71,7 @@ class Interrupted(SystemExit):
 
 
 class StoppedAtOnce(SystemExit):
-    """SIGTERM's KeyboardInterrupt."""
+    """Raised on SIGTERM, as KeyboardInterrupt is on SIGINT."""
 
 
 class GracefulStop:
@@ -97,9 +97,9 @@ class GracefulStop:
         _restore(self._before)
 
     def agree(self, sum_over_ranks: Callable[..., list[float]]) -> None:
-        """Stop where any rank was asked to; every rank calls this."""
-        own = (float(self.number == number) for number in SIGNALS)
-        for number, ranks in zip(SIGNALS, sum_over_ranks(*own), strict=True):
+        """Request a stop on every rank if any rank received a signal; every rank calls this."""
+        flags = (float(self.number == number) for number in SIGNALS)
+        for number, ranks in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
             if ranks:
                 self.number = number
 
@@ -115,7 +115,7 @@ class GracefulStop:
                 log.warning("%s (%s again stops at once)", self._finishing, name)
         elif not is_rank():
             if is_program():
-                # Without clean-up: running code may catch an exception, and every file survives a kill.
+                # Running code might catch an exception. Exiting without clean-up is safe for every file.
                 sys.stderr.write(stopped_line(f"stopped at once by {name}"))
                 sys.stderr.flush()
                 os._exit(exit_code(number))
@@ -124,31 +124,31 @@ class GracefulStop:
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """While there is nothing to save, the first signal ends the program through its clean-up."""
+    """Make the first signal end the program through its clean-up, while there is nothing to save."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Handler] = {}
+    previous_handlers: dict[int, Handler] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
         if is_rank():
             for other in SIGNALS:
-                signal.signal(other, signal.SIG_IGN)  # the same request again, from the launcher
+                signal.signal(other, signal.SIG_IGN)  # the launcher forwards the same request
         _stop_at_once(number, again_is_default=not is_rank())
 
     try:
-        before = {n: signal.signal(n, handle) for n in SIGNALS}
+        previous_handlers = {n: signal.signal(n, handle) for n in SIGNALS}
         _programs.append(True)
         _saved.clear()
         yield
     finally:
         _programs.pop()
-        _restore(before)
+        _restore(previous_handlers)
 
 
 def _stop_at_once(number: int, again_is_default: bool = True) -> None:
     if again_is_default:
-        signal.signal(number, signal.SIG_DFL)  # a second signal does not wait for any clean-up
+        signal.signal(number, signal.SIG_DFL)  # a second signal skips the clean-up
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise StoppedAtOnce(exit_code(number))

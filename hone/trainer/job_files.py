@@ -1,4 +1,4 @@
-"""The files of a generation job: parts while it runs, then the output with a record of the job."""
+"""Manages the files of a generation job: parts while it runs, then the output and a job record."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PARTS_SUFFIX = ".parts"
 
 
 class GenerationError(ValueError):
-    """A generation that cannot run as configured."""
+    """Raised when generation cannot run as configured."""
 
 
 class JobFiles:
-    """The files of a job: a folder of parts while it runs, then the output, with a record beside it.
+    """The files of a job: a folder of parts while it runs, then the output and its record.
 
-    The parts' folder is named by the job, and `OUTPUT.job` records the job and a hash of the output, so no
-    other job's file is taken up or replaced.
+    The parts' folder is named after the job's hash, and `OUTPUT.job` records the job and a hash of the
+    output, so files of other jobs are never reused or replaced.
     """
 
     def __init__(self, output: Path, job: str, rank: int) -> None:
@@ -47,7 +47,7 @@ class JobFiles:
                 )
 
     def finished(self) -> dict[int, Row]:
-        """Row number to its new columns, from the parts of all ranks."""
+        """Return the new columns by row number, from the parts of all ranks."""
         rows: dict[int, Row] = {}
         for file in sorted(self.folder.glob("rank_*.jsonl")):
             for line in file.read_bytes().split(b"\n"):
@@ -55,7 +55,7 @@ class JobFiles:
                     entry = json.loads(line)
                     rows[entry["row"]] = entry["columns"]
                 except (ValueError, TypeError, KeyError, RecursionError):
-                    continue  # the last line of a killed writer
+                    continue  # an incomplete last line, left by a killed process
         return rows
 
     def append(self, row: int, columns: Row) -> None:
@@ -64,12 +64,12 @@ class JobFiles:
         with naming(self._part), self._part.open("ab+") as stream:
             if stream.seek(0, 2):
                 stream.seek(-1, 2)
-                if stream.read(1) != b"\n":  # a killed writer's
+                if stream.read(1) != b"\n":  # left by a killed process
                     stream.write(b"\n")
             stream.write(line.encode())
 
     def is_done(self, *, overwrite: bool) -> bool:
-        """Whether this job's own output is there; a file that it did not write stops the run."""
+        """Return whether this job's output exists; another job's file is an error without `overwrite`."""
         if not self.output.exists():
             return False
         try:
@@ -87,7 +87,7 @@ class JobFiles:
         return False
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Write the output under a temporary name, then the record; rename; remove the parts."""
+        """Write the output under a temporary name, write the record, rename, and remove the parts."""
         with atomic_path(self.output) as temporary:
             if self.output.suffix == ".parquet":
                 write_parquet(rows, temporary)

@@ -1,6 +1,6 @@
-"""`python -m hone.trainer.main_eval key=value …`: score a file of responses.
+"""`python -m hone.trainer.main_eval key=value …` scores a file of responses.
 
-`--model DIR --bench NAME --data DIR` generates the responses to a benchmark first.
+`--model DIR --bench NAME --data DIR` first generates the responses to a benchmark.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hone.trainer.evaluation import Evaluation
 
 UNKNOWN = "–"
-"""An interval that the rows cannot give."""
+"""Printed for an undefined interval."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(
     config: EvaluationConfig, title: str = "scores", compute_score: Function | None = None
 ) -> Evaluation:
-    """Score as configured, or by the function given; show the table and write the configured files."""
+    """Score as configured, or with `compute_score`; print the table and write the configured files."""
     from hone.trainer.evaluation import evaluate
 
     output = config.output
@@ -91,7 +91,7 @@ def run(
 
 
 def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Generate and score each benchmark; the files go to `--out`."""
+    """Generate and score each benchmark, and write the files to `--out`."""
     from hone.tracking.lock import lock_folder
     from hone.trainer.benchmarks import RAW, benchmark_file, split_overrides
     from hone.trainer.main_generation import main as generate

@@ -1,4 +1,4 @@
-"""`python -m hone.trainer.main_generation key=value …`: responses for a file of prompts."""
+"""`python -m hone.trainer.main_generation key=value …` generates responses for a file of prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _with_search(words: list[str]) -> list[str]:
-    """`--search URL` as the key that it stands for."""
+    """Replace `--search URL` by the config key it abbreviates."""
     if "--search" not in words:
         return words
     at = words.index("--search")
@@ -47,7 +47,7 @@ def _with_search(words: list[str]) -> list[str]:
 
 
 def run(config: GenerationConfig) -> Path:
-    """Generate as configured, as this rank; the file that was written."""
+    """Generate this rank's rows as configured and return the output file."""
     ranks = Ranks.here()
     require_file(config.data.output_path, "data.output_path")
     with lock_target(config.data.output_path) if ranks.is_first else nullcontext():

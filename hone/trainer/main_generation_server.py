@@ -1,6 +1,6 @@
-"""`python -m hone.trainer.main_generation_server key=value …`: responses, with the keys of RL training.
+"""`python -m hone.trainer.main_generation_server key=value …` generates with the keys of RL training.
 
-verl generates so with the `ppo_trainer` tree and `+data.output_path`; here it is `hone generate` underneath.
+As in verl, it takes the `ppo_trainer` config and `+data.output_path`; it then runs `hone generate`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
-    """What the keys of RL training say about generation."""
+    """Convert the keys of RL training to those of generation."""
     policy, data = config.actor_rollout_ref, config.data
     own: dict[str, JsonValue | tuple[str, ...]] = {
         "path": data.train_files,
@@ -55,7 +55,7 @@ def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
 
 
 def _shared(cls: type[B], block: Block, **own: JsonValue | tuple[str, ...]) -> B:
-    """A block with the values of another where both have a key, and some of its own."""
+    """Build a config block from the keys that it shares with `block`, plus the `own` values."""
     names = [field.name for field in fields(cls) if field.name in block]
     return cls(**{name: block[name] for name in names} | own)
 

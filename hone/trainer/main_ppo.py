@@ -1,4 +1,4 @@
-"""`python -m hone.trainer.main_ppo key=value …`: RL training from the command line."""
+"""`python -m hone.trainer.main_ppo key=value …` runs RL training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(arguments: Sequence[str]) -> None:
-    """`hone train`: the same program, with starting values for what the command line leaves out."""
+    """Run `hone train`: the same program, with starting values for keys that are not set."""
     with progress("load libraries"):
         from hone.trainer.starting_values import MUST_BE_GIVEN, starting_values
 
@@ -58,13 +58,13 @@ def run(
     dry_run: bool = False,
     compute_score: Function | None = None,
 ) -> None:
-    """Train as configured, in this process or on Ray; `origins` say where values came from.
+    """Train as configured, in this process or on Ray; `origins` maps each key to its source.
 
-    `dry_run` stops before models load and prints what would run. `compute_score` scores in place of
-    the function that the configuration names.
+    `dry_run` prints what would run and stops before models load. `compute_score` replaces the score
+    function of the configuration.
     """
     start_again_under_nsys(config.global_profiler)
-    # The lock comes before imports and models, which take minutes; a dry run writes no folder.
+    # Locked before the imports and models, which take minutes; a dry run writes no folder.
     with nullcontext() if dry_run else lock_run(config.trainer.default_local_dir):
         with progress("load libraries"):
             from hone.trainer.ppo.preflight import prepare
@@ -81,7 +81,7 @@ def run(
 
 
 def __getattr__(name: str) -> Function:
-    """verl's names for a custom program; they load what this command does not need at once."""
+    """Resolve verl's names lazily: their imports are not needed to start this command."""
     if name not in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hone.trainer.ppo import verl_steps

@@ -1,6 +1,6 @@
-"""`python -m hone.trainer.main_sft key=value …`: supervised fine-tuning from the command line.
+"""`python -m hone.trainer.main_sft key=value …` runs supervised fine-tuning.
 
-One process, or as many as torchrun or `trainer.n_gpus_per_node` start.
+It runs in one process, or in those that torchrun or `trainer.n_gpus_per_node` starts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
-    """Train as configured, as this rank."""
+    """Train as configured, as one rank."""
     from hone.trainer.sft.order import refuse_uneven
 
     ranks = Ranks.here()
-    if ":" not in config.engine.strategy:  # the mesh of another engine is known when it is built
+    if ":" not in config.engine.strategy:  # a custom engine's mesh is known only after it is built
         refuse_uneven(config.data.train_batch_size, ranks.world_size)
     require_folder(config.trainer.default_local_dir, "trainer.default_local_dir")
-    # The first rank holds the folder for all: they live and die together.
+    # The first rank locks the folder for all ranks, since they start and end together.
     with lock_folder(config.trainer.default_local_dir) if ranks.is_first else nullcontext():
         from hone.trainer.sft.run import SFTRun
 

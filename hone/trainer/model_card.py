@@ -1,6 +1,6 @@
-"""The model card of an export: what was trained on what and how, its curves and its evaluation.
+"""Writes the model card of an export: model, data, training settings, curves and evaluation.
 
-Leaves out paths of the machine, and settings that may hold a secret.
+Local paths and settings that may hold a secret are not included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SECRET = re.compile(r"token|secret|passw|key_id|api_key|proxy|env_vars|^ray_kwa
 
 
 def write_card(folder: Path, checkpoint: Path, name: str) -> None:
-    """Write the card of the model in `folder`, which comes from a checkpoint of a run."""
+    """Write the card of the model in `folder`, exported from `checkpoint`."""
     run = next(
         (RunFolder(p) for p in checkpoint.parents[:3] if (p / "config.yaml").is_file()), None
     )
@@ -93,7 +93,7 @@ def _at(config: Row, key: str) -> JsonValue:
 
 
 def _without_folder(value: JsonValue) -> str:
-    """A value without the places of this machine in it: of a path, only its name."""
+    """Return a value with each path reduced to its name, so that no local folder is published."""
     if isinstance(value, list):
         return ", ".join(map(_without_folder, value)) or "[]"
     if isinstance(value, str) and ("/" in value or "\\" in value) and "://" not in value:

@@ -1,4 +1,4 @@
-"""`global_profiler.tool=nsys`: the program starts again under Nsight Systems, which records it."""
+"""Restarts the program under Nsight Systems for `global_profiler.tool=nsys`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hone.tracking.console import screen
 from hone.trainer.interrupt import is_program
 
 UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
-"""nsys sets it for the programs that it runs."""
+"""The variable that nsys sets for the programs it runs."""
 
 
 def start_again_under_nsys(config: GlobalProfilerConfig) -> None:
-    """Replace this process by itself under nsys, where steps are listed and nsys is there.
+    """Restart this process under nsys, if steps are listed and nsys is installed.
 
-    Only a program of the command line can be; the process of a caller is left alone.
+    Only a command-line program is restarted, never a process that calls `hone` from Python.
     """
     if config.tool != "nsys" or not config.steps or UNDER_NSYS in os.environ:
         return

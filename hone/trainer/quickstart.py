@@ -1,7 +1,7 @@
-"""`hone quickstart`: a policy made on the spot learns sums by GRPO, on this machine, in two minutes.
+"""`hone quickstart` trains a tiny new policy on sums with GRPO, on this machine, in two minutes.
 
-Nothing is downloaded. The base policy is taught the answer format by SFT with mostly wrong answers, so
-that it starts low; RL then finds the right ones by reward alone. Held-out sums appear in neither.
+Nothing is downloaded. SFT teaches the base policy the answer format with mostly wrong answers, so its
+initial score is low; RL then learns the right answers from rewards. Held-out sums appear in neither.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ACCURACY = f"val-core/{SOURCE}/acc/mean@1"
 HELD_OUT = 320
 LARGEST_A, LARGEST_B = 299, 9
 SHARE_RIGHT = 0.25
-"""Share of right answers in the SFT rows; the others are too large by `MISTAKE`."""
+"""Fraction of right answers in the SFT rows; the others are too large by `MISTAKE`."""
 MISTAKE = 10
-"""One carry too many. The last digit is never wrong, so SFT learns to add in spite of the mistakes."""
+"""One extra carry. The last digit is never wrong, so SFT learns to add despite the wrong answers."""
 SFT_STEPS, SFT_ROWS, SFT_LR = 500, 64, 2e-3
-"""RL can only correct a policy that adds. The loss was near its floor after 400 steps with every seed and CPU
-tried; the others are a margin."""
+"""RL can only correct a policy that adds. The SFT loss converged within 400 steps with every seed and CPU
+tried; the remaining steps are a margin."""
 WORDS = ("<answer>", "</answer>")
 CHARACTERS = "0123456789+="
 MARK = ".quickstart"
-"""Lies in every folder that this program made, and may therefore empty."""
+"""A marker file in folders that this program created, which it may therefore delete."""
 DATA = {"train": "train.jsonl", "test": "test.jsonl"}
 BASE, RUN, CURVE = "base", "run", "curve.png"
 NEXT = (
@@ -49,7 +49,7 @@ NEXT = (
     " actor_rollout_ref.model.path={base} trainer.total_training_steps=100"
     " trainer.default_local_dir={folder}-by-hand      # then with your own files and model",
 )
-"""What the summary proposes; the names stand for paths of this run."""
+"""The commands that the summary suggests, with placeholders for the run's paths."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class Sum:
 
 
 def split_problems(seed: int) -> tuple[list[Sum], list[Sum]]:
-    """All sums in a seeded order: (to learn from, held out)."""
+    """Shuffle all sums by seed and split them into (training, held out)."""
     problems = [Sum(a, b) for a in range(LARGEST_A + 1) for b in range(1, LARGEST_B + 1)]
     random.Random(seed).shuffle(problems)
     return problems[HELD_OUT:], problems[:HELD_OUT]
 
 
 def write_data(files: dict[str, Path], seed: int) -> None:
-    """The RL rows, training and held out, as jsonl."""
+    """Write the training and held-out RL rows as JSONL."""
     for (name, file), problems in zip(files.items(), split_problems(seed), strict=True):
         lines = [json.dumps(p.row(i, name)) for i, p in enumerate(problems)]
         atomic_write_text(file, "\n".join(lines) + "\n")
@@ -88,7 +88,7 @@ def write_data(files: dict[str, Path], seed: int) -> None:
 def _warm_up_rows(
     problems: Sequence[Sum], tokenizer: Tokenizer, seed: int
 ) -> Iterator[dict[str, list[int]]]:
-    """SFT rows: the right format, mostly the wrong sum."""
+    """Yield SFT rows with the right format and mostly wrong sums."""
     generator = random.Random(seed)
     for problem in problems:
         for _ in range(8):
@@ -105,7 +105,7 @@ def _warm_up_rows(
 
 
 def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
-    """A fresh decoder of half a million parameters that knows the format, and adds with a mistake."""
+    """Train a new 0.5M-parameter decoder that knows the format and mostly adds wrongly."""
     import torch
 
     from hone.controller.threads import fix_threads
@@ -151,7 +151,7 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
 
 
 def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list[str]:
-    """The RL run, as it would be typed."""
+    """Return the command-line overrides of the RL run."""
     return [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={files['train']}",
@@ -178,17 +178,17 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
 
 
 def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
-    """Build, train, compare. Nothing is written before the whole configuration is checked."""
+    """Build, train and compare; nothing is written before the configuration is checked."""
     folder = Path(out) / f"seed-{seed}"
     with progress("load libraries"):
-        import hone.trainer.sft.trainer  # noqa: F401 (torch and transformers: seconds)
+        import hone.trainer.sft.trainer  # noqa: F401 (importing torch and transformers takes seconds)
         from hone.trainer.main_ppo import run as train
         from hone.trainer.ppo.plan import Plan
         from hone.trainer.threads import resolve_threads
 
     files, model = {name: folder / file for name, file in DATA.items()}, folder / BASE
     config = load_config([*overrides(files, model, folder / RUN, seed), *extra])
-    Plan.of(config)  # refuses an estimator by a wrong name
+    Plan.of(config)  # raises for an unknown estimator
     with lock_target(folder):
         make_room(folder)
         screen().line(
@@ -206,15 +206,15 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
 
 
 def make_room(folder: Path) -> None:
-    """Make an empty folder; one with other files in it is kept under another name."""
+    """Create an empty folder; an existing folder with other files is renamed."""
     ours = {MARK, *DATA.values(), BASE, RUN, CURVE}
     if folder.is_dir() and (folder / MARK).is_file() and {p.name for p in folder.iterdir()} <= ours:
         shutil.rmtree(folder)
     elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         names = (folder.with_name(f"{folder.name}.earlier-{n}") for n in count(1))
-        aside = next(name for name in names if not name.exists())
-        folder.rename(aside)
-        screen().line(f"{folder} holds what quickstart did not make; kept as {aside}")
+        new_name = next(name for name in names if not name.exists())
+        folder.rename(new_name)
+        screen().line(f"{folder} holds what quickstart did not make; kept as {new_name}")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
 
@@ -222,7 +222,7 @@ def make_room(folder: Path) -> None:
 def summarise(
     folder: Path, run: Path, config: PPOTrainerConfig, *, warm_up_s: float, train_s: float
 ) -> None:
-    """The before/after table, three answers, the curve, and what to do next."""
+    """Print the before/after table, three answers, the curve and the next commands."""
     from rich.table import Table
 
     from hone.tracking.curve import draw_curve
@@ -246,14 +246,14 @@ def summarise(
 
 
 def proposals(folder: Path) -> list[str]:
-    """The commands of `NEXT`, as they can be typed after a run in `folder`."""
+    """Return the commands of `NEXT` with the paths of a run in `folder`."""
     names = {name: folder / file for name, file in DATA.items()} | {BASE: folder / BASE}
     paths = {name: shlex.quote(str(path)) for name, path in (names | {"folder": folder}).items()}
     return [command.format(**paths) for command in NEXT]
 
 
 def sample_answers(run: Path, first: int, last: int, count: int = 3) -> list[tuple[str, str, str]]:
-    """The same held-out prompts at two steps: the first of those whose score rose most."""
+    """Return held-out prompts with their answers at two steps, those with the largest score gain first."""
     import pyarrow.parquet as pq
 
     columns = ["prompt_text", "response_text", "score"]

@@ -1,7 +1,7 @@
-"""The ranks of one program: torchrun starts them, or `launch` where the user only set `n_gpus_per_node`.
+"""Starts the ranks of a program with `launch`, for users who set `n_gpus_per_node` without torchrun.
 
-The ranks of `launch` meet through a file that this user alone can read, bind their sockets to loopback, and
-die with their launcher. Leaves out several machines (torchrun) and sharding the model (the engine).
+Ranks of `launch` rendezvous through a file that only this user can read, bind their sockets to loopback, and
+exit with their launcher. Several machines need torchrun; the engine shards the model.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from hone.trainer.interrupt import SIGNALS, answer_to_launcher, exit_code
 
 LAUNCHER_PID = "HONE_LAUNCHER_PID"
 GRACE_S = 3.0
-"""Time for the other ranks to end by themselves after one has failed."""
+"""Time for the other ranks to exit after one has failed, before they are killed."""
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
 class LaunchError(ValueError):
-    """The ranks that run are not those that the configuration asks for, or one failed."""
+    """Raised when the running ranks do not match the configuration, or a rank failed."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers."""
+    """The rank of this process and the world size."""
 
     rank: int = 0
     world_size: int = 1
@@ -47,7 +47,7 @@ class Ranks:
 
     @staticmethod
     def here() -> Ranks:
-        """As the launcher set them in the environment; one rank without a launcher."""
+        """Read the launcher's environment variables; without a launcher there is one rank."""
         get = os.environ.get
         world_size = int(get("WORLD_SIZE", 1))
         local = int(get("LOCAL_RANK", 0)), int(get("LOCAL_WORLD_SIZE", world_size))
@@ -58,7 +58,7 @@ class Ranks:
         return self.rank == 0
 
     def join(self) -> None:
-        """Make the process group of `wait_for_all`; a sharded engine makes its own."""
+        """Initialize the process group of `wait_for_all`; a sharded engine initializes its own."""
         if self.world_size > 1:
             import torch
 
@@ -81,7 +81,7 @@ class Ranks:
 
 
 def sum_over_ranks(*values: float) -> list[float]:
-    """Each value summed over the ranks of the process group, if there is one."""
+    """Sum each value over the ranks of the process group, if there is one."""
     import torch
     import torch.distributed as dist
 
@@ -93,7 +93,7 @@ def sum_over_ranks(*values: float) -> list[float]:
 
 
 def must_launch(world_size: int, nnodes: int, module: str) -> bool:
-    """Whether this process has to start the ranks itself; an error where it cannot."""
+    """Return whether this process must launch the ranks; raise an error if it cannot."""
     if "WORLD_SIZE" in os.environ:
         running = Ranks.here().world_size
         if world_size not in (1, running):
@@ -112,7 +112,7 @@ def must_launch(world_size: int, nnodes: int, module: str) -> bool:
 
 
 def launch(count: int, module: str, arguments: Sequence[str]) -> None:
-    """Run `python -m module arguments` as `count` ranks of this machine, until all end."""
+    """Run `python -m module arguments` as `count` ranks on this machine and wait for all of them."""
     with tempfile.TemporaryDirectory(prefix="hone-ranks-") as folder:
         places = [_environment(rank, count, Path(folder) / "store") for rank in range(count)]
         ranks = _Processes()
@@ -125,7 +125,7 @@ def launch(count: int, module: str, arguments: Sequence[str]) -> None:
 
 
 def run_alone(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Run Python with these arguments; its exit code, and whether a signal came."""
+    """Run Python with these arguments; return its exit code and whether a signal arrived."""
     process = _Processes()
     environment = dict(os.environ) | {LAUNCHER_PID: str(os.getpid())}
     (code,) = process.run([sys.executable, *arguments], [environment]).values()
@@ -133,20 +133,20 @@ def run_alone(arguments: Sequence[str]) -> tuple[int, bool]:
 
 
 def die_with_launcher() -> None:
-    """In a rank: end when the launcher ends, also where it has ended already."""
-    launcher = os.environ.pop(LAUNCHER_PID, None)  # not for the programs that a rank starts itself
+    """Make this rank exit when its launcher exits, even if the launcher is already gone."""
+    launcher = os.environ.pop(LAUNCHER_PID, None)  # child processes must not inherit it
     if launcher is None:
         return
     answer_to_launcher()
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before the line above
+    if os.getppid() != int(launcher):  # it exited before the line above
         os._exit(exit_code(signal.SIGKILL))
 
 
 def _environment(rank: int, count: int, store: Path) -> dict[str, str]:
-    place = {
+    rank_variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -158,11 +158,11 @@ def _environment(rank: int, count: int, store: Path) -> dict[str, str]:
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             defaults |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    return defaults | dict(os.environ) | place
+    return defaults | dict(os.environ) | rank_variables
 
 
 class _Processes:
-    """Processes of one command, and what ended them."""
+    """The processes of one command, the first that failed, and the signal that stopped them."""
 
     def __init__(self) -> None:
         self.stopped_by: int | None = None
@@ -171,7 +171,7 @@ class _Processes:
         self._ended: queue.Queue[int] = queue.Queue()
 
     def run(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> dict[int, int]:
-        """The exit code of each, when all have ended."""
+        """Run the processes until all exit, and return the exit code of each."""
         try:
             with self._forwarding_signals():
                 for rank, environment in enumerate(environments):
@@ -187,7 +187,7 @@ class _Processes:
         self._ended.put(rank)
 
     def _wait(self) -> dict[int, int]:
-        """When one fails the others have `GRACE_S` to report what they know."""
+        """Wait for all processes; when one fails, the others have `GRACE_S` to report errors."""
         codes: dict[int, int] = {}
         deadline: float | None = None
         while len(codes) < len(self._processes):
@@ -212,7 +212,7 @@ class _Processes:
 
     @contextmanager
     def _forwarding_signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM asks every process to stop; the second kills them."""
+        """Forward the first Ctrl-C or SIGTERM to every process; kill them on the second."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

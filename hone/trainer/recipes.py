@@ -1,6 +1,6 @@
-"""`hone recipes`: the recipes and examples that come with the package, listed and copied.
+"""`hone recipes` lists and copies the recipes and examples of the package.
 
-In a clone they lie beside the package, in an installed wheel inside it (setup.py puts them there).
+In a clone they are next to the package; in a wheel they are inside it (see setup.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EXAMPLES_TITLE = "Plug-ins of your own: a reward manager, an agent loop, data p
 
 
 def shipped_folder() -> Path:
-    """The folder that holds `recipes` and `examples`."""
+    """Return the folder that holds `recipes` and `examples`."""
     package = Path(hone.__file__).resolve().parent
     if (package / SHIPPED).is_dir():
         return package / SHIPPED
@@ -29,14 +29,14 @@ def shipped_folder() -> Path:
 
 
 def recipes() -> dict[str, Path]:
-    """Folder by name."""
+    """Return the recipe folders by name."""
     root = shipped_folder()
     folders = {p.parent.name: p.parent for p in sorted((root / "recipes").glob("*/README.md"))}
     return folders | {EXAMPLES: root / EXAMPLES}
 
 
 def listing() -> list[str]:
-    """One line per recipe: its name, and the title of its README."""
+    """Return one line per recipe: its name and the title of its README."""
     titles = {}
     for name, folder in recipes().items():
         readme = folder / "README.md"
@@ -47,7 +47,7 @@ def listing() -> list[str]:
 
 
 def copy_recipe(name: str, out: str | None = None) -> Path:
-    """Copy a recipe to `out`, or to `recipes/NAME`, where its own commands look for it; the folder."""
+    """Copy a recipe to `out`, by default `recipes/NAME` as in its commands, and return the folder."""
     folders = recipes()
     if name not in folders:
         hint = did_you_mean(nearest(name, folders))

@@ -1,7 +1,7 @@
-"""The values of `hone train` where the command line says nothing: they learn at the size at hand.
+"""Chooses defaults of `hone train` that suit the model size, the data and the device.
 
-`python -m hone.trainer.main_ppo` keeps verl's defaults. A config of the user's own (`--config-name`) is
-taken as it is.
+`python -m hone.trainer.main_ppo` keeps verl's defaults, and a user's YAML (`--config-name`) is not
+changed.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ RESPONSES_PER_PROMPT = 8
 PROMPTS_PER_STEP = {"cuda": 128, "cpu": 16}
 RESPONSE_TOKENS = {"cuda": 1024, "cpu": 128}
 LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
-"""(parameters or more, learning rate): smaller models take larger steps."""
+"""(minimum number of parameters, learning rate); smaller models use larger rates."""
 
 
 def starting_values(settings: Settings) -> list[Setting]:
-    """Settings for keys that are not in `settings`, the user's own by dotted key."""
+    """Return settings for keys that are not in `settings`, the user's settings by dotted key."""
     device = "cuda" if uses_gpu(settings.get("trainer.device", "auto")) else "cpu"
     model = model_facts(settings.get("actor_rollout_ref.model.path"))
     values: Row = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
-    # One response per prompt is enough for an estimator that compares no groups.
+    # An estimator that does not compare groups needs only one response per prompt.
     if _compares_groups(settings.get("algorithm.adv_estimator", "grpo")):
         values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
     files = settings.get("data.train_files")
     rows = _count_rows([files] if isinstance(files, str) else list(files or ()))
-    # A power of two that the data can fill.
+    # A power of two, no larger than the data set.
     batch = 2 ** int(math.log2(max(1, min(PROMPTS_PER_STEP[device], rows))))
     values["data.train_batch_size"] = batch
     values[f"{ACTOR}.ppo_mini_batch_size"] = settings.get("data.train_batch_size", batch)
@@ -56,12 +56,12 @@ def starting_values(settings: Settings) -> list[Setting]:
 def _compares_groups(estimator: JsonValue) -> bool:
     try:
         return groups_of(str(estimator)) != "ignored"
-    except PluginError:  # a wrong name is refused later
+    except PluginError:  # an unknown name is reported later
         return True
 
 
 def _count_rows(files: Sequence[str]) -> int:
-    """How many rows the files hold; the loader refuses what cannot be counted."""
+    """Count the rows of the files; the loader reports files that cannot be read."""
     import pyarrow.lib
     import pyarrow.parquet as pq
 
@@ -80,7 +80,7 @@ def _count_rows(files: Sequence[str]) -> int:
 
 
 def _lengths(settings: Settings, device: str, positions: int | None) -> dict[str, int]:
-    """Responses by device; prompt and response together within the model's positions."""
+    """Return lengths by device, so that prompt and response fit the model's positions."""
     prompt, response = settings.get("data.max_prompt_length"), RESPONSE_TOKENS[device]
     if positions:
         response = min(response, positions - prompt if prompt else positions // 2)

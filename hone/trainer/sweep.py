@@ -1,6 +1,6 @@
-"""`-m key=a,b`: the same program once per value, one after another, with a table at the end.
+"""Runs a program once per combination of `-m key=a,b`, sequentially, and prints a table of results.
 
-Every combination is composed before the first run starts. A run that fails does not stop the others.
+All combinations are checked before the first run starts. A failed run does not stop the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OUTPUTS = {
     "generation": ("data.output_path",),
     "evaluation": ("output.json_path", "output.plot_path", "output.scores_path"),
 }
-"""What the runs of a sweep must not share, by tree."""
+"""The output paths, by config, that must differ between the runs of a sweep."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Run:
     overrides: list[str]
     outputs: dict[str, str]
     code: int | None = None
-    """Exit code; None where it was not started."""
+    """The exit code; None if the run was not started."""
 
 
 def start(
@@ -45,14 +45,14 @@ def start(
     tree: str,
     command: Sequence[str],
 ) -> int | None:
-    """Run a program once, or as the sweep that its arguments ask for; `command` starts it anew."""
+    """Run a program once, or as a sweep if its arguments have `-m`; `command` starts each run."""
     if not any(flag in arguments for flag in FLAGS):
         return main(arguments)
     return sweep([word for word in arguments if word not in FLAGS], tree, command)
 
 
 def sweep(arguments: Sequence[str], tree: str, command: Sequence[str]) -> int:
-    """Run every combination; the exit code of the first that failed, or 0."""
+    """Run every combination; return the exit code of the first failed run, or 0."""
     from hone.tracking.console import screen
 
     shared, runs = combinations(arguments, tree)
@@ -69,9 +69,9 @@ def sweep(arguments: Sequence[str], tree: str, command: Sequence[str]) -> int:
 
 
 def combinations(arguments: Sequence[str], tree: str) -> tuple[list[str], list[Run]]:
-    """The words that all runs share, and the runs, each composed."""
+    """Return the arguments that all runs share, and the runs."""
     shared: list[str] = []
-    swept: list[list[str]] = []
+    choices: list[list[str]] = []
     for word in arguments:
         parsed = parse_override(word) if "=" in word and not word.startswith("-") else None
         if parsed is None or not parsed.is_sweep_override():
@@ -79,13 +79,13 @@ def combinations(arguments: Sequence[str], tree: str) -> tuple[list[str], list[R
         else:
             sign = word[: len(word) - len(word.lstrip("+~"))]
             key = f"{sign}{parsed.get_key_element().lstrip('+~')}"
-            swept.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
-    runs = [Run(list(values), {}) for values in itertools.product(*swept)]
+            choices.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
+    runs = [Run(list(values), {}) for values in itertools.product(*choices)]
     outputs = [_outputs(shared, run.overrides, tree) for run in runs]
-    for run, mine in zip(runs, outputs, strict=True):
-        if sum(mine == other for other in outputs) > 1:  # a run needs a place of its own
-            mine = {key: _apart(path, run.overrides) for key, path in mine.items()}
-        run.outputs = mine
+    for run, run_outputs in zip(runs, outputs, strict=True):
+        if sum(run_outputs == other for other in outputs) > 1:  # each run needs its own output path
+            run_outputs = {key: _apart(path, run.overrides) for key, path in run_outputs.items()}
+        run.outputs = run_outputs
     return shared, runs
 
 
@@ -100,7 +100,7 @@ def _outputs(shared: Sequence[str], overrides: Sequence[str], tree: str) -> dict
 
 
 def _apart(path: str, overrides: Sequence[str]) -> str:
-    """The path with the values of a run in its name: below a folder, before the suffix of a file."""
+    """Add the values of a run to a path: as a subfolder, or before the suffix of a file."""
     pairs = [text.lstrip("+").partition("=")[::2] for text in overrides]
     names = [key.rpartition(".")[2] for key, _ in pairs]
     keys = [
@@ -120,20 +120,20 @@ def _show(runs: Sequence[Run]) -> None:
     from hone.tracking.console import screen
 
     results = [_results(run) for run in runs]
-    names = list(dict.fromkeys(name for of_run in results for name in of_run))
+    names = list(dict.fromkeys(name for run_results in results for name in run_results))
     table = Table(title=f"{len(runs)} runs")
     for column in ("run", "values", "exit code", *names, "written to"):
         table.add_column(column, overflow="fold")
-    for number, (run, of_run) in enumerate(zip(runs, results, strict=True), start=1):
+    for number, (run, run_results) in enumerate(zip(runs, results, strict=True), start=1):
         code = "not started" if run.code is None else str(run.code)
-        cells = [show_value(of_run[name]) if name in of_run else "" for name in names]
+        cells = [show_value(run_results[name]) if name in run_results else "" for name in names]
         files = "\n".join(run.outputs.values())
         table.add_row(str(number), "\n".join(run.overrides), code, *cells, files)
     screen().say(table)
 
 
 def _results(run: Run) -> dict[str, float]:
-    """The last step of a run, and its last validation, or the score or loss of that step."""
+    """Return the last step of a run with its last validation metrics, or its score or loss."""
     from hone.tracking.metrics_file import MetricsFile
 
     folder = run.outputs.get("trainer.default_local_dir")

@@ -1,4 +1,4 @@
-"""How the verbs of `hone` are declared, and those of `hone data`."""
+"""Declares subcommands of `hone`, and those of `hone data`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Options: TypeAlias = argparse.Namespace
 def add_verb(
     verbs: Verbs, name: str, run: Callable[[Options, list[str]], int | None], text: str
 ) -> Parser:
-    """Add a verb; `run` gets its options and the words that no option took."""
+    """Add a subcommand; `run` receives its options and the remaining arguments."""
     added = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
     added.set_defaults(run=run)
     return added
 
 
 def say(text: str) -> None:
-    """Print a line of a verb's answer."""
+    """Print a line of a subcommand's output."""
     from hone.tracking.console import screen
 
     screen().line(text.rstrip("\n"))
 
 
 def add_data_verbs(verbs: Verbs) -> None:
-    """Declare the verbs of `hone data`."""
+    """Declare the subcommands of `hone data`."""
     data = verbs.add_parser("data", help="prepare or check data files")
     of_data = data.add_subparsers(dest="what", metavar="VERB", required=True)
     text = "write a data set's parquet files"
@@ -45,7 +45,7 @@ def add_data_verbs(verbs: Verbs) -> None:
         epilog="`hone data prepare NAME --help` shows the options of a data set: --local_dir, "
         "--source_dir, --hub and its own.",
         usage="hone data prepare [NAME] [options of the data set]",
-        add_help=False,  # a data set has a help of its own
+        add_help=False,  # each data set prints its own help
         allow_abbrev=False,
     )
     prepare.set_defaults(run=_data_prepare, takes_more=True, own_parser=prepare)
@@ -100,7 +100,7 @@ def _data_prepare(options: Options, rest: list[str]) -> None:
 
 
 def _rendering(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
-    """The tokenizer and the data settings that a verb's options name."""
+    """Return the tokenizer and the data settings of a subcommand's options."""
     from dataclasses import replace
 
     from hone.config.data import DataConfig

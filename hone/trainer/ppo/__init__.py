@@ -1,1 +1,1 @@
-"""The RL loop, a list of verbs, and what surrounds it."""
+"""The RL training loop and its parts."""

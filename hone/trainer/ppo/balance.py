@@ -1,7 +1,7 @@
-"""Which rank computes which rows: each gets its part of every mini-batch, balanced by length if configured.
+"""Assigns rows to ranks: each gets its part of every mini-batch, balanced by length if configured.
 
-Mini-batches are drawn over the rows' numbers, written here before rows move, so the updates are those of
-one rank.
+Mini-batches are drawn by row number, written here before rows are reordered, so the updates are the same
+as with one rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hone.protocol import DataProto
 
 
 def refuse_uneven(config: PPOTrainerConfig, ranks: int) -> None:
-    """Checked again once the engine says how many data-parallel ranks its processes are."""
+    """Raise an error for uneven mini-batches, now that the number of data-parallel ranks is known."""
     if problems := list(uneven_batches(config, ranks)):
         raise ConfigError(problems)
 
@@ -27,7 +27,7 @@ def refuse_uneven(config: PPOTrainerConfig, ranks: int) -> None:
 def balance(
     batch: DataProto, *, ranks: int, rows_per_update: Sequence[int], by_length: bool
 ) -> tuple[DataProto, dict[str, float]]:
-    """Reorder so that rank r's contiguous share holds its part of every role's mini-batches."""
+    """Reorder rows so that each rank's contiguous part holds its part of every role's mini-batches."""
     write(batch, "step_row", torch.arange(len(batch)))
     lengths = batch.batch["attention_mask"].sum(1)
     if ranks == 1 or len(batch) % ranks:
@@ -40,8 +40,8 @@ def balance(
             share += rows[part].tolist()
     order = [row for share in shares for row in share]
     even = len(batch) // ranks
-    plain = [range(i * even, (i + 1) * even) for i in range(ranks)]
-    before, after = ([float(lengths[list(s)].sum()) for s in parts] for parts in (plain, shares))
+    equal = [range(i * even, (i + 1) * even) for i in range(ranks)]
+    before, after = ([float(lengths[list(s)].sum()) for s in parts] for parts in (equal, shares))
     metrics = {
         "global_seqlen/min": min(before),
         "global_seqlen/max": max(before),

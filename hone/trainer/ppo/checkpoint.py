@@ -1,7 +1,7 @@
-"""Checkpoints of a run: written under a temporary name, sealed with a manifest, renamed.
+"""Writes checkpoints under a temporary name, adds a manifest, and renames them.
 
-A folder without a matching manifest is not a checkpoint: it is skipped with a warning and the one
-before it is used. Where none is sound the run stops: starting anew is the user's decision.
+A folder without a matching manifest is skipped with a warning, and the previous checkpoint is used. If
+none is valid, the run stops: only the user may decide to start over.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ PPO_KEYS = (
 )
 SFT_KEYS = ("optim", "data.train_batch_size", "data.max_length", "data.truncation", "trainer.seed")
 _DERIVED = ("total_training_steps", "input_tokenizer")
-"""Keys that follow from the length of the run, which a resumed one may change, and from the model."""
+"""Keys derived from the length of the run, which a resumed run may change, and from the model."""
 
 
 class CheckpointError(RuntimeError):
-    """No usable checkpoint where one was asked for, or one that could not be written."""
+    """Raised when a requested checkpoint cannot be used, or one cannot be written."""
 
 
 class NoSoundCheckpoint(CheckpointError):
-    """There are checkpoints, and none can be resumed; the user decides."""
+    """Raised when checkpoints exist but none can be resumed; the user must decide."""
 
     changes_nothing = True
 
 
 @contextmanager
 def writing(run: RunFolder, step: int) -> Iterator[Path]:
-    """A folder to fill; on success it becomes `global_step_N` and the latest.
+    """Yield a folder to write to; on success it is renamed to `global_step_N` and becomes the latest.
 
-    All of it, and the metrics up to it, are on the disk before it gets that name.
+    Its files and the metrics up to it are flushed to disk before the rename.
     """
     final, temporary = run.checkpoint(step), unfinished(run, step)
     require_lock(run.path)
@@ -80,7 +80,7 @@ def writing(run: RunFolder, step: int) -> Iterator[Path]:
         require_lock(run.path)
         _remove(final)
         rename_folder(temporary, final)
-    except BaseException as error:  # torch's own checkpoint errors are no Exception
+    except BaseException as error:  # torch's checkpoint errors do not derive from Exception
         shutil.rmtree(temporary, ignore_errors=True)
         number = storage_failure(error)
         if number is None:
@@ -90,7 +90,7 @@ def writing(run: RunFolder, step: int) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint, or the link to one; a kill midway leaves nothing that looks whole."""
+    """Delete a checkpoint or the link to one; an interrupted deletion leaves no valid checkpoint."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -99,31 +99,31 @@ def _remove(folder: Path) -> None:
 
 
 def unfinished(run: RunFolder, step: int) -> Path:
-    """The folder that `writing` hands out, for ranks that help to fill it."""
+    """Return the folder that `writing` yields, for the other ranks that write to it."""
     final = run.checkpoint(step)
     return final.with_name(f".{final.name}{_UNFINISHED}")
 
 
 def begin(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Where a run resumes (`resume_source`); everything later in its folder is put out of the way.
+    """Return where a run resumes (`resume_source`), and move everything later out of the way.
 
-    Later checkpoints are saved as `global_step_N.earlier`; what was logged after that step is forgotten.
+    Later checkpoints are renamed to `global_step_N.earlier`; metrics logged after that step are dropped.
     """
     source = resume_source(run, mode, path)
-    for folder in run.path.glob(f".global_step_*{_UNFINISHED}"):  # of a killed process
+    for folder in run.path.glob(f".global_step_*{_UNFINISHED}"):  # left by a killed process
         shutil.rmtree(folder, ignore_errors=True)
     for number, folder in run.checkpoints():
         if source is None or number > source[0]:
-            aside = folder.with_name(f"{folder.name}.earlier")
-            _remove(aside)
-            folder.rename(aside)
-            log.warning("%s is not what this run continues from; kept as %s", folder, aside.name)
+            new_path = folder.with_name(f"{folder.name}.earlier")
+            _remove(new_path)
+            folder.rename(new_path)
+            log.warning("%s is not what this run continues from; kept as %s", folder, new_path.name)
     run.cut_back(-1 if source is None else source[0])
     return source
 
 
 def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Step and folder that `trainer.resume_mode` and `resume_from_path` lead to; None starts anew."""
+    """Return step and folder given by `trainer.resume_mode` and `resume_from_path`; None starts a new run."""
     if mode == "disable":
         return None
     if mode != "auto":
@@ -144,7 +144,7 @@ def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pat
 
 
 def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
-    """The latest checkpoint whose files are all there and whole."""
+    """Return the latest checkpoint whose files all match its manifest."""
     for step, folder in reversed(run.checkpoints()):
         problem = damage(folder)
         if problem is None:
@@ -154,7 +154,7 @@ def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
 
 
 def named(path: str | None) -> tuple[int, Path]:
-    """Step and folder of `trainer.resume_from_path`, which must exist."""
+    """Return step and folder of `trainer.resume_from_path`, which must exist."""
     folder = Path(path or "").expanduser()
     number = re.fullmatch(r"global_step_(\d+)", folder.name)
     if number is None:
@@ -169,7 +169,7 @@ def named(path: str | None) -> tuple[int, Path]:
 
 
 def tell_resumed(folder: Path, step: int, total_steps: int | None) -> None:
-    """Print where a run resumes, or that no step is left; None: it takes no steps."""
+    """Print where a run resumes, or that no step is left; None means that it takes no steps."""
     if total_steps is not None and step >= total_steps:
         screen().line(
             f"already at step {step} of {total_steps}: nothing to do ({folder}); a larger "
@@ -182,7 +182,7 @@ def tell_resumed(folder: Path, step: int, total_steps: int | None) -> None:
 
 
 def tell_result(run: RunFolder, step: int) -> None:
-    """Print where the results of a run lie, and how to look at them."""
+    """Print the location of a run's results and the commands that show them."""
     folder = run.checkpoint(step)
     saved = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
     screen().line(f"done at step {step}: {saved}; the run's metrics and config are in {run.path}")
@@ -190,14 +190,14 @@ def tell_result(run: RunFolder, step: int) -> None:
 
 
 def prune(run: RunFolder, keep: int | None) -> None:
-    """Delete the oldest checkpoints beyond `keep`, also those of earlier processes.
+    """Delete the oldest checkpoints beyond `keep`, including those of earlier processes.
 
-    A link to a checkpoint elsewhere is left alone, and so is what it leads to.
+    Links to checkpoints elsewhere, and their targets, are not deleted.
     """
     if keep is None or keep < 1:
         return
-    own = [folder for _, folder in run.checkpoints() if not folder.is_symlink()]
-    for folder in own[:-keep]:
+    folders = [folder for _, folder in run.checkpoints() if not folder.is_symlink()]
+    for folder in folders[:-keep]:
         _remove(folder)
 
 
@@ -206,7 +206,7 @@ def write_state(folder: Path, state: Settings) -> None:
 
 
 def read_state(folder: Path, *keys: str) -> Settings:
-    """What `write_state` wrote; it has these keys."""
+    """Read the state that `write_state` wrote, which must have these keys."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if isinstance(state, dict) and state.keys() >= set(keys):
@@ -218,7 +218,7 @@ def read_state(folder: Path, *keys: str) -> Settings:
 
 
 def _plain(value: T) -> JsonValue:
-    """The rows of a data generator may hold numpy values."""
+    """Convert NumPy values, which rows of a data generator may hold."""
     if hasattr(value, "tolist"):
         values: JsonValue = value.tolist()
         return values
@@ -229,9 +229,9 @@ def _plain(value: T) -> JsonValue:
 
 
 def changed_settings(before: Settings, now: Settings, keys: tuple[str, ...]) -> list[str]:
-    """`key=value, before value` for each setting below `keys` that a resumed run changes, a few at most.
+    """Return `key=value, before value` for the first few settings below `keys` that a resumed run changes.
 
-    `keys` are those that decide what is computed.
+    `keys` are the settings that affect what is computed.
     """
     old, new = dict(_leaves(before)), dict(_leaves(now))
     below = tuple(f"{key}." for key in keys)
@@ -257,13 +257,13 @@ def _leaves(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]
 
 
 def _lists(value: JsonValue) -> JsonValue:
-    """YAML has lists where a config has tuples."""
+    """Convert tuples to lists, as YAML does."""
     return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _not_saved(run: RunFolder, step: int, number: int) -> str:
     saved = run.checkpoints()
-    left = f"{saved[-1][1].name} is untouched" if saved else "there is no earlier checkpoint"
+    state = f"{saved[-1][1].name} is untouched" if saved else "there is no earlier checkpoint"
     advice = remedy(number).capitalize()
     if number in (errno.ENOSPC, errno.EDQUOT):
         advice += (
@@ -271,6 +271,6 @@ def _not_saved(run: RunFolder, step: int, number: int) -> str:
             "leave hf_model out of checkpoint.save_contents,"
         )
     return (
-        f"{reason(number)}: step {step} could not be saved in {run.path}; {left}. {advice} and start "
+        f"{reason(number)}: step {step} could not be saved in {run.path}; {state}. {advice} and start "
         "the same command again: it resumes"
     )

@@ -1,4 +1,4 @@
-"""Filling a batch: which groups are worth an update, and generating more in place of the others."""
+"""Fills a batch with informative groups, and generates more prompts to replace the others."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hone.trainer.ppo.scoring import has_extra, numbers_of
 from hone.trainer.ppo.source import TrajectorySource
 
 _CHUNKS = 4
-"""Parts of a round that are scored while the others are still decoded."""
+"""Parts per round; each is scored while the others are still generated."""
 
 
 class NotEnoughSignal(RuntimeError):
-    """Generation rounds ran out before the batch was full."""
+    """Raised when the limit of generation rounds is reached before the batch is full."""
 
 
 @dataclass
 class _Round:
-    """One draw of prompts: the numbers of its groups, and the loader's state after it."""
+    """One batch of prompts: the numbers of its groups, and the loader's state after it."""
 
     numbers: range
     loader_state: LoaderState
@@ -38,7 +38,7 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Group:
-    """One scored group: where its rows lie, its values of the metric, and whether it is trained on."""
+    """One scored group: the position of its rows, its metric values, and whether it is informative."""
 
     chunk: int
     rows: torch.Tensor
@@ -47,11 +47,11 @@ class _Group:
 
 
 class DynamicSampling:
-    """Rounds of prompts until enough groups have signal; the next one starts while the last goes on.
+    """Generates overlapping rounds of prompts until enough groups are informative.
 
-    The batch is the first informative groups in the order of submission: a group counts when all before
-    it are scored. Rounds that turn out not to be needed are aborted, and the loader stands where rounds
-    one after the other would have left it. (`filter_groups.order=finish` takes those that end first.)
+    The batch is the first informative groups in submission order: a group is accepted when all before it
+    are scored. Unneeded rounds are aborted, and the loader is reset to the state that sequential rounds
+    would have left. (`filter_groups.order=finish` accepts groups in the order in which they finish.)
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class DynamicSampling:
         self._needed = config.data.train_batch_size
 
     def collect(self) -> DataProto:
-        """Scored groups for one step."""
+        """Return the scored groups of one step."""
         self._rounds: list[_Round] = []
         self._chunks: list[DataProto] = []
-        self._groups: dict[int, _Group] = {}  # by number, in the order of scoring
+        self._groups: dict[int, _Group] = {}  # by number, in scoring order
         reported = 0
         while (accepted := self._accepted()) is None:
             while self._needs_a_round():
@@ -93,13 +93,13 @@ class DynamicSampling:
         return batch
 
     def _needs_a_round(self) -> bool:
-        """Whether another round is needed, or likely to be and there is room beside those running."""
+        """Return whether another round is needed, or is likely needed and there is capacity for it."""
         running = [r for r in self._rounds if not self._is_over(r)]
         if not running:
             return True
-        together = self._filters.max_inflight_gen_batches if self._source.decodes_beside else 1
+        max_rounds = self._filters.max_inflight_gen_batches if self._source.decodes_beside else 1
         limit = self._filters.max_num_gen_batches
-        if len(running) >= together or 0 < limit <= len(self._rounds):
+        if len(running) >= max_rounds or 0 < limit <= len(self._rounds):
             return False
         informative = sum(group.informative for group in self._groups.values())
         unscored = sum(len(r.numbers) for r in self._rounds) - len(self._groups)
@@ -107,7 +107,7 @@ class DynamicSampling:
         return informative + rate * unscored < self._needed
 
     def _chunk_size(self) -> int | None:
-        """Groups to wait for: a part of a round, so that the next one can start before its end."""
+        """Return how many groups to wait for: part of a round, so that the next can start before its end."""
         if not self._source.decodes_beside:
             return None
         return max(1, len(self._rounds[0].numbers) // _CHUNKS)
@@ -119,15 +119,15 @@ class DynamicSampling:
         rows: dict[str, list[int]] = {}
         for row, uid in enumerate(batch.non_tensor_batch["uid"]):
             rows.setdefault(uid, []).append(row)
-        for number, own in zip(batch.meta_info["group_numbers"], rows.values(), strict=True):
-            of_group = [values[row] for row in own]
+        for number, group_rows in zip(batch.meta_info["group_numbers"], rows.values(), strict=True):
+            group_values = [values[row] for row in group_rows]
             self._groups[number] = _Group(
-                len(self._chunks), torch.tensor(own), of_group, bool(keep[own[0]])
+                len(self._chunks), torch.tensor(group_rows), group_values, bool(keep[group_rows[0]])
             )
         self._chunks.append(batch)
 
     def _accepted(self) -> list[int] | None:
-        """The numbers of the groups of the step, or None until they are settled."""
+        """Return the numbers of the step's groups, or None while there are too few."""
         scored = iter(self._groups)
         if self._filters.order != "finish":
             order = (number for r in self._rounds for number in r.numbers)
@@ -141,18 +141,18 @@ class DynamicSampling:
 
     def _joined(self, numbers: Sequence[int]) -> DataProto:
         groups = [self._groups[number] for number in numbers]
-        used = sorted({group.chunk for group in groups})
+        chunk_numbers = sorted({group.chunk for group in groups})
         starts: dict[int, int] = {}
         total = 0
-        for chunk in used:
+        for chunk in chunk_numbers:
             starts[chunk] = total
             total += len(self._chunks[chunk])
-        chunks = [self._chunks[chunk] for chunk in used]
-        whole = chunks[0] if len(chunks) == 1 else concat_padded(chunks)
-        return whole.select_idxs(torch.cat([g.rows + starts[g.chunk] for g in groups]))
+        chunks = [self._chunks[chunk] for chunk in chunk_numbers]
+        batch = chunks[0] if len(chunks) == 1 else concat_padded(chunks)
+        return batch.select_idxs(torch.cat([g.rows + starts[g.chunk] for g in groups]))
 
     def _report(self, count: int) -> None:
-        """Print what the last of `count` rounds gave; stop where the rounds have reached a limit."""
+        """Print the result of the last of `count` rounds; raise an error at the limit of rounds."""
         rounds = [[self._groups[number] for number in r.numbers] for r in self._rounds[:count]]
         informative = [sum(group.informative for group in groups) for groups in rounds]
         total = sum(informative)
@@ -184,7 +184,7 @@ class DynamicSampling:
 
 
 def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None:
-    """[B] bool of the rows whose groups pass the configured filters; None where none is configured."""
+    """Return a [B] bool mask of rows whose groups pass the filters; None if none is configured."""
     uid = batch.non_tensor_batch["uid"]
     keep: torch.Tensor | None = None
     filters, curriculum = config.algorithm.filter_groups, config.curriculum_learning
@@ -201,24 +201,24 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
 
 
 def filtered(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
-    """The groups of one round that pass the curriculum's filter, at most a batch of them."""
+    """Return the groups of one round that pass the curriculum's filter, at most one batch."""
     keep = keep_rows(batch, config)
     if keep is None:
         return batch
-    rest = batch.select_idxs(keep)
-    if len(rest) == 0:
+    filtered_batch = batch.select_idxs(keep)
+    if len(filtered_batch) == 0:
         raise NotEnoughSignal(
             "the curriculum filter kept no group; widen its bounds or switch it off"
         )
     order: dict[str, int] = {}
-    group = [order.setdefault(uid, len(order)) for uid in rest.non_tensor_batch["uid"]]
-    rest = rest.select_idxs(torch.tensor(group) < config.data.train_batch_size)
-    rest.meta_info.setdefault("metrics", {})["training/num_gen_batches"] = 1.0
-    return rest
+    group = [order.setdefault(uid, len(order)) for uid in filtered_batch.non_tensor_batch["uid"]]
+    filtered_batch = filtered_batch.select_idxs(torch.tensor(group) < config.data.train_batch_size)
+    filtered_batch.meta_info.setdefault("metrics", {})["training/num_gen_batches"] = 1.0
+    return filtered_batch
 
 
 def _metric(batch: DataProto, name: str, config: PPOTrainerConfig) -> np.ndarray | torch.Tensor:
-    """[B] the score, or a number that the scorer returned beside it."""
+    """Return the score [B], or an extra of the scorer."""
     if name in ("reward", "score", "seq_reward", "seq_final_reward"):
         scores: torch.Tensor = require(batch, "token_level_scores")
         return scores.sum(-1)

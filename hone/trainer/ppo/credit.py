@@ -1,4 +1,4 @@
-"""Credit on the driver, pure: rewards after KL, correction for the rollout's log-probs, advantages."""
+"""Computes credit on the driver: rewards with the KL penalty, rollout correction, and advantages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hone.types import Row
 def reward_after_kl(
     batch: DataProto, algorithm: AlgorithmConfig, controller: FixedKLController
 ) -> dict[str, float]:
-    """Write `token_level_rewards`: the scores, less the KL to the reference where configured."""
+    """Write `token_level_rewards`: the scores, minus the KL penalty if configured."""
     if not algorithm.use_kl_in_reward:
         write(batch, "token_level_rewards", require(batch, "token_level_scores").clone())
         return {}
@@ -36,7 +36,7 @@ def reward_after_kl(
 def kl_penalised(
     batch: DataProto, controller: FixedKLController, kl_penalty: str
 ) -> tuple[Tensor, dict[str, float]]:
-    """Scores − coefficient · KL [B, T] and its metrics; the controller moves."""
+    """Return scores − coefficient · KL [B, T] and metrics, and update the KL controller."""
     coefficient = controller.value
     rewards, current = apply_kl_penalty(
         require(batch, "token_level_scores"),
@@ -54,7 +54,7 @@ def kl_penalised(
 
 
 def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Write importance weights and the narrowed `loss_mask`, where correction is configured."""
+    """Write importance weights and the reduced `loss_mask`, if correction is configured."""
     settings = algorithm.rollout_correction
     if settings.bypass_mode or (settings.rollout_is is None and settings.rollout_rs is None):
         return {}
@@ -73,9 +73,9 @@ def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[st
 def estimate_advantages(
     batch: DataProto, estimator: Estimator, *, whiten: bool, failure_score: float
 ) -> None:
-    """Write `advantages` and `returns`; the estimator gets the columns that it declares.
+    """Write `advantages` and `returns`; the estimator receives the columns that it declares.
 
-    A row whose score failed has `failure_score` where a reward part is read.
+    For a row whose scoring failed, `failure_score` replaces a reward part.
     """
     columns = {c: _required(batch, c, failure_score) for c in estimator.requires}
     advantages, returns = run_estimator(batch, estimator, columns)
@@ -86,7 +86,7 @@ def estimate_advantages(
 
 
 def run_estimator(batch: DataProto, estimator: Estimator, columns: Row) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T] from `columns` and those that the estimator uses where present."""
+    """Return advantages and returns [B, T] from `columns` and the estimator's optional columns."""
     mask = require(batch, "response_mask")
     optional = [c for c in (TRAJECTORY, *estimator.uses) if batch.has_column(c)]
     trajectories = Trajectories(
@@ -106,7 +106,7 @@ def run_estimator(batch: DataProto, estimator: Estimator, columns: Row) -> tuple
 
 
 def _required(batch: DataProto, name: str, failure_score: float) -> Tensor:
-    """A column; a reward part may also be a number per row that the score function returned."""
+    """Return a column; a reward part may also be one number per row from the score function."""
     extra = name.removeprefix(REWARD_PREFIX)
     if batch.has_column(name) or name == extra or not has_extra(batch, extra):
         return require(batch, name)
@@ -114,20 +114,20 @@ def _required(batch: DataProto, name: str, failure_score: float) -> Tensor:
 
 
 def derive(batch: DataProto, names: Set[str]) -> None:
-    """Write those of `names` that follow from other columns."""
+    """Write the columns of `names` that are derived from other columns."""
     for name in names & DERIVED.keys():
         write(batch, name, DERIVED[name](batch))
 
 
 def greedy_baselines(batch: DataProto, greedy: DataProto) -> Tensor:
-    """[B] the score of the greedy response to each row's prompt: ReMax's baseline."""
+    """Return ReMax's baseline [B], the score of the greedy response to each row's prompt."""
     totals = require(greedy, "token_level_scores").sum(-1).tolist()
     of_uid = dict(zip(greedy.non_tensor_batch["uid"], totals, strict=True))
     return torch.tensor([of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
 
 
 def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: int) -> DataProto:
-    """PF-PPO: draw the rows again, by their scores; the draw follows from (seed, step)."""
+    """Resample the rows by score (PF-PPO), deterministically from (seed, step)."""
     if not algorithm.use_pf_ppo:
         return batch
     generator = torch.Generator().manual_seed(fold_seed(seed, "pf_ppo", step))

@@ -1,6 +1,6 @@
-"""The checkpoint that a run would resume from, looked at before models load: does it fit this run?
+"""Checks, before models load, that the checkpoint to resume from matches this run.
 
-Leaves out whether its files are whole: reading it shows that, and an earlier one may take its place.
+Damaged files are detected later, when the checkpoint is loaded and an earlier one may replace it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL = "actor_rollout_ref.model.path"
 
 
 class EarlierRun:
-    """The newest checkpoint of the folder, or the one that was named; None where a run starts anew."""
+    """The run of the newest or the named checkpoint; `checkpoint` is None for a new run."""
 
     def __init__(self, config: PPOTrainerConfig) -> None:
         self.config, trainer = config, config.trainer
@@ -36,7 +36,7 @@ class EarlierRun:
             self._settings = RunFolder(self.checkpoint.parent).earlier_config()
 
     def problems(self, plan: Plan) -> Iterator[str]:
-        """Why this run cannot resume from there."""
+        """Yield the reasons why this run cannot resume from the checkpoint."""
         if self.checkpoint is None:
             return
         has_actor, has_critic = ((self.checkpoint / name).is_dir() for name in ("actor", "critic"))
@@ -51,16 +51,16 @@ class EarlierRun:
             )
 
     def refuse_other_data(self, dataset: Dataset | None) -> None:
-        """The rows are those that the checkpoint's position in the data counts."""
+        """Raise an error if the data set is not the one that the checkpoint's position refers to."""
         if self.checkpoint is None or not isinstance(dataset, Stateful):
             return
-        with contextlib.suppress(checkpoint.CheckpointError):  # damaged: reading it reports that
+        with contextlib.suppress(checkpoint.CheckpointError):  # loading it reports the damage
             state = checkpoint.read_state(self.checkpoint, "loader")["loader"]
             if isinstance(state, dict) and state.get("dataset") is not None:
                 dataset.load_state_dict(state["dataset"])
 
     def changes(self, total_steps: int) -> Iterator[str]:
-        """The settings that differ from those of the run so far, a line each."""
+        """Yield one line per setting that differs from the earlier run."""
         before = self._settings
         if self.checkpoint is None or not before or self.config.trainer.val_only:
             return

@@ -1,4 +1,4 @@
-"""The memory of a run: an error that says what needs less of it, and garbage collection."""
+"""Explains out-of-memory errors, and freezes garbage collection."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 
 class OutOfMemory(RuntimeError):
-    """A device or the machine had no memory left for a step."""
+    """Raised when a device or the machine has too little memory for a step."""
 
 
 @contextmanager
 def memory_explained(step: str) -> Iterator[None]:
-    """An allocation that failed inside becomes a sentence; the error itself is its cause."""
+    """Turn a failed allocation into an explanation, with the original error as its cause."""
     import torch
 
     try:
@@ -35,15 +35,15 @@ def memory_explained(step: str) -> Iterator[None]:
 
 @contextmanager
 def garbage_frozen() -> Iterator[None]:
-    """On a GPU, freeze the objects of the run, so that garbage collection skips them (`gc.freeze`).
+    """On a GPU, exclude the run's objects from garbage collection (`gc.freeze`).
 
-    A full collection of the libraries' and the models' objects takes 0.2 s, every few steps.
+    A full collection of library and model objects takes 0.2 s, every few steps.
     """
     import torch
 
     freezes = torch.cuda.is_available() and not gc.get_freeze_count()
     if freezes:
-        gc.collect()  # garbage would stay, and its memory on the device with it
+        gc.collect()  # frozen garbage would never free its device memory
         gc.freeze()
     try:
         yield
@@ -53,12 +53,12 @@ def garbage_frozen() -> Iterator[None]:
 
 
 def _failed_allocation(error: BaseException | None) -> str | None:
-    """The first line of an allocation that failed: of the error, or of a cause of it."""
+    """Return the first line of a failed allocation, from the error or one of its causes."""
     import torch
 
     while error is not None:
         lines = str(error).splitlines() or [type(error).__name__]
-        # torch's CPU allocator has no error class of its own.
+        # torch's CPU allocator raises a plain RuntimeError.
         on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
         if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return lines[0]

@@ -1,6 +1,6 @@
-"""The functions of verl's `metric_utils` and `utils.metric`, with verl's arguments and names.
+"""Provides verl's `metric_utils` and `utils.metric`, with verl's names and arguments.
 
-The loop of this package reports with metrics.py, and validation with exact expectations (validation.py).
+The training loop uses metrics.py; validation.py computes exact expectations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AggregationType(Enum):
-    """How the values of a metric become one number."""
+    """How the values of a metric are reduced to one number."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -35,7 +35,7 @@ class AggregationType(Enum):
 
 
 class Metric:
-    """Values of one name and how they become one number, over micro-batches and over ranks."""
+    """The values of a metric and their reduction over micro-batches and ranks."""
 
     def __init__(
         self, aggregation: str | AggregationType, value: Number | Sequence[Number] | None = None
@@ -70,7 +70,7 @@ class Metric:
 
     @classmethod
     def aggregate_dp(cls, metric_lists: Sequence[Metric]) -> float:
-        """Over ranks: sums and means of the ranks' mean, else the extreme of all."""
+        """Reduce over ranks: the ranks' mean for sums and means, else the extreme of all."""
         kind = metric_lists[0].aggregation
         if len({len(metric.values) for metric in metric_lists}) != 1:
             raise ValueError("the ranks have different numbers of values")
@@ -90,8 +90,8 @@ class Metric:
 
 
 def reduce_metrics(metrics: Row) -> dict[str, float]:
-    """Lists to numbers, in place: the largest where the name holds `max`, the smallest for `min`,
-    else the mean; NaN where there is no value. A `Metric` knows its own way.
+    """Reduce lists to numbers in place: the maximum if the name contains `max`, the minimum for `min`,
+    else the mean; NaN for an empty list. A `Metric` has its own reduction.
     """
     for name, values in metrics.items():
         if isinstance(values, Metric):
@@ -104,7 +104,7 @@ def reduce_metrics(metrics: Row) -> dict[str, float]:
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """Scores, rewards, advantages, lengths; with a critic also its values."""
+    """Return metrics of scores, rewards, advantages and lengths, and of values with a critic."""
     prompts, responses = (part.shape[1] for part in split_attention(batch))
     metrics = data_metrics(batch, prompt_limit=prompts, response_limit=responses)
     of_critic = ("critic/values/", "critic/vf_explained_var")
@@ -112,7 +112,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each phase, and milliseconds per token where a phase works on tokens."""
+    """Return seconds per phase, and milliseconds per token for phases that process tokens."""
     lengths = _compute_response_info(batch)
     prompts, responses = (float(lengths[f"{part}_length"].sum()) for part in ("prompt", "response"))
     per_token = time_per_token(timing_raw, generated=responses, total=prompts + responses)
@@ -122,7 +122,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 def compute_throughout_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
 ) -> dict[str, float]:
-    """Tokens of a step, its seconds, and tokens per second and device."""
+    """Return the tokens and seconds of a step, and tokens per second per device."""
     tokens, seconds = sum(batch.meta_info["global_token_num"]), timing_raw["step"]
     return {
         "perf/total_num_tokens": tokens,
@@ -138,7 +138,7 @@ def bootstrap_metric(
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """Mean and deviation of each reduction over subsets drawn with replacement."""
+    """Return mean and standard deviation of each reduction over bootstrap subsets."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(len(data), size=(n_bootstrap, subset_size))
     subsets = [[data[row] for row in drawn] for drawn in rows]
@@ -147,13 +147,13 @@ def bootstrap_metric(
 
 
 def calc_maj_val(data: Sequence[Row], vote_key: str, val_key: str) -> float:
-    """The first value of the most frequent answer; of tied answers the first to come."""
+    """Return the first value of the most frequent answer; ties go to the earliest answer."""
     winner = Counter(row[vote_key] for row in data).most_common(1)[0][0]
     return float(next(row[val_key] for row in data if row[vote_key] == winner))
 
 
 def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
-    """Lengths of prompts and responses [B], and the mask of the responses."""
+    """Return prompt and response lengths [B], and the response mask."""
     prompts, responses = split_attention(batch)
     return {
         "prompt_length": prompts.sum(-1).float(),

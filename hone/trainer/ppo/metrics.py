@@ -1,4 +1,4 @@
-"""The metrics of a step, by verl's names; each states its reduction, none is guessed from a name."""
+"""Computes the metrics of a step under verl's names, with an explicit reduction for each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 
 
 class StepWarnings:
-    """Warns of skipped updates, and of batches without signal, once per run of such steps."""
+    """Warns about skipped updates and batches without signal, once per series of such steps."""
 
     def __init__(self, *, compares_groups: bool) -> None:
         self._compares_groups = compares_groups
@@ -31,7 +31,7 @@ class StepWarnings:
         self._skipped: dict[str, float] = {}
 
     def skipped_updates(self, metrics: Mapping[str, float], step: int) -> None:
-        """Warn where an update was skipped because its gradient was not finite."""
+        """Warn if an update was skipped because its gradient was not finite."""
         for name in ("actor/skipped_updates", "critic/skipped_updates"):
             if metrics.get(name, 0.0) > self._skipped.get(name, 0.0):
                 self._skipped[name] = metrics[name]
@@ -44,7 +44,7 @@ class StepWarnings:
                 )
 
     def group_signal(self, batch: DataProto, step: int) -> dict[str, float]:
-        """The share of groups with equal scores; nothing where every group has one response."""
+        """Return the fraction of groups with equal scores; empty if every group has one response."""
         facts = batch.non_tensor_batch
         outcome = outcomes(
             "scores",
@@ -73,7 +73,7 @@ class StepWarnings:
 
 
 def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
-    """Worker metrics as one number each; ranks report the same global value or their own part."""
+    """Average worker metrics over ranks, which report the same global value or their own part."""
     return {
         name: float(sum(value) / len(value)) if isinstance(value, list) else float(value)
         for name, value in metrics.items()
@@ -81,7 +81,7 @@ def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, flo
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """mean, max, min; nothing where there are no values."""
+    """Return mean, max and min; empty if there are no values."""
     if values.numel() == 0:
         return {}
     values = values.float()
@@ -93,12 +93,12 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def split_attention(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """The attention masks of prompts [B, P] and responses [B, T]."""
+    """Return the attention masks of prompts [B, P] and responses [B, T]."""
     return split_at_response(batch.batch["attention_mask"], batch.batch["responses"])
 
 
 def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) -> dict[str, float]:
-    """Scores, rewards, advantages, lengths, turns of one batch."""
+    """Return metrics of scores, rewards, advantages, lengths and turns of one batch."""
     columns, facts = batch.batch, batch.non_tensor_batch
     mask = columns["response_mask"].bool()
     prompt_length, response_length = (part.sum(1) for part in split_attention(batch))
@@ -122,7 +122,7 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
             metrics["critic/vf_explained_var"] = 1.0 - error.item()
     if "step_mask" in columns.keys():  # noqa: SIM118
         metrics |= spread("num_of_steps", columns["step_mask"].sum(-1))
-    # A data set may have a column `acc` of its own: only a scorer's or a loop's counts.
+    # A data set may also have a column `acc`; only that of a scorer or an agent loop is reported.
     names = {
         n for key in ("reward_extra_names", "loop_facts") for n in batch.meta_info.get(key, ())
     }
@@ -134,9 +134,9 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
         metrics |= spread(name, counts)
     counts_of_loops = environment_counts(batch)
     if counts_of_loops:
-        written = int(mask.sum())
-        metrics["state_tokens/total"] = written
-        metrics["state_tokens/coverage"] = written / max(int(response_length.sum()), 1)
+        policy_tokens = int(mask.sum())
+        metrics["state_tokens/total"] = policy_tokens
+        metrics["state_tokens/coverage"] = policy_tokens / max(int(response_length.sum()), 1)
     for name in counts_of_loops:
         statistics = spread(name, torch.tensor([float(n) for n in facts[name] if n is not None]))
         actions = name == "env/number_of_actions"
@@ -145,13 +145,13 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
 
 
 def environment_counts(batch: DataProto) -> list[str]:
-    """The columns of numbers that loops wrote under `env/`."""
+    """Return the numeric columns that agent loops wrote under `env/`."""
     names = [n for n in batch.meta_info.get("loop_facts", ()) if n.startswith("env/")]
     return [name for name in names if are_numbers(batch.non_tensor_batch[name])]
 
 
 def are_numbers(values: Iterable[JsonValue]) -> bool:
-    """Whether there are values and all but None are numbers that a float can hold."""
+    """Return whether there are values, and all except None are numbers that fit a float."""
     numbers = [v for v in values if v is not None]
     return bool(numbers) and all(
         abs(v) <= sys.float_info.max
@@ -162,17 +162,17 @@ def are_numbers(values: Iterable[JsonValue]) -> bool:
 
 
 def agreement_metrics(batch: DataProto) -> dict[str, float]:
-    """How far the rollout's log-probs are from the trainer's on the same tokens."""
+    """Return the difference between rollout and trainer log-probs on the same tokens."""
     if not (batch.has_column("rollout_log_probs") and batch.has_column("old_log_probs")):
         return {}
     columns = batch.batch
     mask = columns["response_mask"].bool()
-    ours, rollout = columns["old_log_probs"], columns["rollout_log_probs"]
-    gap = (ours - rollout)[mask]
+    trainer, rollout = columns["old_log_probs"], columns["rollout_log_probs"]
+    gap = (trainer - rollout)[mask]
     if gap.numel() == 0:
         return {}
-    probability_gap = (ours.exp() - rollout.exp())[mask].abs()
-    means, maxima = gap_metrics(ours, rollout, mask)
+    probability_gap = (trainer.exp() - rollout.exp())[mask].abs()
+    means, maxima = gap_metrics(trainer, rollout, mask)
     return {
         **{f"rollout_corr/{name}": value.item() for name, value in (means | maxima).items()},
         "rollout_corr/k3_kl": (gap.exp() - 1 - gap).mean().item(),
@@ -191,7 +191,7 @@ def entropy_metric(batch: DataProto) -> dict[str, float]:
 def time_per_token(
     seconds: Mapping[str, float], *, generated: float, total: float
 ) -> dict[str, float]:
-    """Milliseconds per token of each phase: per generated token for generation, else per token."""
+    """Return milliseconds per token of each phase; generation counts only generated tokens."""
     phases = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
     tokens = dict.fromkeys(phases, total) | {"gen": generated}
     return {
@@ -204,7 +204,7 @@ def time_per_token(
 def throughput_metrics(
     batch: DataProto, timing: Mapping[str, float], ranks: int
 ) -> dict[str, float]:
-    """Tokens of a step, its seconds, tokens per second and rank, milliseconds per token."""
+    """Return tokens and seconds of a step, tokens per second per rank, and milliseconds per token."""
     tokens = int(batch.batch["attention_mask"].sum())
     generated = int(batch.batch["response_mask"].sum())
     seconds = timing.get("timing_s/step", 0.0)

@@ -1,7 +1,7 @@
-"""Which steps a run needs: every part that reads columns declares them, `columns.py` names their writers.
+"""Decides which steps a run needs, from the columns that its parts declare to read (see `columns.py`).
 
-No estimator, loss or KL is known by name here. A column that is read and cannot be written is a problem of
-the configuration, found before any model is loaded.
+This file names no estimator, loss or KL. A column that is read but never written is a configuration error,
+reported before any model is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:
-    """Learning-rate schedules end with the run; the actor's begins after `critic_warmup`."""
+    """Make learning-rate schedules end with the run; the actor's starts after `critic_warmup`."""
     actor_steps = max(total - config.trainer.critic_warmup, 1)
     for block, steps in (("actor_rollout_ref.actor", actor_steps), ("critic", total)):
         key = f"{block}.optim.total_training_steps"
@@ -47,26 +47,26 @@ def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConf
 
 @dataclass(frozen=True)
 class Reader:
-    """A part of the run that reads columns, by the setting that selects it."""
+    """A part of the run that reads columns, identified by the setting that selects it."""
 
     setting: str
     columns: tuple[str, ...]
     updates: bool = False
-    """It reads in the update, after advantages are written; else before."""
+    """Whether it reads during the update, after advantages are written, or before."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the loop computes in each step, beyond generating and scoring."""
+    """The computations of each step, besides generation and scoring."""
 
     estimator: Estimator
     columns: frozenset[str]
-    """Every column that a part of this run declares to read."""
+    """All columns that parts of this run read."""
     reward_model: Literal["orm", "prm"] | None
     bypass: bool
-    """The rollout's log-probs stand for the old ones."""
+    """Whether the rollout's log-probs are used as the old log-probs."""
     rows_per_update: tuple[int, ...]
-    """Rows of a mini-batch of each role that is trained."""
+    """Rows per mini-batch, for each trained role."""
 
     @property
     def reference(self) -> bool:
@@ -82,8 +82,8 @@ class Plan:
 
     @property
     def old_log_probs(self) -> bool:
-        """Whether a pass before the update computes them; else the update's own forward gives them, which
-        is the same when each batch is used for exactly one update."""
+        """Whether a separate pass computes them; with exactly one update per batch, the update's forward
+        pass gives the same values."""
         return "old_log_probs" in self.columns and not self.bypass
 
     @property
@@ -97,13 +97,13 @@ class Plan:
 
     @property
     def log_prob_columns(self) -> tuple[str, ...]:
-        """What that pass writes; entropies are reported wherever it runs."""
+        """The columns that this pass writes, always including entropies."""
         old = ("old_log_probs",) if self.old_log_probs else ()
         return (*old, "entropys", *(("sum_pi_squared",) if self.sum_pi_squared else ()))
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
-        """The plan, or a ConfigError with every problem."""
+        """Return the plan, or raise a ConfigError that lists every problem."""
         plan, problems = _draft(config)
         if plan is not None:
             problems += _problems(config, plan)
@@ -115,7 +115,7 @@ class Plan:
 def find_problems_and_notes(
     config: Block, origins: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """For `compose`: the problems of the plan of a tree, and the given keys without effect."""
+    """Return the problems of a config's plan and the given keys without effect, for `compose`."""
     if not isinstance(config, PPOTrainerConfig):
         return [], []
     plan, problems = _draft(config)
@@ -126,7 +126,7 @@ def find_problems_and_notes(
 
 
 def unknown_names(config: PPOTrainerConfig) -> Iterator[str]:
-    """Names of plug-ins that are in no table; `_draft` checks those of estimator, loss and KL."""
+    """Yield a problem per unknown plug-in name; `_draft` checks estimator, loss and KL."""
     rollout = config.actor_rollout_ref.rollout
     tables: dict[str, tuple[Table[Function], str]] = {
         "actor_rollout_ref.rollout.name": (ENGINES, rollout.name),
@@ -148,7 +148,7 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     kind: Literal["orm", "prm"] | None = model.type if model.enable else None
     problems: list[str] = []
 
-    def resolved(get: Callable[[], T], key: str = "") -> T | None:
+    def try_get(get: Callable[[], T], key: str = "") -> T | None:
         try:
             return get()
         except ValueError as error:  # an unknown name, or options that do not fit
@@ -157,18 +157,18 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
             return None
 
     # A user's module may register the estimator or the loss that the configuration names.
-    resolved(lambda: import_external(config.actor_rollout_ref.model.external_lib))
+    try_get(lambda: import_external(config.actor_rollout_ref.model.external_lib))
     credit = model.credit_assignment if kind == "prm" else None
     name = algorithm.adv_estimator
-    estimator = resolved(
+    estimator = try_get(
         lambda: get_estimator(name, algorithm, credit_assignment=credit),
         f"algorithm.adv_estimator={name}",
     )
     mode = actor.policy_loss.loss_mode
     key = f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
-    loss = resolved(lambda: get_policy_loss_fn(mode), key)
+    loss = try_get(lambda: get_policy_loss_fn(mode), key)
     for key in ("algorithm.kl_penalty", "actor_rollout_ref.actor.kl_loss_type"):
-        resolved(partial(get_kl_estimator, get(config, key), key))
+        try_get(partial(get_kl_estimator, get(config, key), key))
     if estimator is None:
         return None, problems
     readers = list(_readers(config, estimator, loss))
@@ -192,7 +192,7 @@ def _readers(
     yield Reader(mode, needs_of(loss) if loss is not None else (), updates=True)
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
     if not one_update:
-        # The first update's own forward gives them to itself alone.
+        # Only the first update can take them from its own forward pass.
         yield Reader("more than one update per batch", ("old_log_probs",), updates=True)
     if config.trainer.critic_warmup > 0:
         yield Reader("trainer.critic_warmup", ("old_log_probs",), updates=True)
@@ -212,7 +212,7 @@ def _readers(
 
 
 def _remedies(config: PPOTrainerConfig) -> dict[str, str]:
-    """Columns that this configuration does not write, and the setting that would."""
+    """Return the columns that this configuration does not write, with the setting that would."""
     model, correction = config.reward_model, config.algorithm.rollout_correction
     weights, rejects = correction.rollout_is is not None, correction.rollout_rs is not None
     corrects = "algorithm.rollout_correction"
@@ -239,9 +239,9 @@ _AFTER_ESTIMATORS = ("advantages", "returns", "step_row", "padded_row")
 
 
 def _unwritten(name: str, reader: Reader, config: PPOTrainerConfig) -> str | None:
-    """The problem of a column that no step of this run writes in time."""
+    """Return the problem of a column that no step of this run writes before it is read."""
     column = declared(name)
-    if column is None:  # a column of the data, or what a score function returns beside its score
+    if column is None:  # a column of the data, or an extra of a score function
         near = nearest(name, COLUMNS)
         return (
             near and f"{reader.setting} reads {name!r}, which no step writes.{did_you_mean(near)}"
@@ -285,7 +285,7 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
 def _idle(
     config: PPOTrainerConfig, plan: Plan, origins: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Keys that were given and have no effect under this plan, and why."""
+    """Yield each given key that has no effect under this plan, with the reason."""
     idle: dict[str, str] = {}
     if not plan.critic:
         why = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
@@ -296,9 +296,9 @@ def _idle(
     name = config.algorithm.adv_estimator
     if TABLE.is_built_in(name):
         entries = [TABLE.get(other) for other in TABLE.names() if TABLE.is_built_in(other)]
-        every = set().union(*(_options(e.estimator) for e in entries if isinstance(e, VerlForm)))
-        others = every - _options(type(plan.estimator))
-        idle |= {f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in others}
+        options = set().union(*(_options(e.estimator) for e in entries if isinstance(e, VerlForm)))
+        unused = options - _options(type(plan.estimator))
+        idle |= {f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in unused}
     for prefix, why in idle.items():
         for key in origins:
             if key == prefix or key.startswith(prefix + "."):
@@ -306,7 +306,7 @@ def _idle(
 
 
 def _options(estimator: type[Estimator]) -> set[str]:
-    """Keys of `algorithm` that an estimator reads."""
+    """Return the keys of `algorithm` that an estimator reads."""
     keys = {field.name for field in dataclasses.fields(AlgorithmConfig)}
     fields = dataclasses.fields(estimator)
     return {f.name for f in fields if f.metadata != CALL_ONLY} & keys

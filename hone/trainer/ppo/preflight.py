@@ -1,7 +1,7 @@
-"""What can be known of a run before a model loads, checked all at once.
+"""Checks a run before any model loads, and reports all problems together.
 
-Every training run goes through it; `hone train --dry-run` stops after it and prints the preview.
-Leaves out what the configuration alone shows: `hone.config` has refused that already.
+Every training run starts with these checks; `hone train --dry-run` prints the preview and stops.
+`hone.config` has already checked the configuration itself.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 
 class PreflightError(ValueError):
-    """Everything that would stop the run later, one sentence per line."""
+    """Lists everything that would stop the run later, one sentence per line."""
 
     changes_nothing = True
-    """Nothing of the run has begun: no log of the error goes to its folder."""
+    """The run has not started, so no error log is written to its folder."""
 
     def __init__(self, problems: list[str]) -> None:
         count = f"{len(problems)} problems"
@@ -49,7 +49,7 @@ class PreflightError(ValueError):
 
 @dataclass(frozen=True)
 class Preview:
-    """What a run would do, and what is odd about it without being wrong."""
+    """A summary of the run, and warnings."""
 
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -58,22 +58,22 @@ class Preview:
 def prepare(
     config: PPOTrainerConfig, compute_score: Function | None = None
 ) -> tuple[PPOTrainer, Preview]:
-    """The trainer of a run whose models are still to be loaded; every problem is raised at once.
+    """Return the trainer of a run, without models loaded; all problems are raised as one error.
 
-    `compute_score` scores in place of the function that the configuration names.
+    `compute_score` replaces the score function of the configuration.
     """
     check = _Preflight(config, compute_score)
     try:
         return check.trainer()
     except BaseException:
-        for manager in check.managers.values():  # a trial has started scoring processes
+        for manager in check.managers.values():  # trying the scorers started processes
             if manager is not None and hasattr(manager, "close"):
                 manager.close()
         raise
 
 
 class _Preflight:
-    """The parts of a run; one that cannot be made is None, and the others are checked without it."""
+    """The parts of a run; a part that cannot be built is None, and the others are still checked."""
 
     def __init__(self, config: PPOTrainerConfig, compute_score: Function | None) -> None:
         self.config = config
@@ -120,7 +120,7 @@ class _Preflight:
         return trainer, Preview(tuple(lines), tuple(self.warnings))
 
     def _attempt(self, part: Callable[[], T]) -> T | None:
-        """What the part returns; None where it raised a mistake of the user, which is recorded."""
+        """Return the result of `part`; a user error is recorded and gives None."""
         try:
             return part()
         except Exception as error:
@@ -132,7 +132,7 @@ class _Preflight:
             return None
 
     def _add(self, sentences: Iterable[str]) -> bool:
-        """Add the sentences whose cause is not among the problems yet; whether there was one."""
+        """Add the sentences whose cause is not yet recorded; return whether there was one."""
         before = len(self.problems)
         for sentence in sentences:
             cause = sentence.rpartition("cannot be built: ")[2]
@@ -141,7 +141,7 @@ class _Preflight:
         return len(self.problems) > before
 
     def _raise_all(self) -> None:
-        """Raise a single mistake as itself, several as one error."""
+        """Raise a single error unchanged, or several as one PreflightError."""
         if len(self.problems) == len(self._errors) == 1:
             vars(self._errors[0])["changes_nothing"] = True
             raise self._errors[0]
@@ -149,7 +149,7 @@ class _Preflight:
             raise PreflightError(self.problems) from next(iter(self._errors), None)
 
     def _check_models(self, plan: Plan | None) -> None:
-        """Each model that will be loaded has a config of a supported family, and whole weights."""
+        """Check that each model to load has a supported config and complete weights."""
         config = self.config
         decoders = [config.actor_rollout_ref.model.path]
         if plan is not None and plan.critic and config.critic.model.path:
@@ -161,18 +161,18 @@ class _Preflight:
             self._attempt(lambda: check_model(scorer, is_decoder=False))
 
     def _datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
-        """By the key that names its files. Without a tokenizer rows are read, and not rendered."""
+        """Return the data sets by config key; without a tokenizer rows are read but not rendered."""
         data = self.config.data
         if tokenizer is None:
             data = replace(data, filter_overlong_prompts=False)
         read = partial(run_dataset, None, data, tokenizer)
-        made = {TRAIN: self._attempt(partial(read, is_train=True))}
+        datasets = {TRAIN: self._attempt(partial(read, is_train=True))}
         if data.val_files:
-            made[VALIDATION] = self._attempt(partial(read, is_train=False))
-        return {key: dataset for key, dataset in made.items() if dataset is not None}
+            datasets[VALIDATION] = self._attempt(partial(read, is_train=False))
+        return {key: dataset for key, dataset in datasets.items() if dataset is not None}
 
     def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
-        """Every prompt fits `data.max_prompt_length`, and with its response the model's positions."""
+        """Check prompt lengths against `data.max_prompt_length` and the model's positions."""
         data, positions = self.config.data, self.facts.positions
         for key, dataset in datasets.items():
             if not isinstance(dataset, RLHFDataset):
@@ -215,7 +215,7 @@ class _Preflight:
     def _assembled(
         self, tokenizer: Tokenizer | None, datasets: dict[str, Dataset]
     ) -> PPOTrainer | None:
-        """The trainer, where all of its parts could be made; it checks how they fit together."""
+        """Build the trainer if all parts exist; its constructor checks that they match."""
         needed = {TRAIN, VALIDATION} if self.config.data.val_files else {TRAIN}
         managers = [self.managers[TRAIN], self.managers[VALIDATION]]
         if tokenizer is None or None in managers or needed != set(datasets):

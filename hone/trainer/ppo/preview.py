@@ -1,4 +1,4 @@
-"""What a run would do and need, in a few lines: `hone train --dry-run` prints them."""
+"""Summarizes what a run would do and need, for `hone train --dry-run`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hone.trainer.threads import uses_gpu
 
 GIB = 2**30
 ADAM_BYTES = 12
-"""Per trained parameter: the fp32 master and AdamW's two moments."""
+"""Bytes per trained parameter: the fp32 master weight and AdamW's two moments."""
 HALF_BYTES, FULL_BYTES = 2, 4
 CHECKPOINT_BYTES = 16
-"""Per parameter: masters, two moments and the Hugging Face export."""
+"""Bytes per parameter: master weight, two moments and the Hugging Face export."""
 
 
 class Needs:
-    """Memory and disk, estimated from the number of parameters in the weight files."""
+    """Memory and disk space, estimated from the number of parameters in the weight files."""
 
     def __init__(self, config: PPOTrainerConfig, plan: Plan, facts: ModelFacts) -> None:
         self.config, self.plan, self.facts = config, plan, facts
@@ -34,13 +34,13 @@ class Needs:
 
     @property
     def memory_bytes(self) -> int:
-        """Per process: weights, gradients and optimizer; activations and cache aside."""
+        """Bytes per process for weights, gradients and optimizer, without activations and KV cache."""
         config = self.config
         dtype = config.actor_rollout_ref.actor.fsdp_config.dtype
         on_gpu = uses_gpu(config.trainer.device)
         half = dtype in ("bf16", "bfloat16", "fp16", "float16") or (dtype == "auto" and on_gpu)
         width = HALF_BYTES if half else FULL_BYTES
-        # fp32 weights are their own masters.
+        # fp32 weights need no separate master weights.
         trained = 2 * width + ADAM_BYTES - (0 if half else FULL_BYTES)
         lora = config.actor_rollout_ref.model.uses_lora
         actor = width if lora else trained
@@ -49,7 +49,7 @@ class Needs:
         return (actor + reference + critic) * (self.facts.parameters or 0) // config.world_size
 
     def disk_problems(self) -> Iterator[str]:
-        """One checkpoint fits beside those that are kept."""
+        """Yield a problem if the disk has no space for another checkpoint."""
         if self.config.trainer.save_freq != 0 and self.checkpoint_bytes > self.free_bytes:
             yield (
                 f"a checkpoint takes about {self.checkpoint_bytes / GIB:.1f} GiB and {self._disk} has "

@@ -1,4 +1,4 @@
-"""`global_profiler`: which steps are recorded, on every rank."""
+"""Profiles the steps listed in `global_profiler`, on every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hone.trainer.ppo.memory import memory_explained
 
 
 class StepProfiler:
-    """Records the listed steps in every worker process."""
+    """Profiles the listed steps in every worker process."""
 
     def __init__(
         self, config: GlobalProfilerConfig, groups: Mapping[Role, WorkerGroup[Worker]]
@@ -23,7 +23,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record the block inside, where this step is listed; a step that fails leaves no file."""
+        """Profile the enclosed block if this step is listed; a failed step writes no file."""
         config = self._config
         with memory_explained(f"step {number}"):
             if number in (config.steps or ()) and config.tool is not None:

@@ -1,4 +1,4 @@
-"""Publishing: the rollout gets the weights of the last update, shared, gathered or streamed."""
+"""Sends the weights of the last update to the rollout: shared, gathered or streamed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hone.workers.rollout_worker import RolloutWorker
 
 
 class Publisher:
-    """Between a trainer's workers and a rollout's."""
+    """Sends weights from the actor's workers to the rollout's workers."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Publisher:
         self._trainer, self._rollout = trainer, rollout
         self.path = rollout.call(RolloutWorker.weight_path)
         self.published = 0
-        """How many times the rollout got weights; staleness is counted in these."""
+        """How many times weights were published, the unit of staleness."""
         self._numbers: dict[int, int] = {}
         self._learns_from = 0
         self._transport = ""
@@ -36,7 +36,7 @@ class Publisher:
             self._transport = transport_between(source, places, config.backend)
 
     def publish(self) -> dict[str, float]:
-        """Hand over the new weights, all or none; the bytes sent."""
+        """Send the new weights, all or none; return the bytes sent as a metric."""
         trainer, rollout = self._trainer, self._rollout
         version = trainer.call(ActorWorker.version)
         sent = 0
@@ -47,7 +47,7 @@ class Publisher:
             try:
                 sent = sum(trainer.call_all(ActorWorker.send_weights, self._adapters))
             except Exception:
-                receiving.get()  # where a receiver failed, its error is the cause
+                receiving.get()  # raises the receiver's error, if it is the cause
                 raise
             receiving.get()
         else:
@@ -58,8 +58,8 @@ class Publisher:
         return {"perf/weight_bytes": float(sent)}
 
     def staleness(self, batch: DataProto) -> dict[str, float]:
-        """How many publishes a trajectory's oldest token lies behind the weights before this update,
-        and how many publishes came between its tokens."""
+        """Return how many publishes a trajectory's oldest token is behind the weights before this update,
+        and how many publishes happened between its tokens."""
         column = batch.non_tensor_batch.get("versions", ())
         versions = [v for v in column if v is not None and len(v)]
         if not versions:

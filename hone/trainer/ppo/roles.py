@@ -1,4 +1,4 @@
-"""Which worker plays which role in which pool: the default mapping, and starting the groups."""
+"""Maps roles to worker classes and resource pools, and starts the worker groups."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.rollout_worker import RolloutWorker
 
 AnyGroup: TypeAlias = WorkerGroup[Any]
-"""Which class plays a role is the configuration's or the caller's choice."""
+"""The worker class of a role is chosen by the configuration or the caller."""
 GroupClass: TypeAlias = Callable[..., AnyGroup]
-"""LocalWorkerGroup, RayWorkerGroup, or one that is made as they are."""
+"""LocalWorkerGroup, RayWorkerGroup, or a class with the same constructor."""
 POOL, ROLLOUT_POOL = "global_pool", "rollout_pool"
 
 
 def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
-    """The worker class of each role the plan needs; with LoRA the actor is its own reference."""
+    """Return the worker class of each role the plan needs; with LoRA the actor is also the reference."""
     roles: dict[Role, type] = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
     if plan.reference and not lora:
         roles[Role.RefPolicy] = ReferenceWorker
@@ -50,7 +50,7 @@ def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
 
 
 def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> ResourcePoolManager:
-    """All roles in one pool of `nnodes` × `n_gpus_per_node` processes, the rollout in one of its own."""
+    """Put all roles in one pool of `nnodes` × `n_gpus_per_node` processes; the rollout may have its own."""
     trainer = config.trainer
     pools = {POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
     mapping = dict.fromkeys(roles, POOL)
@@ -61,7 +61,7 @@ def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> Resou
 
 
 def group_class(config: PPOTrainerConfig) -> GroupClass:
-    """`auto` is this process at world size 1, Ray beyond."""
+    """Return the worker group class; `auto` is local at world size 1, else Ray."""
     if config.uses_controller == "local":
         return LocalWorkerGroup
     from hone.controller.ray import RayWorkerGroup
@@ -76,7 +76,7 @@ def start_workers(
     group_cls: GroupClass,
     running: ExitStack,
 ) -> dict[Role, AnyGroup]:
-    """One group per role; roles of one pool share its processes. Closing `running` stops them all."""
+    """Start one group per role; roles of a pool share its processes. Closing `running` stops them."""
     from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 
     by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
@@ -96,11 +96,11 @@ def start_workers(
     for pool_name, members in by_pool.items():
         pool = pools.create_resource_pool()[pool_name]
         count = f"{pool.world_size} worker process{'es' * (pool.world_size > 1)}"
-        what = f"{count} ({', '.join(members)})"
+        description = f"{count} ({', '.join(members)})"
         if group_cls is not LocalWorkerGroup:
-            screen().line(f"starting {what}")
-        with _shown(f"start {what}", pool.world_size):
-            shared = group_cls(
+            screen().line(f"starting {description}")
+        with _shown(f"start {description}", pool.world_size):
+            pool_group = group_cls(
                 resource_pool=pool,
                 ray_cls_with_init=create_colocated_worker_cls(members),
                 start_deadline_s=trainer.ray_wait_register_center_timeout,
@@ -108,8 +108,8 @@ def start_workers(
                 liveness_deadline_s=trainer.liveness_deadline_s,
                 threads=trainer.num_threads,
             )
-        running.callback(shared.shutdown)
-        for name, group in shared.spawn(prefix_set=members).items():
+        running.callback(pool_group.shutdown)
+        for name, group in pool_group.spawn(prefix_set=members).items():
             groups[Role.from_string(name)] = group
     return groups
 
@@ -117,9 +117,9 @@ def start_workers(
 def policy_groups(
     groups: Mapping[Role, AnyGroup],
 ) -> tuple[WorkerGroup[ActorWorker], WorkerGroup[RolloutWorker], WorkerGroup[ReferenceWorker]]:
-    """Actor, rollout and reference: each its own group, or one of verl's that plays several roles."""
-    both = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
-    actor, rollout = groups.get(Role.Actor) or both, groups.get(Role.Rollout) or both
+    """Return the groups of actor, rollout and reference; a worker class of verl may have several roles."""
+    hybrid = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
+    actor, rollout = groups.get(Role.Actor) or hybrid, groups.get(Role.Rollout) or hybrid
     if actor is None or rollout is None:
         raise ValueError(
             f"the roles {sorted(map(str, groups))} have no actor or no rollout; map Role.Actor and "
@@ -129,7 +129,7 @@ def policy_groups(
 
 
 def load_models(groups: Mapping[Role, AnyGroup]) -> None:
-    """Load the model of every role; ranks that have theirs are counted."""
+    """Load the model of every role, with a progress bar over ranks."""
     for role, group in groups.items():
         with _shown(f"load the model of {role}, ranks", group.world_size):
             group.init_model()
@@ -137,6 +137,6 @@ def load_models(groups: Mapping[Role, AnyGroup]) -> None:
 
 @contextmanager
 def _shown(what: str, ranks: int) -> Iterator[None]:
-    """A bar that counts the ranks which have answered."""
+    """Show a progress bar that counts finished ranks."""
     with progress(what, ranks) as bar, listening(lambda done, of: bar.update(done, total=of)):
         yield

@@ -1,8 +1,8 @@
-"""The rollout file: every trajectory of a step with everything a replay needs, in a versioned schema.
+"""Writes the trajectories of a step, with everything a replay needs, to a parquet file.
 
-Parquet, written under a temporary name and renamed. The columns of `SCHEMA` are always there, null where a
-run does not have them; reward parts, a score function's extras and an agent loop's `extra_fields` follow.
-An extra whose values have no one type (numbers, bool or text) is JSON text.
+The columns of `SCHEMA` always exist, with nulls if a run does not have them; reward parts, a score
+function's extras and an agent loop's `extra_fields` follow. An extra whose values do not share a type
+(number, bool or text) is stored as JSON text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 SCHEMA_VERSION = 2
 SCHEMA_KEY = "hone_rollout_schema"
 TEMPORARY_KEY = "hone_temporary"
-"""In the metadata of a file that is deleted when newer ones are there."""
+"""Metadata key of a file that is deleted once newer files exist."""
 
 _IDS, _MASK, _NUMBERS = "list<int64>", "list<int8>", "list<float>"
 SCHEMA: dict[str, str] = {
@@ -72,15 +72,15 @@ SCHEMA: dict[str, str] = {
     "turn_scores": "string",
     "timeouts": "string",
 }
-"""Column to type. Texts of `JSON_COLUMNS` are JSON."""
+"""Maps column to type. Texts of `JSON_COLUMNS` are JSON."""
 JSON_COLUMNS = (
     *("turns", "ground_truth", "extra_info", "tool_outputs", "tool_rewards"),
     *("reward_scores", "turn_scores", "timeouts"),
 )
 TURN_SPANS = "turn_spans"
-"""The fact by which a loop reports its turns: `{"role", "tokens", …}` for each, in order."""
+"""The field in which an agent loop reports its turns in order, each as `{"role", "tokens", …}`."""
 CLASH_PREFIX = "extra/"
-"""Before the name of an extra that has the name of another column of the file."""
+"""Prefix for an extra whose name is already a column of the file."""
 
 _SAMPLE = ("data_source", "prompt_text", "response_text", "ground_truth", "score")
 _DECODED = ("prompt_text", "response_text", "turns")
@@ -88,13 +88,13 @@ _MADE_HERE = (
     *_DECODED,
     *("step", "prompt_ids", "response_ids", "score", "reward_baseline", "ground_truth"),
 )
-"""Columns of the schema that are no columns of the batch."""
+"""Columns of the schema that are not columns of the batch."""
 
 
 def write_rollouts(
     path: Path, batch: DataProto, tokenizer: Tokenizer, *, step: int, temporary: bool = False
 ) -> None:
-    """Write one row per trajectory; a temporary file may be deleted when newer ones are there."""
+    """Write one row per trajectory; a temporary file may be deleted once newer files exist."""
     import pyarrow.parquet as pq
 
     table = rollout_table(batch, tokenizer, step=step, temporary=temporary)
@@ -103,7 +103,7 @@ def write_rollouts(
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file may be deleted when newer ones are there; not one that is damaged."""
+    """Return whether a file may be deleted once newer files exist; False for a damaged file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -114,7 +114,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[Row]:
-    """The first `count` rows as text, for trackers that show tables."""
+    """Return the first `count` rows as text, for trackers that show tables."""
     first = batch.select_idxs(list(range(min(count, len(batch)))))
     rows: list[Row] = rollout_table(first, tokenizer, step=0).select(_SAMPLE).to_pylist()
     return rows
@@ -123,9 +123,9 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[Row]
 def rollout_table(
     batch: DataProto, tokenizer: Tokenizer, *, step: int, temporary: bool = False
 ) -> pa.Table:
-    """The Arrow table of a step in the order of `SCHEMA`, with its version.
+    """Return the Arrow table of a step in the order of `SCHEMA`, with its version.
 
-    It is made beside the next step: loops in Python, which hold that up, are over rows and not over tokens.
+    This runs concurrently with the next step, so Python loops run over rows, never over tokens.
     """
     import pyarrow as pa
 
@@ -137,9 +137,9 @@ def rollout_table(
     spans = batch.non_tensor_batch.get(TURN_SPANS, nothing)
     turns = []
     for ids, of_policy, of_loop in zip(responses, masks, spans, strict=True):
-        several = of_loop is not None or (of_policy is not None and not of_policy.all())
-        written = () if of_policy is None else of_policy.tolist()
-        parts = turns_of(ids, written, of_loop, tokenizer) if several else []
+        has_turns = of_loop is not None or (of_policy is not None and not of_policy.all())
+        policy_mask = () if of_policy is None else of_policy.tolist()
+        parts = turns_of(ids, policy_mask, of_loop, tokenizer) if has_turns else []
         turns.append(_as_json(parts) if len(parts) > 1 else None)
     columns["prompt_text"] = _texts(_decoded(prompts, tokenizer))
     columns["response_text"] = _texts(_decoded(responses, tokenizer))
@@ -150,7 +150,7 @@ def rollout_table(
 
 
 def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
-    """Arrow arrays of the reward parts and of the schema, except texts that are decoded."""
+    """Return Arrow arrays of the reward parts and the schema, except decoded texts."""
     import pyarrow as pa
 
     tensors, facts = batch.batch, batch.non_tensor_batch
@@ -188,7 +188,7 @@ def _fact_column(name: str, values: np.ndarray) -> pa.Array:
 
     kind = _arrow_type(name)
     if name in JSON_COLUMNS:
-        # Rows of one prompt share the row's own values: each is written once.
+        # Responses to one prompt share value objects, so each is serialized once.
         texts = {id(value): _writable(_as_json(value)) for value in values}
         return pa.array([texts[id(value)] for value in values], kind)
     try:
@@ -209,16 +209,16 @@ def _whole_number(value: JsonValue) -> JsonValue:
 def turns_of(
     ids: np.ndarray, mask: Sequence[int], spans: Sequence[Row] | None, tokenizer: Tokenizer
 ) -> list[Row]:
-    """Who wrote what in a response: by the loop's spans where they cover it, else by the mask."""
+    """Split a response into turns, by the loop's spans if they cover it, else by the mask."""
     try:
         turns = [{**s, "role": str(s["role"]), "tokens": int(s["tokens"])} for s in spans or ()]
-    except (TypeError, ValueError, KeyError):  # a loop of the user's may return anything
+    except (TypeError, ValueError, KeyError):  # a user's loop may return anything
         turns = []
     counts = [turn["tokens"] for turn in turns]
     if not turns or min(counts) <= 0 or sum(counts) != len(ids):
         turns = [
-            {"role": "assistant" if written else "environment", "tokens": len(list(run))}
-            for written, run in groupby(mask)
+            {"role": "assistant" if is_policy else "environment", "tokens": len(list(run))}
+            for is_policy, run in groupby(mask)
         ]
     start = 0
     for turn in turns:
@@ -229,16 +229,16 @@ def turns_of(
 
 
 def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
-    """Add what the score function and the loops returned per row beyond the schema."""
+    """Add the extra columns that the score function and the agent loops returned."""
     import pyarrow as pa
 
     facts, info = batch.non_tensor_batch, batch.meta_info
-    # `score` is what the score function returned: the file has it already.
-    of_scorer = (n for n in info.get("reward_extra_names", ()) if n != "score")
-    in_the_schema = {TURN_SPANS, *SCHEMA} - set(_MADE_HERE)
-    of_loops = (n for n in info.get("loop_facts", ()) if n not in in_the_schema)
+    # `score` is already a column of the file.
+    scorer_names = (n for n in info.get("reward_extra_names", ()) if n != "score")
+    schema_names = {TURN_SPANS, *SCHEMA} - set(_MADE_HERE)
+    loop_names = (n for n in info.get("loop_facts", ()) if n not in schema_names)
     names = {*columns, *_DECODED}
-    for name in dict.fromkeys([*of_scorer, *of_loops]):
+    for name in dict.fromkeys([*scorer_names, *loop_names]):
         if name not in facts:
             continue
         column = clean_text(str(name))
@@ -249,7 +249,7 @@ def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
 
 
 def _ragged(values: Tensor, inside: np.ndarray, name: str) -> pa.ListArray:
-    """An Arrow list per row: the values where `inside` [B, T] is true."""
+    """Return one Arrow list per row with the values where `inside` [B, T] is true."""
     import pyarrow as pa
 
     items = pa.array(_array(values).reshape(-1).take(np.flatnonzero(inside)))
@@ -268,13 +268,13 @@ def _rows(column: pa.ListArray) -> list[np.ndarray]:
 
 
 def _arrow_type(name: str) -> pa.DataType:
-    """The declared type; a reward part is one number per token."""
+    """Return the declared type; a reward part has one number per token."""
     import pyarrow as pa
 
     declared = SCHEMA.get(name, _NUMBERS)
     inner = declared.removeprefix("list<").removesuffix(">")
-    plain = pa.type_for_alias(inner)
-    return pa.list_(plain) if inner != declared else plain
+    item_type = pa.type_for_alias(inner)
+    return pa.list_(item_type) if inner != declared else item_type
 
 
 def _texts(texts: Iterable[str | None]) -> pa.Array:
@@ -284,9 +284,9 @@ def _texts(texts: Iterable[str | None]) -> pa.Array:
 
 
 def _decoded(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
-    """The text of each row; equal rows are decoded once."""
+    """Return the text of each row; equal rows are decoded once."""
     texts: dict[bytes, str] = {}
-    # transformers looks at each number of a list, in Python; an array it takes as it is.
+    # transformers checks each number of a list in Python, but not of an array.
     takes_arrays = getattr(tokenizer, "is_fast", False)
     keys = [ids.tobytes() for ids in rows]
     for key, ids in zip(keys, rows, strict=True):
@@ -301,20 +301,20 @@ def _as_json(value: JsonValue | list[Row]) -> str | None:
     try:
         return json.dumps(value, default=_plain, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        # Keys that are no text, a circle, an integer of thousands of digits: as text at least.
+        # Non-string keys, cycles and huge integers are stored as text.
         return json.dumps(hex(value) if isinstance(value, int) else shown(value))
 
 
 def _plain(value: _T) -> JsonValue:
     try:
         plain: JsonValue = value.tolist() if hasattr(value, "tolist") else str(value)
-    except Exception:  # the object's own code
+    except Exception:  # a user's object may raise anything
         return shown(value)
     return plain
 
 
 def _one_type(values: list[JsonValue]) -> list[JsonValue]:
-    """The values of an extra if they are all bool, all text or all numbers; else each as JSON."""
+    """Return the values of an extra if they are all bool, text or numbers; else each as JSON."""
     present = [v for v in values if v is not None]
     if all(isinstance(v, bool) for v in present) or all(isinstance(v, str) for v in present):
         return values
@@ -322,7 +322,7 @@ def _one_type(values: list[JsonValue]) -> list[JsonValue]:
     if len(numbers) == len(present):
         if all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in numbers):
             return values
-        if all(isinstance(v, float) or abs(v) <= 2**53 for v in numbers):  # exact as doubles
+        if all(isinstance(v, float) or abs(v) <= 2**53 for v in numbers):  # exact as float64
             return [float(v) if isinstance(v, int | float) else None for v in values]
     return [_as_json(v) for v in values]
 

@@ -1,7 +1,7 @@
-"""The rollout files of a run, written beside the next step.
+"""Writes the rollout files of a run concurrently with the next step.
 
-`trainer.rollout_data_dir` keeps every step. Without it the run folder holds the files of the last steps, and
-of the last steps up to the checkpoint that a killed run would resume: which ones depends on the step alone.
+`trainer.rollout_data_dir` keeps every step. Without it the run folder keeps the last steps, and the last
+steps before the checkpoint that a killed run would resume; only the step decides which files are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hone.trainer.ppo.rollout_file import is_temporary, sample_rows, write_rollo
 
 
 class RolloutWriter:
-    """Writes the file of a step in a thread, one at a time; a batch that is handed over stays as it is."""
+    """Writes one file at a time in a thread; a submitted batch must not be changed."""
 
     def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Tokenizer) -> None:
         self._run, self._trainer, self._tokenizer = run, trainer, tokenizer
@@ -32,7 +32,7 @@ class RolloutWriter:
         self._permanent: set[Path] = set()
 
     def write(self, batch: DataProto, step: int) -> None:
-        """Begin the file of a step; an earlier file that could not be written raises here."""
+        """Start writing the file of a step; raise the error of an earlier file that failed."""
         if not self._all_steps and self._trainer.rollout_steps_to_keep == 0:
             return
         self.flush()
@@ -41,7 +41,7 @@ class RolloutWriter:
         self._pending = self._thread.submit(self._write, own, step)
 
     def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
-        """Write the file of a validation, and some of its rows to the trackers that show tables."""
+        """Write the file of a validation, and log some rows to trackers that show tables."""
         folder = self._trainer.validation_data_dir
         file = RunFolder(folder).path / f"step_{step}.parquet" if folder else None
         file = file or self._run.validation_file(step)
@@ -51,7 +51,7 @@ class RolloutWriter:
             tracking.log_samples("val/generations", samples, step)
 
     def flush(self) -> None:
-        """Wait for the last file: it is on the disk before the checkpoint of its step counts."""
+        """Wait for the last file, which must be on disk before the checkpoint of its step is final."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -60,7 +60,7 @@ class RolloutWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        """No file is written after the run has given up its folder."""
+        """Flush, so that no file is written after the run has released its folder."""
         with contextlib.suppress(*(() if kind is None else (Exception,))):
             self.flush()
 
@@ -68,10 +68,10 @@ class RolloutWriter:
         self._thread.shutdown()
 
     def _write(self, batch: DataProto, step: int) -> None:
-        if self._thread_tokenizer is None:  # two threads may not use a fast tokenizer at once
+        if self._thread_tokenizer is None:  # fast tokenizers are not thread-safe
             try:
                 self._thread_tokenizer = copy.deepcopy(self._tokenizer)
-            except Exception:  # the user's own code, which is written in Python, and serves both
+            except Exception:  # a user's Python tokenizer is shared by both threads
                 self._thread_tokenizer = self._tokenizer
         file, temporary = self._folder / f"step_{step}.parquet", not self._all_steps
         write_rollouts(file, batch, self._thread_tokenizer, step=step, temporary=temporary)
@@ -79,18 +79,18 @@ class RolloutWriter:
             self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        stay = kept_steps(step, self._trainer.rollout_steps_to_keep, self._trainer.save_freq)
-        for at, file in step_files(self._folder):
-            if at > step or at in stay or file in self._permanent:
+        keep = kept_steps(step, self._trainer.rollout_steps_to_keep, self._trainer.save_freq)
+        for file_step, file in step_files(self._folder):
+            if file_step > step or file_step in keep or file in self._permanent:
                 continue
             if is_temporary(file):
                 file.unlink(missing_ok=True)
             else:
-                self._permanent.add(file)  # of a run that kept all
+                self._permanent.add(file)  # written by a run that kept all files
 
 
 def kept_steps(step: int, keep: int, save_freq: int) -> set[int]:
-    """The steps whose files stay when `step` is written: the last ones, and the last ones up to the
-    newest checkpoint before it."""
+    """Return the steps whose files are kept when `step` is written: the last ones, and the last ones up
+    to the newest checkpoint before it."""
     saved = (step - 1) // save_freq * save_freq if save_freq > 0 else 0
     return {*range(step - keep + 1, step + 1), *range(saved - keep + 1, saved + 1)} - {0}

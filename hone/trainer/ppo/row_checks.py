@@ -1,6 +1,6 @@
-"""What the rows of a run ask for, checked before a model loads: loops, tools, scorers, prompt lengths.
+"""Checks the loops, tools, scorers and prompt lengths of a run's rows before a model loads.
 
-A run whose rows ask for what nothing answers would train on something else than its data say.
+Otherwise a run would silently ignore what its rows request.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from hone.types import JsonObject, JsonValue
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SOURCES = 16
-"""Data sources whose scorer is tried at most, each on its first, middle and last row."""
+"""The maximum number of data sources whose scorer is tried, each on its first, middle and last row."""
 CHUNK = 256
-"""Prompts per move of the progress bar."""
+"""Prompts per update of the progress bar."""
 
 
 class AgentChecks:
-    """The loops of a run, and the arguments that its rows give them."""
+    """Checks the agent loops of a run and the arguments in its rows."""
 
     def __init__(
         self, config: PPOTrainerConfig, tokenizer: Tokenizer, datasets: Mapping[str, Dataset]
@@ -50,15 +50,15 @@ class AgentChecks:
         self.built: dict[str, AgentLoopBase] = {}
 
     def problems(self) -> Iterator[str]:
-        """Each loop that rows name is built once, with its tools, parser and interactions."""
+        """Build each loop that rows name, with its tools and interactions, and yield the problems."""
         for name in sorted(self._loop_names()):
             try:
                 self.built[name] = run_coroutine(self._build(name))
             except (PluginError, ToolError, ValueError, OSError) as error:
                 yield f"agent loop {name!r} cannot be built: {error}"
-            except Exception as error:  # a loop or tool of the user's may raise anything
+            except Exception as error:  # a user's loop or tool may raise anything
                 yield f"agent loop {name!r} cannot be built: {place_and_reason(error)}"
-        if self.config.uses_controller == "local":  # on a cluster the workers' machines differ
+        if self.config.uses_controller == "local":  # on a cluster, workers run on other machines
             loops = [loop for loop in self.built.values() if isinstance(loop, AgentLoopBase)]
             yield from (problem for loop in loops for problem in loop.problems())
         yield from self._tool_configs()
@@ -74,7 +74,7 @@ class AgentChecks:
                     )
 
     def _tool_configs(self) -> Iterator[str]:
-        """What a row's `tool_config` asks for and the tool loop does not have."""
+        """Yield the `tool_config` entries of rows that the tool loop does not support."""
         configs = {json.dumps(config): config for config in self._of_extra_info("tool_config")}
         loops = [loop for loop in self.built.values() if isinstance(loop, ToolAgentLoop)]
         for loop in loops:
@@ -85,7 +85,7 @@ class AgentChecks:
                     yield f"a row's {error}"
 
     def _coefficients(self) -> Iterator[str]:
-        """Coefficients of rewards that no tool and no interaction of the run gives."""
+        """Yield reward coefficients that name no tool or interaction of the run."""
         names = {
             name
             for loop in self.built.values()
@@ -100,7 +100,7 @@ class AgentChecks:
                     )
 
     def _loop_names(self) -> set[str]:
-        """Loops that rows name; an unknown name is refused with its row elsewhere."""
+        """Return the loops that rows name; `check_rows` reports unknown names."""
         names = set()
         for name in {
             name if isinstance(name, str) else None for name in self._column("agent_name")
@@ -116,7 +116,7 @@ class AgentChecks:
         return build_loop(self.names.factory(name), self.config, manager, self.tokenizer)
 
     def warnings(self) -> Iterator[str]:
-        """What rows or settings ask for and nothing answers."""
+        """Yield warnings about rows and settings that have no effect."""
         multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
         tool_loops = [loop for loop in self.built.values() if hasattr(loop, "tools")]
         tools = {name for loop in tool_loops for name in loop.tools}
@@ -127,8 +127,8 @@ class AgentChecks:
                 f"set {MULTI_TURN}.interaction_config_path"
             )
         arguments = self._of_extra_info("tools_kwargs")
-        named = {name for one in arguments for name, value in one.items() if value is not None}
-        if unknown := sorted(named - tools):
+        names = {name for row in arguments for name, value in row.items() if value is not None}
+        if unknown := sorted(names - tools):
             yield f"rows have tools_kwargs for {', '.join(unknown)}, which is no tool of this run"
         if tool_loops and not tools and not interacts:
             yield (
@@ -147,7 +147,7 @@ class AgentChecks:
             )
 
     def _drift(self, *, tools: bool, users: bool) -> Iterator[str]:
-        """Where the chat template renders later turns otherwise than the loop appends them."""
+        """Yield a warning if the chat template renders later turns differently from the agent loop."""
         if self.config.data.prompt_format != "chat" or not getattr(
             self.tokenizer, "chat_template", 0
         ):
@@ -169,14 +169,14 @@ class AgentChecks:
                 yield from (row.get(name) for row in dataset.store.scan((name,)))
 
     def _of_extra_info(self, name: str) -> Iterator[JsonObject]:
-        """A field that stands at the top of a row or in its `extra_info`."""
+        """Yield a field of each row, from its top level or its `extra_info`."""
         yield from (value for value in self._column(name) if isinstance(value, dict))
         for extra in self._column("extra_info"):
             if isinstance(extra, dict) and isinstance(value := extra.get(name), dict):
                 yield value
 
     def _interactions(self) -> set[str]:
-        return {str(one.get("name") or "") for one in self._of_extra_info("interaction_kwargs")}
+        return {str(row.get("name") or "") for row in self._of_extra_info("interaction_kwargs")}
 
     def _template_shows_tools(self, tools: Iterable[BaseTool]) -> bool:
         if self.config.data.prompt_format != "chat":
@@ -194,7 +194,7 @@ class AgentChecks:
 def try_scorers(
     manager: AbstractRewardManager, dataset: Dataset, config: PPOTrainerConfig
 ) -> Iterator[Verdict]:
-    """One verdict per data source whose rows are scored by a function, and one on ground truths."""
+    """Yield one verdict per data source with a score function, and one on missing ground truths."""
     if not isinstance(manager, RuleRewardManager) or not isinstance(dataset, RLHFDataset):
         return
     key, default = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
@@ -211,9 +211,9 @@ def try_scorers(
             if manager.lacks_ground_truth(source, truth):
                 without_truth.append(position)
     for positions in list(by_source.values())[:SOURCES]:
-        tried = dict.fromkeys((positions[0], positions[len(positions) // 2], positions[-1]))
+        trials = dict.fromkeys((positions[0], positions[len(positions) // 2], positions[-1]))
         keys = key, config.data.prompt_key
-        yield try_scorer(manager, [TrialRow.of(store[p], store.where(p), *keys) for p in tried])
+        yield try_scorer(manager, [TrialRow.of(store[p], store.where(p), *keys) for p in trials])
     if without_truth:
         count = sum(map(len, by_source.values()))
         problem = (
@@ -228,20 +228,20 @@ def try_scorers(
 
 @dataclass(frozen=True)
 class Lengths:
-    """In tokens, over all rows of a data set."""
+    """Prompt lengths in tokens, over all rows of a data set."""
 
     rows: int
     shortest: int
     longest: int
-    """At least so many where a text is longer by far than what fits."""
+    """A lower bound if a prompt is far too long."""
     too_long: int
-    """How many are longer than `data.max_prompt_length`."""
+    """The number of prompts longer than `data.max_prompt_length`."""
     where: str
-    """The row of the longest."""
+    """The row of the longest prompt."""
 
 
 def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> Lengths:
-    """Render every prompt as the run will; a data set measured before is read from the cache."""
+    """Measure every rendered prompt; lengths of a known data set are read from a cache."""
     cache = _cache_file(dataset)
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Lengths(**json.loads(cache.read_text()))
@@ -249,7 +249,7 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
     lengths: list[int] = []
     for index, length in enumerate(dataset.prompt_lengths()):
         if isinstance(length, PromptTooLong):
-            length = 2 * limit + 65  # so many are known before the rest is left unread
+            length = 2 * limit + 65  # a lower bound: tokenization stops there
         elif isinstance(length, PromptError):
             raise DataError(f"{dataset.where(index)}: {length}") from length
         lengths.append(length)
@@ -259,13 +259,13 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
     too_long = sum(length > limit for length in lengths)
     where = dataset.where(lengths.index(longest))
     measured = Lengths(len(lengths), min(lengths), longest, too_long, where)
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
+    with contextlib.suppress(OSError):  # without the cache the next run is only slower
         atomic_write_text(cache, json.dumps(asdict(measured)))
     return measured
 
 
 def _cache_file(dataset: RLHFDataset) -> Path:
-    """Named by all that the lengths depend on: rows, tokenizer, template, tools and limit."""
+    """Return a file named after everything that affects lengths: rows, tokenizer, template, tools, limit."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     tokenizer, config = dataset.tokenizer, dataset.settings
     backend = getattr(tokenizer, "backend_tokenizer", None)

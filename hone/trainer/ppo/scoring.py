@@ -1,6 +1,6 @@
-"""Scores from every source, each in its own column, and their configured sum.
+"""Writes the scores of every source to separate columns, and their configured sum.
 
-What a scorer returns beside its score (its extras) are columns too; they win over a row's of that name.
+Extras, which a scorer returns next to its score, are columns too; they override a row's column of that name.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from hone.workers.reward_model import RewardModelWorker
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
 Extras: TypeAlias = Mapping[str, Sequence[Any]]
-"""What a score function returned beside its score: by name, a value per row."""
+"""Values that a score function returned next to its score: by name, one value per row."""
 FAILURE = "reward_failure"
-"""The extra that names why a row could not be scored; None where it was."""
+"""The extra with the reason why a row could not be scored; None for a scored row."""
 SCORED_BY_TABLE = (
     ". Validation rows are scored by the configured rules, since val_reward_fn was not given with "
     "reward_fn: pass val_reward_fn as well, or data.val_files=[]"
@@ -46,9 +46,9 @@ _NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
 def check_rows(
     reward_fn: Function, dataset: Dataset, config: PPOTrainerConfig, *, is_by_table: bool = False
 ) -> None:
-    """Refuse rows with a column of ours, images, an unknown loop, or a source without a score.
+    """Raise an error for reserved columns, images, unknown agent loops, or data sources without a score.
 
-    `is_by_table`: only the manager of training was given.
+    `is_by_table` means that the caller passed `reward_fn` but no `val_reward_fn`.
     """
     if not isinstance(dataset, RLHFDataset):
         return
@@ -59,7 +59,7 @@ def check_rows(
         name = row.get("agent_name")
         if isinstance(name, str | None) and name in known:
             continue
-        try:  # a row names a loop of the configuration, never a place to import one from
+        try:  # rows may only name configured loops, never an import path
             loops.of_row(name)
             known.add(name)
         except PluginError as error:
@@ -72,13 +72,13 @@ def check_rows(
 
 
 def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """Position and these columns of the rows that the data set uses."""
-    used = set(dataset.positions)
-    return (pair for pair in enumerate(dataset.store.scan(columns)) if pair[0] in used)
+    """Yield the position and these columns of each row that the data set uses."""
+    positions = set(dataset.positions)
+    return (pair for pair in enumerate(dataset.store.scan(columns)) if pair[0] in positions)
 
 
 def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop: str) -> None:
-    """Rows with images, videos or audio are refused: our engines and loops read text alone."""
+    """Raise an error for rows with images, videos or audio: engines and agent loops only support text."""
     keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
     own_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
     for position, row in _used_rows(dataset, (*keys, "agent_name")):
@@ -98,11 +98,11 @@ def _is_filled(row: Row, key: str) -> bool:
 
 
 def check_columns(store: RowStore, prompt_key: str) -> None:
-    """A column that a step of the loop writes may not come with the data."""
+    """Raise an error if the data have a column that the training loop writes."""
     parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
-    ours = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
+    reserved = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
     for file in store.files:
-        for index, row in enumerate(file.scan(ours)):
+        for index, row in enumerate(file.scan(reserved)):
             if row:
                 name = next(iter(row))
                 column = declared(name)
@@ -115,7 +115,7 @@ def check_columns(store: RowStore, prompt_key: str) -> None:
 
 
 def check_sources(reward_fn: Function, dataset: RLHFDataset, *, default_loop: str) -> None:
-    """Stop where a row's data source has no score; rows that another loop plays may bring their own."""
+    """Raise an error if a data source has no score; rows of other agent loops may have their own."""
     if not isinstance(reward_fn, RuleRewardManager):
         return
     columns, used = (reward_fn.reward_fn_key, "reward_model", "agent_name"), set(dataset.positions)
@@ -131,7 +131,7 @@ def check_sources(reward_fn: Function, dataset: RLHFDataset, *, default_loop: st
 def score_parts(
     batch: DataProto, reward_fn: Function, reward_model: WorkerGroup[RewardModelWorker] | None
 ) -> tuple[dict[str, Tensor], Extras]:
-    """Token scores [B, T] by part, and extras per row. A loop's own score replaces the rule's."""
+    """Return token scores [B, T] by part, and extras. An agent loop's score replaces the rule's."""
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
     if batch.has_column(LOOP_SCORE):
@@ -153,22 +153,22 @@ def score_parts(
 
 
 def _check_extras(extras: Extras, reward_fn: Function) -> None:
-    """An extra may not be called like a column that a step of the loop writes or reads."""
+    """Raise an error if an extra has the name of a column of the training loop."""
     for name in extras:
         column = declared(name)
         if column is not None and name != FAILURE:
             scorer = getattr(reward_fn, "compute_score", None) or reward_fn
             while isinstance(scorer, partial):
                 scorer = scorer.func
-            called = getattr(scorer, "__name__", type(scorer).__name__)
+            scorer_name = getattr(scorer, "__name__", type(scorer).__name__)
             raise RewardError(
-                f"the score function {called} returns {name!r}, which is a column of step "
+                f"the score function {scorer_name} returns {name!r}, which is a column of step "
                 f"{column.step!r} ({column.meaning}); return it under another name"
             )
 
 
 def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]:
-    """What the scorer returned under `name`, row by row; a row that failed has `failure_score`."""
+    """Return the scorer's extra `name` per row; a failed row has `failure_score`."""
     facts, nothing = batch.non_tensor_batch, [None] * len(batch)
     numbers = []
     for row, (value, failure) in enumerate(
@@ -188,7 +188,7 @@ def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]
 
 
 def has_extra(batch: DataProto, name: str) -> bool:
-    """Whether the scorer returned `name`: also where it failed on every row, and so returned nothing."""
+    """Return whether the scorer returns `name`; True if it failed on every row, which leaves it unknown."""
     failures = batch.non_tensor_batch.get(FAILURE, ())
     all_failed = len(failures) > 0 and all(failure is not None for failure in failures)
     return name in batch.meta_info.get("reward_extra_names", ()) or all_failed
@@ -201,11 +201,10 @@ def write_scores(
     weights = {MODEL: config.modeling_reward_coef, RULE: config.verifiable_reward_coef}
     total: Tensor | None = None
     for part, scores in parts.items():
-        if (
-            part == PROCESS
-        ):  # its column is as it enters the sum: the strict minimum removes it again
+        if part == PROCESS:
+            # Written with its weight, since the strict minimum subtracts it from the sum.
             scores = scores * config.modeling_reward_coef
-        if part != AGENT:  # the loop wrote it
+        if part != AGENT:  # the agent loop has written it
             write(batch, reward_column(part), scores)
         weighted = scores * weights.get(part, 1.0)
         total = weighted if total is None else total + weighted
@@ -219,12 +218,12 @@ def write_scores(
             write(batch, f"{REWARD_PREFIX}{kind}/{name}", scores)
             total = total + scores * weight
     write(batch, "token_level_scores", total)
-    # Every batch has the failures, so that batches of several rounds can be joined.
+    # Every batch has the failure column, so that batches of several rounds can be concatenated.
     for name, values in {FAILURE: [None] * len(batch), **extras}.items():
         batch.set_column(name, object_array(list(values)))
     batch.meta_info["reward_extra_names"] = sorted(extras)
 
 
 def pop_metrics(manager: Function) -> dict[str, float]:
-    """The counts of a reward manager since the last call; one of the user's may count nothing."""
+    """Return a reward manager's counts since the last call; a user's manager may have none."""
     return manager.pop_metrics() if hasattr(manager, "pop_metrics") else {}

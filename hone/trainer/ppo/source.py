@@ -1,7 +1,7 @@
 """The trajectory source: `submit` prompts, `take` finished groups.
 
-Synchronous training takes all it submitted. Dynamic sampling, staleness and partial rollouts are other
-ways to call the same two verbs.
+Synchronous training takes everything it submitted. Dynamic sampling, staleness and partial rollouts call
+the same two methods differently.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hone.types import Settings
 from hone.workers.rollout_worker import RolloutWorker
 
 _POLL_S = 0.2
-"""How long ranks of a rollout pool wait for a group before they say that there is none."""
+"""How long ranks of a rollout pool wait for a finished group per call."""
 
 
 class GroupState(TypedDict):
-    """A group in a checkpoint: its prompt row, by its place in the data set."""
+    """A group in a checkpoint, with the position of its prompt row in the data set."""
 
     index: int
     uid: str
@@ -40,23 +40,23 @@ class GroupState(TypedDict):
 
 @dataclass(frozen=True)
 class _Group:
-    """One prompt's rows, from their submission until they are taken."""
+    """The rows of one prompt, from submission until they are taken."""
 
     number: int
-    """In the order of submission."""
+    """The position in submission order."""
     rows: DataProto
     outputs: tuple[AgentLoopOutput, ...] = ()
 
 
 def prompts_of(batch: DataProto, loader: PromptLoader) -> dict[str, np.ndarray]:
-    """The prompt rows that the batch's trajectories answer, each once."""
+    """Return the unique prompt rows of the batch's trajectories."""
     facts = batch.non_tensor_batch
     places = dict(zip(facts["uid"], facts["dataset_index"], strict=True))
     return loader.rows_again([(int(index), uid) for uid, index in places.items()])
 
 
 class TrajectorySource:
-    """Trajectories of the published policy, through a rollout worker group."""
+    """Generates trajectories of the published policy with a rollout worker group."""
 
     def __init__(
         self,
@@ -70,26 +70,26 @@ class TrajectorySource:
         self._run_seed = run_seed
         self._pad, self._keep_log_probs = pad_token_id, keep_log_probs
         self.path = workers.call(RolloutWorker.weight_path)
-        self._submissions = [0] * workers.world_size  # the runner of each rank counts its own
-        self._running: dict[tuple[int, int, str], _Group] = {}  # by rank, submission there, uid
-        self._done: list[_Group] = []  # in the order of their end
+        self._submissions = [0] * workers.world_size  # each rank's runner counts its submissions
+        self._running: dict[tuple[int, int, str], _Group] = {}  # by rank, its submission, uid
+        self._done: list[_Group] = []  # in finishing order
         self._submitted = 0
         self._metrics: list[dict[str, float]] = []
 
     @property
     def decodes_beside(self) -> bool:
-        """Whether groups go on while the loop does something else, or waits for others."""
+        """Whether generation continues while the training loop does other work."""
         return self.path != "gathered"
 
     @property
     def pending(self) -> int:
-        """Groups that were submitted and not taken."""
+        """The number of groups that were submitted and not taken."""
         return len(self._running) + len(self._done)
 
     def submit(
         self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Settings
     ) -> range:
-        """Start `samples` responses to each prompt row; the numbers of the groups."""
+        """Start `samples` responses to each prompt row; return the numbers of the groups."""
         rows = DataProto(batch=None, non_tensor_batch=dict(prompts)).repeat(
             samples, interleave=True
         )
@@ -99,7 +99,7 @@ class TrajectorySource:
         attempts = list(zip(uids, index, strict=True))
         names = [f"{uid}-{i}" for uid, i in attempts]
         write(rows, "trajectory_id", np.array(names, dtype=object))
-        # What the loop runner folds into the sampling of each trajectory: kept for a replay.
+        # The seeds that the loop runner uses per trajectory, stored for a replay.
         seeds = [trajectory_seed(self._run_seed, uid, i) for uid, i in attempts]
         write(rows, "seed", np.array(seeds, dtype=object))
         rows.meta_info["sampling_params"] = dict(sampling)
@@ -116,16 +116,16 @@ class TrajectorySource:
             shares[rank] = rows.slice(int(groups[0]) * samples, int(groups[-1] + 1) * samples)
             self._submissions[rank] += 1
             for group in groups:
-                own = rows.slice(int(group) * samples, int(group + 1) * samples)
-                key = rank, self._submissions[rank], str(own.non_tensor_batch["uid"][0])
-                self._running[key] = _Group(self._submitted, own)
+                group_rows = rows.slice(int(group) * samples, int(group + 1) * samples)
+                key = rank, self._submissions[rank], str(group_rows.non_tensor_batch["uid"][0])
+                self._running[key] = _Group(self._submitted, group_rows)
                 self._submitted += 1
         self._workers.call_each(RolloutWorker.submit, shares)
 
     def take(self, n_groups: int | None = None) -> DataProto:
-        """`n_groups` finished groups (None: all that were submitted), in the order of submission.
+        """Return the first `n_groups` to finish (None: all submitted groups), in submission order.
 
-        The first to end are taken; the others go on.
+        The other groups continue.
         """
         count = self.pending if n_groups is None else min(n_groups, self.pending)
         while len(self._done) < count:
@@ -138,33 +138,33 @@ class TrajectorySource:
                     self._done.append(_Group(submitted.number, submitted.rows, group.outputs))
                 if finished.metrics:
                     self._metrics.append(finished.metrics)
-        taken, self._done = self._done[:count], self._done[count:]
-        return self._batch(sorted(taken, key=lambda group: group.number))
+        groups, self._done = self._done[:count], self._done[count:]
+        return self._batch(sorted(groups, key=lambda group: group.number))
 
     def _batch(self, groups: Sequence[_Group]) -> DataProto:
         outputs = [output for group in groups for output in group.outputs]
-        played = collate_outputs(outputs, pad_token_id=self._pad)
+        trajectories = collate_outputs(outputs, pad_token_id=self._pad)
         if not self._keep_log_probs:
-            played.batch.pop("rollout_log_probs", None)
+            trajectories.batch.pop("rollout_log_probs", None)
         batch = DataProto.concat(fill_object_columns([group.rows for group in groups]))
         batch = batch.select(meta_info_keys=[])
         batch.meta_info["group_numbers"] = [group.number for group in groups]
-        batch.meta_info["loop_facts"] = sorted(played.non_tensor_batch)
+        batch.meta_info["loop_facts"] = sorted(trajectories.non_tensor_batch)
         names = {name for measured in self._metrics for name in measured}
         means = {name: [m[name] for m in self._metrics if name in m] for name in names}
         batch.meta_info["metrics"] = loop_metrics(outputs) | mean_over_ranks(means)
         self._metrics = []
-        return batch.union(played)
+        return batch.union(trajectories)
 
     def abort(self) -> None:
-        """Drop everything that was submitted and not taken."""
+        """Drop all groups that were submitted and not taken."""
         self._workers.call_all(RolloutWorker.abort, None)
         self._running, self._done = {}, []
 
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> list[GroupState]:
-        """What was submitted and not taken, for a checkpoint: rows by their place in the data set."""
+        """Return the groups that were submitted and not taken, as positions in the data set."""
         groups = sorted([*self._running.values(), *self._done], key=lambda group: group.number)
         return [
             {
@@ -177,7 +177,7 @@ class TrajectorySource:
         ]
 
     def load_state_dict(self, state: Sequence[GroupState], loader: PromptLoader) -> None:
-        """Submit them again: with the same seeds they become the same trajectories."""
+        """Submit the groups again; the same seeds give the same trajectories."""
         for group in state:
             prompts = loader.rows_again([(group["index"], group["uid"])])
             self.submit(prompts, samples=group["samples"], sampling=group["sampling"])

@@ -1,6 +1,6 @@
-"""The RL loop. `step` is the algorithm, a list of verbs; each verb asks the room that does the work.
+"""The RL training loop. `step` lists the phases of the algorithm; each phase calls another package.
 
-Leaves out: how rows are packed (engine), what a role computes (workers), the formulas (algorithms).
+`engine` packs rows, `workers` defines what each role computes, and `algorithms` has the formulas.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from hone.workers.reward_model import RewardModelWorker
 
 
 class PPOTrainer:
-    """Trains a policy by PPO, GRPO and their kin; which is a matter of configuration."""
+    """Trains a policy with PPO, GRPO or a related algorithm, as configured."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class PPOTrainer:
         self._running = ExitStack()
         self.global_step = 0
 
-    # -- setting up ---------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------------
 
     def init_workers(self) -> None:
         """Start every role and load its model."""
@@ -124,9 +124,9 @@ class PPOTrainer:
     # -- the loop -----------------------------------------------------------------------------
 
     def fit(self, origins: Mapping[str, str] | None = None) -> None:
-        """Train to the last step; resumes where an earlier process stopped.
+        """Train to the last step, resuming from a checkpoint if there is one.
 
-        `origins` say where the values of the config came from; they are written beside it.
+        `origins` maps each config key to its source; it is written next to the config.
         """
         trainer = self.config.trainer
         with lock_folder(self.run.path):
@@ -134,7 +134,7 @@ class PPOTrainer:
             takes_steps = self.global_step < self.total_steps and not trainer.val_only
             if self.global_step > 0 and not (takes_steps or trainer.val_only):
                 return
-            # A run without a step leaves the config of the run that made this folder.
+            # A run without steps keeps the config of the run that created this folder.
             if takes_steps or not self.run.config_file.exists():
                 self.run.write_config(config_to_dict(self.config), origins)
             tracking = Tracking(
@@ -171,7 +171,7 @@ class PPOTrainer:
                 checkpoint.tell_result(self.run, self.global_step)
 
     def step(self) -> tuple[DataProto, dict[str, float]]:
-        """One pass of the loop."""
+        """Run one step of the loop."""
         self.global_step += 1
         batch = self.collect()
         batch = self.estimate(batch)
@@ -181,13 +181,13 @@ class PPOTrainer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the step: timed, and shown by the progress bar."""
+        """Time a part of the step and show it in the progress bar."""
         self.bar.update(self.global_step - 1, note=name)
         with self.timers.timer(name):
             yield
 
     def collect(self) -> DataProto:
-        """Scored trajectories for one step: one round of prompts, or as many as dynamic sampling needs."""
+        """Return the scored trajectories of a step: one round of prompts, or more with dynamic sampling."""
         if self.config.algorithm.filter_groups.enable:
             batch = self.dynamic_sampling.collect()
         else:
@@ -200,7 +200,7 @@ class PPOTrainer:
         return batch
 
     def submit(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> range:
-        """Start the responses to each prompt, or the one greedy response."""
+        """Start the responses to each prompt, or its greedy response."""
         rollout = self.config.actor_rollout_ref.rollout
         samples = 1 if greedy else rollout.n
         sampling = training_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
@@ -208,12 +208,12 @@ class PPOTrainer:
             return self.source.submit(prompts, samples=samples, sampling=sampling)
 
     def take(self, n_groups: int | None = None, *, phase: str = "gen") -> DataProto:
-        """`n_groups` finished groups, or all that were submitted."""
+        """Return `n_groups` finished groups, or all submitted groups."""
         with self.phase(phase):
             return self.source.take(n_groups)
 
     def score(self, batch: DataProto) -> DataProto:
-        """Each reward part in its own column; `token_level_scores` is their configured sum."""
+        """Write each reward part to a column, and their configured sum to `token_level_scores`."""
         with self.phase("reward"):
             return self._scored(batch, self.reward_fn)
 
@@ -223,7 +223,7 @@ class PPOTrainer:
         return batch
 
     def estimate(self, batch: DataProto) -> DataProto:
-        """Log-probs and values of the models, where the algorithm reads them."""
+        """Compute the log-probs and values that the algorithm reads."""
         credit.derive(batch, self.plan.columns)
         if self.plan.log_prob_pass:
             with self.phase("old_log_prob"):
@@ -243,7 +243,7 @@ class PPOTrainer:
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
-        """Rewards after KL, correction, then advantages and returns."""
+        """Compute rewards with the KL penalty, rollout correction, advantages and returns."""
         algorithm = self.config.algorithm
         with self.timers.timer("adv"):
             measured = credit.reward_after_kl(batch, algorithm, self.kl_controller)
@@ -256,21 +256,21 @@ class PPOTrainer:
         return batch
 
     def share_out(self, batch: DataProto) -> DataProto:
-        """The rows of the update (drawn again by PF-PPO), in the order of the ranks that compute them."""
+        """Return the rows of the update (resampled by PF-PPO), ordered by rank."""
         trainer, algorithm = self.config.trainer, self.config.algorithm
         with self.timers.timer("adv"):
-            drawn = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
-            shared, spread = balance(
-                drawn,
+            rows = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
+            ordered_rows, spread = balance(
+                rows,
                 ranks=self.actor.data_parallel_size,
                 rows_per_update=self.plan.rows_per_update,
                 by_length=trainer.balance_batch,
             )
         batch.meta_info["metrics"].update(spread)
-        return shared
+        return ordered_rows
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Critic, then actor, whose new weights are published."""
+        """Update the critic, then the actor, and publish the actor's weights."""
         measured: dict[str, float] = {}
         rows = len(batch)
         if self.plan.critic and self.critic is not None:
@@ -286,7 +286,7 @@ class PPOTrainer:
         return measured
 
     def publish(self) -> dict[str, float]:
-        """The rollout gets the weights of the last update."""
+        """Send the weights of the last update to the rollout."""
         with self.phase("update_weights"):
             return self.publisher.publish()
 
@@ -299,7 +299,7 @@ class PPOTrainer:
             **metrics.data_metrics(
                 batch, prompt_limit=data.max_prompt_length, response_limit=data.max_response_length
             ),
-            # In bypass mode the old log-probs are the rollout's: there is nothing to compare.
+            # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
             **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
             **self.warnings.group_signal(batch, self.global_step),
             **metrics.entropy_metric(batch),
@@ -311,7 +311,7 @@ class PPOTrainer:
     # -- around a step ------------------------------------------------------------------------
 
     def after_step(self, batch: DataProto, *, last: bool) -> dict[str, float]:
-        """Rollout file, data hooks, validation."""
+        """Write the rollout file, call data hooks and validate."""
         trainer = self.config.trainer
         self.rollouts.write(batch, self.global_step)
         if self.tracking is not None and trainer.log_train_generations > 0:
@@ -322,7 +322,7 @@ class PPOTrainer:
         return self.validate() if due or last else {}
 
     def validate(self) -> dict[str, float]:
-        """Greedy (or as `val_kwargs` says) on every validation row."""
+        """Validate on every validation row, greedily or as `val_kwargs` configures."""
         if self.val_loader is None:
             return {}
         rollout = self.config.actor_rollout_ref.rollout
@@ -341,8 +341,8 @@ class PPOTrainer:
 
     @contextmanager
     def saved_if_due(self, now: bool) -> Iterator[bool]:
-        """Save where it is due; whether it was. The block inside (the step's metrics) runs after the
-        checkpoint is written and before it counts: a kill leaves both or neither."""
+        """Save if due, and yield whether it was. The enclosed block logs the step's metrics after the
+        checkpoint is written and before it is renamed, so a kill keeps both or neither."""
         trainer = self.config.trainer
         due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
         last = trainer.save_freq != 0 and self.global_step >= self.total_steps
@@ -356,7 +356,7 @@ class PPOTrainer:
         checkpoint.prune(self.run, min((n for n in limits if n), default=None))
 
     def save(self, folder: Path) -> None:
-        """Everything the next process needs to go on as if nothing had happened."""
+        """Save everything that an exact resume needs."""
         self.rollouts.flush()
         with self.phase("save_checkpoint"):
             self.actor.call_all(ActorWorker.save_checkpoint, str(folder / "actor"))
@@ -371,7 +371,7 @@ class PPOTrainer:
             checkpoint.write_state(folder, state)
 
     def resume(self) -> None:
-        """Load the newest sound checkpoint, and forget what was logged after it."""
+        """Load the newest valid checkpoint and drop the metrics logged after it."""
         trainer = self.config.trainer
         source = checkpoint.begin(self.run, trainer.resume_mode, trainer.resume_from_path)
         if source is None:

@@ -1,4 +1,4 @@
-"""Validation: every held-out row, the last partial batch included, and statistics of n attempts."""
+"""Validates on all held-out rows, including the last partial batch, with statistics over n attempts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def attempts_at(
     samples: int,
     bar: Bar,
 ) -> tuple[dict[str, float], DataProto]:
-    """Attempt every batch of prompts: the metrics, and all trajectories."""
+    """Generate and score every batch of prompts; return the metrics and all trajectories."""
     sources: list[str] = []
     uids: list[str] = []
     turns: list[float] = []
@@ -39,7 +39,7 @@ def attempts_at(
         names = [*batch.meta_info["reward_extra_names"], *environment_counts(batch)]
         values = {name: list(facts[name]) for name in names}
         values["reward"] = batch.batch["token_level_scores"].sum(-1).tolist()
-        for name in {*variables, *values}:  # a value that a row lacks is None
+        for name in {*variables, *values}:  # a missing value is None
             column = variables.setdefault(name, [None] * len(uids))
             column += values.get(name, [None] * len(batch))
         sources += list(facts["data_source"])
@@ -63,9 +63,9 @@ class Group:
 def validation_metrics(
     sources: Sequence[str], uids: Sequence[str], variables: Mapping[str, Sequence[JsonValue]]
 ) -> dict[str, float]:
-    """Metrics named `val-core/<source>/<variable>/<statistic>` or `val-aux/…`.
+    """Return metrics named `val-core/<source>/<variable>/<statistic>` or `val-aux/…`.
 
-    Core are mean, best and majority of all attempts, of the core variable (acc, else reward).
+    Core metrics are mean, best and majority over all attempts of the core variable (acc, else reward).
     """
     metrics: dict[str, float] = {}
     for source, of_source in process_validation_metrics(sources, uids, variables).items():
@@ -88,10 +88,10 @@ def process_validation_metrics(
     seed: int = 42,
     expected_acc_counts: Mapping[tuple[str, str], int] | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Source to variable to statistic to value, for the variables of numbers.
+    """Return values by source, variable and statistic, for numeric variables.
 
-    Name and arguments are verl's; nothing is drawn, so the seed enters nothing. Attempts that
-    `expected_acc_counts` has by (source, uid) and that are missing count as wrong in `acc`.
+    Name and arguments are verl's; the seed is unused, since nothing is sampled. Attempts that
+    `expected_acc_counts` lists by (source, uid) but that are missing count as wrong in `acc`.
     """
     groups: dict[tuple[str, str], Group] = {}
     predictions = infos_dict.get("pred")
@@ -123,9 +123,9 @@ def process_validation_metrics(
 def _statistics(
     groups: Sequence[tuple[list[float], list[Hashable | None]]], attempts: int
 ) -> dict[str, float]:
-    """Mean over prompts of each statistic over a prompt's attempts.
+    """Return the mean over prompts of each statistic over a prompt's attempts.
 
-    A prompt that lacks some values (a score function that failed) counts in the mean alone.
+    A prompt with missing values (the score function failed) counts only in the mean.
     """
     of_prompts: dict[str, list[float]] = defaultdict(list)
     for values, answers in groups:

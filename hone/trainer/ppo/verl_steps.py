@@ -1,6 +1,6 @@
-"""What verl's `main_ppo` and `ray_trainer` offer to a custom program, with verl's arguments.
+"""Provides the functions of verl's `main_ppo` and `ray_trainer` for custom programs, with verl's arguments.
 
-The steps read and write a DataProto in place. The loop of this package has its own in credit.py.
+They read and write a DataProto in place. The training loop itself uses credit.py.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["create_rl_dataset"]
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
-    """[B, T] the part of `attention_mask` over the responses."""
+    """Return the response part of `attention_mask` [B, T]."""
     return split_attention(data)[1]
 
 
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: FixedKLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
-    """Write `token_level_rewards` = scores − coefficient · KL, and move the controller."""
+    """Write `token_level_rewards` = scores − coefficient · KL, and update the KL controller."""
     data.batch["token_level_rewards"], metrics = credit.kl_penalised(data, kl_ctrl, kl_penalty)
     return data, metrics
 
@@ -58,8 +58,8 @@ def compute_advantage(
 ) -> DataProto:
     """Write `advantages` and `returns` with any estimator of the table.
 
-    `gamma` and `lam` are gae's, `norm_adv_by_std_in_grpo` is grpo's; other estimators follow
-    `config`. `num_repeat` enters nothing, as in verl: groups are the rows of one `uid`.
+    `gamma` and `lam` apply to gae, `norm_adv_by_std_in_grpo` to grpo; other estimators read `config`.
+    `num_repeat` is unused, as in verl: a group is the rows with the same `uid`.
     """
     name = plain_name(adv_estimator)
     if not data.has_column("response_mask"):
@@ -71,7 +71,7 @@ def compute_advantage(
     estimator = advantages.get_estimator(name, config, **options.get(name, {}))
     columns: Row = {"non_tensor_batch": data.non_tensor_batch}
     for column in estimator.requires:
-        # A reward part may also be a number that the score function gave per row.
+        # A reward part may also be one number per row from the score function.
         if data.has_column(column) or not column.startswith(REWARD_PREFIX):
             columns[column] = require(data, column)
     pair = credit.run_estimator(data, estimator, columns)
@@ -83,7 +83,7 @@ def compute_advantage(
 
 
 class TaskRunner:
-    """One training run of a config; a subclass may do more around it."""
+    """Runs one training run; subclasses may extend it."""
 
     def run(self, config: PPOTrainerConfig | Settings) -> None:
         from hone.trainer.main_ppo import run
@@ -95,12 +95,12 @@ class TaskRunner:
 def run_ppo(
     config: PPOTrainerConfig | Settings, task_runner_class: type[TaskRunner] | None = None
 ) -> None:
-    """Train as configured; the run starts Ray by itself where it needs it."""
+    """Train as configured; the run starts Ray if it needs it."""
     plain_class(task_runner_class or TaskRunner)().run(config)
 
 
 def create_rl_sampler(data_config: DataConfig | Settings, dataset: Dataset) -> Sampler | None:
-    """The sampler that `data` asks for; None for the loader's own order."""
+    """Return the sampler that `data` configures; None for the loader's default order."""
     config = data_config
     if not isinstance(config, DataConfig):
         config = composed_tree({"data": config}).config.data
@@ -108,29 +108,29 @@ def create_rl_sampler(data_config: DataConfig | Settings, dataset: Dataset) -> S
 
 
 def need_critic(config: PPOTrainerConfig | Settings) -> bool:
-    """Whether the algorithm reads values, or the critic is switched on."""
+    """Return whether the algorithm reads values, or the critic is enabled."""
     return Plan.of(composed_tree(config).config).critic
 
 
 def need_reference_policy(config: PPOTrainerConfig | Settings) -> bool:
-    """Whether the algorithm reads the reference policy's log-probs."""
+    """Return whether the algorithm reads the reference policy's log-probs."""
     return Plan.of(composed_tree(config).config).reference
 
 
 def need_reward_model(config: PPOTrainerConfig | Settings) -> bool:
-    """Whether a reward model scores responses."""
+    """Return whether a reward model scores responses."""
     return bool(composed_tree(config).config.reward_model.enable)
 
 
 def validate_config(
     config: PPOTrainerConfig | Settings, use_reference_policy: bool, use_critic: bool
 ) -> None:
-    """Raise ConfigError, with every problem, where a run of this config could not start."""
+    """Raise a ConfigError with every problem if a run of this config could not start."""
     composed_tree(config)
 
 
 class DistProfilerExtension:
-    """A worker's verbs `start_profile` and `stop_profile`, which hand on to its profiler."""
+    """Adds `start_profile` and `stop_profile` to a worker, which call its profiler."""
 
     def __init__(self, profiler: DistProfiler) -> None:
         self.profiler = profiler
@@ -145,12 +145,12 @@ class DistProfilerExtension:
 
 
 def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -> Row:
-    """Nothing beyond the caller's own environment: workers set what they need themselves."""
+    """Return an empty runtime environment, since workers set the variables they need."""
     return {"env_vars": {}}
 
 
 def composed_tree(config: PPOTrainerConfig | Settings) -> Composed:
-    """A config that is composed already, or the tree of one (a dict, OmegaConf's), checked."""
+    """Check and compose a config, given as a composed config, a dict or an OmegaConf object."""
     if isinstance(config, PPOTrainerConfig):
         return Composed(config, {})
     settings = list(flatten(plain_containers(config), "", "the given config"))

@@ -1,6 +1,6 @@
-"""The order of rows: every epoch another permutation of one seed; a checkpoint resumes it exactly.
+"""Shuffles rows with a new permutation per epoch from one seed; a checkpoint resumes it exactly.
 
-The rows that fill no batch at the end of an epoch are left out of it.
+An incomplete batch at the end of an epoch is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MUST_AGREE = {
 
 
 def refuse_uneven(rows: int, ranks: int) -> None:
-    """Every rank gets the same number of rows of a batch."""
+    """Raise an error unless every rank gets the same number of rows of a batch."""
     if rows % ranks:
         raise ConfigError(
             f"data.train_batch_size={rows} is not divisible by {ranks} data-parallel ranks; "
@@ -28,7 +28,7 @@ def refuse_uneven(rows: int, ranks: int) -> None:
 
 
 def batches_in(rows: int, batch_rows: int) -> int:
-    """Whole batches per epoch, at least one."""
+    """Return the number of whole batches per epoch, at least one."""
     if rows < batch_rows:
         raise DataError(
             f"there are {rows} rows to train on, fewer than one batch of {batch_rows}; use "
@@ -38,7 +38,7 @@ def batches_in(rows: int, batch_rows: int) -> int:
 
 
 class RowOrder:
-    """Endless batches of row numbers."""
+    """Produces batches of row numbers without end."""
 
     def __init__(self, rows: int, batch_rows: int, *, seed: int, shuffle: bool = True) -> None:
         self.batches_per_epoch = batches_in(rows, batch_rows)
@@ -65,7 +65,7 @@ class RowOrder:
         }
 
     def load_state_dict(self, state: Settings) -> None:
-        """Continue after the last batch of the state; another data set or order is an error."""
+        """Continue after the last batch of the state; a different data set or order is an error."""
         own = self.state_dict()
         for name, meaning in _MUST_AGREE.items():
             if state[name] != own[name]:
@@ -78,7 +78,7 @@ class RowOrder:
 
     def _start(self, epoch: int, batch: int) -> None:
         self._generator = random.Random(self._seed)
-        for _ in range(epoch + 1):  # each permutation follows from the one before it
+        for _ in range(epoch + 1):  # each permutation depends on the previous one
             self._order = self._next_order()
         self.epoch, self.batch = epoch, batch
 

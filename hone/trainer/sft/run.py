@@ -1,6 +1,6 @@
-"""A supervised run: model, data and engine from the config; steps, validation, checkpoints, trackers.
+"""Runs SFT from a config: model, data, engine, validation, checkpoints and trackers.
 
-The loop itself is in trainer.py. Every rank runs this; the first alone writes what is not a shard.
+The loop is in trainer.py. Every rank runs this; only the first writes files other than shards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Numbers = dict[str, float]
 
 
 class SFTRun:
-    """Everything around the loop of one `hone sft`."""
+    """One run of `hone sft`, around the training loop."""
 
     def __init__(
         self, config: SFTConfig, ranks: Ranks, origins: Mapping[str, str] | None = None
@@ -71,10 +71,10 @@ class SFTRun:
         )
 
     def _encoded(self, what: str, files: tuple[str, ...], max_samples: int) -> Dataset:
-        """The rows of these files, all encoded: a bad one stops the run before its first step."""
+        """Encode all rows of these files, so that a bad row stops the run before its first step."""
         rows = create_sft_dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(rows, SFTDataset):
-            return rows  # a user's own class may encode as it likes
+            return rows  # a user's dataset class encodes its rows itself
         with self._progress(f"encode {what}", len(rows)) as advance:
             rows.encode_all(advance)
         bad = rows.bad_rows
@@ -122,7 +122,7 @@ class SFTRun:
         return build_strategy(self.config.engine.strategy, spec)
 
     def fit(self) -> None:
-        """Train to the last step; resumes where an earlier process stopped."""
+        """Train to the last step, resuming from a checkpoint if there is one."""
         with lock_folder(self.folder.path) if self.ranks.is_first else nullcontext():
             self.resume()
             if self.trainer.step_number < self.total_steps:
@@ -158,7 +158,7 @@ class SFTRun:
         return step >= self.total_steps or (steps > 0 and step % steps == 0)
 
     def validate(self) -> Numbers:
-        """The loss on every validation row."""
+        """Return the loss over all validation rows."""
         if self.val_rows is None:
             return {}
         count = self.config.data.train_batch_size
@@ -187,7 +187,7 @@ class SFTRun:
     # -- state --------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Everything the next process needs to go on as if nothing had happened."""
+        """Save everything that an exact resume needs."""
         step, contents = self.trainer.step_number, self.config.checkpoint.save_contents
         with self._writing(step) as folder:
             self.trainer.engine.save(folder, contents)
@@ -208,20 +208,20 @@ class SFTRun:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[Path]:
-        """The folder that all ranks fill; the first makes it, and seals it when all are done."""
+        """Yield the folder that all ranks write to; the first creates it and finally seals it."""
         first = self.ranks.is_first
         with checkpoint.writing(self.folder, step) if first else nullcontext() as folder:
             self.ranks.wait_for_all()
             yield folder if folder is not None else checkpoint.unfinished(self.folder, step)
 
     def resume(self) -> None:
-        """Load the newest sound checkpoint, and forget what was logged after it."""
+        """Load the newest valid checkpoint and drop the metrics logged after it."""
         trainer, first = self.config.trainer, self.ranks.is_first
-        where = (self.folder, trainer.resume_mode, trainer.resume_from_path)
-        # The first rank clears the folder before the others look into it.
-        source = checkpoint.begin(*where) if first else None
+        location = (self.folder, trainer.resume_mode, trainer.resume_from_path)
+        # The first rank cleans the folder before the others read it.
+        source = checkpoint.begin(*location) if first else None
         self.ranks.wait_for_all()
-        source = source if first else checkpoint.resume_source(*where)
+        source = source if first else checkpoint.resume_source(*location)
         if source is None:
             return
         step, folder = source
@@ -234,7 +234,7 @@ class SFTRun:
             self._tell_resumed(folder, state.get("model", self.config.model.path))
 
     def _data_fingerprint(self) -> str | None:
-        """None for a user's own class that has none: such data are not compared."""
+        """Return the fingerprint of the data; None for a user's dataset class without one."""
         return getattr(self.rows, "fingerprint", None)
 
     def _refuse_other_data(self, state: Settings, folder: Path) -> None:

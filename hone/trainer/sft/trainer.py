@@ -1,6 +1,6 @@
-"""The supervised loop: shuffled rows, packed, token-weighted loss; small because the engine does the work.
+"""The SFT loop over shuffled, packed rows with a token-weighted loss.
 
-Each rank runs this loop on its share of every batch. Run folder, checkpoints and trackers are run.py's.
+Each rank runs this loop on its part of every batch. run.py has the run folder, checkpoints and trackers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EncodedRow = dict[str, list[int]]
 
 
 class EncodedRows(Protocol):
-    """Rows of `input_ids` and `loss_mask`, lists of one length."""
+    """Rows of `input_ids` and `loss_mask`, lists of equal length."""
 
     def __len__(self) -> int: ...
 
@@ -29,7 +29,7 @@ class EncodedRows(Protocol):
 
 
 def collate(rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
-    """Everything before the first learnt token is the prompt; the rest is the response."""
+    """Build a batch; tokens before the first one with a loss are the prompt, the rest the response."""
     outputs = []
     for row in rows:
         ids, mask = row["input_ids"], row["loss_mask"]
@@ -41,7 +41,7 @@ def collate(rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
 
 
 class SFTTrainer:
-    """Minimises the mean negative log-likelihood of the learnt tokens."""
+    """Minimizes the mean negative log-likelihood of the tokens in the loss mask."""
 
     def __init__(
         self,
@@ -80,17 +80,17 @@ class SFTTrainer:
     def validation_loss(
         self, rows: EncodedRows, batch_rows: int, on_batch: Callable[[int], None] | None = None
     ) -> float:
-        """Mean negative log-likelihood of the learnt tokens of all rows, on all ranks."""
+        """Return the mean negative log-likelihood of the loss-mask tokens of all rows, over all ranks."""
         mesh = self.engine.mesh
         rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         total = tokens = 0.0
         for start in range(0, len(rows), batch_rows):
             numbers = range(start, min(start + batch_rows, len(rows)))
-            # A rank that has run out takes a row that does not count: all meet in each collective.
-            mine = list(numbers[rank::ranks])
-            batch = collate([rows[i] for i in mine or [start]], self._pad)
+            # A rank without rows computes one that is not counted: every rank must join each collective.
+            rank_numbers = list(numbers[rank::ranks])
+            batch = collate([rows[i] for i in rank_numbers or [start]], self._pad)
             log_probs = self.engine.infer(batch, **SupervisedObjective().options)["log_probs"]
-            if mine and mesh.collects:
+            if rank_numbers and mesh.collects:
                 mask = batch.batch["response_mask"]
                 total -= float((log_probs.double() * mask).sum())
                 tokens += float(mask.sum())
