@@ -65,7 +65,8 @@ def fit(value: Value, hint: Hint) -> Value:
     elif origin is tuple and None not in (items := _items(value)):
         return tuple(fit(item, members[0]) for item in items)
     elif origin in (dict, Mapping) and isinstance(value, Mapping):
-        return dict(value)
+        kind = members[1] if members and members[1] in (int, float, str) else Any
+        return {name: fit(item, kind) for name, item in value.items()}
     elif hint is bool and isinstance(value, str) and value.lower() in _TRUTH:
         return _TRUTH[value.lower()]
     elif not isinstance(value, bool) and isinstance(value, _ACCEPTED.get(hint, ())):

@@ -81,6 +81,7 @@ def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     count = type(value) is int and value >= 1
     many = {"any": True, "off": is_off(value), "number": number, "count": count}
+    many["count_or_zero"] = type(value) is int and value >= 0
     return any(many.get(str(word)) or same(value, word) for word in words)
 
 
@@ -260,8 +261,10 @@ def _new_settings(
             one_more = value + 1 if isinstance(value, int) else value
             stands = {"*": value, "*+1": one_more}
             return rule.pattern, {k: stands.get(str(v), v) for k, v in rule.settings.items()}
-    if rows and value not in (None, False):
-        return "", "takes an integer" if rows[0].values == ("count",) else "takes true or false"
+    if rows and value is not None and value is not False:
+        return "", "takes an integer" if str(rows[0].values[0]).startswith(
+            "count"
+        ) else "takes true or false"
     return "", {} if rows else {key: value}
 
 

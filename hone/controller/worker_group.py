@@ -101,7 +101,7 @@ class WorkerGroup(Generic[W]):
             return
         self._specs = registered_methods(made_of.cls)
         for method in self._specs:
-            self._bound[method] = functools.partial(self.call, getattr(made_of.cls, method))
+            self._bound[method] = functools.partial(self._call, method)
 
     @property
     def world_size(self) -> int:
@@ -139,7 +139,10 @@ class WorkerGroup(Generic[W]):
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls a method and returns one result: that of rank 0, or the joined batches of all ranks."""
-        name = method.__name__
+        result: R = self._call(method.__name__, *args, **kwargs)
+        return result
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name not in self._specs:
             raise self._unknown(name, self._bound)
         spec = self._specs[name]
@@ -159,7 +162,7 @@ class WorkerGroup(Generic[W]):
         elif mode.by_slot:
             collect = functools.partial(_of_slots, collect, self.mesh(DATA_PARALLEL))
         future = DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, name))
-        return future.get() if spec.blocking else future  # type: ignore[return-value]
+        return future.get() if spec.blocking else future
 
     def call_all(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs

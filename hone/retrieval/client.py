@@ -32,12 +32,11 @@ class RetrievalFailed(RuntimeError):
 def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> list[list[str]]:
     """Returns the passages of each query, best first, in one request."""
     payload = {"queries": list(queries), "topk": topk, "return_scores": True}
-    request = urllib.request.Request(
-        url, json.dumps(payload).encode(), {"Content-Type": "application/json"}
-    )
+    header = {"Content-Type": "application/json"}
     try:
-        with _opener(url).open(request, timeout=timeout_s) as response:
-            result = json.load(response)["result"]
+        request = urllib.request.Request(url, json.dumps(payload).encode(), header)
+        with _opener(url).open(request, timeout=timeout_s) as answer:
+            result = json.load(answer)["result"]
         passages = [[_contents(hit) for hit in hits] for hits in result]
     except Exception as error:  # a malformed response may raise anything
         raise RetrievalFailed(f"{url}: {described(error)}") from error

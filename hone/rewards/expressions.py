@@ -47,8 +47,10 @@ class Evaluated:
 
 def evaluate(text: str) -> Evaluated:
     """Returns the value of `text`. Time is bounded by MAX_CHARS, MAX_DEPTH and MAX_DIGITS."""
+    if len(text) <= 4 * MAX_CHARS:
+        text = " ".join(text.split())
     has_long_number = len(text) > MAX_DIGITS and _LONG_NUMBER.search(text[:MAX_CHARS])
-    if has_long_number or not _EXACT_CHARS.fullmatch(text[: MAX_CHARS + 1]):
+    if has_long_number or len(text) > MAX_CHARS or not _EXACT_CHARS.fullmatch(text):
         raise ExpressionError(f"not integers of {MAX_DIGITS} digits with + - * / ( )")
     numbers: list[int] = []
 
@@ -56,16 +58,17 @@ def evaluate(text: str) -> Evaluated:
         numbers.append(number)
         return Fraction(number)
 
-    return Evaluated(_value(" ".join(text.split()), leaf, _OPERATORS), tuple(numbers))
+    return Evaluated(_value(text, leaf, _OPERATORS), tuple(numbers))
 
 
 def evaluate_compat(text: str) -> float:
     """Returns the value of TinyZero's `eval`, with floats, `**` and `//`. Huge powers are refused."""
-    if not _COMPAT_CHARS.fullmatch(text[: MAX_CHARS + 1]):
+    text = text.strip()
+    if len(text) > MAX_CHARS or not _COMPAT_CHARS.fullmatch(text):
         raise ExpressionError("not in the whitelist of characters")
     more: dict[Any, Callable[..., Any]] = {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos}
     more[ast.Pow] = _power
-    return _value(text.strip(), lambda number: number, {**_OPERATORS, **more})
+    return _value(text, lambda number: number, {**_OPERATORS, **more})
 
 
 def _value(text: str, leaf: Callable[..., Any], operators: dict[Any, Callable[..., Any]]) -> Any:

@@ -65,6 +65,8 @@ class _Worker:
 
     def kill(self) -> None:
         """Kill the process and all children left in its session."""
+        if self.process.returncode is not None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel

@@ -232,7 +232,10 @@ class Run:
     def _settle(self) -> SandboxResult | None:
         """Returns the result in the reply, or None when the run was restarted."""
         reply = b"".join(self._chunks)
-        answer = pickle.loads(reply) if reply else self._clean_up()
+        try:
+            answer = pickle.loads(reply) if reply else self._clean_up()
+        except (pickle.UnpicklingError, EOFError):  # the warden died while it wrote
+            answer = self._clean_up()
         if isinstance(answer, NotStarted) and self._attempt < _ATTEMPTS:
             self.close()
             self._start()

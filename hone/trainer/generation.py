@@ -296,7 +296,11 @@ class Generation:
         self, rows: Sequence[int], prompts: Sequence[list[int]], positions: int | None
     ) -> None:
         number, ids = max(zip(rows, prompts, strict=True), key=lambda pair: len(pair[1]))
-        reach = len(ids) + self._samplings(number, len(ids))[0].max_tokens
+        response = self._samplings(number, len(ids))[0].max_tokens
+        if self.config.search.url:  # the turns of a search share the response
+            rollout = self.config.rollout
+            response = min(rollout.response_length, rollout.max_total_tokens - len(ids))
+        reach = len(ids) + response
         if positions is None or reach <= positions:
             return
         prefix, left = (

@@ -436,3 +436,15 @@ def test_the_importance_weights_of_verl_0_6_0_are_those_of_the_correction(
 def test_masked_weights_of_verl_0_6_0_name_the_rejection() -> None:
     with pytest.raises(ConfigError, match="masked weights are a rejection; use algorithm"):
         load({"algorithm.rollout_is": True, "algorithm.rollout_is_mode": "mask"})
+
+
+def test_a_zero_is_no_word_for_nothing() -> None:
+    config = load_config(["max_turns=0", "retriever.url=http://localhost:8000/retrieve"])
+    assert get(config, f"{ROLLOUT}.multi_turn.max_assistant_turns") == 1
+    with pytest.raises(ConfigError, match="use_token_level_loss"):
+        load_config([f"{ACTOR}.use_token_level_loss=0"])
+
+
+def test_coefficients_are_numbers() -> None:
+    with pytest.raises(ConfigError, match="turn_reward_coef"):
+        load_config(["reward_model.turn_reward_coef.calculator=abc"])

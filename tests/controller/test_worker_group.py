@@ -459,3 +459,22 @@ def test_a_place_that_rows_were_sent_by_is_not_changed(slots: WorkerGroup) -> No
     assert slots.count(rows(4)) == [1, 1, 1, 1]  # before it says otherwise, each rank is a slot
     with pytest.raises(ValueError, match="cannot move to"):
         slots.init_model()
+
+
+def _unnamed(function: Any) -> Any:
+    def wrapper(self: Any) -> Any:
+        return function(self)
+
+    return wrapper
+
+
+class Decorated(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @_unnamed
+    def hello(self) -> int:
+        return 1
+
+
+def test_a_method_is_called_by_the_name_that_the_class_gives_it() -> None:
+    group = make_group("local", ClassWithInitArgs(Decorated))
+    assert group.hello() == [1]

@@ -100,3 +100,9 @@ def test_a_cancelled_query_harms_no_other(service: Any) -> None:
     second.cancel()
     kind.hold.set()
     assert (first.result(10), third.result(10)) == (["a"], ["c"])
+
+
+def test_an_address_that_is_none_fails_like_a_service_that_is_down() -> None:
+    client = RetrievalClient("localhost/retrieve", 3, timeout_s=1.0, retries=0)
+    assert client.ask("one").result(10) is None
+    assert client.ask("two").result(10) is None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -162,3 +163,9 @@ def test_compat_evaluates_what_upstreams_whitelist_let_through(text: str, value:
 def test_compat_refuses_calls_errors_and_huge_powers(text: str) -> None:
     with pytest.raises(ExpressionError):
         evaluate_compat(text)
+
+
+@pytest.mark.parametrize("evaluator", [evaluate, evaluate_compat])
+def test_what_stands_behind_many_blanks_is_read_too(evaluator: Callable[[str], object]) -> None:
+    with pytest.raises(ExpressionError):
+        evaluator("1" + " " * 600 + "+True")

@@ -38,7 +38,11 @@ class EnvironmentInteraction(BaseInteraction):
         instance_id = instance_id or uuid4().hex
         environment = await in_thread(self._make)
         self._environments[instance_id], self._totals[instance_id] = environment, 0.0
-        first = await _called(environment.reset, **kwargs)
+        try:
+            first = await _called(environment.reset, **kwargs)
+        except BaseException:
+            await self.finalize_interaction(instance_id)
+            raise
         observation = first[0] if isinstance(first, tuple) else getattr(first, "observation", first)
         return instance_id, _text(observation)
 

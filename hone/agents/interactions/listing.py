@@ -33,7 +33,8 @@ def initialize_interactions_from_config(
                 f"Duplicate interaction name {name!r} found in {path}; rename one of them"
             )
         config = {**(entry.get("config") or {}), "name": name}
-        if hasattr(cls, "reset") and hasattr(cls, "step"):
+        is_interaction = isinstance(cls, type) and issubclass(cls, BaseInteraction)
+        if not is_interaction and hasattr(cls, "reset") and hasattr(cls, "step"):
             interactions[name] = EnvironmentInteraction(cls, config)
         else:
             interactions[name] = cls(config)

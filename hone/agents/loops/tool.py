@@ -59,6 +59,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.tools = _tools(limits.tool_config_path, limits.function_tool_path)
         self.interactions = _interactions(limits.interaction_config_path)
         self.parser = ToolParser.get_tool_parser(self.format, self.tokenizer)
+        self._restricted = False
 
     def of_row(
         self, tool_config: Settings | None
@@ -97,6 +98,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: Row, **row: Any) -> AgentLoopOutput:
         if row.get("tool_config"):
             self.tools, self.limits, self.parser = self.of_row(row["tool_config"])
+            self._restricted = row["tool_config"].get("available_tools") is not None
         seconds = self.limits.trajectory_timeout_s
         deadline = float("inf") if seconds is None else time.monotonic() + seconds
         user = self._user_of(row)
@@ -127,8 +129,8 @@ class ToolAgentLoop(AgentLoopBase):
         shown_tools = [schema.model_dump() for schema in schemas]
         ids = (
             self.prompt_ids(row, shown_tools)
-            if prompt is row["raw_prompt"]
-            else self._rendered(prompt, shown_tools)
+            if prompt is row["raw_prompt"] and not self._restricted
+            else self._rendered(prompt, shown_tools or None)
         )
         return AgentData(
             [dict(message) for message in as_messages(prompt)],

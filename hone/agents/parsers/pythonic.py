@@ -12,7 +12,7 @@ from hone.agents.parsers.contract import LONGEST_CALL, ToolCall, ToolParser, bad
 from hone.text import MAX_DEPTH
 from hone.types import JsonValue
 
-_START = re.compile(r"\s*(?:<\|python_start\|>)?\s*\[\s*[A-Za-z_][\w.-]*\s*\(")
+_START = re.compile(r"\s*(?:<\|python_start\|>\s*)?\[\s*[A-Za-z_][\w.-]*\s*\(")
 _TOKEN = re.compile(
     r"""\s*(?:(?P<name>[A-Za-z_][\w.-]*)
     |(?P<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)

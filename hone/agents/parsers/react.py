@@ -5,6 +5,7 @@ The prompt explains the format; an answer continues the model's text after `Obse
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from hone.agents.parsers.contract import (
@@ -19,6 +20,7 @@ from hone.text import BadText, read_json
 
 ACTION, INPUT, OBSERVATION = "Action:", "Action Input:", "Observation:"
 FINAL = "Final Answer:"
+_LINE = re.compile(rf"(?m)^[ \t]*{ACTION}")
 _FORMAT = """\
 You may use these tools:
 
@@ -45,10 +47,11 @@ class ReactToolParser(ToolParser):
 
     def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
         text = text.partition(f"\n{OBSERVATION}")[0]
-        start = text.rfind(ACTION)
-        if start < 0 or text.rfind(FINAL) > start:
+        starts = [mark.end() for mark in _LINE.finditer(text)] or [text.find(ACTION) + len(ACTION)]
+        start = starts[-1]
+        if ACTION not in text or text.rfind(FINAL) > start:
             return []
-        name, mark, given = text[start + len(ACTION) :].partition(INPUT)
+        name, mark, given = text[start:].partition(INPUT)
         name, given = name.strip(), given.strip()
         if not mark and name.endswith("]"):  # for example `search[a question]`
             name, _, given = name[:-1].partition("[")

@@ -31,7 +31,7 @@ from hone.types import JsonObject, JsonValue, Row, Settings
 T = TypeVar("T")
 CONNECT_S = 60.0
 """Seconds for a server to start and list its tools."""
-_REFUSALS = (-32600, -32601, -32602, -32603)
+_REFUSALS = (-32600, -32601, -32602, -32603, -32002)
 """JSON-RPC error codes that do not end the session."""
 
 
@@ -51,8 +51,9 @@ class MCPBaseTool(BaseTool):
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, Row]:
         """Returns the text of a result's parts, and metrics."""
-        parts = [getattr(part, "text", None) or f"({part.type})" for part in content]
-        return "\n".join(parts), {}
+        texts = [getattr(part, "text", None) for part in content]
+        pairs = zip(texts, content, strict=True)
+        return "\n".join(f"({p.type})" if text is None else text for text, p in pairs), {}
 
 
 class McpServer:
@@ -103,12 +104,14 @@ class McpServer:
         from mcp import MCPError
 
         session = await self._open()
+        task, closing = self._session, self._closing
         try:
             return await ask(session)
         except Exception as error:
             if not isinstance(error, MCPError) or error.code not in _REFUSALS:
-                self._closing.set()
-                self._session = None
+                closing.set()
+                if self._session is task:  # another call may have opened a new one meanwhile
+                    self._session = None
             raise
 
     async def _open(self) -> Any:
@@ -116,21 +119,22 @@ class McpServer:
             if self._session is None or self._session.done():
                 ready: asyncio.Future[Any] = self._loop.create_future()
                 self._closing = asyncio.Event()
-                self._session = self._loop.create_task(self._hold(ready))
+                self._session = self._loop.create_task(self._hold(ready, self._closing))
                 self._ready = ready
         return await asyncio.shield(self._ready)
 
-    async def _hold(self, ready: asyncio.Future[Any]) -> None:
+    async def _hold(self, ready: asyncio.Future[Any], closing: asyncio.Event) -> None:
         """Opens a session and keeps it open: its context must exit in the task that entered it."""
         from mcp import ClientSession
 
         try:
             async with contextlib.AsyncExitStack() as stack:
-                streams = await stack.enter_async_context(_transport(self._settings))
-                session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
-                await session.initialize()
+                async with asyncio.timeout(CONNECT_S):
+                    streams = await stack.enter_async_context(_transport(self._settings))
+                    session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+                    await session.initialize()
                 ready.set_result(session)
-                await self._closing.wait()
+                await closing.wait()
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(error if isinstance(error, Exception) else RuntimeError(error))

@@ -87,7 +87,11 @@ class Reader:
             for row in _checked(table, list):
                 number, name, attributes = _checked(row, [int, str, list])
                 self._fill(self._object([number, name]), _mapping(attributes))
-            return _checked(kind, str), value, [_checked(change, list) for change in after]
+            return (
+                _checked(kind, str),
+                value,
+                [_checked(change, list) for change in _checked(after, list)],
+            )
         except _REFUSALS as error:
             raise Malformed(f"{type(error).__name__}: {error}"[:200]) from None
 

@@ -138,7 +138,8 @@ class AgentChecks:
         if any(self._of_extra_info("tool_config")) and not tool_loops:
             yield "rows have tool_config, and no row is played by the tool loop: it is ignored"
         yield from self._drift(tools=bool(tools), users=interacts)
-        by_template = all(loop.parser.in_template for loop in tool_loops if hasattr(loop, "parser"))
+        parsers = [getattr(loop, "parser", None) for loop in tool_loops]
+        by_template = all(getattr(parser, "in_template", True) for parser in parsers)
         if tools and by_template and not self._template_shows_tools(tool_loops[0].tools.values()):
             yield (
                 f"the chat template of {self.config.actor_rollout_ref.model.path} does not show the "

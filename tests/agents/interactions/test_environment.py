@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from hone.agents.interactions.environment import _result, _text
+from hone.agents.interactions.contract import BaseInteraction
+from hone.agents.interactions.environment import EnvironmentInteraction, _result, _text
+from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.tools.contract import ToolError
 from hone.protocol import DataProto
 from hone.rollout.scripted import ScriptedRollout
@@ -163,3 +166,31 @@ def test_a_server_of_openenv_is_an_environment(play: Callable[..., Any], tmp_pat
     assert "u:say ho" in prompt
     assert "no</s>\nu:again\na:ho" in response
     assert facts["turn_scores"] == [0.0, 1.0]
+
+
+class Resettable(BaseInteraction):
+    def reset(self) -> None: ...
+
+    def step(self) -> None: ...
+
+
+def test_an_interaction_with_methods_of_these_names_stays_an_interaction(tmp_path: Path) -> None:
+    file = tmp_path / "interactions.yaml"
+    file.write_text(f"interaction:\n  - class_name: {__name__}.Resettable\n    name: mine\n")
+    made = initialize_interactions_from_config(str(file))["mine"]
+    assert type(made).__name__ == "Resettable"
+
+
+def test_an_environment_that_cannot_reset_is_closed() -> None:
+    closed = []
+
+    class Broken:
+        def reset(self) -> None:
+            raise OSError("no server")
+
+        def close(self) -> None:
+            closed.append(self)
+
+    with pytest.raises(OSError, match="no server"):
+        asyncio.run(EnvironmentInteraction(Broken, {}).start_interaction())
+    assert closed

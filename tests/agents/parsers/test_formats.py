@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -194,3 +195,17 @@ def test_a_parser_in_verls_form_is_registered_and_read_by_the_loop() -> None:
     assert bad.error == "`arguments` is not a JSON object"
     with pytest.raises(ValueError, match="unknown tool-call parser 'verl_style'"):
         ToolParser.get_tool_parser("verl_style", tokenizer)
+
+
+def test_react_reads_the_action_of_a_line_and_none_inside_its_input() -> None:
+    parser = ToolParser.get_tool_parser("react", None)
+    text = 'Action: search\nAction Input: {"query": "Affirmative Action: history"}'
+    (call,) = parser.calls(text)
+    assert (call.name, call.arguments) == ("search", {"query": "Affirmative Action: history"})
+
+
+def test_blanks_cost_the_pythonic_parser_no_more_than_other_text() -> None:
+    parser = ToolParser.get_tool_parser("pythonic", None)
+    start = time.process_time()
+    assert parser.calls(" " * 200_000) == []
+    assert time.process_time() - start < 5.0  # minutes, if every blank were tried as a start
