@@ -33,7 +33,9 @@ NO_TESTS = 5  # pytest's exit status
 
 ADVANTAGES = ["tests/algorithms/advantages"]
 LOSSES = ["tests/algorithms/policy_losses"]
-CORRECTION = ["tests/algorithms/test_correction.py", "tests/algorithms/test_rejection.py"]
+CORRECTION = [
+    f"tests/algorithms/test_{name}.py" for name in ("correction", "correction_metrics", "rejection")
+]
 TESTS: dict[str, list[str]] = {
     "hone/ops/masked.py": ["tests/ops/test_masked.py"],
     "hone/ops/groups.py": ["tests/ops/test_groups.py"],

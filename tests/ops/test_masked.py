@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from hone.ops.masked import (
     count_kept,
+    last_true,
     masked_fill_zero,
     masked_mean,
     masked_sum,
     masked_var,
     masked_whiten,
+    split_at_response,
 )
 
 
@@ -91,3 +93,18 @@ def test_integers_stay_integers():
 def test_a_mask_may_be_narrower_and_broadcast():
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert masked_mean(x, torch.tensor([[1], [0]])).item() == 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_the_last_true_column_of_a_row_is_found_and_minus_one_where_there_is_none(
+    dtype: torch.dtype,
+) -> None:
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 1]]).to(dtype)
+    assert last_true(mask).tolist() == [2, -1, 0, 3]
+
+
+def test_a_mask_is_split_where_the_response_begins() -> None:
+    mask = torch.arange(10).reshape(2, 5)
+    prompt, response = split_at_response(mask, torch.zeros(2, 2))
+    assert prompt.tolist() == [[0, 1, 2], [5, 6, 7]]
+    assert response.tolist() == [[3, 4], [8, 9]]
