@@ -27,7 +27,7 @@ tools:
       function: {name: calc_gsm8k_reward, description: grades, parameters: {type: object, properties: {}}}
 """
 TOOL_FACTS = (
-    "tool_outputs", "tool_rewards", "turn_scores", "timeouts", "tool_call_counts", "tool_failures",
+    "tool_outputs", "tool_rewards", "turn_scores", "turn_rewards", "timeouts", "tool_call_counts", "tool_failures",
     "reward_scores", "turn_spans",
 )  # fmt: skip
 
