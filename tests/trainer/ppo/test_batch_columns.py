@@ -27,8 +27,8 @@ tools:
       function: {name: calc_gsm8k_reward, description: grades, parameters: {type: object, properties: {}}}
 """
 TOOL_FACTS = (
-    "tool_outputs", "tool_rewards", "turn_scores", "turn_rewards", "timeouts", "tool_call_counts", "tool_failures",
-    "reward_scores", "turn_spans",
+    "tool_outputs", "tool_rewards", "turn_scores", "turn_rewards", "timeouts", "tool_call_counts",
+    "tool_failures", "reward_scores", "turn_spans",
 )  # fmt: skip
 
 CONFIGURATIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
