@@ -136,6 +136,8 @@ def test_time_is_linear_in_the_text(name: str, size: int) -> None:
     parser = PARSERS.get(name)()
     for piece in (
         *MARKS,
+        " ",
+        "\n",
         '{"a":',
         "[",
         '"',
