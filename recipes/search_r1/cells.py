@@ -25,7 +25,7 @@ SEEN = {
     "response_length": "response_length/mean",
     "seconds": "timing_s/step",
 }
-COLORS = {"real": "#2f6f9f", "oracle": "#3a8f5c", "random": "#c2553a"}
+COLORS = {"real": "#2f6f9f", "oracle": "#3a8f5c", "random": "#c2553a", "ppo": "#7a5ea8"}
 CORE = re.compile(r"val-core/(\w+)/acc/mean@1")
 
 

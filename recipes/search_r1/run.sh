@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Search-R1 in a closed world: SFT on the tags, then GRPO with a real, an oracle and a random retriever.
+# Search-R1 in a closed world: SFT on the tags, then GRPO with a real, an oracle and a random retriever; PPO with the real one.
 #   run.sh WIKI_CORPUS MODEL OUT   WIKI_CORPUS has passages.jsonl.gz and questions.jsonl.gz; MODEL is SmolLM2-135M
 #   run.sh --small OUT             a made-up world and a fresh model: minutes on two CPU cores
 # Further key=value overrides go to every RL run. The environment may say
-#   SEED    1                      CELLS   "real oracle random"; they run at the same time on one GPU
+#   SEED    1                      CELLS   "real oracle random", or ppo; they run at the same time on one GPU
 #   SFT     key=value overrides of the SFT, apart by spaces
 #   PORT    8101, and those after it for the other retrievers
 # Started again with the same OUT, it does not make again what is finished.
@@ -21,10 +21,12 @@ if [ "${1:?WIKI_CORPUS MODEL OUT, or --small OUT}" = --small ]; then
         actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192
         actor_rollout_ref.rollout.max_tokens_per_turn=24 retriever.topk=1
         trainer.total_training_steps=20)
+    ppo=(data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=128
+        critic.ppo_mini_batch_size=128 critic.ppo_max_token_len_per_gpu=8192 critic.optim.lr=1e-3)
     shift 2
 else
     MODEL=${2:?the model folder} OUT=${3:?the folder to write to} CORPUS=$1/passages.jsonl.gz
-    world=("$1" "$OUT/world") sft=() rl=()
+    world=("$1" "$OUT/world") sft=() rl=() ppo=()
     shift 3
 fi
 
@@ -40,16 +42,18 @@ trap 'kill "${retrievers[@]}" 2>/dev/null || true' EXIT
 mkdir -p "$OUT/logs"
 port=$PORT cells=() failed=0
 for cell in $CELLS; do
-    CUDA_VISIBLE_DEVICES='' "$PYTHON" "$HERE/retrievers.py" "$cell" --world "$OUT/world" \
+    config=closed_world retriever=$cell own=("${rl[@]}")
+    [ "$cell" != ppo ] || { config=closed_world_ppo retriever=real own+=("${ppo[@]}"); }
+    CUDA_VISIBLE_DEVICES='' "$PYTHON" "$HERE/retrievers.py" "$retriever" --world "$OUT/world" \
         --corpus "$CORPUS" --port "$port" >"$OUT/logs/retriever-$cell.log" 2>&1 &
     retrievers+=($!)
     while kill -0 "$!" 2>/dev/null && ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do sleep 0.2; done
-    "$PYTHON" -m hone.trainer.main_ppo --config-path "$HERE" --config-name closed_world \
+    "$PYTHON" -m hone.trainer.main_ppo --config-path "$HERE" --config-name "$config" \
         actor_rollout_ref.model.path="$OUT/sft" \
         data.train_files="$OUT/world/train.jsonl" data.val_files="$OUT/world/test.jsonl" \
         retriever.url="http://127.0.0.1:$port/retrieve" trainer.seed="$SEED" \
         trainer.experiment_name="$cell-$SEED" trainer.default_local_dir="$OUT/$cell-$SEED" \
-        "${rl[@]}" "$@" >"$OUT/logs/$cell-$SEED.log" 2>&1 &
+        "${own[@]}" "$@" >"$OUT/logs/$cell-$SEED.log" 2>&1 &
     cells+=($!)
     port=$((port + 1))
 done

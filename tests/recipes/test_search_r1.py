@@ -164,9 +164,12 @@ def test_the_small_size_runs_from_nothing_to_a_table(tmp_path: Path) -> None:
         "PYTHON": sys.executable,
         "SFT": "trainer.total_training_steps=20",
         "PORT": str(free_port()),
-        "CELLS": "random",
+        "CELLS": "random ppo",
     }
     script = ["bash", str(FOLDER / "run.sh"), "--small", str(tmp_path)]
     done = subprocess.run([*script, *short], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "random-1: EM 0.0 -> 0.0 %" in done.stdout
+    assert "ppo-1: EM 0.0" in done.stdout
+    config = (tmp_path / "ppo-1" / "config.yaml").read_text()
+    assert "adv_estimator: gae" in config
