@@ -56,6 +56,14 @@ class PPOTrainerConfig(RunTree):
         return self.trainer.seed if seed is None else seed
 
     @property
+    def logs_response_metrics(self) -> bool:
+        """The resolved `trainer.response_metrics`."""
+        if self.trainer.response_metrics is not None:
+            return self.trainer.response_metrics
+        prime = self.reward_manager.name == "prime"
+        return prime or self.reward_model.enable or self.curriculum_learning.enable
+
+    @property
     def rollout_pool(self) -> tuple[int, ...]:
         """Processes per node of a separate rollout pool; empty if the rollout shares the trainer's."""
         policy = self.actor_rollout_ref

@@ -69,6 +69,8 @@ class TrainerConfig(TrainingRunConfig):
     """Samples sent to the trackers per validation."""
     log_train_generations: CountOrZero = 0
     """Training samples sent to the trackers per step."""
+    response_metrics: bool | None = None
+    """PURE's metrics (docs/metrics.md); null: with a reward model, a curriculum or reward_manager=prime."""
     rollout_data_dir: str | None = None
     """Folder for the trajectories of every step; null keeps those of the last steps in the run folder."""
     rollout_steps_to_keep: CountOrZero = 3

@@ -185,7 +185,7 @@ def standard_metrics(
     clipped_below: Tensor | None = None,
     log_ratio: Tensor | None = None,
 ) -> Columns:
-    """Returns the three per-token metrics of every loss; `log_ratio` is the bounded one of the loss."""
+    """Returns the four per-token metrics of every loss; `log_ratio` is the bounded one of the loss."""
     none = torch.zeros_like(tokens.mask)
     clipped = none if clipped is None else clipped
     clipped_below = none if clipped_below is None else clipped_below
@@ -193,4 +193,5 @@ def standard_metrics(
         "actor/pg_clipfrac": clipped,
         "actor/ppo_kl": -(tokens.log_ratio if log_ratio is None else log_ratio),
         "actor/pg_clipfrac_lower": clipped_below,
+        "actor/avg_ratio": clipped_log_ratio(tokens).exp(),
     }

@@ -89,7 +89,14 @@ class DynamicSampling:
         if self._filters.order == "submission":
             self._loader.load_state_dict(self._rounds[needed - 1].loader_state)
         batch = self._joined(accepted)
-        batch.meta_info.setdefault("metrics", {})["training/num_gen_batches"] = float(needed)
+        measured = batch.meta_info.setdefault("metrics", {})
+        measured["training/num_gen_batches"] = float(needed)
+        if self._config.logs_response_metrics:
+            from hone.trainer.ppo.response_metrics import filter_metrics
+
+            generated = [n for r in self._rounds for n in r.numbers if n <= max(accepted)]
+            whole = self._joined([n for n in generated if n in self._groups])
+            measured |= filter_metrics(whole, batch, self._config)
         return batch
 
     def _needs_a_round(self) -> bool:
@@ -191,7 +198,11 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
     if filters.enable:
         keep = keep_informative(_metric(batch, filters.metric or "reward", config), uid)
     if curriculum.enable:
-        scores = _metric(batch, "score", config)
+        from hone.trainer.ppo.response_metrics import verifiable_rewards
+
+        scores = verifiable_rewards(batch, config)
+        if scores is None:
+            return keep
         if curriculum.fn_name == "interquartile":
             passed = interquartile(scores, uid, **curriculum.fn_params)
         else:
@@ -213,7 +224,12 @@ def filtered(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
     order: dict[str, int] = {}
     group = [order.setdefault(uid, len(order)) for uid in filtered_batch.non_tensor_batch["uid"]]
     filtered_batch = filtered_batch.select_idxs(torch.tensor(group) < config.data.train_batch_size)
-    filtered_batch.meta_info.setdefault("metrics", {})["training/num_gen_batches"] = 1.0
+    measured = filtered_batch.meta_info.setdefault("metrics", {})
+    measured["training/num_gen_batches"] = 1.0
+    if config.logs_response_metrics:
+        from hone.trainer.ppo.response_metrics import filter_metrics
+
+        measured |= filter_metrics(batch, filtered_batch, config)
     return filtered_batch
 
 

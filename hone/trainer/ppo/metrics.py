@@ -120,6 +120,8 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
         if len(values) > 1:  # one value has no variance
             error = torch.var(returns - values) / (torch.var(returns) + 1e-5)
             metrics["critic/vf_explained_var"] = 1.0 - error.item()
+    if "entropys" in columns.keys():  # noqa: SIM118
+        metrics["actor/entropy"] = masked_mean(columns["entropys"], mask).item()
     if "step_mask" in columns.keys():  # noqa: SIM118
         metrics |= spread("num_of_steps", columns["step_mask"].sum(-1))
     # A data set may also have a column `acc`; only that of a scorer or an agent loop is reported.
@@ -179,13 +181,6 @@ def agreement_metrics(batch: DataProto) -> dict[str, float]:
         "training/rollout_probs_diff_mean": probability_gap.mean().item(),
         "training/rollout_probs_diff_max": probability_gap.max().item(),
     }
-
-
-def entropy_metric(batch: DataProto) -> dict[str, float]:
-    if not batch.has_column("entropys"):
-        return {}
-    columns = batch.batch
-    return {"actor/entropy": masked_mean(columns["entropys"], columns["response_mask"]).item()}
 
 
 def time_per_token(

@@ -302,10 +302,14 @@ class PPOTrainer:
             # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
             **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
             **self.warnings.group_signal(batch, self.global_step),
-            **metrics.entropy_metric(batch),
             **self.publisher.staleness(batch),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
+        if self.config.logs_response_metrics:
+            from hone.trainer.ppo.response_metrics import response_metrics
+
+            with self.timers.timer("compute_additional_metrics"):
+                measured |= response_metrics(batch, self.tokenizer, self.config)
         return measured | pop_metrics(self.reward_fn)
 
     # -- around a step ------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def test_vanilla_clips_on_the_side_the_advantage_pushes_to(ratio, advantage, los
     assert value == pytest.approx(loss)
     assert metrics["pg_clipfrac"] == clipped
     assert metrics["pg_clipfrac_lower"] == lower
+    assert metrics["avg_ratio"] == pytest.approx(ratio)
     assert gradient == pytest.approx(0 if clipped or lower else -advantage * ratio)
 
 

@@ -1,0 +1,194 @@
+"""PURE's metrics of a step: reward parts and their agreement, repetition, reflection, groups, lengths.
+
+They are computed with a reward model, a curriculum or `reward_manager=prime`, or when
+`trainer.response_metrics` asks for them: repetition reads every character of every response.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.credit import STRICT_MIN, min_form_returns
+from hone.algorithms.kl import k3
+from hone.columns import reward_column
+from hone.config import PPOTrainerConfig
+from hone.config.reward import RewardModelConfig
+from hone.ops.groups import Groups
+from hone.ops.masked import masked_mean
+from hone.protocol import DataProto
+from hone.rewards.repetition import repeatness
+from hone.tokenizer import Tokenizer
+from hone.trainer.ppo.metrics import split_attention, spread
+from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE
+
+CORRECT_ABOVE = 0.5
+REFLECTION = re.compile(
+    r"wait,|recheck[,\s]|retry[,\s]|try again|alternatively,|however,|rethink[,\s]|let's check|let's verify"
+)
+"""PURE's reflection patterns, counted in the lower-case response."""
+
+
+def response_metrics(
+    batch: DataProto, tokenizer: Tokenizer, config: PPOTrainerConfig
+) -> dict[str, float]:
+    """Return the metrics of one batch; those that need a verdict are left out where none is known."""
+    correct = correctness(batch, config)
+    known = ~correct.isnan()
+    parts = {"whole": torch.ones(len(batch), dtype=torch.bool)}
+    if known.any():
+        parts |= {"correct": correct == 1, "incorrect": correct == 0}
+    rewards = dict(_rewards(batch, config))
+    measured = {
+        **_text_metrics(policy_texts(batch, tokenizer), parts, config.reward_model),
+        **_length_metrics(batch, parts, config.data.max_response_length),
+        **group_metrics(batch, correct, _batch_name(config)),
+    }
+    for name, values in rewards.items():
+        measured |= spread(f"instant_rewards/{name}", values)
+    if "outcome_reward" in rewards and known.any():
+        agrees = (rewards["outcome_reward"] > 0) == (correct == 1)
+        measured["instant_rewards/orm_match_vr"] = agrees[known].float().mean().item()
+    policy = next((n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)), None)
+    if policy is not None and batch.has_column("ref_log_prob"):
+        kl = k3(batch.batch[policy], batch.batch["ref_log_prob"])
+        measured["instant_rewards/kl/mean"] = masked_mean(kl, batch.batch["response_mask"]).item()
+    return measured
+
+
+def filter_metrics(
+    whole: DataProto, retained: DataProto, config: PPOTrainerConfig
+) -> dict[str, float]:
+    """Return the metrics of a group filter: the groups before it, and how many rows it keeps."""
+    return {
+        **group_metrics(whole, correctness(whole, config), "whole_batch"),
+        "curriculum_learning/original_batch_size": len(whole),
+        "curriculum_learning/filtered_batch_size": len(retained),
+        "curriculum_learning/retain_ratio": len(retained) / max(len(whole), 1),
+    }
+
+
+def verifiable_rewards(batch: DataProto, config: PPOTrainerConfig) -> Tensor | None:
+    """Return the unweighted score [B] of the rule, or of the agent loop that replaces it."""
+    for part in (RULE, AGENT):
+        blank = part == RULE and config.reward_manager.name == "blank"
+        if batch.has_column(reward_column(part)) and not blank:
+            scores: Tensor = batch.column(reward_column(part))
+            return scores.sum(-1)
+    return None
+
+
+def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | None:
+    """Return the reward model's unweighted reward [B] of each response.
+
+    Step rewards are combined as `credit_assignment` does: by their minimum, or by the sum of the credit.
+    """
+    columns = batch.batch
+    if batch.has_column(reward_column(MODEL)):
+        scores: Tensor = columns[reward_column(MODEL)]
+        return scores.sum(-1)
+    if not batch.has_column(reward_column(PROCESS)) or config.modeling_reward_coef == 0:
+        return None
+    steps: Tensor = columns[reward_column(PROCESS)] / config.modeling_reward_coef
+    if config.credit_assignment != STRICT_MIN:
+        return steps.sum(-1)
+    mask = columns["response_mask"]
+    lowest = min_form_returns(steps, columns["step_mask"], mask)
+    return lowest.gather(-1, mask.bool().int().argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
+    """Return 1 for a correct response, 0 for a wrong one and NaN where no verdict is known, [B].
+
+    The verdict is the scorer's `acc`, else its score, above 0.5. Rows without a rule, without the ground
+    truth that it needs, or whose scoring failed have none.
+    """
+    facts = batch.non_tensor_batch
+    scores = verifiable_rewards(batch, config)
+    if scores is None:
+        return torch.full((len(batch),), torch.nan)
+    numbers = scores.tolist()
+    if "acc" in batch.meta_info.get("reward_extra_names", ()):
+        numbers = [s if a is None else float(a) for a, s in zip(facts["acc"], numbers, strict=True)]
+    verdicts = (torch.tensor(numbers) > CORRECT_ABOVE).float()
+    nothing = [None] * len(batch)
+    failures, rules = facts.get("reward_failure", nothing), facts.get("reward_model", nothing)
+    for row, (failure, rule) in enumerate(zip(failures, rules, strict=True)):
+        if failure is not None or (isinstance(rule, dict) and rule.get("style") == "model"):
+            verdicts[row] = torch.nan
+    return verdicts
+
+
+def group_metrics(batch: DataProto, correct: Tensor, name: str) -> dict[str, float]:
+    """Return whether any response of a prompt is correct, and the share that is, over the prompts."""
+    known = ~correct.isnan()
+    if not known.any():
+        return {}
+    groups = Groups.of(batch.non_tensor_batch["uid"][known.numpy()])
+    return {
+        **spread(f"group_info/pass_at_n/{name}", groups.max(correct[known])),
+        **spread(f"group_info/avg_n/{name}", groups.mean(correct[known])),
+    }
+
+
+def policy_texts(batch: DataProto, tokenizer: Tokenizer) -> list[str]:
+    """Return what the policy wrote in each row, without special tokens and observations."""
+    columns = batch.batch
+    rows = zip(columns["responses"], columns["response_mask"].bool(), strict=True)
+    return [tokenizer.decode(ids[mask].tolist(), skip_special_tokens=True) for ids, mask in rows]
+
+
+def reflection_score(text: str) -> int:
+    """Return how many of PURE's reflection patterns a response has."""
+    return len(REFLECTION.findall(text.lower()))
+
+
+def _batch_name(config: PPOTrainerConfig) -> str:
+    """Return what the rows of the update are: all that were generated, or those that a filter keeps."""
+    filters = config.algorithm.filter_groups.enable or config.curriculum_learning.enable
+    return "retained_batch" if filters else "whole_batch"
+
+
+def _rewards(batch: DataProto, config: PPOTrainerConfig) -> Iterator[tuple[str, Tensor]]:
+    scores = verifiable_rewards(batch, config)
+    if scores is not None:
+        yield "verifiable_reward", scores
+    outcome = outcome_rewards(batch, config.reward_model)
+    if outcome is not None:
+        yield "outcome_reward", outcome
+
+
+def _text_metrics(
+    texts: Sequence[str], parts: dict[str, Tensor], config: RewardModelConfig
+) -> dict[str, float]:
+    prefix = "high_level_scores"
+    repeats = torch.tensor([repeatness(text) for text in texts])
+    reflections = torch.tensor([reflection_score(text) for text in texts])
+    high = (repeats > config.high_repeat_threshold).float()
+    return {
+        **spread(f"{prefix}/repeat_score", repeats),
+        **spread(f"{prefix}/reflection_pattern_score", reflections),
+        **{
+            f"{prefix}/high_repeatness_ratio/{part}": high[rows].mean().item()
+            for part, rows in parts.items()
+            if rows.any()
+        },
+    }
+
+
+def _length_metrics(batch: DataProto, parts: dict[str, Tensor], limit: int) -> dict[str, float]:
+    lengths = split_attention(batch)[1].sum(-1)
+    measured: dict[str, float] = {}
+    for part, rows in parts.items():
+        measured |= spread(f"response_length/{part}", lengths[rows])
+        if rows.any():
+            clipped = (lengths[rows] >= limit).float().mean().item()
+            measured[f"response_length/{part}/clip_ratio"] = clipped
+    if batch.has_column("step_mask"):
+        steps = batch.batch["step_mask"].sum().item()
+        tokens = batch.batch["response_mask"].sum().item()
+        measured["num_of_steps/tokens_per_step"] = tokens / max(steps, 1)
+    return measured
