@@ -147,7 +147,10 @@ class Traits:
     """It decodes with the module of its spec, which may be the training module; otherwise it has separate
     weights and receives new ones through `load`."""
     seeded: bool = True
-    """A token depends only on (seed, absolute position) and the preceding tokens."""
+    """The same request with the same seed gets the same tokens again."""
+    positional: bool = True
+    """A token depends on the seed through (seed, absolute position) only, so that a request that is issued
+    again with its tokens as part of the prompt gets the tokens that it would have got."""
     batch_invariant: bool = True
     """A request gets the same tokens alone and in any batch."""
     partial_keep: bool = True

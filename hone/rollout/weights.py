@@ -39,12 +39,20 @@ class WeightUpdate:
             raise
 
     def commit(self) -> None:
+        with self.committing():
+            pass
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Wraps the end of an update; after an error the update must begin again."""
         self._require("commit")
         if self._refused is not None:
             raise RolloutError(
                 f"commit of an update that was refused ({self._refused}); call begin_update and load "
                 "all weights again"
             )
+        with self.loading():
+            yield
         self.under_way = False
 
     def refuse_tokens(self, what: str) -> None:

@@ -1,0 +1,395 @@
+"""The base class of engines whose tokens come from another process: vLLM, SGLang and running servers.
+
+Every token is streamed, so that this process holds it when the other process dies. A pause ends every
+stream, and a continued request is issued again with its tokens as part of the prompt. A token's version is
+therefore exact: no stream lives while the weights change. All state belongs to one event loop in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from hone.event_loop import call_in
+from hone.ops.counter_rng import fold_seed
+from hone.rollout.contract import (
+    OnTokens,
+    RolloutError,
+    Sampling,
+    StopReason,
+    TokenOutput,
+    Traits,
+)
+from hone.rollout.requests import (
+    Request,
+    RequestRules,
+    decoding_failed,
+    engine_failed,
+    refuse_media,
+)
+from hone.rollout.weights import WeightUpdate
+from hone.types import Settings
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class ConnectionLost(Exception):
+    """A stream broke off or a server did not answer; the request may be issued again."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens of one stream."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finished: bool = False
+    """Whether the server has ended the stream by its own rules: end token, stop or length."""
+    cached_tokens: int | None = None
+
+
+@dataclass(eq=False)
+class Running:
+    """A request in the table, and the task of its current stream."""
+
+    request: Request
+    deferred: bool
+    """It arrived while the engine was paused."""
+    stream: asyncio.Task[None] | None = None
+    losses: int = 0
+    """Streams of the request that broke off."""
+
+
+class RemoteEngine:
+    """A `RolloutEngine` without transport: subclasses stream tokens and update weights.
+
+    Methods that begin with `_remote` run in the event loop of the engine's thread.
+    """
+
+    name: str
+    traits: Traits
+    retries = 3
+    """How often one request is issued again after its stream broke off."""
+
+    def __init__(self, rules: RequestRules) -> None:
+        self._rules = rules
+        self.version = 0
+        self._running: dict[int, Running] = {}  # by id
+        self._update = WeightUpdate()
+        self._failure: BaseException | None = None
+        self._paused = self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._open = asyncio.Event()
+        self._open.set()
+        threading.Thread(
+            target=self._loop.run_forever, name=f"hone-{self.name}", daemon=True
+        ).start()
+
+    # -- what a subclass provides ---------------------------------------------------------------
+
+    def _remote_stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Streams the continuation of the request's prompt and tokens; raises ConnectionLost.
+
+        The server ends its request when the iterator is closed.
+        """
+        raise NotImplementedError
+
+    async def _remote_recover(self, error: ConnectionLost) -> None:
+        """Waits until the server answers again, with the current weights; raises RolloutError if not."""
+
+    async def _remote_pause(self) -> None:
+        """Makes the server stop decoding. Every stream has ended."""
+
+    async def _remote_resume(self) -> None: ...
+
+    async def _remote_begin(self) -> None: ...
+
+    async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Transfers tensors, in the caller's thread and event loop."""
+        raise NotImplementedError
+
+    async def _remote_commit(self, version: int, loaded: bool) -> None:
+        """Ends the update; the next token uses the new weights and no old KV cache."""
+
+    async def _remote_sleep(self) -> None: ...
+
+    async def _remote_wake_up(self) -> None: ...
+
+    async def _remote_close(self) -> None: ...
+
+    def _refuse(self, sampling: Sampling, request_id: str) -> None:
+        """Raises for sampling parameters that the engine cannot serve as the contract says."""
+
+    # -- requests -------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        *,
+        on_tokens: OnTokens | None = None,
+        multi_modal_data: Settings | None = None,
+    ) -> TokenOutput:
+        refuse_media(request_id, multi_modal_data, self.name)
+        request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
+        self._rules.check(request)
+        self._refuse(sampling, request_id)
+        request.future = asyncio.get_running_loop().create_future()
+        job = self._submit(self._serve(request))
+        try:
+            return await request.owner
+        finally:
+            job.cancel()
+
+    def _submit(self, work: Coroutine[None, None, T]) -> asyncio.Future[T]:
+        """Starts work in the engine's event loop; the future belongs to the caller's."""
+        if self._closed:
+            work.close()
+            raise engine_failed(None)
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _serve(self, request: Request) -> None:
+        """Streams a request, again after each interruption, until it ends; settles its future."""
+        try:
+            with self._admitted(request) as running:
+                while request.stop_reason is None:
+                    await self._one_stream(running)
+            outcome: TokenOutput | BaseException = request.output()
+        except RolloutError as error:
+            outcome = error
+        except Exception as error:
+            outcome = decoding_failed(error)
+            self._fail(error)
+        call_in(request.owner.get_loop(), _settle, request, outcome)
+
+    @contextmanager
+    def _admitted(self, request: Request) -> Iterator[Running]:
+        if self._closed or self._failure is not None:
+            raise engine_failed(self._failure)
+        if not self._paused:
+            self._update.refuse_tokens(f"request {request.request_id}")
+        running = Running(request, deferred=self._paused)
+        self._running[id(running)] = running
+        try:
+            yield running
+        finally:
+            del self._running[id(running)]
+
+    async def _one_stream(self, running: Running) -> None:
+        """Runs one stream to its end, to an interruption by `abort` or `pause`, or to a lost connection."""
+        stream = running.stream = asyncio.ensure_future(self._follow(running.request))
+        try:
+            await asyncio.wait({stream})
+        except asyncio.CancelledError:  # the caller has cancelled the request
+            stream.cancel()
+            with suppress(BaseException):
+                await stream
+            raise
+        if self._failure is not None:
+            raise decoding_failed(self._failure)
+        if stream.cancelled():
+            return
+        error = stream.exception()
+        if isinstance(error, ConnectionLost):
+            running.losses += 1
+            if running.losses > self.retries:
+                raise RolloutError(
+                    f"request {running.request.request_id}: its stream broke off {running.losses} "
+                    f"times, the last time because {error}"
+                )
+            log.warning("%s: %s; the request is issued again", self.name, error)
+            await self._remote_recover(error)
+        elif error is not None:
+            raise error
+
+    async def _follow(self, request: Request) -> None:
+        await self._open.wait()
+        if request.stop_reason is not None:
+            return
+        async with aclosing(self._remote_stream(request, self._rest_of(request))) as chunks:
+            async for chunk in chunks:
+                self._append(request, chunk)
+                call_in(request.owner.get_loop(), _deliver, request)
+                if request.stop_reason is not None:
+                    return
+                if chunk.finished:
+                    raise RolloutError(
+                        f"request {request.request_id}: the server ended it after "
+                        f"{len(request.token_ids)} tokens, but the last is no end token, no stop and not "
+                        f"number {request.sampling.max_tokens}"
+                    )
+        raise ConnectionLost("the stream ended without a finish reason")
+
+    def _rest_of(self, request: Request) -> Sampling:
+        """Returns the sampling of the tokens that are missing.
+
+        Where draws do not depend on the absolute position, a continuation gets a seed of its own: with the
+        same seed the server would repeat the draws of the first tokens.
+        """
+        sampling, count = request.sampling, len(request.token_ids)
+        if not count:
+            return sampling
+        seed = sampling.seed if self.traits.positional else fold_seed(sampling.seed, count)
+        return replace(sampling, max_tokens=sampling.max_tokens - count, seed=seed)
+
+    def _append(self, request: Request, chunk: Chunk) -> None:
+        """Appends tokens until one ends the response; refuses what no server may send."""
+        name, vocabulary = request.request_id, self._rules.vocabulary
+        if len(chunk.token_ids) != len(chunk.log_probs):
+            raise RolloutError(
+                f"request {name}: the server sent {len(chunk.token_ids)} tokens with "
+                f"{len(chunk.log_probs)} log-probs"
+            )
+        for number, (token, log_prob) in enumerate(
+            zip(chunk.token_ids, chunk.log_probs, strict=True), 1
+        ):
+            if type(token) is not int or not 0 <= token < (vocabulary or math.inf):
+                raise RolloutError(
+                    f"request {name}: the server sent token id {token!r}, but the model knows 0 to "
+                    f"{(vocabulary or 0) - 1}; does it serve another model?"
+                )
+            if not isinstance(log_prob, float | int) or not -math.inf < log_prob <= 1e-4:
+                raise RolloutError(
+                    f"request {name}: the server sent {log_prob!r} as log-prob of token {token}; a "
+                    "log-prob is a finite number of at most 0"
+                )
+            request.append(token, min(float(log_prob), 0.0), self.version)
+            request.stop_reason = self._rules.stop_reason(request)
+            if request.stop_reason is not None:
+                if number < len(chunk.token_ids):
+                    log.debug("request %s: tokens after its end are dropped", name)
+                break
+        if request.cached_tokens is None:
+            request.cached_tokens = chunk.cached_tokens
+
+    # -- control --------------------------------------------------------------------------------
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        await self._submit(self._end(request_ids, deferred_too=True))
+
+    async def _end(self, request_ids: Collection[str] | None, *, deferred_too: bool) -> None:
+        for running in list(self._running.values()):
+            request = running.request
+            if request_ids is not None and request.request_id not in request_ids:
+                continue
+            if deferred_too or not running.deferred:
+                request.stop_reason = request.stop_reason or StopReason.ABORT
+                if running.stream is not None:
+                    running.stream.cancel()
+
+    async def pause(self, keep: bool = False) -> None:
+        await self._submit(self._pause(keep))
+
+    async def _pause(self, keep: bool) -> None:
+        self._raise_failure()
+        self._open.clear()
+        self._paused = True
+        if not keep:
+            await self._end(None, deferred_too=False)
+        streams = [r.stream for r in self._running.values() if r.stream is not None]
+        for stream in streams:
+            stream.cancel()
+        if streams:
+            await asyncio.wait(streams)
+        await self._remote_pause()
+
+    async def resume(self) -> None:
+        await self._submit(self._resume())
+
+    async def _resume(self) -> None:
+        self._update.refuse_tokens("resume")
+        if self._paused:
+            await self._remote_resume()
+        for running in self._running.values():
+            running.deferred = False
+        self._paused = False
+        self._open.set()
+
+    async def begin_update(self) -> None:
+        await self._submit(self._begin())
+
+    async def _begin(self) -> None:
+        self._raise_failure()
+        self._update.begin(0 if self._paused else len(self._running))
+        self._loaded = False
+        await self._remote_begin()
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        with self._update.loading():
+            await self._load(self._counted(weights))
+
+    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for item in weights:
+            self._loaded = True
+            yield item
+
+    async def commit(self, version: int) -> None:
+        await self._submit(self._commit(version))
+
+    async def _commit(self, version: int) -> None:
+        with self._update.committing():
+            await self._remote_commit(version, self._loaded)
+        self.version = version
+
+    async def sleep(self) -> None:
+        await self._submit(self._remote_sleep())
+
+    async def wake_up(self) -> None:
+        await self._submit(self._remote_wake_up())
+
+    async def close(self) -> None:
+        """Ends every request; later requests raise."""
+        if self._closed:
+            return
+        closing = self._submit(self._close())
+        self._closed = True
+        await closing
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _close(self) -> None:
+        await self._end(None, deferred_too=True)
+        self._open.set()
+        while self._running:
+            await asyncio.sleep(0.001)
+        await self._remote_close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Fails every request with the cause."""
+        if self._failure is None:
+            self._failure = error
+            for running in self._running.values():
+                if running.stream is not None:
+                    running.stream.cancel()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise engine_failed(self._failure)
+
+
+def _deliver(request: Request) -> None:
+    """Passes new tokens to the caller; an error of its callback ends the request."""
+    try:
+        if not request.owner.done():
+            request.stream()
+    except BaseException as error:
+        request.owner.set_exception(error)
+
+
+def _settle(request: Request, outcome: TokenOutput | BaseException) -> None:
+    _deliver(request)
+    if request.owner.done():
+        return
+    if isinstance(outcome, BaseException):
+        request.owner.set_exception(outcome)
+    else:
+        request.owner.set_result(outcome)

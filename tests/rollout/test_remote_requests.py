@@ -1,0 +1,137 @@
+"""Requests of an engine in another process: streams that break off, end too early or say nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+import pytest
+
+from hone.ops.counter_rng import fold_seed
+from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput, Traits
+from hone.rollout.remote_requests import Chunk, ConnectionLost, RemoteEngine
+from hone.rollout.requests import Request, RequestRules
+
+FIVE = Sampling(max_tokens=5, temperature=1.0, seed=7, ignore_eos=True)
+
+
+class Counting(RemoteEngine):
+    """Says its position in the sequence; each stream does what the script says after its tokens."""
+
+    name = "counting"
+    traits = Traits(decodes_with_module=False)
+
+    def __init__(self, *script: tuple[int, BaseException | None]) -> None:
+        super().__init__(RequestRules(frozenset(), vocabulary=100))
+        self.script, self.asked, self.recovered = list(script), [], 0  # type: ignore[var-annotated]
+
+    async def _remote_stream(
+        self, request: Request, sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        self.asked.append((request.length, sampling.max_tokens, sampling.seed))
+        count, error = self.script.pop(0) if self.script else (sampling.max_tokens, None)
+        for _ in range(count):
+            yield Chunk([request.length], [-0.5])
+            await asyncio.sleep(0)
+        if error is not None:
+            raise error
+
+    async def _remote_recover(self, error: ConnectionLost) -> None:
+        self.recovered += 1
+
+
+def said(engine: RemoteEngine, sampling: Sampling = FIVE, **options: Any) -> TokenOutput:
+    async def asked() -> TokenOutput:
+        try:
+            return await engine.generate([1, 2, 3], sampling, "one", **options)
+        finally:
+            await engine.close()
+
+    return asyncio.run(asked())
+
+
+def test_a_broken_stream_is_issued_again_with_its_tokens_in_the_prompt() -> None:
+    engine = Counting((2, ConnectionLost("reset")), (1, ConnectionLost("reset again")))
+    deltas: list[int] = []
+    out = said(engine, on_tokens=lambda delta: deltas.extend(delta.token_ids))
+    assert out.token_ids == deltas == [3, 4, 5, 6, 7]
+    assert out.stop_reason is StopReason.LENGTH
+    assert engine.asked == [(3, 5, 7), (5, 3, 7), (6, 2, 7)]
+    assert engine.recovered == 2
+
+
+def test_a_continuation_gets_a_seed_of_its_own_where_draws_are_not_positional() -> None:
+    engine = Counting((2, ConnectionLost("reset")))
+    engine.traits = Traits(decodes_with_module=False, positional=False)
+    said(engine)
+    assert engine.asked == [(3, 5, 7), (5, 3, fold_seed(7, 2))]
+
+
+def test_a_request_whose_streams_always_break_fails_with_the_last_reason() -> None:
+    engine = Counting(*[(0, ConnectionLost("reset"))] * 9)
+    with pytest.raises(RolloutError, match=r"request one: its stream broke off 4 times.*reset"):
+        said(engine)
+    assert len(engine.asked) == 4
+
+
+def test_a_stream_that_ends_without_a_reason_is_continued() -> None:
+    assert said(Counting((2, None))).token_ids == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "words"),
+    [
+        (Chunk([1, 2], [-0.5]), "2 tokens with 1 log-probs"),
+        (Chunk([100], [-0.5]), "token id 100"),
+        (Chunk([-1], [-0.5]), "token id -1"),
+        (Chunk([1.5], [-0.5]), "token id 1.5"),  # type: ignore[list-item]
+        (Chunk([1], [float("nan")]), "nan as log-prob"),
+        (Chunk([1], [float("-inf")]), "-inf as log-prob"),
+        (Chunk([1], [0.5]), "0.5 as log-prob"),
+        (Chunk([1], [None]), "None as log-prob"),  # type: ignore[list-item]
+        (Chunk([1], [-0.5], finished=True), "ended it after 1 tokens"),
+    ],
+)
+def test_nonsense_fails_its_request_in_one_sentence(chunk: Chunk, words: str) -> None:
+    class Wrong(Counting):
+        async def _remote_stream(
+            self, request: Request, sampling: Sampling
+        ) -> AsyncGenerator[Chunk, None]:
+            yield chunk
+
+    with pytest.raises(RolloutError, match=words) as caught:
+        said(Wrong())
+    assert "request one" in str(caught.value)
+
+
+def test_tokens_after_the_end_are_dropped() -> None:
+    class Talks(Counting):
+        async def _remote_stream(
+            self, request: Request, sampling: Sampling
+        ) -> AsyncGenerator[Chunk, None]:
+            yield Chunk([4, 5, 6, 7, 8, 9, 10], [-0.5] * 7)
+
+    assert said(Talks()).token_ids == [4, 5, 6, 7, 8]
+
+
+def test_a_refused_commit_needs_a_new_update() -> None:
+    class Refuses(Counting):
+        async def _load(self, weights: Iterable[Any]) -> None: ...
+
+        async def _remote_commit(self, version: int, loaded: bool) -> None:
+            raise RolloutError("success=false")
+
+    async def update() -> None:
+        engine = Refuses()
+        await engine.begin_update()
+        with pytest.raises(RolloutError, match="success=false"):
+            await engine.commit(1)
+        assert engine.version == 0
+        with pytest.raises(RolloutError, match="half of the new weights"):
+            await engine.generate([1], FIVE, "early")
+        with pytest.raises(RolloutError, match="was refused"):
+            await engine.commit(1)
+        await engine.close()
+
+    asyncio.run(update())
