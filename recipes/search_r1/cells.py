@@ -90,7 +90,7 @@ def draw(cells: list[dict[str, Any]], out: Path) -> None:
         searches.plot(cell["training"]["searches"], **line)
     exact.set_title("exact match on held-out questions, greedy (%)", fontsize=10, loc="left")
     searches.set_title("searches per question in training", fontsize=10, loc="left")
-    exact.legend(frameon=False)
+    exact.legend(frameon=False, ncols=4, loc="lower center", columnspacing=1.0)
     for panel in (exact, searches):
         panel.set_xlabel("step")
         panel.set_ylim(bottom=0)

@@ -21,8 +21,9 @@ if [ "${1:?WIKI_CORPUS MODEL OUT, or --small OUT}" = --small ]; then
         actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192
         actor_rollout_ref.rollout.max_tokens_per_turn=24 retriever.topk=1
         trainer.total_training_steps=20)
-    ppo=(data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=128
-        critic.ppo_mini_batch_size=128 critic.ppo_max_token_len_per_gpu=8192 critic.optim.lr=1e-3)
+    ppo=(data.train_batch_size=256 actor_rollout_ref.rollout.n=1
+        actor_rollout_ref.actor.ppo_mini_batch_size=128 critic.ppo_mini_batch_size=128
+        critic.ppo_max_token_len_per_gpu=8192 critic.optim.lr=1e-3)
     shift 2
 else
     MODEL=${2:?the model folder} OUT=${3:?the folder to write to} CORPUS=$1/passages.jsonl.gz
