@@ -22,6 +22,7 @@ PROGRAMS: dict[str, str] = {
     "hone.recipe.dapo.main_dapo": _DAPO,
     "hone.recipe.dapo.src.main_dapo": _DAPO,
     "hone.recipe.entropy.main_entropy": _DAPO,
+    "hone.recipe.prime.main_prime": f"{_PPO} --config-name=prime_trainer",
     "hone.recipe.transfer_queue.main_ppo": _PPO,
     "hone.recipe.r1_ascend.main_ppo": _PPO,
     "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
@@ -44,7 +45,7 @@ ABSENT_PROGRAMS: dict[str, str] = {
     "hone.recipe.partial_rollout.main_ppo": _ASYNC,
     **{
         f"hone.recipe.{name}.main_{name}": _OWN
-        for name in ("disco", "flowrl", "gkd", "prime", "rep_exp", "sdpo", "spin", "spo", "sppo")
+        for name in ("disco", "flowrl", "gkd", "rep_exp", "sdpo", "spin", "spo", "sppo")
     },
     "hone.experimental.vla.main_ppo": _OWN,
     "hone.recipe.spo.spo_main_ppo": _OWN,

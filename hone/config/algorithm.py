@@ -91,6 +91,10 @@ class AlgorithmConfig(SchemaBlock):
     pf_ppo: PFPPOConfig = block(PFPPOConfig)
     rollout_correction: RolloutCorrectionConfig = block(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = block(FilterGroupsConfig)
+    reward_gt_coef: float = 5.0
+    """PRIME: weight of the outcome reward."""
+    reward_dpo_coef: float = 5.0
+    """PRIME: weight of the implicit process rewards."""
     gdpo_reward_keys: tuple[str, ...] | None = None
     """gdpo: reward components, normalised separately."""
     gdpo_reward_weights: tuple[float, ...] | None = None

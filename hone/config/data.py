@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Count, CountOrAll, SchemaBlock, block, follows
+from hone.config.block import Count, CountOrAll, OneOrMore, SchemaBlock, Share, block, follows
 from hone.types import Settings
 
 
@@ -71,6 +71,16 @@ class DataConfig(RowsConfig):
     """Prompts per step."""
     gen_batch_size: Count | None = None
     """Prompts per generation round when groups are filtered; null is `train_batch_size`."""
+    oversample_factor: OneOrMore = 1.0
+    """Prompts to generate for, as a multiple of `train_batch_size`; filters choose those of the step."""
+    filter_accuracy: bool = False
+    """Prefer groups whose mean score lies between the two accuracy bounds; others fill the batch."""
+    accuracy_lower_bound: Share = 0.2
+    """Lowest mean score that `filter_accuracy` prefers."""
+    accuracy_upper_bound: Share = 0.8
+    """Highest mean score that `filter_accuracy` prefers."""
+    filter_truncate: bool = False
+    """Prefer groups without a response of `max_response_length` tokens; others fill the batch."""
     output_path: str | None = None
     """main_generation_server: file to write the responses to."""
     val_batch_size: Count | None = None
@@ -97,4 +107,5 @@ class DataConfig(RowsConfig):
     @property
     def prompts_per_generation(self) -> int:
         """Prompts in one generation round."""
-        return self.gen_batch_size or self.train_batch_size
+        oversampled = int(self.train_batch_size * self.oversample_factor)
+        return self.gen_batch_size or oversampled

@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Literal
 
 from hone.config.block import Count, Positive, SchemaBlock, Share, block, follows
-from hone.config.engine import MicroBatches, PlacementConfig
+from hone.config.engine import FSDPConfig, MicroBatches, OptimConfig
 from hone.types import Settings
 
 
@@ -100,7 +100,20 @@ class RewardModelModelConfig(SchemaBlock):
     """Run code that ships with the model."""
     override_config: Settings = field(default_factory=dict)
     """Overrides of the model's config."""
-    fsdp_config: PlacementConfig = block(PlacementConfig)
+    fsdp_config: FSDPConfig = block(FSDPConfig)
+    ref_path: str | None = None
+    """PRIME: folder or hub name of the frozen reference; null is `path`."""
+    update: Literal["before", "after", "reverse", "none"] = "before"
+    """PRIME: train the model before it scores a batch, after it (reverse is the same), or not."""
+    beta_train: Positive = 0.05
+    """PRIME: weight β of the log-ratio."""
+    loss_type: Literal["ce", "dpo"] = "ce"
+    """PRIME: cross-entropy with the outcome, or DPO against the mean of a group's other outcomes."""
+    enable_gradient_checkpointing: bool = follows(
+        "actor_rollout_ref.model.enable_gradient_checkpointing"
+    )
+    """PRIME: recompute activations in the backward pass; follows the actor."""
+    optim: OptimConfig = block(OptimConfig, weight_decay=0.0, clip_grad=10.0)
 
 
 class RewardModelConfig(MicroBatches):
@@ -108,8 +121,8 @@ class RewardModelConfig(MicroBatches):
 
     enable: bool = False
     """Score with a reward model."""
-    type: Literal["orm", "prm"] = "orm"
-    """orm scores a whole response; prm scores each step."""
+    type: Literal["orm", "prm", "prime"] = "orm"
+    """orm scores a whole response; prm scores each step; prime trains a model that scores each token."""
     model: RewardModelModelConfig = block(RewardModelModelConfig)
     micro_batch_size: Count | None = None
     """Sequences in one forward over all ranks; prefer `micro_batch_size_per_gpu`."""
@@ -139,6 +152,12 @@ class RewardModelConfig(MicroBatches):
     """Process rewards: a token whose text ends with this string ends a step."""
     step_separator: str = "\n"
     """Process rewards: the single token that marks the end of a step for the reward model."""
+    prime_granularity: Literal["token", "whole"] = "token"
+    """PRIME: reward each token, or the last token with the sum."""
+    prime_norm: Literal["batch_norm", "none"] = "batch_norm"
+    """PRIME: divide implicit rewards by the largest absolute return of the batch."""
+    mini_batch_size: Count = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
+    """PRIME: sequences in one update of the reward model; follows the actor's number of prompts."""
     repeatness_punishment: bool = False
     """Give repetitive responses a rule score of 0."""
     high_repeat_threshold: Share = 0.2

@@ -60,12 +60,31 @@ _DEFAULTS_LISTS: dict[str, dict[str, str]] = {
 BUILT_IN: dict[str, str] = {
     **{name: name for name in ("ppo_trainer", "sft_trainer", "generation", "evaluation")},
     **dict.fromkeys(("sft", "sft_trainer_engine"), "sft_trainer"),
-    **dict.fromkeys(("ppo", "_generated_ppo_trainer", "dapo_trainer"), "ppo_trainer"),
+    **dict.fromkeys(
+        ("ppo", "_generated_ppo_trainer", "dapo_trainer", "prime_trainer"), "ppo_trainer"
+    ),
     **{
         f"{k}_ppo_trainer": "ppo_trainer" for k in ("fully_async", "one_step_off", "transfer_queue")
     },
 }
 """verl's config names and our trees."""
+_PRIME: dict[str, JsonValue] = {
+    "algorithm.adv_estimator": "rloo",
+    "reward_model.enable": True,
+    "reward_model.type": "prime",
+    "reward_model.reward_manager": "prime",
+    "data.filter_accuracy": True,
+    "data.filter_truncate": True,
+    "data.oversample_factor": 4.0,
+    "data.truncation": "right",
+    "actor_rollout_ref.rollout.n": 4,
+    "actor_rollout_ref.actor.entropy_coeff": 0.001,
+    "trainer.project_name": "prime",
+    "trainer.experiment_name": "examples",
+    "trainer.val_before_train": False,
+    "trainer.balance_batch": False,
+}
+"""The values in which verl's config of PRIME differs from ours."""
 BUILT_IN |= {
     name.replace("_trainer", f"_{engine}_trainer"): tree
     for name, tree in BUILT_IN.items()
@@ -194,6 +213,8 @@ def read_config(
             keys = dict.fromkeys(_ENGINES[1:], _STRATEGY.get(BUILT_IN[path], ""))
             keys["dapo"] = "reward_model.reward_manager"
             settings += [Setting(key, word, path) for word, key in keys.items() if word in path]
+            if "prime" in path:
+                settings += [Setting(key, value, path) for key, value in _PRIME.items()]
         elif engine := _ENGINE_CHOICE.match(path):
             settings.append(Setting(f"{package}.strategy", engine[2], path))
     rest = [text for text in overrides if text not in choices]

@@ -74,6 +74,27 @@ def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) 
     )
 
 
+def implicit_reward_spec(
+    config: PPOTrainerConfig, worker: Worker, device: torch.device, *, frozen: bool = False
+) -> EngineSpec:
+    """Returns the spec of PRIME's reward model, or of its frozen reference."""
+    reward, model = config.reward_model, config.reward_model.model
+    rule = _rule(reward, "", reward.forward_max_token_len_per_gpu)
+    return _spec(
+        config,
+        worker,
+        device,
+        model.fsdp_config,
+        model_path=(model.ref_path if frozen else None) or model.path,
+        override_config=model.override_config,
+        gradient_checkpointing=model.enable_gradient_checkpointing and not frozen,
+        train_rule=rule,
+        infer_rule=rule,
+        optim=None if frozen else model.optim,
+        grad_clip=model.optim.clip_grad,
+    )
+
+
 def _rule(role: MicroBatches, kind: str, tokens: int) -> RowsPerRank:
     return lambda ranks: MicroBatchRule(role.sequences_per_micro_batch(ranks, kind), tokens)
 

@@ -93,6 +93,26 @@ def test_two_ranks_have_the_metrics_of_one(
             assert second[metric] == pytest.approx(first[metric], rel=1e-4, abs=1e-6), metric
 
 
+def test_primes_reward_model_on_two_ranks_has_the_metrics_of_one(train: Callable[..., Run]) -> None:
+    shared = [
+        *SGD,
+        "algorithm.adv_estimator=rloo",
+        "reward_model.enable=true",
+        "reward_model.type=prime",
+        "reward_model.model.path=${actor_rollout_ref.model.path}",
+        "reward_model.model.optim.optimizer=SGD",
+        "reward_model.model.optim.lr=0.5",
+        "reward_model.mini_batch_size=4",
+    ]
+    one = train(*shared, folder="one")
+    two = train(*shared, *TWO_RANKS, folder="two")
+    names = [n for n in one.numbers[0] if n.startswith(("actor/", "critic/", "reward_model/"))]
+    assert {"reward_model/dpo_loss", "reward_model/reward"} <= set(names)
+    for first, second in zip(one.numbers, two.numbers, strict=True):
+        for metric in names:
+            assert second[metric] == pytest.approx(first[metric], rel=1e-4, abs=1e-6), metric
+
+
 def test_two_ranks_continue_what_one_began(train: Callable[..., Run]) -> None:
     longer = "trainer.total_training_steps=4"
     save = "trainer.save_freq=2"

@@ -23,6 +23,7 @@ _FILES = {
     "grpo": "grpo dr_grpo",
     "group_baseline": "grpo_passk opo gpg maxrl lite_ppo",
     "rloo": "rloo rloo_token",
+    "prime": "prime_rloo",
     "returns": "reinforce_plus_plus reinforce_plus_plus_baseline remax",
     "optimal_token_baseline": "optimal_token_baseline tir_optimal_token_baseline",
     "gdpo": "gdpo",

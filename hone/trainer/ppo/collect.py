@@ -15,6 +15,7 @@ from hone.algorithms.filter_groups import interquartile, keep_informative, remov
 from hone.columns import require
 from hone.config import PPOTrainerConfig
 from hone.data.loader import LoaderState, PromptLoader
+from hone.ops.groups import Groups
 from hone.protocol import DataProto
 from hone.tracking.console import screen
 from hone.trainer.ppo.scoring import has_extra, numbers_of
@@ -213,7 +214,10 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
 
 def filtered(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
     """Return the groups of one round that pass the curriculum's filter, at most one batch."""
+    data = config.data
     keep = keep_rows(batch, config)
+    if data.filter_accuracy or data.filter_truncate or data.oversample_factor > 1:
+        batch, keep = _preferred_first(batch, keep, config)
     if keep is None:
         return batch
     filtered_batch = batch.select_idxs(keep)
@@ -231,6 +235,27 @@ def filtered(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
 
         measured |= filter_metrics(batch, filtered_batch, config)
     return filtered_batch
+
+
+def _preferred_first(
+    batch: DataProto, keep: torch.Tensor | None, config: PPOTrainerConfig
+) -> tuple[DataProto, torch.Tensor]:
+    """Return the batch and its mask with the groups first that PRIME's two filters prefer."""
+    data, groups = config.data, Groups.of(batch.non_tensor_batch["uid"])
+    preferred = torch.ones(groups.count, dtype=torch.bool)
+    if data.filter_accuracy:
+        mean = groups.mean(torch.as_tensor(_metric(batch, "score", config)))
+        preferred &= (mean >= data.accuracy_lower_bound) & (mean <= data.accuracy_upper_bound)
+    if data.filter_truncate:
+        lengths = require(batch, "response_mask").sum(-1)
+        preferred &= groups.max(lengths) < data.max_response_length
+    order = (~preferred[groups.ids]).int().argsort(stable=True)
+    if keep is None:
+        keep = torch.ones(len(batch), dtype=torch.bool)
+    batch = batch.select_idxs(order)
+    share = float(preferred.double().mean())
+    batch.meta_info.setdefault("metrics", {})["training/preferred_groups"] = share
+    return batch, keep[order]
 
 
 def _metric(batch: DataProto, name: str, config: PPOTrainerConfig) -> np.ndarray | torch.Tensor:

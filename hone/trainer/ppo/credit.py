@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from hone.algorithms.correction import correct
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
 from hone.algorithms.shaping import normalise_advantages, pf_ppo_rows
 from hone.columns import REWARD_PREFIX, require, write
+from hone.config import PPOTrainerConfig
 from hone.config.algorithm import AlgorithmConfig
+from hone.controller import WorkerGroup
 from hone.ops.counter_rng import fold_seed
 from hone.plugins import PluginError
 from hone.protocol import DataProto
@@ -117,6 +120,15 @@ def derive(batch: DataProto, names: Set[str]) -> None:
     """Write the columns of `names` that are derived from other columns."""
     for name in names & DERIVED.keys():
         write(batch, name, DERIVED[name](batch))
+
+
+def write_implicit_rewards(
+    batch: DataProto, model: WorkerGroup[Any], config: PPOTrainerConfig
+) -> None:
+    """Train PRIME's reward model on the batch, and write `reward/implicit`."""
+    from hone.trainer.ppo.implicit_reward import train_and_score  # runs without it do not load it
+
+    train_and_score(batch, model, config)
 
 
 def greedy_baselines(batch: DataProto, greedy: DataProto) -> Tensor:

@@ -39,7 +39,11 @@ T = TypeVar("T")
 def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:
     """Make learning-rate schedules end with the run; the actor's starts after `critic_warmup`."""
     actor_steps = max(total - config.trainer.critic_warmup, 1)
-    for block, steps in (("actor_rollout_ref.actor", actor_steps), ("critic", total)):
+    for block, steps in (
+        ("actor_rollout_ref.actor", actor_steps),
+        ("critic", total),
+        ("reward_model.model", total),
+    ):
         key = f"{block}.optim.total_training_steps"
         config = replace(config, key, steps) if get(config, key) <= 0 else config
     return config
@@ -62,7 +66,7 @@ class Plan:
     estimator: Estimator
     columns: frozenset[str]
     """All columns that parts of this run read."""
-    reward_model: Literal["orm", "prm"] | None
+    reward_model: Literal["orm", "prm", "prime"] | None
     bypass: bool
     """Whether the rollout's log-probs are used as the old log-probs."""
     rows_per_update: tuple[int, ...]
@@ -75,6 +79,10 @@ class Plan:
     @property
     def critic(self) -> bool:
         return "values" in self.columns
+
+    @property
+    def implicit_rewards(self) -> bool:
+        return "reward/implicit" in self.columns
 
     @property
     def greedy_baselines(self) -> bool:
@@ -145,7 +153,7 @@ def unknown_names(config: PPOTrainerConfig) -> Iterator[str]:
 
 def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
-    kind: Literal["orm", "prm"] | None = model.type if model.enable else None
+    kind: Literal["orm", "prm", "prime"] | None = model.type if model.enable else None
     problems: list[str] = []
 
     def try_get(get: Callable[[], T], key: str = "") -> T | None:
@@ -160,6 +168,7 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     try_get(lambda: import_external(config.actor_rollout_ref.model.external_lib))
     credit = model.credit_assignment if kind == "prm" else None
     name = algorithm.adv_estimator
+    name = "prime_rloo" if kind == "prime" and name == "rloo" else name
     estimator = try_get(
         lambda: get_estimator(name, algorithm, credit_assignment=credit),
         f"algorithm.adv_estimator={name}",
@@ -228,6 +237,7 @@ def _remedies(config: PPOTrainerConfig) -> dict[str, str]:
     for kind, also, columns in (
         ("orm", "", ("rm_scores", "reward/model")),
         ("prm", " and reward_model.type=prm", ("step_mask", "reward/process")),
+        ("prime", " and reward_model.type=prime", ("reward/implicit",)),
     ):
         if not (model.enable and model.type == kind):
             remedy = f"reward_model.enable=true{also} with a reward_model.model.path"
@@ -276,6 +286,11 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
             f"reward_model.credit_assignment={STRICT_MIN} is a return of tokens, which "
             f"{estimator} does not compute; use algorithm.adv_estimator=rloo_token, or a "
             "temperature such as 0.1"
+        )
+    if plan.reward_model == "prime" and not plan.implicit_rewards:
+        yield (
+            f"reward_model.type=prime writes implicit rewards, which {estimator} does not read; use "
+            "algorithm.adv_estimator=rloo"
         )
     mini = config.critic.ppo_mini_batch_size
     if plan.critic and mini != config.actor_rollout_ref.actor.ppo_mini_batch_size:

@@ -42,6 +42,10 @@ def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
         from hone.workers.process_reward_model import ProcessRewardModelWorker
 
         roles[Role.RewardModel] = ProcessRewardModelWorker
+    elif plan.reward_model == "prime":
+        from hone.workers.implicit_reward_model import ImplicitRewardModelWorker
+
+        roles[Role.RewardModel] = ImplicitRewardModelWorker
     elif plan.reward_model:
         from hone.workers.reward_model import RewardModelWorker
 
@@ -126,6 +130,14 @@ def policy_groups(
             "Role.Rollout, or Role.ActorRollout"
         )
     return actor, rollout, groups.get(Role.RefPolicy) or actor
+
+
+def trained_groups(groups: Mapping[Role, AnyGroup], plan: Plan) -> dict[str, AnyGroup]:
+    """Return the groups with a checkpoint, by the name of its folder."""
+    trained = {"actor": policy_groups(groups)[0], "critic": groups.get(Role.Critic)}
+    if plan.implicit_rewards:
+        trained["reward"] = groups[Role.RewardModel]
+    return {name: group for name, group in trained.items() if group is not None}
 
 
 def load_models(groups: Mapping[Role, AnyGroup]) -> None:

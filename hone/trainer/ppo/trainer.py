@@ -42,6 +42,7 @@ from hone.types import Function
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.critic import CriticWorker
 from hone.workers.reward_model import RewardModelWorker
+from hone.workers.train import TrainWorker
 
 
 class PPOTrainer:
@@ -108,7 +109,9 @@ class PPOTrainer:
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
         refuse_uneven(config, self.actor.data_parallel_size)
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
-        self.reward_model: WorkerGroup[RewardModelWorker] | None = groups.get(Role.RewardModel)
+        scorer = None if self.plan.implicit_rewards else groups.get(Role.RewardModel)
+        self.reward_model: WorkerGroup[RewardModelWorker] | None = scorer
+        self.trained = roles.trained_groups(groups, self.plan)
         self.source = TrajectorySource(
             self.rollout,
             run_seed=config.sampling_seed,
@@ -240,6 +243,9 @@ class PPOTrainer:
         if self.plan.critic and self.critic is not None:
             with self.phase("values"):
                 adopt(batch, self.critic.call(CriticWorker.compute_values, batch))
+        if self.plan.implicit_rewards:
+            with self.phase("update_rm"):
+                credit.write_implicit_rewards(batch, self.trained["reward"], self.config)
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
@@ -363,9 +369,8 @@ class PPOTrainer:
         """Save everything that an exact resume needs."""
         self.rollouts.flush()
         with self.phase("save_checkpoint"):
-            self.actor.call_all(ActorWorker.save_checkpoint, str(folder / "actor"))
-            if self.critic is not None:
-                self.critic.call_all(CriticWorker.save_checkpoint, str(folder / "critic"))
+            for role, group in self.trained.items():
+                group.call_all(TrainWorker.save_checkpoint, str(folder / role))
             state = {
                 "step": self.global_step,
                 "loader": self.loader.state_dict(),
@@ -381,9 +386,8 @@ class PPOTrainer:
         if source is None:
             return
         step, folder = source
-        self.actor.call_all(ActorWorker.load_checkpoint, str(folder / "actor"))
-        if self.critic is not None:
-            self.critic.call_all(CriticWorker.load_checkpoint, str(folder / "critic"))
+        for role, group in self.trained.items():
+            group.call_all(TrainWorker.load_checkpoint, str(folder / role))
         self.publisher.publish()
         state = checkpoint.read_state(folder, "loader", "kl_controller")
         self.loader.load_state_dict(state["loader"])

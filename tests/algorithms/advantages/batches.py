@@ -17,6 +17,8 @@ CONFIG = {
     "lam": 0.8,
     "norm_adv_by_std_in_grpo": True,
     "gdpo_reward_keys": ["rule", "style"],
+    "reward_gt_coef": 3.0,
+    "reward_dpo_coef": 2.0,
     "gdpo_reward_weights": [1.0, 0.5],
 }
 LABELS = ["a", 7, ("t", 1), "7", None]  # any hashable values, of types that have no common order
@@ -39,6 +41,8 @@ def batch(rewards: Any, mask: Any, index: Any, seed: int = 0, **config: Any) -> 
         "sum_pi_squared": outside_is_nan(np.exp(2 * logp) + random.uniform(0, 0.1, shape)),
         "rollout_is_weights": outside_is_nan(random.uniform(0.5, 2.0, shape)),
         "reward/rule": outside_is_nan(random.normal(size=shape)),
+        "reward/implicit": outside_is_nan(random.normal(size=shape)),
+        "token_level_scores": outside_is_nan(random.normal(size=shape)),
         "reward/style": outside_is_nan(random.normal(size=shape)),
     }
     labels = np.empty(len(index), dtype=object)

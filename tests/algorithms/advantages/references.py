@@ -144,6 +144,28 @@ def rloo_token(b: Batch) -> tuple[np.ndarray, np.ndarray]:
     return np.where(b.mask, returns - b.tile(out), 0.0), returns
 
 
+def prime_rloo(b: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """verl's two leave-one-out parts: the score on the last token, implicit rewards on every token."""
+    implicit, scores = b.columns["reward/implicit"], b.columns["token_level_scores"]
+    rewards = np.zeros(b.mask.shape)
+    for i in range(len(rewards)):
+        group, own = b.group(i), np.nonzero(b.mask[i])[0]
+        n = len(group)
+        totals = [math.fsum(float(x) for x in scores[j][b.mask[j]]) for j in group]
+        means = [mean([float(x) for x in implicit[j][b.mask[j]]] or [0.0]) for j in group]
+        score = math.fsum(float(x) for x in scores[i][b.mask[i]])
+        for t in own:
+            r = float(implicit[i, t])
+            part = (r * n - math.fsum(means)) / (n - 1) if n > 1 else r
+            kl = float(b.rewards[i, t] - scores[i, t])
+            rewards[i, t] = b.config["reward_dpo_coef"] * part + kl
+        if len(own):
+            whole = (score * n - math.fsum(totals)) / (n - 1) if n > 1 else score
+            rewards[i, own[-1]] += b.config["reward_gt_coef"] * whole
+    returns = to_go(Batch(rewards, b.mask, b.index), 1.0)
+    return whiten(returns, b.mask), returns
+
+
 def opo(b: Batch) -> tuple[np.ndarray, np.ndarray]:
     scores, out = b.scores(), []
     for i, score in enumerate(scores):
@@ -244,6 +266,7 @@ REFERENCES = {
     "rloo": rloo,
     "rloo_vectorized": rloo,
     "rloo_token": rloo_token,
+    "prime_rloo": prime_rloo,
     "opo": opo,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

@@ -68,7 +68,10 @@ def test_groups_of_equal_scores_get_exactly_nothing_where_scores_are_compared(na
     for part in ("reward/rule", "reward/style"):
         b.columns[part] = b.rewards
     advantages, _ = run(name, b)
-    if name == "rloo_token":  # with a discount, an early token's return is below the mean
+    if name in (
+        "rloo_token",
+        "prime_rloo",
+    ):  # with a discount, an early token's return differs from the mean
         assert np.isfinite(advantages).all()
     elif "optimal" in name:
         np.testing.assert_allclose(advantages, 0, atol=1e-6)  # G·W/(W + 1e-8)

@@ -1,0 +1,51 @@
+"""PRIME's leave-one-out advantages: outcome and implicit process rewards have separate baselines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
+from hone.algorithms.advantages.outcome import outcomes
+from hone.algorithms.advantages.returns import Chain, rewards_to_go
+from hone.ops.masked import masked_whiten
+
+
+@dataclass(frozen=True)
+class PrimeRLOO(Estimator):
+    """Whitened G_t = c_gt · (R·n − Σ_j R_j)/(n−1) + Σ_{s≥t} [c_dpo · (r_s·n − Σ_j mean r_j)/(n−1) − KL_s].
+
+    R is a score and r the column `reward/implicit`, over a group of n responses (PRIME, 2502.01456).
+    """
+
+    reward_gt_coef: float
+    reward_dpo_coef: float
+
+    groups = "required"
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        return ("reward/implicit", "token_level_scores")
+
+    def __call__(self, batch: Trajectories) -> Pair:
+        implicit, scores = batch.column("reward/implicit"), batch.column("token_level_scores")
+        rows = (batch.mask, batch.uid, batch.trajectory_id)
+        outcome, process = outcomes("prime", scores, *rows), outcomes("prime", implicit, *rows)
+        groups = outcome.groups
+        size = groups.sizes[groups.ids]
+        others, scale = (size - 1).clamp(min=1), torch.where(size > 1, size / (size - 1), 1.0)
+        alone = groups.singleton
+        total = groups.sum(outcome.scores)[groups.ids].masked_fill(alone, 0.0)
+        means = process.scores / process.lengths.clamp(min=1)
+        mean_total = groups.sum(means)[groups.ids].masked_fill(alone, 0.0)
+        baselined = implicit * process.spread(scale) - process.spread(mean_total / others)
+        penalty = batch.rewards - scores  # minus the KL, if the reward has one
+        chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
+        returns = rewards_to_go(
+            self.reward_dpo_coef * baselined + penalty, batch.mask, 1.0, chain
+        ) + self.reward_gt_coef * outcome.spread(outcome.scores * scale - total / others)
+        return masked_whiten(returns, batch.mask), returns
+
+
+prime_rloo = VerlForm("prime_rloo", PrimeRLOO)

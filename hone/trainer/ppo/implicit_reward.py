@@ -1,0 +1,69 @@
+"""The step of PRIME: trains its reward model on the batch and writes the implicit process rewards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.implicit_reward import implicit_rewards, ranking_accuracy
+from hone.columns import require, write
+from hone.config import PPOTrainerConfig
+from hone.controller import WorkerGroup
+from hone.ops.groups import Groups
+from hone.protocol import DataProto
+from hone.rewards.failures import RewardError
+from hone.trainer.ppo.metrics import mean_over_ranks
+from hone.trainer.ppo.scoring import AGENT, RULE, has_extra, numbers_of
+from hone.workers.implicit_reward_model import GROUP, OUTCOME, ImplicitRewardModelWorker
+
+REWARD = "reward/implicit"
+
+
+def train_and_score(
+    batch: DataProto, model: WorkerGroup[ImplicitRewardModelWorker], config: PPOTrainerConfig
+) -> None:
+    """Write `reward/implicit` [B, T], and the metrics of the reward model's update."""
+    settings, mask = config.reward_model, require(batch, "response_mask")
+    labels, uid = outcomes_of(batch, config), batch.non_tensor_batch["uid"]
+    rows = batch.select()
+    rows.set_column(OUTCOME, labels)
+    rows.set_column(GROUP, Groups.of(uid).ids)
+    rows.set_column("step_row", torch.arange(len(batch)))
+    out = model.call(ImplicitRewardModelWorker.update_rm, rows, step_rows=len(batch))
+    ratio, beta = out.batch["log_ratio"], settings.model.beta_train
+    rewards = implicit_rewards(
+        ratio,
+        mask,
+        beta=beta,
+        granularity=settings.prime_granularity,
+        norm=settings.prime_norm,
+    )
+    write(batch, REWARD, rewards)
+    logit = beta * ratio.sum(-1)
+    pairs, signs = ranking_accuracy(logit, labels, uid)
+    batch.meta_info.setdefault("metrics", {}).update(
+        mean_over_ranks(out.meta_info["metrics"])
+        | {
+            "reward_model/reward": float(rewards.sum(-1).mean()),
+            "reward_model/raw_reward": float(ratio.sum(-1).mean()),
+            "reward_model/dpo_acc": pairs,
+            "reward_model/dpo_acc_abs": signs,
+        }
+    )
+
+
+def outcomes_of(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B] in 0 … 1
+    """Return the label of each response: `acc` of the score function if it returns one, else its score."""
+    if has_extra(batch, "acc"):
+        numbers = numbers_of(batch, "acc", config.reward_model.reward_kwargs.failure_score)
+        labels = torch.tensor(numbers, dtype=torch.float32)
+    else:
+        part = RULE if batch.has_column(f"reward/{RULE}") else AGENT
+        labels = require(batch, f"reward/{part}").sum(-1).float()
+    outside = labels[(labels < 0) | (labels > 1)].tolist()
+    if outside:
+        raise RewardError(
+            f"reward_model.type=prime trains on outcomes from 0 to 1, and a score is {outside[0]:g}; "
+            "return scores in that range, or an `acc` beside the score"
+        )
+    return labels

@@ -1,0 +1,103 @@
+"""PRIME's reward model: a language model and its frozen copy; their log-ratio is the reward of a token.
+
+It is trained in every step on the outcomes of the step's responses, by the engine of actor and critic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from hone.algorithms.aggregation import agg_loss
+from hone.algorithms.implicit_reward import outcome_losses, rival_logits
+from hone.columns import require
+from hone.config.engine import CheckpointConfig
+from hone.config.reward import RewardModelModelConfig
+from hone.controller import Dispatch, register
+from hone.engine.build import build_strategy
+from hone.engine.contract import Options, Terms
+from hone.models.from_config import import_external
+from hone.ops.masked import masked_sum
+from hone.protocol import DataProto
+from hone.workers.engine_specs import implicit_reward_spec
+from hone.workers.objectives import WrittenTokens, minibatches
+from hone.workers.train import TrainWorker
+
+OUTCOME, GROUP, _REFERENCE, _RIVALS = "outcome", "group", "reference_log_probs", "rival_logits"
+_OPTIONS: Options = {"temperature": 1.0, "with_entropy": False}
+
+
+class OutcomeObjective(WrittenTokens):
+    """Mean loss per response of `outcome_losses`."""
+
+    reads = ("response_mask", OUTCOME, GROUP, _REFERENCE, _RIVALS)
+    options = _OPTIONS
+
+    def __init__(self, config: RewardModelModelConfig) -> None:
+        self._beta = config.beta_train
+        self.needs_batch_statistics = config.loss_type == "dpo"
+
+    def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
+        ratio = outputs["log_probs"] - require(batch, _REFERENCE)
+        logit = self._beta * masked_sum(ratio, self.mask(batch), -1)
+        return {_RIVALS: rival_logits(logit, require(batch, OUTCOME), require(batch, GROUP))}
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+        mask = self.mask(batch)
+        ratio = outputs["log_probs"] - require(batch, _REFERENCE)
+        rivals = batch.column(_RIVALS) if self.needs_batch_statistics else None
+        losses = outcome_losses(ratio, require(batch, OUTCOME), mask, self._beta, rivals)
+        per_token = losses[:, None] * mask / mask.sum(-1, keepdim=True).clamp(min=1)
+        loss = agg_loss(per_token, mask, "seq-mean-token-sum")
+        return Terms(loss, {"reward_model/dpo_loss": loss.detach()})
+
+
+class ImplicitRewardModelWorker(TrainWorker):
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.config.actor_rollout_ref.actor.checkpoint
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        model, strategy = (
+            self.config.reward_model.model,
+            self.config.actor_rollout_ref.actor.strategy,
+        )
+        import_external(model.external_lib)
+        self.build_engine(strategy, implicit_reward_spec, model.fsdp_config)
+        frozen = implicit_reward_spec(self.config, self, self.engine.device, frozen=True)
+        self._reference = build_strategy(strategy, frozen)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_rm(self, data: DataProto, *, step_rows: int) -> DataProto:
+        """Trains on the columns `outcome` and `group` of all rows of a step, and returns `log_ratio` [B, T].
+
+        `reward_model.model.update` is before if the ratio is computed after the training, else after or
+        reverse; none does not train.
+        """
+        config = self.config.reward_model
+        update, metrics = config.model.update, {}
+        reference = self._reference.infer(data, **_OPTIONS)["log_probs"]
+        data.batch[_REFERENCE] = reference
+        log_probs = None
+        if update in ("after", "reverse"):
+            log_probs = self.engine.infer(data, **_OPTIONS)["log_probs"]
+        if update != "none":
+            objective = OutcomeObjective(config.model)
+            with self.engine.present(optimizer=True):
+                updates = [
+                    self.engine.train_minibatch(rows, objective)
+                    for rows in minibatches(
+                        data,
+                        rows_per_update=config.mini_batch_size,
+                        epochs=1,
+                        shuffle_seed=None,
+                        step_rows=step_rows,
+                    )
+                ]
+            metrics = self.end_updates("reward_model", updates)
+        if log_probs is None:
+            log_probs = self.engine.infer(data, **_OPTIONS)["log_probs"]
+        ratio = (log_probs - reference) * data.batch["response_mask"]
+        return DataProto.from_dict({"log_ratio": ratio}, meta_info={"metrics": metrics})
