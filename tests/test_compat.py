@@ -190,7 +190,7 @@ def run(*words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "path", ["hone.experimental.one_step_off_policy.main_ppo", "recipe.prime.main_prime"]
+    "path", ["hone.experimental.one_step_off_policy.main_ppo", "recipe.spin.main_spin"]
 )
 def test_a_program_that_is_not_there_says_so_in_a_sentence(path: str) -> None:
     code, told = run(path, "trainer.seed=3")
@@ -204,6 +204,10 @@ def test_a_recipes_program_has_the_recipes_config_and_takes_the_users() -> None:
     assert (code, "seed: 7" in shown) == (0, True)
     code, shown = run("hone.recipe.dapo.main_dapo", "--info")
     assert (code, "reward_manager: dapo" in shown) == (0, True)
+    code, shown = run(
+        "recipe.prime.main_prime", "reward_model.model.path=m", "--cfg", "job", "-p", "reward_model"
+    )
+    assert (code, "type: prime" in shown, "reward_manager: prime" in shown) == (0, True, True)
 
 
 def test_the_search_program_with_format_scores_scores_the_format() -> None:

@@ -116,9 +116,13 @@ def test_a_defect_that_only_follows_from_another_is_not_told_beside_it(
         ("actor.optim.lr=1", " Did you mean 'actor_rollout_ref.actor.optim.lr'?"),
         ("rollout.n=4", " Did you mean 'actor_rollout_ref.rollout.n'?"),
         ("rollout.total_epoch=4", ""),
-        ("reward_model.model.optim.lr=1", ""),
+        ("reward_model.model.lora.lr=1", ""),
         ("engine_kwargs.dynamo=1", ""),
-        ("lr=3", " Did you mean 'actor_rollout_ref.actor.optim.lr' or 'critic.optim.lr'?"),
+        (
+            "clip_grad=3",
+            " Did you mean 'actor_rollout_ref.actor.optim.clip_grad' or 'critic.optim.clip_grad' or "
+            "'reward_model.model.optim.clip_grad'?",
+        ),
         ("rollot.temperature=1", ""),
         ("algorithm.kl_ctrl.kl_cof=1", " Did you mean 'kl_coef'?"),
         ("actor.clip_rato_low=1", " Did you mean 'actor_rollout_ref.actor.clip_ratio_low'?"),
