@@ -116,7 +116,7 @@ def test_a_defect_that_only_follows_from_another_is_not_told_beside_it(
         ("actor.optim.lr=1", " Did you mean 'actor_rollout_ref.actor.optim.lr'?"),
         ("rollout.n=4", " Did you mean 'actor_rollout_ref.rollout.n'?"),
         ("rollout.total_epoch=4", ""),
-        ("reward_model.model.lora.lr=1", ""),
+        ("critic.model.optim.lr=1", ""),
         ("engine_kwargs.dynamo=1", ""),
         (
             "clip_grad=3",
