@@ -123,6 +123,9 @@ class RewardModelConfig(MicroBatches):
     """Score with a reward model."""
     type: Literal["orm", "prm", "prime"] = "orm"
     """orm scores a whole response; prm scores each step; prime trains a model that scores each token."""
+    route_by_style: bool | None = None
+    """Score a row by the rule or the reward model alone, as its `reward_model.style` says; null does so if
+    a row has style model. Otherwise rows of other styles get both scores."""
     model: RewardModelModelConfig = block(RewardModelModelConfig)
     micro_batch_size: Count | None = None
     """Sequences in one forward over all ranks; prefer `micro_batch_size_per_gpu`."""

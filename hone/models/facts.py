@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -64,6 +65,22 @@ def check_model(path: str, *, is_decoder: bool = True) -> None:
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt"):
                 continue
+
+
+def classifier_kind(path: str, *, trust_remote_code: bool = False) -> Literal["sequence", "token"]:
+    """Returns which head the classifier has; raises for a model that is no classifier."""
+    from transformers import AutoConfig
+
+    folder = resolve_model_path(path)
+    with refusals_in_words(path, folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    names = config.architectures or []
+    if config.is_encoder_decoder or any("ForCausalLM" in n or "LMHead" in n for n in names):
+        raise UnsupportedModel(
+            f"{path} is a {', '.join(names) or config.model_type}, which writes text and has no score "
+            "head; name a sequence or token classifier, or use reward_model.type=judge"
+        )
+    return "token" if any("ForTokenClassification" in name for name in names) else "sequence"
 
 
 def _check_shards(index: Path, path: str) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hone.config import load_config
 from hone.engine import offload
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
+from hone.protocol.rows import object_array
 from hone.workers.reward_model import RewardModelWorker
 
 ALPHABET = "abcdefgh0123456789+= \n:ua"
@@ -110,17 +113,121 @@ def test_another_tokenizer_reads_the_text(tmp_path: Path) -> None:
     assert scores.tolist() == pytest.approx(whole, abs=1e-5)
 
 
-def test_a_model_without_a_token_head_is_refused(tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+KINDS = {
+    "decoder, token head": ("qwen2", "AutoModelForTokenClassification", {"num_key_value_heads": 2}),
+    "decoder, `classifier` head": ("gpt2", "AutoModelForTokenClassification", {}),
+    "decoder, sequence head": ("gpt2", "AutoModelForSequenceClassification", {}),
+    "encoder, sequence head": ("bert", "AutoModelForSequenceClassification", {}),
+    "encoder, another pooling": ("distilbert", "AutoModelForSequenceClassification", {}),
+    "encoder, token head": ("bert", "AutoModelForTokenClassification", {}),
+}
 
-    config = AutoConfig.for_model(
-        "bert", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, num_labels=1,
+
+def save_kind(folder: Path, kind: str, labels: int = 1, **changes: object) -> Path:
+    import transformers
+
+    family, auto_class, own = KINDS[kind]
+    tokenizer = character_tokenizer(ALPHABET)
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1,
+        num_attention_heads=2, intermediate_size=16, num_labels=labels, pad_token_id=0,
+        **own, **changes,
     )  # fmt: skip
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    character_tokenizer(ALPHABET).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="without a `score` head"):
-        worker(tmp_path, f"reward_model.model.input_tokenizer={tmp_path}")
+    torch.manual_seed(1)
+    model = getattr(transformers, auto_class).from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_classifier_scores_a_padded_row_as_it_does_alone(
+    tmp_path: Path, kind: str
+) -> None:
+    import transformers
+
+    model = save_kind(tmp_path, kind)
+    made = worker(model, f"reward_model.model.input_tokenizer={model}")
+    scores = made.compute_rm_score(batch_of(made.tokenizer)).batch["rm_scores"].sum(-1).tolist()
+    net = getattr(transformers, KINDS[kind][1]).from_pretrained(model).eval()
+    for prompt, answer, score in zip(PROMPTS, ANSWERS, scores, strict=True):
+        ids = made.tokenizer.encode(prompt + answer, add_special_tokens=False)
+        logits = net(torch.tensor([ids])).logits
+        assert score == pytest.approx(logits.flatten()[-1].item(), abs=1e-5)
+    assert len(set(scores)) == 3
+
+
+def test_an_encoder_reads_prompt_and_response_as_a_pair(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoModelForSequenceClassification
+
+    model = save_kind(tmp_path, "encoder, sequence head", max_position_embeddings=10)
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.cls_token, tokenizer.sep_token = "<s>", "</s>"
+    tokenizer.chat_template = None
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    ends = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=ends
+    )
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["model_input_names"] = tokenizer.model_input_names
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    made = worker(model, f"reward_model.model.input_tokenizer={model}")
+    batch = batch_of(made.tokenizer)
+    batch.non_tensor_batch["raw_prompt"][0] = [{"role": "user", "content": "1+1="}]
+    scores = made.compute_rm_score(batch).batch["rm_scores"].sum(-1)
+    net = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    for row in (0, 1):
+        pair = tokenizer(PROMPTS[row], ANSWERS[row], truncation=True, max_length=10)
+        logits = net(**{name: torch.tensor([values]) for name, values in pair.items()}).logits
+        assert logits.item() == pytest.approx(scores[row].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("labels", [2, 3])
+def test_another_number_of_labels_is_refused(tmp_path: Path, labels: int) -> None:
+    model = save_kind(tmp_path, "decoder, sequence head", labels)
+    with pytest.raises(ValueError, match=f"has {labels} labels .*needs 1"):
+        worker(model, f"reward_model.model.input_tokenizer={model}")
+
+
+def test_a_model_without_a_trained_score_head_is_refused(tmp_path: Path) -> None:
+    from hone.models.tiny import save_pretrained, tiny_lm
+
+    tokenizer = character_tokenizer(ALPHABET)
+    lm = tiny_lm(len(tokenizer), hidden=16, layers=1, mlp=16)
+    writer = save_pretrained(lm, tokenizer, tmp_path / "writer")
+    with pytest.raises(ValueError, match=r"writes text and has no score head.*type=judge"):
+        worker(writer)
+    bare = save_kind(tmp_path / "bare", "decoder, sequence head")
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config | {"architectures": None}))
+    weights = load_file(bare / "model.safetensors")
+    save_file({n: w for n, w in weights.items() if "score" not in n}, bare / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    with pytest.raises(ValueError, match=r"no trained weights for score.weight"):
+        worker(bare)
+
+
+def test_the_reward_models_own_chat_template_renders_the_conversation(tmp_path: Path) -> None:
+    """Also over the policy's vocabulary, where the policy's template is another."""
+    model = save_classifier(tmp_path / "judge")
+    policy = save_classifier(tmp_path / "policy")
+    for folder, end in ((model, ":"), (policy, "=")):
+        tokenizer = character_tokenizer(ALPHABET)
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}" + end + "{% endfor %}"
+        tokenizer.save_pretrained(folder)
+    made = worker(model, f"reward_model.model.input_tokenizer={policy}")
+    batch = batch_of(made.tokenizer)
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    batch.non_tensor_batch["raw_prompt"] = object_array(chats)
+    scores = made.compute_rm_score(batch).batch["rm_scores"].sum(-1)
+    texts = [f"{p}:{a}:" for p, a in zip(PROMPTS, ANSWERS, strict=True)]
+    assert scores.tolist() == pytest.approx(expected(model, texts), abs=1e-5)
 
 
 def test_an_offloaded_model_scores_the_same_and_holds_no_memory_in_between(

@@ -124,6 +124,8 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
         metrics["actor/entropy"] = masked_mean(columns["entropys"], mask).item()
     if "step_mask" in columns.keys():  # noqa: SIM118
         metrics |= spread("num_of_steps", columns["step_mask"].sum(-1))
+    if "rm_scores" in columns.keys():  # noqa: SIM118
+        metrics |= style_metrics(scores, facts.get("reward_model", ()))
     # A data set may also have a column `acc`; only that of a scorer or an agent loop is reported.
     names = {
         n for key in ("reward_extra_names", "loop_facts") for n in batch.meta_info.get(key, ())
@@ -144,6 +146,22 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
         actions = name == "env/number_of_actions"
         metrics |= statistics if actions else {name: statistics[f"{name}/mean"]}
     return metrics
+
+
+def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[str, float]:
+    """Return the mean score and the share of the rows of each `reward_model.style`."""
+    by_style: dict[str, list[float]] = {}
+    for score, row in zip(scores.tolist(), reward_models, strict=False):
+        style = row.get("style") if isinstance(row, dict) else None
+        by_style.setdefault("model" if style == "model" else "rule", []).append(score)
+    return {
+        f"reward/style_{style}/{name}": value
+        for style, of_style in by_style.items()
+        for name, value in (
+            ("mean", sum(of_style) / len(of_style)),
+            ("share", len(of_style) / len(scores)),
+        )
+    }
 
 
 def environment_counts(batch: DataProto) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from hone.config import PPOTrainerConfig
@@ -16,8 +17,9 @@ from hone.data.create import run_dataset
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError
-from hone.models.facts import check_model, model_facts
+from hone.models.facts import check_model, classifier_kind, model_facts
 from hone.models.from_config import build_tokenizer
+from hone.models.load import resolve_model_path
 from hone.rewards import load_reward_manager
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.trial import Verdict
@@ -159,6 +161,9 @@ class _Preflight:
         scorer = config.reward_model.model.path
         if plan is not None and plan.reward_model and scorer:
             self._attempt(lambda: check_model(scorer, is_decoder=False))
+            if plan.reward_model == "orm" and Path(resolve_model_path(scorer)).is_dir():
+                trust = config.reward_model.model.trust_remote_code
+                self._attempt(lambda: classifier_kind(scorer, trust_remote_code=trust))
 
     def _datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
         """Return the data sets by config key; without a tokenizer rows are read but not rendered."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from hone.agents.collate import LOOP_SCORE, trajectory_rewards, turn_rewards
@@ -32,6 +34,7 @@ from hone.types import Function, Row
 from hone.workers.reward_model import RewardModelWorker
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
+STYLE = "reward_model.style=model"
 Extras: TypeAlias = Mapping[str, Sequence[Any]]
 """Values that a score function returned next to its score: by name, one value per row."""
 FAILURE = "reward_failure"
@@ -66,7 +69,8 @@ def check_rows(
             raise DataError(f"{dataset.store.where(position)}: {error}") from error
     check_media(dataset, config, default_loop=loops.default)
     try:
-        check_sources(reward_fn, dataset, default_loop=loops.default)
+        has_model = config.reward_model.enable
+        check_sources(reward_fn, dataset, default_loop=loops.default, has_model=has_model)
     except UnknownSourceError as error:
         raise UnknownSourceError(f"{error}{SCORED_BY_TABLE if is_by_table else ''}") from error
 
@@ -114,42 +118,113 @@ def check_columns(store: RowStore, prompt_key: str) -> None:
                 )
 
 
-def check_sources(reward_fn: Function, dataset: RLHFDataset, *, default_loop: str) -> None:
-    """Raise an error if a data source has no score; rows of other agent loops may have their own."""
+def check_sources(
+    reward_fn: Function, dataset: RLHFDataset, *, default_loop: str, has_model: bool
+) -> None:
+    """Raise an error if a row has no score; rows of other agent loops may have their own."""
     if not isinstance(reward_fn, RuleRewardManager):
         return
     columns, used = (reward_fn.reward_fn_key, "reward_model", "agent_name"), set(dataset.positions)
-    rows = (
-        row
-        if position in used and (row.get("agent_name") or default_loop) == SINGLE_TURN_AGENT
-        else _NEEDS_NO_RULE
-        for position, row in enumerate(dataset.store.scan(columns))
-    )
-    reward_fn.check_rows(rows, dataset.store.where)
+
+    def rows() -> Iterator[Row]:
+        for position, row in enumerate(dataset.store.scan(columns)):
+            loop = row.get("agent_name") or default_loop
+            if position not in used or loop != SINGLE_TURN_AGENT:
+                yield _NEEDS_NO_RULE
+                continue
+            if is_for_model(row.get("reward_model")) and reward_fn.uses_table and not has_model:
+                raise DataError(
+                    f"{dataset.store.where(position)}: {STYLE}, and this run has no reward model; use "
+                    "reward_model.enable=true with a reward_model.model.path or reward_model.server.url, "
+                    "a score function of your own, or style rule"
+                )
+            yield row
+
+    reward_fn.check_rows(rows(), dataset.store.where)
+
+
+def is_for_model(reward_model: object) -> bool:
+    """Return whether a row's `reward_model` column names the reward model as its scorer."""
+    return isinstance(reward_model, Mapping) and reward_model.get("style") == MODEL
+
+
+def routes_by_style(config: PPOTrainerConfig, *datasets: Dataset) -> bool:
+    """Return whether rows of another style than `model` are scored by the rule alone."""
+    model = config.reward_model
+    if not model.enable or model.type == "prm" or model.route_by_style is False:
+        return False
+    known = [dataset for dataset in datasets if isinstance(dataset, RLHFDataset)]
+    rows = (row for dataset in known for _, row in _used_rows(dataset, ("reward_model",)))
+    if any(is_for_model(row.get("reward_model")) for row in rows):
+        return True
+    if model.route_by_style and len(known) == len(datasets):
+        raise DataError(
+            f"reward_model.route_by_style=true, and no row has {STYLE}: the reward model would score "
+            "nothing; write the style into the rows, or use route_by_style=null"
+        )
+    return bool(model.route_by_style)
 
 
 def score_parts(
-    batch: DataProto, reward_fn: Function, reward_model: WorkerGroup[RewardModelWorker] | None
+    batch: DataProto,
+    reward_fn: Function,
+    reward_model: WorkerGroup[RewardModelWorker] | None,
+    *,
+    routed: bool = False,
 ) -> tuple[dict[str, Tensor], Extras]:
-    """Return token scores [B, T] by part, and extras. An agent loop's score replaces the rule's."""
+    """Return token scores [B, T] by part, and extras. An agent loop's score replaces the rule's.
+
+    With a reward model, no rule scores rows of style `model`. If `routed`, an outcome reward model scores
+    only these.
+    """
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
+    for_model = np.zeros(len(batch), dtype=bool)
+    if reward_model is not None:
+        styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+        for_model = np.array([is_for_model(value) for value in styles], dtype=bool)
     if batch.has_column(LOOP_SCORE):
         parts[AGENT] = batch.batch[LOOP_SCORE]
     else:
-        result = reward_fn(batch, return_dict=True)
-        parts[RULE] = result["reward_tensor"]
-        extras = result.get("reward_extra_info", {})
+        parts[RULE], extras = _of_rows(batch, ~for_model, reward_fn)
         _check_extras(extras, reward_fn)
     if reward_model is not None:
-        scored = reward_model.call(RewardModelWorker.compute_rm_score, batch)
+        rows = for_model if routed else np.ones(len(batch), dtype=bool)
+        if not rows.any():
+            parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
+            write(batch, "rm_scores", parts[MODEL])
+            return parts, extras
+        scored = reward_model.call(
+            RewardModelWorker.compute_rm_score, batch if rows.all() else batch[rows]
+        )
         if scored.has_column("step_mask"):
             write(batch, "step_mask", scored.batch["step_mask"])
             parts[PROCESS] = scored.batch["process_scores"]
         else:
-            write(batch, "rm_scores", scored.batch["rm_scores"])
-            parts[MODEL] = scored.batch["rm_scores"]
+            parts[MODEL] = _spread(scored.batch["rm_scores"], rows)
+            write(batch, "rm_scores", parts[MODEL])
     return parts, extras
+
+
+def _of_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
+    """Return the manager's scores [B, T] and extras of some rows; other rows have 0 and None."""
+    if not rows.any() and len(batch):
+        return torch.zeros(batch.batch["responses"].shape), {}
+    result = reward_fn(batch if rows.all() else batch[rows], return_dict=True)
+    extras: dict[str, list[Any]] = {}
+    for name, values in result.get("reward_extra_info", {}).items():
+        some = iter(values)
+        extras[name] = [next(some) if of_row else None for of_row in rows]
+    return _spread(result["reward_tensor"], rows), extras
+
+
+def _spread(scores: Tensor, rows: np.ndarray) -> Tensor:
+    """Return scores [B, T] with those of the selected rows in their places."""
+    if rows.all():
+        return scores
+    spread = torch.zeros((len(rows), *scores.shape[1:]), dtype=scores.dtype)
+    spread[torch.from_numpy(rows)] = scores
+    return spread
 
 
 def _check_extras(extras: Extras, reward_fn: Function) -> None:
@@ -196,7 +271,7 @@ def has_extra(batch: DataProto, name: str) -> bool:
 
 def write_scores(
     batch: DataProto, parts: Mapping[str, Tensor], extras: Extras, config: RewardModelConfig
-) -> None:
+) -> DataProto:
     """Write `reward/<part>`, their weighted sum, and the extras as columns."""
     weights = {MODEL: config.modeling_reward_coef, RULE: config.verifiable_reward_coef}
     total: Tensor | None = None
@@ -222,6 +297,7 @@ def write_scores(
     for name, values in {FAILURE: [None] * len(batch), **extras}.items():
         batch.set_column(name, object_array(list(values)))
     batch.meta_info["reward_extra_names"] = sorted(extras)
+    return batch
 
 
 def pop_metrics(manager: Function) -> dict[str, float]:

@@ -25,7 +25,7 @@ from hone.tracking import RunFolder, Timers, Tracking, progress
 from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.interrupt import GracefulStop
-from hone.trainer.ppo import checkpoint, credit, metrics, roles
+from hone.trainer.ppo import checkpoint, credit, metrics, roles, scoring
 from hone.trainer.ppo.balance import balance, refuse_uneven
 from hone.trainer.ppo.collect import DynamicSampling, filtered
 from hone.trainer.ppo.memory import garbage_frozen
@@ -34,7 +34,6 @@ from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.publish import Publisher
 from hone.trainer.ppo.rollout_file import sample_rows
 from hone.trainer.ppo.rollout_writer import RolloutWriter
-from hone.trainer.ppo.scoring import check_rows, pop_metrics, score_parts, write_scores
 from hone.trainer.ppo.source import TrajectorySource, prompts_of
 from hone.trainer.ppo.validation import attempts_at
 from hone.trainer.threads import resolve_threads
@@ -79,10 +78,13 @@ class PPOTrainer:
         )
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, num_examine=1)
-        check_rows(self.reward_fn, self.train_dataset, config)
+        scoring.check_rows(self.reward_fn, self.train_dataset, config)
+        datasets = [self.train_dataset]
         if self.val_loader is not None:
             by_table = reward_fn is not None and val_reward_fn is None
-            check_rows(self.val_reward_fn, self.val_dataset, config, is_by_table=by_table)
+            scoring.check_rows(self.val_reward_fn, self.val_dataset, config, is_by_table=by_table)
+            datasets.append(self.val_dataset)
+        self.routed = scoring.routes_by_style(config, *datasets)
         lora = config.actor_rollout_ref.model.uses_lora
         self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=lora))
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
@@ -221,9 +223,8 @@ class PPOTrainer:
             return self._scored(batch, self.reward_fn)
 
     def _scored(self, batch: DataProto, reward_fn: Function) -> DataProto:
-        parts, extras = score_parts(batch, reward_fn, self.reward_model)
-        write_scores(batch, parts, extras, self.config.reward_model)
-        return batch
+        parts, extras = scoring.score_parts(batch, reward_fn, self.reward_model, routed=self.routed)
+        return scoring.write_scores(batch, parts, extras, self.config.reward_model)
 
     def estimate(self, batch: DataProto) -> DataProto:
         """Compute the log-probs and values that the algorithm reads."""
@@ -316,7 +317,7 @@ class PPOTrainer:
 
             with self.timers.timer("compute_additional_metrics"):
                 measured |= response_metrics(batch, self.tokenizer, self.config)
-        return measured | pop_metrics(self.reward_fn)
+        return measured | scoring.pop_metrics(self.reward_fn)
 
     # -- around a step ------------------------------------------------------------------------
 
@@ -345,7 +346,9 @@ class PPOTrainer:
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             measured, batch = attempts_at(self.val_loader.one_epoch(), attempt, samples, bar)
         self.rollouts.write_validation(batch, self.global_step, self.tracking)
-        return measured | {f"val-aux/{n}": x for n, x in pop_metrics(self.val_reward_fn).items()}
+        return measured | {
+            f"val-aux/{n}": x for n, x in scoring.pop_metrics(self.val_reward_fn).items()
+        }
 
     # -- state --------------------------------------------------------------------------------
 

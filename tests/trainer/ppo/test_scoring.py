@@ -353,3 +353,67 @@ def test_a_run_over_rows_with_pictures_does_not_start(
     path.write_text((json.dumps({**task_row(0, 1), "images": ["a.png"]}) + "\n") * 4)
     with pytest.raises(Exception, match="no vision model is built"):
         train(f"data.train_files={path}")
+
+
+def styled(folder: Path, *styles: str) -> Path:
+    """Rows whose scorer is the rule or the reward model, as document 004 marks them."""
+    file = folder / "styled.jsonl"
+    rows = [task_row(i, i) for i in range(8)]
+    for row, style in zip(rows, styles * 8, strict=False):
+        row["reward_model"] = {"style": style, "ground_truth": str(row["extra_info"]["index"])}
+        row["data_source"] = "lexical" if style == "rule" else "no rule knows this"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_the_style_of_a_row_chooses_rule_or_reward_model(
+    train: Callable[..., Run], judge: Path, tmp_path: Path
+) -> None:
+    run = train(
+        f"data.train_files={styled(tmp_path, 'rule', 'model', 'model')}",
+        "data.shuffle=false",
+        "reward_model.enable=true",
+        f"reward_model.model.path={judge}",
+        "reward_model.modeling_reward_coef=3.0",
+        "custom_reward_function.name=detailed",
+    )
+    for step, line in enumerate(run.steps, start=1):
+        means = {"rule": [], "model": []}
+        for row in run.rollouts(step):
+            style = "model" if row["data_source"] != "lexical" else "rule"
+            rule, model = sum(row["reward/rule"]), sum(row["reward/model"])
+            assert (rule != 0, model != 0) == (style == "rule", style == "model")
+            assert (row["acc"] is None) == (style == "model")
+            assert row["score"] == pytest.approx(rule + 3.0 * model, abs=1e-5)
+            means[style].append(row["score"])
+        for style, scores in means.items():
+            assert line[f"reward/style_{style}/mean"] == pytest.approx(sum(scores) / len(scores))
+            assert line[f"reward/style_{style}/share"] == pytest.approx(len(scores) / 8)
+
+
+def test_rows_of_one_style_need_only_its_scorer(
+    train: Callable[..., Run], judge: Path, tmp_path: Path
+) -> None:
+    """The table has no rule for these rows, and none is asked for."""
+    run = train(
+        f"data.train_files={styled(tmp_path, 'model')}",
+        "reward_model.enable=true",
+        f"reward_model.model.path={judge}",
+        "custom_reward_function.path=null",
+    )
+    for row in run.rollouts(2):
+        assert row["score"] == pytest.approx(sum(row["reward/model"])) != 0
+
+
+def test_a_row_for_a_reward_model_stops_a_run_without_one(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    rows = styled(tmp_path, "rule", "model")
+    with pytest.raises(DataError, match=r"styled\.jsonl, row 1: .*style=model.*no reward model"):
+        train(f"data.train_files={rows}", "custom_reward_function.path=null",
+              "+reward_model.scores.lexical=hone.rewards.scores.gsm8k:compute_score")  # fmt: skip
+    with pytest.raises(DataError, match=r"no row has reward_model.style=model"):
+        train("reward_model.enable=true", "reward_model.model.path=m",
+              "reward_model.route_by_style=true")  # fmt: skip
+    own = train(f"data.train_files={rows}")  # a function of the user's may be the model
+    assert len(own.steps) == 2
