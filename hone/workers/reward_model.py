@@ -18,6 +18,7 @@ from torch import Tensor
 from hone.agents.collate import input_ids
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
+from hone.data.prompts import as_messages
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import HostRest
 from hone.models.facts import UnsupportedModel, classifier_kind
@@ -185,6 +186,8 @@ class RewardModelWorker(FrozenClassifier):
             for ids, keep in zip(columns["responses"], mask, strict=True)
         ]
         prompts = data.non_tensor_batch["raw_prompt"]
+        if self.config.data.prompt_format == "chat":
+            prompts = [as_messages(prompt) for prompt in prompts]
         return [self._encoded(p, a) for p, a in zip(prompts, answers, strict=True)]
 
     def _encoded(self, prompt: str | Sequence[Any], answer: str) -> list[int]:

@@ -107,7 +107,7 @@ def test_another_tokenizer_reads_the_text(tmp_path: Path) -> None:
     policy = tmp_path / "policy"
     save_classifier(policy, "+=" + ALPHABET[::-1])
     model = save_classifier(tmp_path / "judge")
-    made = worker(model, f"reward_model.model.input_tokenizer={policy}")
+    made = worker(model, f"reward_model.model.input_tokenizer={policy}", "data.prompt_format=raw")
     scores = made.compute_rm_score(batch_of(made.writer)).batch["rm_scores"].sum(-1)
     whole = expected(model, [p + a for p, a in zip(PROMPTS, ANSWERS, strict=True)])
     assert scores.tolist() == pytest.approx(whole, abs=1e-5)
@@ -223,8 +223,9 @@ def test_the_reward_models_own_chat_template_renders_the_conversation(tmp_path: 
         tokenizer.save_pretrained(folder)
     made = worker(model, f"reward_model.model.input_tokenizer={policy}")
     batch = batch_of(made.tokenizer)
-    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    batch.non_tensor_batch["raw_prompt"] = object_array(chats)
+    batch.non_tensor_batch["raw_prompt"] = object_array(
+        [PROMPTS[0], *([{"role": "user", "content": prompt}] for prompt in PROMPTS[1:])]
+    )
     scores = made.compute_rm_score(batch).batch["rm_scores"].sum(-1)
     texts = [f"{p}:{a}:" for p, a in zip(PROMPTS, ANSWERS, strict=True)]
     assert scores.tolist() == pytest.approx(expected(model, texts), abs=1e-5)
