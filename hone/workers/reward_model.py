@@ -185,7 +185,7 @@ class RewardModelWorker(FrozenClassifier):
             defused(writer.decode(ids[keep], skip_special_tokens=True), self.tokenizer)
             for ids, keep in zip(columns["responses"], mask, strict=True)
         ]
-        prompts = data.non_tensor_batch["raw_prompt"]
+        prompts = list(data.non_tensor_batch["raw_prompt"])
         if self.config.data.prompt_format == "chat":
             prompts = [as_messages(prompt) for prompt in prompts]
         return [self._encoded(p, a) for p, a in zip(prompts, answers, strict=True)]
