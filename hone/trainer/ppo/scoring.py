@@ -151,7 +151,7 @@ def is_for_model(reward_model: object) -> bool:
 def routes_by_style(config: PPOTrainerConfig, *datasets: Dataset) -> bool:
     """Return whether rows of another style than `model` are scored by the rule alone."""
     model = config.reward_model
-    if not model.enable or model.type == "prm" or model.route_by_style is False:
+    if not model.enable or model.type in ("prm", "prime") or model.route_by_style is False:
         return False
     known = [dataset for dataset in datasets if isinstance(dataset, RLHFDataset)]
     rows = (row for dataset in known for _, row in _used_rows(dataset, ("reward_model",)))
