@@ -10,17 +10,18 @@ from hone import __version__
 from hone.trainer.verbs import Options, Verbs, add_data_verbs, add_verb, say
 
 PROGRAMS = {
-    "train": ("hone.trainer.main_ppo:train", "RL training: PPO, GRPO and their kin"),
-    "sft": ("hone.trainer.main_sft:main", "supervised fine-tuning on answers or conversations"),
-    "generate": ("hone.trainer.main_generation:main", "responses for a file of prompts"),
-    "eval": ("hone.trainer.main_eval:main", "score responses, or a model on a benchmark"),
+    "train": ("main_ppo:train", "ppo_trainer", "RL training: PPO, GRPO and their kin"),
+    "sft": ("main_sft:main", "sft_trainer", "supervised fine-tuning on answers or conversations"),
+    "train-prm": ("main_prm:main", "prm_trainer", "a process reward model from labelled steps"),
+    "generate": ("main_generation:main", "generation", "responses for a file of prompts"),
+    "eval": ("main_eval:main", "evaluation", "score responses, or a model on a benchmark"),
 }
 """Subcommands that take `key=value` overrides of a config."""
 RETRIEVER = "serve-retriever"
 """A subcommand that parses its own flags."""
-TREES = ("ppo_trainer", "sft_trainer", "generation", "evaluation")
+TREES = tuple(tree for _, tree, _ in PROGRAMS.values())
 EPILOG = (
-    "hone VERB --help says more. train, sft, generate, eval and quickstart take key=value "
+    f"hone VERB --help says more. {', '.join(PROGRAMS)} and quickstart take key=value "
     "overrides; `hone config explain KEY` explains a key."
 )
 
@@ -63,8 +64,9 @@ def _start(verb: str, arguments: list[str]) -> int | None:
     from hone.plugins import load_object
     from hone.trainer.sweep import start
 
-    tree = dict(zip(PROGRAMS, TREES, strict=True))[verb]
-    return start(load_object(PROGRAMS[verb][0]), arguments, tree, ["-m", "hone.cli", verb])
+    program, tree, _ = PROGRAMS[verb]
+    main = load_object(f"hone.trainer.{program}")
+    return start(main, arguments, tree, ["-m", "hone.cli", verb])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hone {__version__}")
     parser.set_defaults(takes_more=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-    for name, (_, text) in PROGRAMS.items():
+    for name, (_, _, text) in PROGRAMS.items():
         verbs.add_parser(name, help=text, add_help=False)
     verbs.add_parser(RETRIEVER, help="passages over HTTP, for searches", add_help=False)
     _add_quickstart(verbs)

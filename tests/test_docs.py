@@ -33,10 +33,12 @@ PAGES = sorted(
 TREES = {
     "train": "ppo_trainer",
     "sft": "sft_trainer",
+    "train-prm": "prm_trainer",
     "generate": "generation",
     "eval": "evaluation",
     "main_ppo": "ppo_trainer",
     "main_sft": "sft_trainer",
+    "main_prm": "prm_trainer",
     "main_generation": "generation",
     "main_eval": "evaluation",
 }

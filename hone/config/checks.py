@@ -16,18 +16,20 @@ from hone.config.convert import Value, show_value
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get, leaves
 from hone.config.schema import PPOTrainerConfig
-from hone.config.sft import SFTConfig
+from hone.config.sft import SupervisedConfig
 from hone.config.states import holds, read_table
 from hone.types import JsonValue
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
 _VALUE = re.compile(r"\{([\w.]+)\}")
+_SAME_CHECKS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
+"""Trees whose rows in checks.txt are those of another tree."""
 _BELONGS = re.compile(r"([a-z_]+): ")
 
 
 def find_problems(tree: str, config: Value) -> Iterator[str]:
     """Yields one sentence for each problem of a tree."""
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         yield from _indivisible(config.data.train_batch_size, config.world_size)
     if isinstance(config, PPOTrainerConfig):
         if ":" not in config.actor_rollout_ref.actor.strategy:
@@ -35,6 +37,7 @@ def find_problems(tree: str, config: Value) -> Iterator[str]:
             yield from uneven_batches(config, config.world_size)
         for check in (_rewards, _data, _shards):
             yield from check(config)
+    tree = _SAME_CHECKS.get(tree, tree)
     yield from _rows("problems", tree, config)
     yield from _unknown_names(tree, config)
 
@@ -76,7 +79,10 @@ def _rows(section: str, tree: str, config: Value) -> Iterator[str]:
 
 def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     """Yields (key, new value, sentence) for values that can be changed without changing the training."""
-    if isinstance(config, SFTConfig) and config.data.max_token_len_per_gpu < config.data.max_length:
+    if (
+        isinstance(config, SupervisedConfig)
+        and config.data.max_token_len_per_gpu < config.data.max_length
+    ):
         why = f"a rank's budget must hold data.max_length={config.data.max_length} tokens"
         yield "data.max_token_len_per_gpu", config.data.max_length, why
     if not isinstance(config, PPOTrainerConfig):

@@ -27,8 +27,8 @@ class MultiTurnDataConfig(SchemaBlock):
     """Column that sets the template's thinking mode."""
 
 
-class SFTDataConfig(MicroBatches, RowsConfig):
-    """Training and validation examples."""
+class PackedDataConfig(MicroBatches, RowsConfig):
+    """Rows that are encoded before the first update."""
 
     train_batch_size: Count = 256
     """Sequences in one update, over all ranks."""
@@ -44,6 +44,19 @@ class SFTDataConfig(MicroBatches, RowsConfig):
     """Parquet or jsonl files to train on; one path or a list."""
     val_files: tuple[str, ...] | None = None
     """Files for the validation loss; null disables it."""
+    max_length: Count = 1024
+    """Maximum prompt plus response in tokens."""
+    truncation: Literal["error", "left", "right"] = "error"
+    """How a longer row is handled; error treats it as invalid (`on_bad_row`)."""
+    balance_dp_token: bool = True
+    """Balance the number of tokens over the ranks."""
+    chat_template: str | None = None
+    """Chat template text that replaces the tokenizer's."""
+
+
+class SFTDataConfig(PackedDataConfig):
+    """Training and validation examples."""
+
     prompt_key: str = "question"
     """Column of the prompt."""
     response_key: str = "answer"
@@ -53,14 +66,6 @@ class SFTDataConfig(MicroBatches, RowsConfig):
     response_dict_keys: tuple[str, ...] | None = None
     """Keys to follow inside the response column."""
     multiturn: MultiTurnDataConfig = block(MultiTurnDataConfig)
-    max_length: Count = 1024
-    """Maximum prompt plus response in tokens."""
-    truncation: Literal["error", "left", "right"] = "error"
-    """How a longer row is handled; error treats it as invalid (`on_bad_row`)."""
-    balance_dp_token: bool = True
-    """Balance the number of tokens over the ranks."""
-    chat_template: str | None = None
-    """Chat template text that replaces the tokenizer's."""
     ignore_input_ids_mismatch: bool = False
     """Continue if turn-by-turn and whole-conversation rendering differ."""
 
@@ -76,10 +81,10 @@ class SFTTrainerSection(TrainingRunConfig):
     """Number of checkpoints to keep; null keeps all."""
 
 
-class SFTConfig(RunTree):
-    """The config of a supervised fine-tuning run."""
+class SupervisedConfig(RunTree):
+    """The config of a training run over encoded rows."""
 
-    data: SFTDataConfig = block(SFTDataConfig)
+    data: PackedDataConfig = block(PackedDataConfig)
     model: ModelConfig = block(ModelConfig)
     optim: OptimConfig = block(
         OptimConfig,
@@ -90,6 +95,13 @@ class SFTConfig(RunTree):
     )
     engine: SFTEngineConfig = block(SFTEngineConfig)
     checkpoint: CheckpointConfig = block(CheckpointConfig)
+    trainer: SFTTrainerSection = block(SFTTrainerSection)
+
+
+class SFTConfig(SupervisedConfig):
+    """The config of a supervised fine-tuning run."""
+
+    data: SFTDataConfig = block(SFTDataConfig)
     trainer: SFTTrainerSection = block(
         SFTTrainerSection, project_name="gsm8k-sft", experiment_name="test", total_epochs=4
     )

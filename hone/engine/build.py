@@ -11,14 +11,16 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import offload_of
 from hone.engine.optimizer import Optimizer
 from hone.models.fused import compile_layers, fuse
-from hone.models.load import load_causal_lm
+from hone.models.load import LoadOptions, load_causal_lm, load_classifier
 from hone.models.lora import draw_adapters
-from hone.models.policy import Model, PolicyModel, ValueModel
+from hone.models.policy import Model, PolicyModel, ScoreModel, ValueModel
 from hone.plugins import PluginError, Table
 
 STRATEGIES: Table[Callable[[EngineSpec], TrainEngine]] = Table(
     "training engine", {"fsdp": "hone.engine.build:build", "fsdp2": "hone.engine.build:build"}
 )
+LABELS = {"steps": ("bad", "good"), "score": ("reward",)}
+"""The labels of the classifiers: a process reward model and an outcome reward model."""
 _MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_"))
 
 
@@ -57,20 +59,30 @@ def build(spec: EngineSpec) -> Engine:
 
 def load_module(spec: EngineSpec) -> Model:
     """Loads the decoder with the head of the spec; frozen if the spec has no optimizer."""
-    lm = load_causal_lm(
-        spec.model_path,
-        dtype=spec.dtype,
-        override_config=spec.override_config,
-        device=spec.device,
-    )
+    options: LoadOptions = {
+        "dtype": spec.dtype,
+        "override_config": spec.override_config,
+        "device": spec.device,
+    }
+    labels = LABELS.get(spec.head)
+    if labels is None:
+        lm = load_causal_lm(spec.model_path, **options)
+    else:
+        lm = load_classifier(spec.model_path, labels, seed=spec.seed, **options)
     if spec.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     lm = lm.to(spec.device)
-    module = PolicyModel(lm) if spec.head == "policy" else ValueModel(lm)
+    module: Model
+    if labels is not None:
+        module = ScoreModel(lm)
+    else:
+        module = PolicyModel(lm) if spec.head == "policy" else ValueModel(lm)
     if spec.adapters is not None:
         module.lm = draw_adapters(module.lm, spec.adapters, spec.seed)
-    if spec.optim is None:
+    if spec.optim is None or spec.trains == "head":
         module.requires_grad_(False)
+    if spec.trains == "head" and isinstance(module, ScoreModel):
+        module.head.requires_grad_(True)
     return module.to(spec.device)
 
 

@@ -114,8 +114,9 @@ class EngineSpec:
     If `world_size` is above 1, torch.distributed has been initialized before.
     """
 
-    head: Literal["policy", "value"]
-    """With policy, `infer` returns log_probs (and entropy, sum_pi_squared); with value, values."""
+    head: Literal["policy", "value", "steps", "score"]
+    """With policy, `infer` returns log_probs (and entropy, sum_pi_squared); with value, values; with the
+    classifiers steps (two labels per token) and score (one label per sequence), scores."""
     model_path: str
     device: torch.device
     dtype: torch.dtype
@@ -136,6 +137,8 @@ class EngineSpec:
     seed: int = 0
     """The seed of newly initialized weights."""
     compile_blocks: bool = False
+    trains: Literal["all", "head"] = "all"
+    """Whether a classifier's decoder is trained too, or stays frozen under its head."""
     rank: int = 0
     world_size: int = 1
 

@@ -15,6 +15,8 @@ class MicroBatchRule:
 
     rows: int | None
     tokens: int
+    together: int = 1
+    """Consecutive rows that stay in one micro-batch: 2 for the pairs of a reward model."""
 
     def split(
         self, lengths: Sequence[int], shared: Sequence[int] | None = None, *, at_least: int = 1
@@ -23,6 +25,14 @@ class MicroBatchRule:
 
         `shared` holds the number of tokens that each row shares with the previous row.
         """
+        size = self.together
+        if size > 1:  # split the groups, then list their rows
+            groups = range(0, len(lengths), size)
+            new = [n - s for n, s in zip(lengths, shared or [0] * len(lengths), strict=True)]
+            rows = None if self.rows is None else max(1, self.rows // size)
+            lengths = [lengths[i] + sum(new[i + 1 : i + size]) for i in groups]
+            parts = MicroBatchRule(rows, self.tokens).split(lengths, at_least=at_least)
+            return [[i * size + k for i in part for k in range(size)] for part in parts]
         if self.rows is not None:
             parts = [
                 list(range(i, min(i + self.rows, len(lengths))))

@@ -143,6 +143,8 @@ class ModelState:
         if not self.mesh.writes:
             return
         base = self._lm.get_base_model() if self.facts.has_adapters else self._lm
+        if hasattr(base, "score") and base.config.pad_token_id is None:
+            base.config.pad_token_id = tokenizer.pad_token_id  # batches of a classifier need one
         with without_progress_bar():
             base.save_pretrained(folder / EXPORT_FOLDER, state_dict=weights)
         tokenizer.save_pretrained(folder / EXPORT_FOLDER)

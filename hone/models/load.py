@@ -10,12 +10,13 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
+from typing_extensions import Required, Unpack
 
 from hone.models import attention
 from hone.models.families import UnsupportedModel, refuse_config, refuse_family
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         PreTrainedModel,
         PreTrainedTokenizerBase,
     )
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 log = logging.getLogger(__name__)
 
@@ -120,10 +122,11 @@ def resolve_model_path(path: str) -> str:
 
 
 def _exports(folder: Path) -> Iterator[Path]:
-    """Yields the exports in a checkpoint or run folder, latest step first."""
+    """Yields the exports in a checkpoint or run folder, its own before those of runs inside it, latest step
+    first."""
     candidates = [folder / EXPORT_FOLDER, folder / "actor" / EXPORT_FOLDER]
     names = ((path, _STEP.search(path.name)) for path in folder.glob("**/*") if path.is_dir())
-    steps = {path: int(name[1]) for path, name in names if name}
+    steps = {path: (-len(path.parts), int(name[1])) for path, name in names if name}
     for step in sorted(steps, key=lambda path: steps[path], reverse=True):
         candidates += [step / "actor" / EXPORT_FOLDER, step / EXPORT_FOLDER]
     return (c for c in candidates if (c / "config.json").is_file())
@@ -178,25 +181,59 @@ def _is_plain_tokenizer(folder: Path) -> bool:
     return plain and (folder / "tokenizer.json").is_file()
 
 
-def load_causal_lm(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    override_config: Settings | None = None,
-    device: torch.device | None = None,
-) -> PreTrainedModel:
-    """Loads a Hugging Face decoder with hone's attention on the CPU; `device` is its later device.
+class LoadOptions(TypedDict, total=False):
+    """Arguments of `load_causal_lm` and `load_classifier`."""
+
+    dtype: Required[torch.dtype]
+    override_config: Settings | None
+    """Overrides of the model's config."""
+    device: torch.device | None
+    """The model's later device; it is loaded on the CPU."""
+
+
+def load_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel:
+    """Loads a Hugging Face decoder with hone's attention on the CPU.
 
     Remote code is never used, because it has not been shown equal to transformers.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # hone shows its own bars
-    attention.register()
-    folder = resolve_model_path(path)
+    return _load(AutoModelForCausalLM, path, _model_config(path, options), options["dtype"])
+
+
+def load_classifier(
+    path: str, labels: Sequence[str], *, seed: int = 0, **options: Unpack[LoadOptions]
+) -> PreTrainedModel:
+    """Loads a decoder with a linear head per token: a token classifier for several labels, a sequence
+    classifier for one. A model without such a head gets a new one, drawn from the seed.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    config = _model_config(path, options)
+    kind, auto_class = "SequenceClassification", AutoModelForSequenceClassification
+    if len(labels) > 1:
+        kind, auto_class = "TokenClassification", AutoModelForTokenClassification
+    architecture = (config.architectures or [""])[0]
+    if "Classification" in architecture and (
+        not architecture.endswith(kind) or config.num_labels != len(labels)
+    ):
+        raise UnsupportedModel(
+            f"{path} is a {architecture} with {config.num_labels} labels, and a {kind} with "
+            f"{len(labels)} ({', '.join(labels)}) is needed; give one, or a language model"
+        )
+    config.id2label, config.label2id = dict(enumerate(labels)), {x: i for i, x in enumerate(labels)}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        lm = _load(auto_class, path, config, options["dtype"])
+    if not isinstance(getattr(lm, "score", None), torch.nn.Linear):
+        raise UnsupportedModel(f"{path}: a {type(lm).__name__} has no linear head `score`")
+    return lm
+
+
+def _model_config(path: str, options: LoadOptions) -> PreTrainedConfig:
+    device = options.get("device")
     config = load_config(path, device=device)
-    for key, value in (override_config or {}).items():
+    for key, value in (options.get("override_config") or {}).items():
         if not hasattr(config, key):
             raise UnsupportedModel(
                 f"override_config has {key!r}, which {type(config).__name__} of {path} does not know"
@@ -204,8 +241,19 @@ def load_causal_lm(
         setattr(config, key, value)
     refuse_config(config, path, device=device)
     _switch_off_dropout(config)
+    return config
+
+
+def _load(
+    auto_class: type[_BaseAutoModelClass], path: str, config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # hone shows its own bars
+    attention.register()
+    folder = resolve_model_path(path)
     with refusals_in_words(path, folder):
-        return AutoModelForCausalLM.from_pretrained(
+        return auto_class.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=attention.NAME
         )
 

@@ -66,6 +66,11 @@ def wrap_lora(
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
+    is_classifier = hasattr(lm, "score")  # its head is trained whole, beside the adapters
+    excluded = _names(exclude_modules)
+    if is_classifier:
+        own = rf"(?:{excluded})|" if isinstance(excluded, str) else ""
+        excluded = [*excluded, "score"] if isinstance(excluded, list) else own + r"(?:.*\.)?score"
     try:
         if adapter_path:
             wrapped = PeftModel.from_pretrained(
@@ -73,12 +78,12 @@ def wrap_lora(
             )
         else:
             config = LoraConfig(
-                task_type="CAUSAL_LM",
+                task_type="TOKEN_CLS" if is_classifier else "CAUSAL_LM",
                 r=rank,
                 lora_alpha=alpha,
                 lora_dropout=dropout,
                 target_modules=_names(target_modules),
-                exclude_modules=_names(exclude_modules),
+                exclude_modules=excluded,
             )
             wrapped = get_peft_model(lm, config, autocast_adapter_dtype=False)
     except ValueError as error:  # PEFT raises it for invalid settings
@@ -86,7 +91,7 @@ def wrap_lora(
         raise LoraError(f"LoRA ({settings}): {' '.join(str(error).split())}") from error
     if getattr(wrapped.peft_config[wrapped.active_adapter], "use_dora", False):
         raise LoraError("the adapter uses DoRA, which is not supported; use a plain LoRA adapter")
-    head = wrapped.get_output_embeddings()
+    head = None if is_classifier else wrapped.get_output_embeddings()
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         raise LoraError(
             "the adapter changes the language-model head, whose log-probs are computed from its own "

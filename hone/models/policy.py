@@ -1,7 +1,7 @@
 """The models that the engine trains: decoders that map packed rows to one number per response token.
 
-`PolicyModel` returns log-probabilities (and entropies), `ValueModel` the value before each token. Neither
-materializes padding or full logits [tokens, vocabulary].
+`PolicyModel` returns log-probabilities (and entropies), `ValueModel` the value before each token and
+`ScoreModel` the score of a reward model. None materializes padding or full logits [tokens, vocabulary].
 """
 
 from __future__ import annotations
@@ -137,11 +137,41 @@ class ValueModel(nn.Module):
         return {"values": packed.unpack(values)}
 
 
-Model: TypeAlias = PolicyModel | ValueModel
+class ScoreModel(nn.Module):
+    """A Hugging Face classifier as a reward model: a score after the token before each response token.
+
+    With one label the score is the logit; with two (bad, good) it is their difference, the log-odds of good.
+    """
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        return _decoder_of(self.lm)
+
+    @property
+    def head(self) -> nn.Module:
+        """The linear layer over the last hidden state, or PEFT's trained copy of it."""
+        return _base_of(self.lm).score
+
+    def forward(self, packed: PackedRows) -> dict[str, Tensor]:
+        hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
+        logits = self.head(hidden).float()  # [M, labels]
+        scores = logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits[:, 0]
+        return {"scores": packed.unpack(scores)}
+
+
+Model: TypeAlias = PolicyModel | ValueModel | ScoreModel
 """A model that the engine trains."""
 
 
 def _decoder_of(lm: PreTrainedModel) -> PreTrainedModel:
     """Returns the decoder without head and without the PEFT wrapper."""
-    lm = lm.get_base_model() if hasattr(lm, "peft_config") else lm
+    lm = _base_of(lm)
     return getattr(lm, lm.base_model_prefix)
+
+
+def _base_of(lm: PreTrainedModel) -> PreTrainedModel:
+    return lm.get_base_model() if hasattr(lm, "peft_config") else lm

@@ -8,11 +8,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
-from hone.config.sft import SFTConfig
+from hone.config.sft import SFTConfig, SupervisedConfig
 from hone.tracking.lock import lock_folder
 from hone.trainer.command_line import composed_of, require_folder, run_module, run_ranks
 from hone.trainer.ranks import Ranks
+
+if TYPE_CHECKING:
+    from hone.trainer.sft.tasks import Task
 
 MODULE = "hone.trainer.main_sft"
 
@@ -25,20 +29,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
     """Train as configured, as one rank."""
+    run_stages([(config, None)], origins)
+
+
+def run_stages(
+    stages: Sequence[tuple[SupervisedConfig, Task | None]], origins: Mapping[str, str] | None = None
+) -> None:
+    """Train the stages one after the other, as one rank; a finished stage is not repeated."""
     from hone.trainer.sft.order import refuse_uneven
 
     ranks = Ranks.here()
-    if ":" not in config.engine.strategy:  # a custom engine's mesh is known only after it is built
-        refuse_uneven(config.data.train_batch_size, ranks.world_size)
-    require_folder(config.trainer.default_local_dir, "trainer.default_local_dir")
-    # The first rank locks the folder for all ranks, since they start and end together.
-    with lock_folder(config.trainer.default_local_dir) if ranks.is_first else nullcontext():
-        from hone.trainer.sft.run import SFTRun
+    try:
+        for config, task in stages:
+            if (
+                ":" not in config.engine.strategy
+            ):  # a custom engine's mesh is known only after it is built
+                refuse_uneven(config.data.train_batch_size, ranks.world_size)
+            folder = config.trainer.default_local_dir
+            require_folder(folder, "trainer.default_local_dir")
+            # The first rank locks the folder for all ranks, since they start and end together.
+            with lock_folder(folder) if ranks.is_first else nullcontext():
+                from hone.trainer.sft.run import SFTRun
 
-        try:
-            SFTRun(config, ranks, origins).fit()
-        finally:
-            ranks.leave()
+                SFTRun(config, ranks, origins, task).fit()
+    finally:
+        ranks.leave()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ FLAGS = ("-m", "--multirun")
 OUTPUTS = {
     "ppo_trainer": ("trainer.default_local_dir",),
     "sft_trainer": ("trainer.default_local_dir",),
+    "prm_trainer": ("trainer.default_local_dir",),
     "generation": ("data.output_path",),
     "evaluation": ("output.json_path", "output.plot_path", "output.scores_path"),
 }

@@ -49,3 +49,14 @@ def test_a_prompt_shared_with_the_row_before_is_counted_once_a_part() -> None:
     rule = MicroBatchRule(rows=None, tokens=12)
     # Prompts of 5: the second and third row cost 2 more each; the fourth begins a part and costs all.
     assert rule.split([7, 7, 7, 7, 7], [0, 5, 5, 5, 0]) == [[0, 1, 2], [3], [4]]
+
+
+def test_pairs_stay_together_and_their_shared_prompt_is_counted_once() -> None:
+    rule = MicroBatchRule(rows=None, tokens=20, together=2)
+    lengths, shared = [7, 9, 5, 5, 8, 8], [0, 5, 0, 0, 0, 0]
+    assert rule.split(lengths, shared) == [[0, 1], [2, 3], [4, 5]]
+    assert rule.split(lengths[:4], shared[:4], at_least=2) == [[0, 1], [2, 3]]
+    assert MicroBatchRule(rows=4, tokens=0, together=2).split([1] * 6) == [[0, 1, 2, 3], [4, 5]]
+    assert MicroBatchRule(rows=1, tokens=0, together=2).split([1] * 4) == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="21 tokens"):
+        rule.split([11, 10], [0, 0])

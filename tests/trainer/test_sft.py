@@ -22,7 +22,7 @@ from hone.trainer import main_sft
 from hone.trainer.interrupt import Interrupted
 from hone.trainer.ranks import LaunchError, Ranks, must_launch
 from hone.trainer.sft.run import SFTRun
-from hone.trainer.sft.trainer import collate
+from hone.trainer.sft.tasks import SupervisedTask
 
 from .around_fixtures import sft_config, sft_settings, sums, tiny_model, write_jsonl
 
@@ -264,7 +264,7 @@ def test_only_assistant_turns_are_learnt(train: Run, tmp_path: Path, model: Path
 
     tokenizer = load_tokenizer(str(model))
     row = create_sft_dataset(config.data.train_files, config.data, tokenizer)[0]
-    batch = collate([row], tokenizer.pad_token_id).batch
+    batch = SupervisedTask().collate([row], tokenizer.pad_token_id).batch
     learnt = batch["responses"][batch["response_mask"].bool()]
     assert tokenizer.decode(learnt) == "2</s>4</s>"
 

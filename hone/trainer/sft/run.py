@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from hone.config import config_to_dict, replace
-from hone.config.sft import SFTConfig
+from hone.config.sft import SupervisedConfig
 from hone.controller.threads import fix_threads
-from hone.data.create import create_sft_dataset
+from hone.data.encoded import EncodedDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError
-from hone.data.sft import SFTDataset
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
@@ -30,6 +29,7 @@ from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.sft.order import batches_in
+from hone.trainer.sft.tasks import SupervisedTask, Task
 from hone.trainer.sft.trainer import SFTTrainer
 from hone.trainer.threads import resolve_threads
 from hone.types import Settings
@@ -41,12 +41,17 @@ Numbers = dict[str, float]
 
 
 class SFTRun:
-    """One run of `hone sft`, around the training loop."""
+    """One run of `hone sft`, or of a command with another task, around the training loop."""
 
     def __init__(
-        self, config: SFTConfig, ranks: Ranks, origins: Mapping[str, str] | None = None
+        self,
+        config: SupervisedConfig,
+        ranks: Ranks,
+        origins: Mapping[str, str] | None = None,
+        task: Task | None = None,
     ) -> None:
         self.ranks, self._origins = ranks, origins
+        self._task = task or SupervisedTask()
         self.folder = RunFolder(config.trainer.default_local_dir)
         self.config, threads = resolve_threads(config, ranks.local_world_size, tells=ranks.is_first)
         fix_threads(threads)
@@ -68,12 +73,13 @@ class SFTRun:
             seed=data.seed if data.seed is not None else trainer.seed,
             shuffle=data.shuffle,
             balance_tokens=data.balance_dp_token,
+            task=self._task,
         )
 
     def _encoded(self, what: str, files: tuple[str, ...], max_samples: int) -> Dataset:
         """Encode all rows of these files, so that a bad row stops the run before its first step."""
-        rows = create_sft_dataset(files, self.config.data, self.tokenizer, max_samples)
-        if not isinstance(rows, SFTDataset):
+        rows = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
+        if not isinstance(rows, EncodedDataset):
             return rows  # a user's dataset class encodes its rows itself
         with self._progress(f"encode {what}", len(rows)) as advance:
             rows.encode_all(advance)
@@ -99,10 +105,12 @@ class SFTRun:
             make_deterministic(self.config.engine.seed)
 
         def rule(ranks: int) -> MicroBatchRule:
-            return MicroBatchRule(data.sequences_per_micro_batch(ranks), data.max_token_len_per_gpu)
+            sequences, together = data.sequences_per_micro_batch(ranks), self._task.rows_together
+            return MicroBatchRule(sequences, data.max_token_len_per_gpu, together)
 
         spec = EngineSpec(
-            head="policy",
+            head=self._task.head,
+            trains=self._task.trains,
             model_path=model.path,
             device=device,
             dtype=pick_dtype(self.config.engine.dtype, device),
@@ -158,12 +166,13 @@ class SFTRun:
         return step >= self.total_steps or (steps > 0 and step % steps == 0)
 
     def validate(self) -> Numbers:
-        """Return the loss over all validation rows."""
+        """Return the task's metrics over all validation rows."""
         if self.val_rows is None:
             return {}
         count = self.config.data.train_batch_size
         with self._progress("validate", len(self.val_rows)) as advance:
-            return {"val/loss": self.trainer.validation_loss(self.val_rows, count, advance)}
+            metrics = self.trainer.validate(self.val_rows, count, advance)
+        return {f"val/{name}": value for name, value in metrics.items()}
 
     @contextmanager
     def _tracking(self) -> Iterator[Tracking | None]:

@@ -1,47 +1,31 @@
-"""The SFT loop over shuffled, packed rows with a token-weighted loss.
+"""The SFT loop over shuffled, packed rows; the task has the data's form and the loss.
 
 Each rank runs this loop on its part of every batch. run.py has the run folder, checkpoints and trackers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-from hone.agents.collate import collate_outputs
-from hone.agents.contract import AgentLoopOutput
+from hone.data.encoded import EncodedRow
 from hone.engine.contract import TrainEngine
 from hone.ops.balancing import get_seqlen_balanced_partitions
-from hone.protocol import DataProto
 from hone.trainer.ranks import sum_over_ranks
 from hone.trainer.sft.order import RowOrder, refuse_uneven
-from hone.workers.objectives import SupervisedObjective
-
-EncodedRow = dict[str, list[int]]
+from hone.trainer.sft.tasks import SupervisedTask, Task
 
 
 class EncodedRows(Protocol):
-    """Rows of `input_ids` and `loss_mask`, lists of equal length."""
+    """Rows of encoded columns, such as `input_ids` and `loss_mask`."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> EncodedRow: ...
 
 
-def collate(rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
-    """Build a batch; tokens before the first one with a loss are the prompt, the rest the response."""
-    outputs = []
-    for row in rows:
-        ids, mask = row["input_ids"], row["loss_mask"]
-        if 1 not in mask[1:]:
-            raise ValueError("a row has no token to learn after its first; its loss_mask is all 0")
-        start = mask.index(1, 1)
-        outputs.append(AgentLoopOutput(ids[:start], ids[start:], mask[start:]))
-    return collate_outputs(outputs, pad_token_id=pad_token_id)
-
-
 class SFTTrainer:
-    """Minimizes the mean negative log-likelihood of the tokens in the loss mask."""
+    """Minimizes the objective of a task, by default the negative log-likelihood of the loss mask's tokens."""
 
     def __init__(
         self,
@@ -53,9 +37,11 @@ class SFTTrainer:
         seed: int,
         shuffle: bool = True,
         balance_tokens: bool = True,
+        task: Task | None = None,
     ) -> None:
         refuse_uneven(batch_rows, engine.mesh.data_parallel_size)
         self.engine = engine
+        self._task = task or SupervisedTask()
         self._rows = rows
         self._pad = pad_token_id
         self._balance = balance_tokens
@@ -64,40 +50,41 @@ class SFTTrainer:
 
     def step(self) -> dict[str, float]:
         rows = [self._rows[number] for number in self.order.next_batch()]
-        tokens = sum(len(row["input_ids"]) for row in rows)
-        batch = collate(self._share(rows), self._pad)
-        measured = self.engine.train_minibatch(batch, SupervisedObjective())
+        tokens = sum(map(self._task.tokens, rows))
+        batch = self._task.collate(self._share(rows), self._pad)
+        measured = self.engine.train_minibatch(batch, self._task.objective)
         self.engine.advance_schedule()
         self.step_number += 1
+        renamed = {name: measured.pop(name) for name in ("grad_norm", "lr", "skipped_updates")}
         return {
-            "train/loss": measured["train/loss"],
-            "train/grad_norm": measured["grad_norm"],
-            "train/lr": measured["lr"],
-            "train/skipped_updates": measured["skipped_updates"],
+            **measured,
+            **{f"train/{name}": value for name, value in renamed.items()},
             "train/global_tokens": float(tokens),
         }
 
-    def validation_loss(
+    def validate(
         self, rows: EncodedRows, batch_rows: int, on_batch: Callable[[int], None] | None = None
-    ) -> float:
-        """Return the mean negative log-likelihood of the loss-mask tokens of all rows, over all ranks."""
+    ) -> dict[str, float]:
+        """Return the task's validation metrics over all rows and ranks."""
         mesh = self.engine.mesh
         rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
-        total = tokens = 0.0
+        totals: dict[str, list[float]] = {}
         for start in range(0, len(rows), batch_rows):
             numbers = range(start, min(start + batch_rows, len(rows)))
             # A rank without rows computes one that is not counted: every rank must join each collective.
             rank_numbers = list(numbers[rank::ranks])
-            batch = collate([rows[i] for i in rank_numbers or [start]], self._pad)
-            log_probs = self.engine.infer(batch, **SupervisedObjective().options)["log_probs"]
-            if rank_numbers and mesh.collects:
-                mask = batch.batch["response_mask"]
-                total -= float((log_probs.double() * mask).sum())
-                tokens += float(mask.sum())
+            batch = self._task.collate([rows[i] for i in rank_numbers or [start]], self._pad)
+            outputs = self.engine.infer(batch, **self._task.objective.options)
+            counts = bool(rank_numbers and mesh.collects)
+            for name, sum_and_count in self._task.validation(outputs, batch).items():
+                total = totals.setdefault(name, [0.0, 0.0])
+                for i, value in enumerate(sum_and_count):
+                    total[i] += value * counts
             if on_batch is not None:
                 on_batch(len(numbers))
-        total, tokens = sum_over_ranks(total, tokens)
-        return total / tokens
+        summed = iter(sum_over_ranks(*(value for total in totals.values() for value in total)))
+        means = {name: (next(summed), next(summed)) for name in totals}
+        return {name: total / count for name, (total, count) in means.items() if count}
 
     def _share(self, rows: list[EncodedRow]) -> list[EncodedRow]:
         mesh = self.engine.mesh
@@ -106,6 +93,6 @@ class SFTTrainer:
             return rows
         if not self._balance:
             return rows[rank::ranks]
-        lengths = [len(row["input_ids"]) for row in rows]
+        lengths = [self._task.tokens(row) for row in rows]
         parts = get_seqlen_balanced_partitions(lengths, ranks, equal_size=True)
         return [rows[i] for i in parts[rank]]

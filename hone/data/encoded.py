@@ -1,0 +1,167 @@
+"""The base of datasets that are encoded before training: columns of numbers per row, cached in memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hone.config.sft import PackedDataConfig
+from hone.data.prompts import PromptError
+from hone.data.rows import (
+    BadRows,
+    DataError,
+    Files,
+    RowStore,
+    positions_fingerprint,
+    read_rows,
+    sample_positions,
+)
+from hone.data.schema import text_problem
+from hone.tokenizer import Tokenizer
+from hone.types import Row
+
+THREADS = 4
+"""Tokenizers release the GIL, so threads run in parallel."""
+BLOCK_ROWS = 256
+CACHED_TOKENS = 100_000_000
+"""Encoded tokens cached in memory; further rows are encoded again when they are read."""
+_TYPES = {"loss_mask": "b", "labels": "f", "margin": "d"}
+"""Array types of the encoded columns; token ids and counts are integers."""
+
+EncodedRow = dict[str, list[Any]]
+"""Columns of one row, such as `input_ids` and `loss_mask`."""
+
+
+class Unlearnable(PromptError):
+    """Raised for a row that can be rendered but not trained on; it is counted under `reason`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class EncodedDataset:
+    """Rows that a subclass checks and encodes; bad ones stop the run or are skipped before its first step."""
+
+    config: PackedDataConfig
+
+    def __init__(
+        self,
+        parquet_files: Files | None,
+        tokenizer: Tokenizer,
+        config: PackedDataConfig,
+        max_samples: int = -1,
+        *,
+        rows: Sequence[Row] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.bad_rows = BadRows(config.on_bad_row)
+        self.store = self.read(parquet_files or () if rows is None else rows)
+        self.template_kwargs = dict(config.apply_chat_template_kwargs)
+        if config.chat_template is not None:
+            self.template_kwargs["chat_template"] = config.chat_template
+        self.max_length, self.truncation = config.max_length, config.truncation
+        self.max_tokens = config.max_length if config.truncation == "error" else None
+        """Token limit of a row if longer rows are rejected; None if they are truncated."""
+        usable = []
+        for position, row in enumerate(self.store.scan()):
+            try:
+                self.check(row)
+                usable.append(position)
+            except PromptError as error:
+                self._report(position, getattr(error, "reason", "not in the schema"), error)
+        shuffle, seed = config.shuffle, config.seed
+        self.positions = sample_positions(
+            self._any(usable), max_samples, shuffle=shuffle, seed=seed
+        )
+        self._cache: dict[int, dict[str, array[Any]]] = {}
+
+    def read(self, files: Files) -> RowStore:
+        return read_rows(files, self.bad_rows)
+
+    def check(self, row: Row) -> None:
+        """Raises PromptError if the row does not match the schema."""
+        raise NotImplementedError
+
+    def encoded(self, row: Row) -> EncodedRow:
+        """Returns the columns of a row, truncated; raises PromptError if it cannot be trained on."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, index: int) -> EncodedRow:
+        position = self.positions[index]
+        if position in self._cache:
+            return {name: values.tolist() for name, values in self._cache[position].items()}
+        row = self._encode_position(position)
+        if isinstance(row, PromptError):
+            raise DataError(f"{self.store.where(position)}: {row}") from row
+        return row
+
+    def encode_all(self, on_rows: Callable[[int], None] | None = None) -> None:
+        """Encodes all rows now, so that a bad one stops the run, or is skipped, before the first step."""
+        good: list[int] = []
+        cached_tokens = 0
+        # The first row is encoded alone, because a tokenizer may set its options on first use.
+        self._encode_position(self.positions[0])
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="encode rows") as threads:
+            for start in range(0, len(self.positions), BLOCK_ROWS):
+                block = self.positions[start : start + BLOCK_ROWS]
+                for position, row in zip(
+                    block, threads.map(self._encode_position, block), strict=True
+                ):
+                    if isinstance(row, PromptError):
+                        self._report(position, getattr(row, "reason", "cannot be rendered"), row)
+                        continue
+                    good.append(position)
+                    cached_tokens += max(map(len, row.values()))
+                    if cached_tokens <= CACHED_TOKENS:
+                        self._cache[position] = {
+                            name: array(_TYPES.get(name, "i"), values)
+                            for name, values in row.items()
+                        }
+                if on_rows is not None:
+                    on_rows(len(block))
+        self.positions = self._any(good)
+
+    def key(self, index: int) -> tuple[str, int]:
+        """Returns (dataset name, row number) for the loader's uid."""
+        return self.store.key(self.positions[index])
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the content and of the rows in use."""
+        return positions_fingerprint(self.store, self.positions)
+
+    def refuse_too_long(self, tokens: int) -> None:
+        if tokens > self.max_length and self.truncation == "error":
+            raise Unlearnable(
+                "too long",
+                f"the row has {tokens} tokens, data.max_length={self.max_length}; raise it, or set"
+                " data.truncation=left|right",
+            )
+
+    def _encode_position(self, position: int) -> EncodedRow | PromptError:
+        try:
+            return self.encoded(self.store[position])
+        except PromptError as error:
+            return error
+
+    def _report(self, position: int, reason: str, error: PromptError) -> None:
+        self.bad_rows.report(reason, f"{self.store.where(position)}: {error}")
+
+    def _any(self, positions: list[int]) -> list[int]:
+        if not positions:
+            raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
+        return positions
+
+
+def refuse_hostile_text(row: Row, *columns: str) -> None:
+    """Raises PromptError for invalid Unicode, and for NUL in the given columns."""
+    problem = text_problem(row, columns)
+    if problem is not None:
+        raise PromptError(str(problem))

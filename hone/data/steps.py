@@ -1,0 +1,293 @@
+"""Solutions with a label per step, for process reward models.
+
+A solution is encoded as the policy's prompt, then every step followed by the one separator token at which
+the step is scored, the tokens that `ProcessRewardModelWorker` reads in RL. Labels are probabilities that a
+step is good; steps without a label are context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hone.config.errors import ConfigError
+from hone.config.reward_training import StepDataConfig
+from hone.data.encoded import EncodedDataset, EncodedRow, Unlearnable, refuse_hostile_text
+from hone.data.prompts import (
+    Prompt,
+    PromptError,
+    as_messages,
+    refuse_unknown_roles,
+    render_prompt,
+    tokenise,
+    truncate,
+)
+from hone.data.rows import Files, RowStore
+from hone.text import shown
+from hone.tokenizer import Tokenizer
+from hone.types import Row
+
+STEP_MARK = "ки"
+"""The token that ends a step in Math-Shepherd's `input`, where `label` has + or -."""
+_FIRST_STEP = "Step 1:"
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A prompt, the steps of one solution and their labels."""
+
+    prompt: Prompt
+    steps: list[str]
+    labels: list[float | None]
+    """Probability that each step is good; None for a step without a label."""
+
+
+def separator_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separator") -> int:
+    """Returns the token of the step separator, which must be one token."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ConfigError(
+            f"{key}={text!r} is {len(ids)} tokens of this tokenizer; use a text that is one token"
+        )
+    return int(ids[0])
+
+
+def encode_steps(
+    steps: Sequence[str], tokenizer: Tokenizer, separator: int, max_tokens: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Returns the ids of the steps, each followed by the separator, and the positions of the separators."""
+    ids: list[int] = []
+    ends = []
+    for step in steps:
+        ids += [*tokenise(step.strip(), tokenizer, max_tokens), separator]
+        ends.append(len(ids) - 1)
+    return ids, ends
+
+
+class StepDataset(EncodedDataset):
+    """Rows in one of the layouts of `data.format`.
+
+    `dataset[i]` is {"input_ids", "loss_mask", "labels", "prompt_tokens"}; the mask is 1 at the separators of
+    labelled steps, and `prompt_tokens` holds one number.
+    """
+
+    config: StepDataConfig
+
+    def read(self, files: Files) -> RowStore:
+        """Reads the files; a row of PRM800K's own layout becomes one row per rated step."""
+        self.separator = separator_id(self.tokenizer, self.config.step_separator)
+        store = super().read(files)
+        expanded, unrated = [], 0
+        for file in store.files:
+            rows: list[Row] = []
+            numbers: list[int] = []
+            for number, row in zip(file.numbers, file.scan(), strict=True):
+                is_prm800k = _layout(row, self.config) == "prm800k"
+                parts = _rated_steps(row) if is_prm800k else [row]
+                rated = [part for part in parts if not is_prm800k or self._is_rated(part)]
+                unrated += len(parts) - len(rated)
+                rows += rated
+                numbers += [number] * len(rated)
+            expanded.append(replace(file, source=rows, numbers=numbers))
+        if unrated:
+            self.bad_rows.counts["no rating"] += unrated
+            self.bad_rows.examples.append(f"{unrated} steps of PRM800K have no rating")
+        return RowStore(expanded)
+
+    def _is_rated(self, row: Row) -> bool:
+        rating = row.get("rating", "")  # a row without the column is bad, not unrated
+        return rating is not None and (rating != 0 or self.config.neutral_label is not None)
+
+    def solution(self, row: Row) -> Solution:
+        """Returns the solution of a row; raises PromptError if the row does not match its layout."""
+        layout = _layout(row, self.config)
+        if layout is None:
+            raise PromptError(
+                f"the columns {', '.join(map(str, row))} are no known layout of labelled steps; have "
+                "prompt, completions and labels, or set data.format"
+            )
+        return LAYOUTS[layout](row, self.config)
+
+    def check(self, row: Row) -> None:
+        refuse_hostile_text(row)
+        solution = self.solution(row)
+        refuse_unknown_roles(as_messages(solution.prompt))
+        if all(label is None for label in solution.labels):
+            raise Unlearnable("nothing to learn", "no step of the row has a label")
+
+    def encoded(self, row: Row) -> EncodedRow:
+        solution = self.solution(row)
+        prompt = render_prompt(
+            solution.prompt,
+            self.tokenizer,
+            self.config.prompt_format,
+            template_kwargs=self.template_kwargs,
+            max_tokens=self.max_tokens,
+        )
+        if not prompt:
+            raise PromptError("the prompt is empty")
+        steps, ends = encode_steps(solution.steps, self.tokenizer, self.separator, self.max_tokens)
+        ids = prompt + steps
+        self.refuse_too_long(len(ids))
+        mask, labels = [0] * len(ids), [0.0] * len(ids)
+        for end, label in zip(ends, solution.labels, strict=True):
+            if label is not None:
+                mask[len(prompt) + end], labels[len(prompt) + end] = 1, label
+        length, how = self.max_length, self.truncation
+        surplus = max(0, len(ids) - length) if how == "left" else 0
+        ids, mask = truncate(ids, length, how), truncate(mask, length, how)
+        if 1 not in mask:
+            raise Unlearnable(
+                "nothing to learn",
+                f"no labelled step is left within data.max_length={length} tokens",
+            )
+        kept = labels[surplus:][: len(ids)]
+        start = min(max(1, len(prompt) - surplus), mask.index(1) + 1)
+        return {"input_ids": ids, "loss_mask": mask, "labels": kept, "prompt_tokens": [start]}
+
+
+def _layout(row: Row, config: StepDataConfig) -> str | None:
+    """Returns the layout of a row: the configured one, or the one that its columns show."""
+    if config.format != "auto":
+        return config.format
+    if config.completions_key in row:
+        return "steps"
+    if "next_response" in row or isinstance(row.get("question"), Mapping):
+        return "prm800k"
+    if {"steps", "label"} <= row.keys():
+        return "processbench"
+    return "math_shepherd" if {"input", "label"} <= row.keys() else None
+
+
+def _steps(row: Row, config: StepDataConfig) -> Solution:
+    """TRL's layout: prompt, completions, labels."""
+    labels = _list(row, config.labels_key)
+    steps = _texts(_list(row, config.completions_key), config.completions_key)
+    if len(labels) != len(steps):
+        raise PromptError(
+            f"{config.completions_key!r} has {len(steps)} steps and {config.labels_key!r} "
+            f"{len(labels)} labels; give one label per step (null for none)"
+        )
+    return Solution(row.get(config.prompt_key), steps, [_label(label) for label in labels])
+
+
+def _prm800k(row: Row, config: StepDataConfig) -> Solution:
+    """One rated step after the steps before it: instruction, responses, next_response, rating."""
+    if "next_response" not in row:
+        raise PromptError(
+            "the row has neither next_response and rating nor PRM800K's question.problem and "
+            "label.steps with their completions"
+        )
+    steps = [*_list(row, "responses"), row["next_response"]]
+    label = _rating_label(row.get("rating"), config)
+    labels: list[float | None] = [*[None] * (len(steps) - 1), label]
+    return Solution(row.get("instruction"), _texts(steps, "responses"), labels)
+
+
+def _rated_steps(row: Row) -> list[Row]:
+    """Returns the steps of a row of PRM800K's own layout (question, label.steps); any other row unchanged."""
+    parts: list[Row] = []
+    before: list[str] = []
+    try:
+        problem = row["question"]["problem"]
+        for step in row["label"]["steps"]:
+            completions = step["completions"] or ()
+            for completion in completions:
+                text = {"next_response": completion["text"], "rating": completion["rating"]}
+                parts.append({"instruction": problem, "responses": list(before), **text})
+            choice, human = step["chosen_completion"], step.get("human_completion")
+            if choice is None and not human:
+                break
+            completion = human if choice is None else completions[choice]
+            before.append(completion["text"] if isinstance(completion, Mapping) else completion)
+    except (KeyError, IndexError, TypeError):
+        return [row]
+    return parts
+
+
+def _rating_label(rating: Any, config: StepDataConfig) -> float | None:
+    if rating is None:
+        return None
+    labels = {-1.0: 0.0, 0.0: config.neutral_label, 1.0: 1.0}
+    if not isinstance(rating, (int, float)) or float(rating) not in labels:
+        raise PromptError(f"'rating' is -1, 0, 1 or null, got {shown(rating)}")
+    return labels[float(rating)]
+
+
+def _math_shepherd(row: Row, config: StepDataConfig) -> Solution:
+    """Text with a mark at the end of each step, and the same text with + or - in place of the marks."""
+    text, marked = row.get("input"), row.get("label")
+    if not isinstance(text, str) or not isinstance(marked, str):
+        raise PromptError("'input' and 'label' are text in the Math-Shepherd layout")
+    *parts, rest = text.split(STEP_MARK)
+    if not parts:
+        raise PromptError(f"'input' has no {STEP_MARK!r}, which ends a step")
+    labels: list[float | None] = []
+    at = 0
+    for number, part in enumerate(parts, start=1):
+        sign = marked[at + len(part) : at + len(part) + 1]
+        if marked[at : at + len(part)] != part or sign not in ("+", "-"):
+            raise PromptError(
+                f"'label' differs from 'input' at step {number}; it has the same text, with + or - "
+                f"in place of each {STEP_MARK!r}"
+            )
+        labels.append(float(sign == "+"))
+        at += len(part) + 1
+    if marked[at:].strip() != rest.strip():
+        raise PromptError(f"'label' differs from 'input' after the last {STEP_MARK!r}")
+    prompt, first, step = parts[0].partition(_FIRST_STEP)
+    if not first:
+        raise PromptError(f"'input' has no {_FIRST_STEP!r} that ends the problem")
+    return Solution(prompt.strip(), _texts([first + step, *parts[1:]], "input"), labels)
+
+
+def _processbench(row: Row, config: StepDataConfig) -> Solution:
+    """Steps and the number of the first wrong one (-1 for none); steps after it have no label."""
+    steps, first = _texts(_list(row, "steps"), "steps"), row.get("label")
+    if not isinstance(first, int) or not -1 <= first < len(steps):
+        raise PromptError(
+            f"'label' is the number of the first wrong of {len(steps)} steps, or -1; got {shown(first)}"
+        )
+    right = len(steps) if first < 0 else first
+    labels: list[float | None] = [1.0] * right
+    if first >= 0:
+        labels += [0.0, *[None] * (len(steps) - first - 1)]
+    return Solution(row.get("problem"), steps, labels)
+
+
+LAYOUTS: dict[str, Callable[[Row, StepDataConfig], Solution]] = {
+    "steps": _steps,
+    "prm800k": _prm800k,
+    "math_shepherd": _math_shepherd,
+    "processbench": _processbench,
+}
+
+
+def _list(row: Row, key: str) -> list[Any]:
+    value: Any = row.get(key)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        raise PromptError(f"column {key!r} is a list, got {shown(value)}")
+    return list(value)
+
+
+def _texts(steps: Sequence[Any], key: str) -> list[str]:
+    if not steps:
+        raise PromptError(f"column {key!r} has no steps")
+    for number, step in enumerate(steps):
+        if not isinstance(step, str) or not step.strip():
+            raise PromptError(f"step {number} of {key!r} is no text or empty: {shown(step)}")
+    return list(steps)
+
+
+def _label(label: Any) -> float | None:
+    if label is None:
+        return None
+    if not isinstance(label, (bool, int, float)) or not 0 <= label <= 1 or math.isnan(label):
+        raise PromptError(
+            f"a label is true, false, a probability from 0 to 1, or null; got {shown(label)}"
+        )
+    return float(label)

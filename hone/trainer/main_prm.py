@@ -1,0 +1,83 @@
+"""`python -m hone.trainer.main_prm key=value …` trains a process reward model on labelled steps.
+
+PURE's two stages are two runs of the SFT trainer: the head over the frozen decoder, in the folder `head`
+of the run, then all parameters. The result is a Hugging Face token classifier.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hone.config import ConfigError, replace
+from hone.config.reward_training import PRMConfig
+from hone.config.sft import SupervisedConfig
+from hone.trainer.command_line import composed_of, require_given, run_module, run_ranks
+from hone.trainer.main_sft import run_stages
+from hone.types import Row
+
+if TYPE_CHECKING:
+    from hone.trainer.sft.tasks import Task
+
+MODULE = "hone.trainer.main_prm"
+HEAD_FOLDER = "head"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = sys.argv[1:] if arguments is None else arguments
+    composed = composed_of(words, tree="prm_trainer", program="hone train-prm")
+    require_given(composed, {"data.train_files": "the files of labelled steps"})
+    run_ranks(composed, words, MODULE, lambda: run(composed.config, composed.origins))
+
+
+def run(config: PRMConfig, origins: Mapping[str, str] | None = None) -> None:
+    """Train both stages as configured, as one rank."""
+    run_stages(stages(config), origins)
+
+
+def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
+    """Return the config and task of each stage that is not left out."""
+    from hone.trainer.sft.tasks import StepTask
+
+    head, trainer = config.head_stage, config.trainer
+    if not head.total_epochs and not trainer.total_epochs:
+        raise ConfigError(
+            "head_stage.total_epochs=0 and trainer.total_epochs=0 leave nothing to train; set one"
+        )
+    if "hf_model" not in config.checkpoint.save_contents:
+        raise ConfigError(
+            "checkpoint.save_contents needs hf_model: the second stage and RL start from the export"
+        )
+    folder = Path(trainer.default_local_dir) / HEAD_FOLDER
+    changes: Row = {
+        "optim.lr": head.lr,
+        "trainer.total_epochs": head.total_epochs,
+        "trainer.total_training_steps": head.total_training_steps,
+        "model.lora_rank": 0,
+        "model.lora_adapter_path": None,
+    }
+    if trainer.total_epochs:
+        changes["trainer.default_local_dir"] = str(folder)
+    first = config
+    for key, value in changes.items():
+        first = replace(first, key, value)
+    second = config
+    if head.total_epochs:
+        second = replace(config, "model.path", str(folder))
+    if trainer.resume_mode == "resume_path" and trainer.total_epochs and head.total_epochs:
+        if folder in Path(trainer.resume_from_path or "").parents:
+            second = replace(second, "trainer.resume_mode", "auto")
+        else:
+            return [(second, StepTask())]
+    result: list[tuple[SupervisedConfig, Task | None]] = []
+    if head.total_epochs:
+        result.append((first, StepTask("head")))
+    if trainer.total_epochs:
+        result.append((second, StepTask()))
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(run_module(main, "prm_trainer", MODULE))

@@ -1,0 +1,161 @@
+"""The tasks of `hone sft`, `hone train-prm` and `hone train-rm`: data, head, objective and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.agents.collate import collate_outputs
+from hone.agents.contract import AgentLoopOutput
+from hone.data.create import create_sft_dataset
+from hone.data.encoded import EncodedRow
+from hone.data.loader import Dataset
+from hone.data.rows import Files
+from hone.engine.contract import Objective
+from hone.protocol import DataProto
+from hone.tokenizer import Tokenizer
+from hone.workers.objectives import SupervisedObjective
+
+Sums = dict[str, tuple[float, float]]
+"""Validation metrics as sum and count, which add up over batches and ranks."""
+
+
+class Task(Protocol):
+    """What a run over encoded rows trains."""
+
+    @property
+    def head(self) -> Literal["policy", "steps", "score"]: ...
+
+    @property
+    def trains(self) -> Literal["all", "head"]: ...
+
+    @property
+    def rows_together(self) -> int:
+        """Sequences of one row, which stay in one micro-batch."""
+
+    @property
+    def objective(self) -> Objective: ...
+
+    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset: ...
+
+    def tokens(self, row: EncodedRow) -> int:
+        """Returns the number of tokens of a row."""
+
+    def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto: ...
+
+    def validation(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums: ...
+
+
+class SupervisedTask:
+    """Next-token prediction on the tokens of the loss mask."""
+
+    head: Literal["policy"] = "policy"
+    trains: Literal["all"] = "all"
+    rows_together = 1
+
+    def __init__(self) -> None:
+        self.objective = SupervisedObjective()
+
+    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset:
+        return create_sft_dataset(files, config, tokenizer, count)
+
+    def tokens(self, row: EncodedRow) -> int:
+        return len(row["input_ids"])
+
+    def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
+        """Build a batch; tokens before the first one with a loss are the prompt, the rest the response."""
+        outputs = []
+        for row in rows:
+            ids, mask = row["input_ids"], row["loss_mask"]
+            if 1 not in mask[1:]:
+                raise ValueError(
+                    "a row has no token to learn after its first; its loss_mask is all 0"
+                )
+            start = mask.index(1, 1)
+            outputs.append(AgentLoopOutput(ids[:start], ids[start:], mask[start:]))
+        return collate_outputs(outputs, pad_token_id=pad_token_id)
+
+    def validation(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
+        mask = batch.batch["response_mask"]
+        loss = -float((outputs["log_probs"].double() * mask).sum())
+        return {"loss": (loss, float(mask.sum()))}
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """A sequence with the positions of the tokens whose hidden state is scored."""
+
+    ids: list[int]
+    mask: list[int]
+    prompt_tokens: int
+    """Length of the part that other rows may share; no token before its last is scored."""
+
+
+def collate_scored(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto:
+    """Build a batch in which column t scores the token before response token t.
+
+    The engine reads the hidden state before each response token, so the response gets one more token, which
+    is never computed.
+    """
+    return collate_outputs(
+        [
+            AgentLoopOutput(
+                row.ids[: row.prompt_tokens],
+                [*row.ids[row.prompt_tokens :], pad_token_id],
+                row.mask[row.prompt_tokens - 1 :],
+            )
+            for row in rows
+        ],
+        pad_token_id=pad_token_id,
+    )
+
+
+class StepTask:
+    """A process reward model on labelled steps; `trains` is PURE's stage."""
+
+    head: Literal["steps"] = "steps"
+    rows_together = 1
+
+    def __init__(self, trains: Literal["all", "head"] = "all") -> None:
+        from hone.workers.reward_objectives import StepObjective
+
+        self.trains = trains
+        self.objective = StepObjective()
+
+    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset:
+        from hone.data.steps import StepDataset
+
+        return StepDataset(files, tokenizer, config, count)
+
+    def tokens(self, row: EncodedRow) -> int:
+        return len(row["input_ids"])
+
+    def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
+        scored = [
+            ScoredTokens(row["input_ids"], row["loss_mask"], row["prompt_tokens"][0])
+            for row in rows
+        ]
+        batch = collate_scored(scored, pad_token_id)
+        labels = torch.zeros(batch.batch["response_mask"].shape)
+        for target, row in zip(labels, rows, strict=True):
+            values = row["labels"][row["prompt_tokens"][0] - 1 :]
+            target[: len(values)] = torch.tensor(values)
+        batch.batch["labels"] = labels
+        return batch
+
+    def validation(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
+        mask = batch.batch["response_mask"].bool()
+        scores, labels = outputs["scores"][mask].double(), batch.batch["labels"][mask].double()
+        loss = F.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
+        good = labels > 0.5
+        hits = (scores > 0) == good
+        sums = {"loss": (float(loss), float(mask.sum()))}
+        for name, among in (("accuracy", good | ~good), ("good_steps", good), ("bad_steps", ~good)):
+            name = name if name == "accuracy" else f"accuracy_of_{name}"
+            sums[name] = float(hits[among].sum()), float(among.sum())
+        return sums
