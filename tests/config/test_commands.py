@@ -90,7 +90,7 @@ def test_explain_tells_all_about_a_key() -> None:
         ("distillation.enabled", "refused with other values than off\n  on-policy distillation"),
         ("data.pad_mode", "neutral with other values than no_padding"),
         ("actor_rollout_ref.rollout.name", "becomes native"),
-        ("lr", "4 keys end in 'lr'"),
+        ("lr", "keys end in 'lr'"),
         ("data.n_samples", "tree     generation"),
         ("model.partial_pretrain", "is another name: model.path"),
     ],
