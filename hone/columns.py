@@ -116,6 +116,9 @@ _DECLARED = {  # (step, when): columns
     ("generate", "an agent loop scores its trajectory"): """
         reward/agent float [B, T]: reward part 'agent': the loop's own score, on the last token of the policy
     """,
+    ("generate", "an agent loop returns several rows for a trajectory"): """
+        trajectory_row object [B]: the row's place in its trajectory, from 0; None is 0
+    """,
     ("generate", "an agent loop calls tools or has an interaction"): """
         tool_outputs object [B]: what tools answered
         tool_rewards object [B]: what tools scored

@@ -1,4 +1,4 @@
-"""The agent-loop contract: a loop is `async run(sampling_params, **row) -> AgentLoopOutput`.
+"""The agent-loop contract: a loop is `async run(sampling_params, **row) -> AgentLoopOutput` (or a list).
 
 A single turn is the simplest loop, so all rollouts take the same path. A loop gets token ids and a small
 client of the rollout engine; generated text is never tokenised again. Names and signatures are verl's.
@@ -318,8 +318,13 @@ class AgentLoopBase(ABC):
         return ()
 
     @abstractmethod
-    async def run(self, sampling_params: Row, **kwargs: Any) -> AgentLoopOutput:
-        """Returns the trajectory of one row; `kwargs` are the row's columns."""
+    async def run(
+        self, sampling_params: Row, **kwargs: Any
+    ) -> AgentLoopOutput | Sequence[AgentLoopOutput]:
+        """Returns the trajectory of one data row; `kwargs` are the row's columns.
+
+        A list is a trajectory of several rows of the batch, in the order in which they were written.
+        """
 
 
 def _unwrapped(config: C | DictConfigWrap[C]) -> C:

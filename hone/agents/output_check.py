@@ -17,6 +17,7 @@ MEASURED = ("generate_sequences", "tool_calls", "num_preempted")
 COLLATED = (
     *("prompts", "responses", "response_mask", "attention_mask", "input_ids", "position_ids"),
     *("rollout_log_probs", "rm_scores", "reward/agent", "num_turns", "stop_reason", "versions"),
+    "trajectory_row",
 )
 """Columns that are built from the other fields of an output."""
 
@@ -25,10 +26,13 @@ class BadTrajectory(ValueError):
     """A loop returned an output that cannot be collated."""
 
 
-def check_output(
-    output: AgentLoopOutput, name: str, *, row: Settings, vocabulary: int | None
-) -> None:
+def check_output(output: Any, name: str, *, row: Settings, vocabulary: int | None) -> None:
     """Raises on an invalid output, naming the loop; a wrong mask would train on the wrong tokens."""
+    if not isinstance(output, AgentLoopOutput):
+        raise BadTrajectory(
+            f"agent loop {name!r} returned {shown(output)}; return an AgentLoopOutput, or a list of "
+            "at least one"
+        )
     for problem in _problems(output, row, vocabulary):
         raise BadTrajectory(f"agent loop {name!r} returned {problem}")
 

@@ -31,9 +31,9 @@ class FinishedGroup:
     submission: int
     """The number that `submit` returned."""
     rows: tuple[int, ...]
-    """Indices of the group's rows in the submitted batch."""
+    """The index of each output's row in the submitted batch."""
     outputs: tuple[AgentLoopOutput, ...]
-    """One output per row."""
+    """At least one output per row, in row order."""
 
 
 @dataclass(eq=False)
@@ -43,13 +43,14 @@ class _Group:
     uid: str
     submission: int
     rows: list[int] = field(default_factory=list)
-    outputs: dict[int, AgentLoopOutput] = field(default_factory=dict)
+    outputs: dict[int, tuple[AgentLoopOutput, ...]] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # used in the event loop only
     aborted: bool = False
 
     def finished(self) -> FinishedGroup:
-        outputs = tuple(self.outputs[row] for row in self.rows)
-        return FinishedGroup(self.uid, self.submission, tuple(self.rows), outputs)
+        pairs = [(row, output) for row in self.rows for output in self.outputs[row]]
+        rows, outputs = zip(*pairs, strict=True)
+        return FinishedGroup(self.uid, self.submission, rows, outputs)
 
 
 class LoopRunner:
@@ -310,9 +311,9 @@ class LoopRunner:
             )
 
     async def _trajectory(self, group: _Group, row: int, job: Job) -> None:
-        output = await self._trajectories.make(job)
+        outputs = await self._trajectories.make(job)
         with self._changed:
-            group.outputs[row] = output
+            group.outputs[row] = outputs
             complete = len(group.outputs) == len(group.rows) and not group.aborted
             if complete:
                 self._ready.append(group)

@@ -7,7 +7,7 @@ other rows of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,7 +65,8 @@ class TrajectoryMaker:
             for i, name in enumerate(names)
         ]
 
-    async def make(self, job: Job) -> AgentLoopOutput:
+    async def make(self, job: Job) -> tuple[AgentLoopOutput, ...]:
+        """Runs the row's loop; a loop may return several outputs for its trajectory."""
         name, row = job.loop_name, job.row
         rollout = self._config.actor_rollout_ref.rollout
         manager = ServerManager(
@@ -74,25 +75,31 @@ class TrajectoryMaker:
             max_tokens=rollout.response_length,
         )
 
-        async def trajectory() -> AgentLoopOutput:
+        async def trajectory() -> list[AgentLoopOutput]:
             loop = build_loop(job.factory, self._config, manager, self._tokenizer)
             loop.request_id = row["trajectory_id"]
-            output = await loop.run(job.sampling, **row)
-            check_output(output, name, row=row, vocabulary=self._vocabulary)
-            return output
+            result: Any = await loop.run(job.sampling, **row)
+            outputs = list(result) if isinstance(result, list | tuple) and result else [result]
+            for output in outputs:
+                check_output(output, name, row=row, vocabulary=self._vocabulary)
+            return outputs
 
         try:
             # A cancelled loop gets the time of one tool call to release its tools.
             grace_s = rollout.multi_turn.tool_timeout_s
-            output = await bounded(trajectory(), None, grace_s=grace_s)
+            outputs = await bounded(trajectory(), None, grace_s=grace_s)
         except Exception as error:
             raise AgentLoopFailed(
                 f"agent loop {name!r} failed on row uid={row['uid']} sample {row['sample_index']}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        # Columns that the loop copied from its row are already in the batch.
-        output.extra_fields = {k: v for k, v in output.extra_fields.items() if k not in row}
-        return _cut(output, rollout.response_length)
+        is_scored = any(output.reward_score is not None for output in outputs)
+        for output in outputs:
+            if is_scored and output.reward_score is None:
+                output.reward_score = 0.0  # the score of a trajectory is the sum over its rows
+            # Columns that the loop copied from its row are already in the batch.
+            output.extra_fields = {k: v for k, v in output.extra_fields.items() if k not in row}
+        return tuple(_cut(output, rollout.response_length) for output in outputs)
 
 
 def _cut(output: AgentLoopOutput, longest: int) -> AgentLoopOutput:

@@ -173,6 +173,11 @@ class ActorRolloutRefWorker(Worker):
             for group in finished.groups
             for row, output in zip(group.rows, group.outputs, strict=True)
         }
+        if sum(len(group.outputs) for group in finished.groups) > len(rows):
+            raise ValueError(
+                "an agent loop returned several rows for a trajectory, and generate_sequences returns "
+                "one row per prompt row; train with hone.trainer.main_ppo"
+            )
         ordered = [outputs[row] for row in range(len(rows))]
         batch = collate_outputs(ordered, pad_token_id=self.actor.tokenizer.pad_token_id)
         if not rollout.calculate_log_probs:

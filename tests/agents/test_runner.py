@@ -254,6 +254,29 @@ def test_a_bad_output_is_refused_with_a_sentence(
     assert "uid=u0" in str(caught.value)
 
 
+class Returns(AgentLoopBase):
+    """Returns what is no output."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        good = AgentLoopOutput([5], [1], [1])
+        return {"nothing": None, "no_rows": [], "a_stranger": [good, "text"]}[row["kind"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("nothing", "returned None"),
+        ("no_rows", r"returned \[\]"),
+        ("a_stranger", "returned 'text'"),
+    ],
+)
+def test_what_is_no_output_is_refused_with_a_sentence(
+    runner: Runner, rows: Rows, echo: ScriptedRollout, kind: str, words: str
+) -> None:
+    with pytest.raises(AgentLoopFailed, match=f"{words}; return an AgentLoopOutput, or a list"):
+        runner(echo).run(rows(["a"], agent_name=[here("Returns")], kind=[kind]))
+
+
 def test_a_response_is_cut_at_the_limit_with_all_that_goes_with_it(
     runner: Runner, rows: Rows, echo: ScriptedRollout
 ) -> None:

@@ -124,3 +124,9 @@ def odd_extras(
         "whole": 3 if odd else 0.25,
         "right": odd,
     }
+
+
+def constant(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, Any]:
+    return {"score": 1.0, "acc": 1.0}

@@ -26,6 +26,26 @@ def add(a: str) -> str:
 '''
 
 
+def test_two_ranks_share_trajectories_of_several_rows(task: Task, tmp_path: Path) -> None:
+    """Two updates per step over 8 trajectories and a number of rows that two ranks do not divide."""
+    shared = [
+        "actor_rollout_ref.rollout.agent.default_agent_loop=trainer.ppo.loops:Summarises",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "algorithm.adv_estimator=gae",
+        "trainer.total_training_steps=2",
+        "data.shuffle=false",
+    ]
+    ranks = {"one": [], "two": ["trainer.controller=ray", "trainer.n_gpus_per_node=2"]}
+    one, two = (
+        Run(tmp_path / name).train(task.overrides(tmp_path / name, *shared, *more))
+        for name, more in ranks.items()
+    )
+    assert len(one.rollouts(1)) % 2
+    names = ("trajectory_rows/mean", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss")
+    for name in (*names, "critic/returns/mean"):
+        assert two.series(name) == pytest.approx(one.series(name), rel=1e-3, abs=1e-5), name
+
+
 def test_two_ranks_with_different_loops_have_the_metrics_of_one(task: Task, tmp_path: Path) -> None:
     """The first half of each batch calls tools and says so in columns of its own."""
     (tmp_path / "tools.py").write_text(TOOLS)

@@ -83,6 +83,17 @@ def test_ids_the_model_does_not_know_name_the_loop(worker):
         one.generate_sequences(prompts())
 
 
+class SeveralRows(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        return [AgentLoopOutput([0], [1], [1]), AgentLoopOutput([0], [1], [1])]
+
+
+def test_a_loop_of_several_rows_is_refused(worker):
+    one = worker(f"actor_rollout_ref.rollout.agent.default_agent_loop='{__file__}:SeveralRows'")
+    with pytest.raises(ValueError, match="one row per prompt row"):
+        one.generate_sequences(prompts())
+
+
 def test_what_ranks_generate_is_joined_as_one_would_have_made_it():
     spec = method_spec(ActorRolloutRefWorker.generate_sequences)
     assert spec.dispatch_mode.collect_fn is join_ranks

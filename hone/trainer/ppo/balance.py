@@ -1,7 +1,7 @@
 """Assigns rows to ranks: each gets its part of every mini-batch, balanced by length if configured.
 
-Mini-batches are drawn by row number, written here before rows are reordered, so the updates are the same
-as with one rank.
+Mini-batches are drawn by `step_row`, the number of the row or of its trajectory of several rows. It is
+written here before rows are reordered, so the updates are the same as with one rank.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from hone.agents.trajectory_rows import trajectory_numbers
 from hone.columns import write
 from hone.config import ConfigError, PPOTrainerConfig
 from hone.config.checks import uneven_batches
@@ -28,8 +30,14 @@ def balance(
     batch: DataProto, *, ranks: int, rows_per_update: Sequence[int], by_length: bool
 ) -> tuple[DataProto, dict[str, float]]:
     """Reorder rows so that each rank's contiguous part holds its part of every role's mini-batches."""
-    write(batch, "step_row", torch.arange(len(batch)))
+    numbers = trajectory_numbers(batch)
+    write(batch, "step_row", torch.arange(len(batch)) if numbers is None else numbers)
     lengths = batch.batch["attention_mask"].sum(1)
+    if numbers is not None and ranks > 1:
+        # Mini-batches count trajectories: each is dealt row by row, the longest rows first.
+        update = numbers // min(rows_per_update)
+        rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update.numpy())))
+        return batch.select_idxs(torch.cat([rows[rank::ranks] for rank in range(ranks)])), {}
     if ranks == 1 or len(batch) % ranks:
         return batch, {}
     block = math.gcd(len(batch), *rows_per_update)

@@ -10,6 +10,7 @@ from itertools import takewhile
 import numpy as np
 import torch
 
+from hone.agents.trajectory_rows import of_trajectories, totals, trajectory_numbers
 from hone.agents.widths import concat_padded
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
 from hone.columns import require
@@ -123,14 +124,19 @@ class DynamicSampling:
     def _add(self, batch: DataProto) -> None:
         keep = keep_rows(batch, self._config)
         assert keep is not None
-        values = [float(v) for v in _metric(batch, self._metric, self._config)]
+        uids = batch.non_tensor_batch["uid"]
         rows: dict[str, list[int]] = {}
-        for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+        for row, uid in enumerate(uids):
             rows.setdefault(uid, []).append(row)
-        for number, group_rows in zip(batch.meta_info["group_numbers"], rows.values(), strict=True):
-            group_values = [values[row] for row in group_rows]
+        values: dict[str, list[float]] = {uid: [] for uid in rows}
+        measured = _metric(batch, self._metric, self._config)
+        for uid, value in zip(of_trajectories(batch, uids), measured, strict=True):
+            values[uid].append(float(value))
+        for number, (uid, group_rows) in zip(
+            batch.meta_info["group_numbers"], rows.items(), strict=True
+        ):
             self._groups[number] = _Group(
-                len(self._chunks), torch.tensor(group_rows), group_values, bool(keep[group_rows[0]])
+                len(self._chunks), torch.tensor(group_rows), values[uid], bool(keep[group_rows[0]])
             )
         self._chunks.append(batch)
 
@@ -193,7 +199,7 @@ class DynamicSampling:
 
 def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None:
     """Return a [B] bool mask of rows whose groups pass the filters; None if none is configured."""
-    uid = batch.non_tensor_batch["uid"]
+    uid = of_trajectories(batch, batch.non_tensor_batch["uid"])
     keep: torch.Tensor | None = None
     filters, curriculum = config.algorithm.filter_groups, config.curriculum_learning
     if filters.enable:
@@ -209,7 +215,8 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
         else:
             passed = remove_extreme(scores, uid)
         keep = passed if keep is None else keep & passed
-    return keep
+    numbers = trajectory_numbers(batch)
+    return keep if keep is None or numbers is None else keep[numbers]
 
 
 def filtered(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
@@ -241,10 +248,11 @@ def _preferred_first(
     batch: DataProto, keep: torch.Tensor | None, config: PPOTrainerConfig
 ) -> tuple[DataProto, torch.Tensor]:
     """Return the batch and its mask with the groups first that PRIME's two filters prefer."""
-    data, groups = config.data, Groups.of(batch.non_tensor_batch["uid"])
+    data, uids = config.data, batch.non_tensor_batch["uid"]
+    groups = Groups.of(uids)
     preferred = torch.ones(groups.count, dtype=torch.bool)
     if data.filter_accuracy:
-        mean = groups.mean(torch.as_tensor(_metric(batch, "score", config)))
+        mean = Groups.of(of_trajectories(batch, uids)).mean(_metric(batch, "score", config))
         preferred &= (mean >= data.accuracy_lower_bound) & (mean <= data.accuracy_upper_bound)
     if data.filter_truncate:
         lengths = require(batch, "response_mask").sum(-1)
@@ -258,14 +266,15 @@ def _preferred_first(
     return batch, keep[order]
 
 
-def _metric(batch: DataProto, name: str, config: PPOTrainerConfig) -> np.ndarray | torch.Tensor:
-    """Return the score [B], or an extra of the scorer."""
+def _metric(batch: DataProto, name: str, config: PPOTrainerConfig) -> torch.Tensor:
+    """Return the score of each trajectory, or an extra of the scorer."""
     if name in ("reward", "score", "seq_reward", "seq_final_reward"):
         scores: torch.Tensor = require(batch, "token_level_scores")
-        return scores.sum(-1)
+        return totals(batch, scores.sum(-1))
     if name not in batch.non_tensor_batch and not has_extra(batch, name):
         raise KeyError(
             f"algorithm.filter_groups.metric={name} is no column of the batch; use reward, or one of "
             f"{', '.join(batch.meta_info.get('reward_extra_names', [])) or 'the reward extras'}"
         )
-    return np.array(numbers_of(batch, name, config.reward_model.reward_kwargs.failure_score))
+    numbers = numbers_of(batch, name, config.reward_model.reward_kwargs.failure_score)
+    return totals(batch, torch.tensor(numbers, dtype=torch.float64))

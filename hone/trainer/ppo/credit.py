@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hone.agents.collate import DERIVED
+from hone.agents.trajectory_rows import of_trajectories, totals, trajectory_numbers
 from hone.algorithms.advantages.estimator import TRAJECTORY, Estimator, Trajectories
 from hone.algorithms.correction import correct
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
@@ -133,17 +134,20 @@ def write_implicit_rewards(
 
 def greedy_baselines(batch: DataProto, greedy: DataProto) -> Tensor:
     """Return ReMax's baseline [B], the score of the greedy response to each row's prompt."""
-    totals = require(greedy, "token_level_scores").sum(-1).tolist()
-    of_uid = dict(zip(greedy.non_tensor_batch["uid"], totals, strict=True))
+    scores = totals(greedy, require(greedy, "token_level_scores").sum(-1)).tolist()
+    uids = of_trajectories(greedy, greedy.non_tensor_batch["uid"])
+    of_uid = dict(zip(uids, scores, strict=True))
     return torch.tensor([of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
 
 
 def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: int) -> DataProto:
-    """Resample the rows by score (PF-PPO), deterministically from (seed, step)."""
+    """Resample the trajectories by score (PF-PPO), deterministically from (seed, step)."""
     if not algorithm.use_pf_ppo:
         return batch
     generator = torch.Generator().manual_seed(fold_seed(seed, "pf_ppo", step))
-    scores = require(batch, "token_level_scores").sum(-1)
+    scores = totals(batch, require(batch, "token_level_scores").sum(-1))
     settings = algorithm.pf_ppo
     rows = pf_ppo_rows(scores, settings.reweight_method, settings.weight_pow, generator)
+    if (numbers := trajectory_numbers(batch)) is not None:
+        rows = torch.cat([(numbers == trajectory).nonzero().squeeze(1) for trajectory in rows])
     return batch.select_idxs(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hone.agents.trajectory_rows import totals, trajectory_numbers
 from hone.algorithms.implicit_reward import implicit_rewards, ranking_accuracy
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig
@@ -60,6 +61,8 @@ def outcomes_of(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B] in
     else:
         part = RULE if batch.has_column(f"reward/{RULE}") else AGENT
         labels = require(batch, f"reward/{part}").sum(-1).float()
+    if (trajectory := trajectory_numbers(batch)) is not None:
+        labels = totals(batch, labels)[trajectory]
     outside = labels[(labels < 0) | (labels > 1)].tolist()
     if outside:
         raise RewardError(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.agents.trajectory_rows import totals, trajectory_numbers
 from hone.algorithms.advantages.outcome import outcomes
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.columns import require
@@ -102,10 +103,10 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
     columns, facts = batch.batch, batch.non_tensor_batch
     mask = columns["response_mask"].bool()
     prompt_length, response_length = (part.sum(1) for part in split_attention(batch))
-    scores = columns["token_level_scores"].sum(-1)
+    scores = totals(batch, columns["token_level_scores"].sum(-1))
     metrics = {
         **spread("critic/score", scores),
-        **spread("critic/rewards", columns["token_level_rewards"].sum(-1)),
+        **spread("critic/rewards", totals(batch, columns["token_level_rewards"].sum(-1))),
         **spread("critic/advantages", columns["advantages"][mask]),
         **spread("critic/returns", columns["returns"][mask]),
         **spread("response_length", response_length),
@@ -114,6 +115,8 @@ def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) ->
         "prompt_length/clip_ratio": (prompt_length >= prompt_limit).float().mean().item(),
         "reward/mean": scores.mean().item(),
     }
+    if (numbers := trajectory_numbers(batch)) is not None:
+        metrics |= spread("trajectory_rows", numbers.bincount())
     if "values" in columns.keys():  # noqa: SIM118
         values, returns = columns["values"][mask], columns["returns"][mask]
         metrics |= spread("critic/values", values)

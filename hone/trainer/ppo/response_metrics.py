@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hone.agents.trajectory_rows import last_rows
 from hone.algorithms.credit import STRICT_MIN, min_form_returns
 from hone.algorithms.kl import k3
 from hone.columns import reward_column
@@ -104,7 +105,7 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
     """Return 1 for a correct response, 0 for a wrong one and NaN where no verdict is known, [B].
 
     The verdict is the scorer's `acc`, else its score, above 0.5. Rows without a rule, without the ground
-    truth that it needs, or whose scoring failed have none.
+    truth that it needs, or whose scoring failed have none; so have the earlier rows of a trajectory.
     """
     facts = batch.non_tensor_batch
     scores = verifiable_rewards(batch, config)
@@ -119,6 +120,8 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
     for row, (failure, rule) in enumerate(zip(failures, rules, strict=True)):
         if failure is not None or (isinstance(rule, dict) and rule.get("style") == "model"):
             verdicts[row] = torch.nan
+    if (last := last_rows(batch)) is not None:
+        verdicts = torch.full_like(verdicts, torch.nan).index_copy(0, last, verdicts[last])
     return verdicts
 
 

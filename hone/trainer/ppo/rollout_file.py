@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, SupportsInt, TypeVar
 import numpy as np
 from torch import Tensor
 
+from hone.agents.trajectory_rows import totals, trajectory_numbers
 from hone.columns import REWARD_PREFIX
 from hone.protocol import DataProto
 from hone.text import clean_text, shown
@@ -94,7 +95,7 @@ _MADE_HERE = (
 def write_rollouts(
     path: Path, batch: DataProto, tokenizer: Tokenizer, *, step: int, temporary: bool = False
 ) -> None:
-    """Write one row per trajectory; a temporary file may be deleted once newer files exist."""
+    """Write the rows of a step; a temporary file may be deleted once newer files exist."""
     import pyarrow.parquet as pq
 
     table = rollout_table(batch, tokenizer, step=step, temporary=temporary)
@@ -165,7 +166,10 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
         "reward_baseline": pa.nulls(rows, pa.float64()),
     }
     if batch.has_column("token_level_scores"):
-        columns["score"] = pa.array(_array(tensors["token_level_scores"].sum(-1)).astype(float))
+        scores = totals(batch, tensors["token_level_scores"].sum(-1))
+        numbers = trajectory_numbers(batch)
+        scores = scores if numbers is None else scores[numbers]
+        columns["score"] = pa.array(_array(scores).astype(float))
     if batch.has_column("reward_baselines"):
         columns["reward_baseline"] = pa.array(_array(tensors["reward_baselines"]).astype(float))
     truths = [(m or {}).get("ground_truth") for m in facts.get("reward_model", nothing)]

@@ -16,6 +16,7 @@ from torch import Tensor
 from hone.agents.collate import LOOP_SCORE, trajectory_rewards, turn_rewards
 from hone.agents.contract import LOOPS
 from hone.agents.loops.listing import LoopNames
+from hone.agents.trajectory_rows import is_last_row
 from hone.columns import COLUMNS, REWARD_PREFIX, declared, reward_column, row_may_bring, write
 from hone.config import PPOTrainerConfig
 from hone.config.reward import RewardModelConfig
@@ -175,10 +176,11 @@ def score_parts(
     """Return token scores [B, T] by part, and extras. An agent loop's score replaces the rule's.
 
     With a reward model, no rule scores rows of style `model`. If `routed`, an outcome reward model scores
-    only these.
+    only these. Of a trajectory of several rows, both score the last row.
     """
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
+    final = is_last_row(batch)
     for_model = np.zeros(len(batch), dtype=bool)
     if reward_model is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
@@ -186,10 +188,10 @@ def score_parts(
     if batch.has_column(LOOP_SCORE):
         parts[AGENT] = batch.batch[LOOP_SCORE]
     else:
-        parts[RULE], extras = _of_rows(batch, ~for_model, reward_fn)
+        parts[RULE], extras = _of_rows(batch, final & ~for_model, reward_fn)
         _check_extras(extras, reward_fn)
     if reward_model is not None:
-        rows = for_model if routed else np.ones(len(batch), dtype=bool)
+        rows = final & for_model if routed else final
         if not rows.any():
             parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
             write(batch, "rm_scores", parts[MODEL])
@@ -198,8 +200,8 @@ def score_parts(
             RewardModelWorker.compute_rm_score, batch if rows.all() else batch[rows]
         )
         if scored.has_column("step_mask"):
-            write(batch, "step_mask", scored.batch["step_mask"])
-            parts[PROCESS] = scored.batch["process_scores"]
+            write(batch, "step_mask", _spread(scored.batch["step_mask"], rows))
+            parts[PROCESS] = _spread(scored.batch["process_scores"], rows)
         else:
             parts[MODEL] = _spread(scored.batch["rm_scores"], rows)
             write(batch, "rm_scores", parts[MODEL])
@@ -243,14 +245,16 @@ def _check_extras(extras: Extras, reward_fn: Function) -> None:
 
 
 def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]:
-    """Return the scorer's extra `name` per row; a failed row has `failure_score`."""
+    """Return the scorer's extra `name` per row; a failed row has `failure_score`, a row that is not its
+    trajectory's last has 0."""
     facts, nothing = batch.non_tensor_batch, [None] * len(batch)
+    final = is_last_row(batch)
     numbers = []
     for row, (value, failure) in enumerate(
         zip(facts.get(name, nothing), facts.get(FAILURE, nothing), strict=True)
     ):
-        if value is None and failure is not None:
-            value = failure_score
+        if value is None and (failure is not None or not final[row]):
+            value = failure_score if final[row] else 0.0
         try:
             numbers.append(float(value))
         except (TypeError, ValueError, OverflowError) as error:
@@ -264,8 +268,9 @@ def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]
 
 def has_extra(batch: DataProto, name: str) -> bool:
     """Return whether the scorer returns `name`; True if it failed on every row, which leaves it unknown."""
-    failures = batch.non_tensor_batch.get(FAILURE, ())
-    all_failed = len(failures) > 0 and all(failure is not None for failure in failures)
+    failures = batch.non_tensor_batch.get(FAILURE, np.empty(0, dtype=object))
+    scored = failures[is_last_row(batch)] if len(failures) else failures
+    all_failed = len(scored) > 0 and all(failure is not None for failure in scored)
     return name in batch.meta_info.get("reward_extra_names", ()) or all_failed
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
 from hone.agents.trajectory import loop_metrics
+from hone.agents.trajectory_rows import TRAJECTORY_ROW, row_per_output
 from hone.columns import write
 from hone.controller import WorkerGroup
 from hone.data.loader import PromptLoader
@@ -135,7 +136,8 @@ class TrajectorySource:
             for rank, finished in enumerate(ranks):
                 for group in finished.groups:
                     submitted = self._running.pop((rank, group.submission, group.uid))
-                    self._done.append(_Group(submitted.number, submitted.rows, group.outputs))
+                    rows = row_per_output(submitted.rows, group.rows)
+                    self._done.append(_Group(submitted.number, rows, group.outputs))
                 if finished.metrics:
                     self._metrics.append(finished.metrics)
         groups, self._done = self._done[:count], self._done[count:]
@@ -149,7 +151,8 @@ class TrajectorySource:
         batch = DataProto.concat(fill_object_columns([group.rows for group in groups]))
         batch = batch.select(meta_info_keys=[])
         batch.meta_info["group_numbers"] = [group.number for group in groups]
-        batch.meta_info["loop_facts"] = sorted(trajectories.non_tensor_batch)
+        places = {TRAJECTORY_ROW} & batch.non_tensor_batch.keys()
+        batch.meta_info["loop_facts"] = sorted({*trajectories.non_tensor_batch, *places})
         names = {name for measured in self._metrics for name in measured}
         means = {name: [m[name] for m in self._metrics if name in m] for name in names}
         batch.meta_info["metrics"] = loop_metrics(outputs) | mean_over_ranks(means)
@@ -170,7 +173,7 @@ class TrajectorySource:
             {
                 "index": int(group.rows.non_tensor_batch["dataset_index"][0]),
                 "uid": str(group.rows.non_tensor_batch["uid"][0]),
-                "samples": len(group.rows),
+                "samples": int(group.rows.non_tensor_batch["sample_index"][-1]) + 1,
                 "sampling": dict(group.rows.meta_info["sampling_params"]),
             }
             for group in groups

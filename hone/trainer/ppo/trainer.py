@@ -279,7 +279,7 @@ class PPOTrainer:
     def update(self, batch: DataProto) -> dict[str, float]:
         """Update the critic, then the actor, and publish the actor's weights."""
         measured: dict[str, float] = {}
-        rows = len(batch)
+        rows = int(batch.batch["step_row"].max()) + 1
         if self.plan.critic and self.critic is not None:
             with self.phase("update_critic"):
                 out = self.critic.call(CriticWorker.update_critic, batch, step_rows=rows)

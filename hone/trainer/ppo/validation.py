@@ -10,6 +10,7 @@ from typing import SupportsFloat
 import numpy as np
 import torch
 
+from hone.agents.trajectory_rows import of_trajectories, totals
 from hone.agents.widths import concat_padded
 from hone.ops import at_n
 from hone.protocol import DataProto
@@ -37,16 +38,17 @@ def attempts_at(
         batch = attempt(some)
         facts = batch.non_tensor_batch
         names = [*batch.meta_info["reward_extra_names"], *environment_counts(batch)]
-        values = {name: list(facts[name]) for name in names}
-        values["reward"] = batch.batch["token_level_scores"].sum(-1).tolist()
+        values = {name: list(of_trajectories(batch, facts[name])) for name in names}
+        values["reward"] = totals(batch, batch.batch["token_level_scores"].sum(-1)).tolist()
+        batch_uids = list(of_trajectories(batch, facts["uid"]))
         for name in {*variables, *values}:  # a missing value is None
             column = variables.setdefault(name, [None] * len(uids))
-            column += values.get(name, [None] * len(batch))
-        sources += list(facts["data_source"])
-        uids += list(facts["uid"])
+            column += values.get(name, [None] * len(batch_uids))
+        sources += list(of_trajectories(batch, facts["data_source"]))
+        uids += batch_uids
         turns += [float(n) for n in facts.get("num_turns", ()) if n is not None]
         batches.append(batch)
-        bar.advance(len(batch) // samples)
+        bar.advance(len(batch_uids) // samples)
     metrics = validation_metrics(sources, uids, variables)
     return metrics | spread("val-aux/num_turns", torch.tensor(turns)), concat_padded(batches)
 

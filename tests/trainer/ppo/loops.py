@@ -79,3 +79,36 @@ class TwentyFold(AgentLoopBase):
         out = await self.server_manager.generate(prompt_ids=prompt, sampling_params=params)
         tokens = len(out.token_ids)
         return AgentLoopOutput(prompt, out.token_ids, [1] * tokens, out.log_probs, num_turns=2)
+
+
+class Summarises(AgentLoopBase):
+    """One to three rows per trajectory: each prompt ends with the last token of the row before."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        prompt = list(self.prompt_ids(row))
+        rows = []
+        for turn in range(1 + (row["extra_info"]["index"] + row["sample_index"]) % 3):
+            params = {**sampling_params, "max_tokens": 2 + turn, "ignore_eos": True}
+            out = await self.server_manager.generate(prompt_ids=prompt, sampling_params=params)
+            rows.append(self.output(prompt, out))
+            prompt = [*self.prompt_ids(row), out.token_ids[-1]]
+        return rows
+
+    def output(self, prompt: list[int], out: Any) -> AgentLoopOutput:
+        return AgentLoopOutput(
+            prompt,
+            out.token_ids,
+            [1] * len(out.token_ids),
+            out.log_probs,
+            num_turns=2,
+            versions=out.versions,
+        )
+
+
+class ScoresRows(Summarises):
+    """Scores its first row with 1 and leaves the others without a score."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        rows = await super().run(sampling_params, **row)
+        rows[0].reward_score = 1.0 + row["sample_index"]
+        return rows

@@ -16,6 +16,7 @@ from ..runs import ALPHABET, Task, opened
 
 TOKENS = ("old_log_probs", "entropys")
 RULE = ("ability", "rollout_log_probs", "reward/rule")
+MODEL = ("reward/model", "rm_scores")
 CORRECTION = "algorithm.rollout_correction"
 LOOPS = Path(__file__).with_name("loops.py")
 TOOLS = """
@@ -76,9 +77,21 @@ CONFIGURATIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         [f"actor_rollout_ref.rollout.agent.default_agent_loop={LOOPS}:ScoresItself"],
         ("ability", "rollout_log_probs", "reward/agent"),
     ),
+    "a loop of several rows": (
+        [f"actor_rollout_ref.rollout.agent.default_agent_loop={LOOPS}:Summarises"],
+        (*RULE, "trajectory_row"),
+    ),
+    "several rows and a reward model": (
+        [
+            f"actor_rollout_ref.rollout.agent.default_agent_loop={LOOPS}:ScoresRows",
+            "reward_model.enable=true",
+            "reward_model.model.path={judge}",
+        ],
+        ("ability", "rollout_log_probs", "reward/agent", *MODEL, "trajectory_row"),
+    ),
     "reward model": (
         ["reward_model.enable=true", "reward_model.model.path={judge}"],
-        (*RULE, "reward/model", "rm_scores"),
+        (*RULE, *MODEL),
     ),
     "process reward model": (
         [
