@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Count, Positive, SchemaBlock, Share, block, follows
+from hone.config.block import Count, CountOrZero, Positive, SchemaBlock, Share, block, follows
 from hone.config.engine import FSDPConfig, MicroBatches, OptimConfig
 from hone.types import Settings
 
@@ -116,6 +116,31 @@ class RewardModelModelConfig(SchemaBlock):
     optim: OptimConfig = block(OptimConfig, weight_decay=0.0, clip_grad=10.0)
 
 
+class RewardServerConfig(SchemaBlock):
+    """A running server that scores responses; a null url runs the model in the run's own processes."""
+
+    url: str | tuple[str, ...] | None = None
+    """Address, or several that take turns: http://HOST:PORT, or the endpoint itself."""
+    kind: Literal["classify", "pooling", "score", "texts"] = "classify"
+    """Endpoint of a classifier: vLLM's classify, pooling or score, or `{texts}` to `{scores}`."""
+    model: str | None = follows("reward_model.model.path")
+    """Name of the model at the server."""
+    batch_size: Count = 16
+    """Texts per request of a classifier."""
+    timeout_s: Positive = 60.0
+    """Seconds that one request may take."""
+    max_concurrency: Count = 32
+    """Requests at a time."""
+    requests_per_minute: Positive | None = None
+    """Maximum rate of requests; null is unlimited."""
+    retries: CountOrZero = 3
+    """Further attempts after a failed request, with growing pauses."""
+    api_key_env: str | None = None
+    """Environment variable that holds the server's key; the key itself is never written."""
+    cache: str | None = "memory"
+    """Answers by model and text: memory, a folder that later runs share, or null."""
+
+
 class RewardModelConfig(MicroBatches):
     """Reward models (outcome or process), score settings, and the legacy key of the manager."""
 
@@ -127,6 +152,7 @@ class RewardModelConfig(MicroBatches):
     """Score a row by the rule or the reward model alone, as its `reward_model.style` says; null does so if
     a row has style model. Otherwise rows of other styles get both scores."""
     model: RewardModelModelConfig = block(RewardModelModelConfig)
+    server: RewardServerConfig = block(RewardServerConfig)
     micro_batch_size: Count | None = None
     """Sequences in one forward over all ranks; prefer `micro_batch_size_per_gpu`."""
     micro_batch_size_per_gpu: Count | None = None

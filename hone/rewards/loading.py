@@ -26,10 +26,12 @@ from hone.rewards.calling import (
 )
 from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.managers.abstract import AbstractRewardManager
+from hone.rewards.managers.model import ModelRewardManager
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.managers.streaming import RewardManagerBase
 from hone.rewards.scores.table import register_score
+from hone.rewards.served import ServedClassifier
 from hone.tokenizer import Tokenizer
 from hone.types import Function, Row
 
@@ -68,9 +70,7 @@ def load_reward_manager(
     if accepted is not None:
         settings = {name: settings[name] for name in settings if name in accepted}
     if is_rule:
-        kwargs = model.reward_kwargs
-        policy = FailurePolicy(**{name: getattr(kwargs, name) for name in _POLICY})
-        settings = {**_score_options(config, scorer), "policy": policy, **settings}
+        settings = {**_score_options(config, scorer), "policy": _policy(config), **settings}
         if model.repeatness_punishment:
             settings["repeat_threshold"] = model.high_repeat_threshold
     manager = cls(
@@ -83,6 +83,26 @@ def load_reward_manager(
     if isinstance(manager, RuleRewardManager):
         manager.check_scorer()
     return manager
+
+
+def load_model_manager(
+    config: PPOTrainerConfig, tokenizer: Tokenizer, model_tokenizer: Tokenizer | None
+) -> ModelRewardManager:
+    """Returns the manager of a reward model that a server runs; `model_tokenizer` renders for it."""
+    model = config.reward_model
+    is_chat = config.data.prompt_format == "chat"
+    return ModelRewardManager(
+        tokenizer,
+        scorer=ServedClassifier(model.server, model_tokenizer, is_chat=is_chat),
+        reward_fn_key=config.data.reward_fn_key,
+        policy=_policy(config),
+        score_observations=True,
+    )
+
+
+def _policy(config: PPOTrainerConfig) -> FailurePolicy:
+    kwargs = config.reward_model.reward_kwargs
+    return FailurePolicy(**{name: getattr(kwargs, name) for name in _POLICY})
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from hone.config.keys import get, leaves
 
 RANGES = {key: leaf.bounds for key, leaf in leaves(PPOTrainerConfig).items() if leaf.bounds}
 ACTOR = "actor_rollout_ref.actor"
+SERVER = "http://127.0.0.1:8000"
 CORRECTION = "algorithm.rollout_correction"
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -97,8 +98,20 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "a reward model has a path": (
         ["reward_model.enable=true"],
-        "reward_model.enable=true needs reward_model.model.path",
+        "reward_model.enable=true needs reward_model.model.path, or reward_model.server.url",
         ["reward_model.model.path=my/reward"],
+    ),
+    "a served reward model scores whole responses": (
+        ["reward_model.enable=true", "reward_model.type=prm", f"reward_model.server.url={SERVER}"],
+        f"reward_model.server.url={SERVER} scores whole responses, and reward_model.type=prm; use "
+        "type=orm, or url=null",
+        ["reward_model.type=orm", "reward_model.model.path=my/reward"],
+    ),
+    "a served classifier needs a template": (
+        ["reward_model.enable=true", f"reward_model.server.url={SERVER}"],
+        "reward_model.server.kind=classify needs reward_model.model.path, whose tokenizer and chat "
+        "template render the conversation; name its folder, or use kind=score or texts",
+        ["reward_model.server.kind=score"],
     ),
     "an imported manager has a file": (
         ["reward_manager.source=importlib"],

@@ -54,6 +54,8 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     # a retrieval service
     "retriever.*": ("agents/loops/search.py", "self.config.retriever"),
     "search.*": ("trainer/generation.py", "search.max_obs_length"),
+    # a served reward model
+    "reward_model.server.*": ("rewards/loading.py", "model.server"),
     # a code-running service
     "**.sandbox_fusion.max_concurrent": ("rewards/loading.py", "sandbox.max_concurrent"),
 }

@@ -91,10 +91,7 @@ class RuleRewardManager(AbstractRewardManager):
     def score_batch(self, data: DataProto) -> tuple[torch.Tensor, dict[str, Sequence[JsonValue]]]:
         """Returns rewards [B, T] and the extra columns of a batch."""
         ids = valid_response_ids(data)
-        observations = self.score_observations
-        rows = read_rows(
-            data, ids, self.tokenizer, self.reward_fn_key, score_observations=observations
-        )
+        rows = self.read_rows(data, ids)
         if self.uses_table:
             table.check_sources(row.data_source for row in rows)
         outcomes = self.score_known(rows)
@@ -112,6 +109,11 @@ class RuleRewardManager(AbstractRewardManager):
             self.failures["no_policy_token"] += num_unplaced
         self._log_examples(rows, rewards)
         return on_last_policy_token(data, rewards), {**extra_columns(results), **extras}
+
+    def read_rows(self, data: DataProto, ids: list[list[int]]) -> list[Response]:
+        """Returns the scorer's arguments for each response."""
+        key, observations = self.reward_fn_key, self.score_observations
+        return read_rows(data, ids, self.tokenizer, key, score_observations=observations)
 
     def score_known(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """Score the rows; a row without the ground truth that its rule needs fails without a call."""

@@ -71,6 +71,8 @@ class Plan:
     """Whether the rollout's log-probs are used as the old log-probs."""
     rows_per_update: tuple[int, ...]
     """Rows per mini-batch, for each trained role."""
+    served: bool = False
+    """Whether a server runs the reward model, and not a worker."""
 
     @property
     def reference(self) -> bool:
@@ -188,7 +190,8 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     if "values" in columns:
         rows.append(config.critic.sequences_per_update())
     bypass = algorithm.rollout_correction.bypass_mode
-    return Plan(estimator, columns, kind, bypass, tuple(rows)), problems
+    served = bool(kind and model.server.url)
+    return Plan(estimator, columns, kind, bypass, tuple(rows), served), problems
 
 
 def _readers(

@@ -30,6 +30,7 @@ from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import Needs, lines_of
 from hone.trainer.ppo.row_checks import AgentChecks, Lengths, measure_prompts, try_scorers
+from hone.trainer.ppo.scoring import served_model
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.types import Function
 
@@ -111,6 +112,8 @@ class _Preflight:
                 self._add(agents.problems())
                 self.warnings += agents.warnings()
             self._add(self._prompt_problems(datasets))
+            if plan is not None and plan.served:
+                attempt(lambda: served_model(config, tokenizer))
         self._try_scorers(datasets)
         trainer = self._assembled(tokenizer, datasets)
         self._raise_all()
@@ -159,7 +162,7 @@ class _Preflight:
         for path in dict.fromkeys(decoders):
             self._attempt(partial(check_model, path))
         scorer = config.reward_model.model.path
-        if plan is not None and plan.reward_model and scorer:
+        if plan is not None and plan.reward_model and scorer and not plan.served:
             self._attempt(lambda: check_model(scorer, is_decoder=False))
             if plan.reward_model == "orm" and Path(resolve_model_path(scorer)).is_dir():
                 trust = config.reward_model.model.trust_remote_code

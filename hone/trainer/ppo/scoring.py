@@ -31,6 +31,7 @@ from hone.rewards.failures import RewardError
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
+from hone.tokenizer import Tokenizer
 from hone.types import Function, Row
 from hone.workers.reward_model import RewardModelWorker
 
@@ -38,6 +39,8 @@ AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
 STYLE = "reward_model.style=model"
 Extras: TypeAlias = Mapping[str, Sequence[Any]]
 """Values that a score function returned next to its score: by name, one value per row."""
+RewardModel: TypeAlias = WorkerGroup[RewardModelWorker] | RuleRewardManager
+"""The workers of a reward model, or the manager of one that a server runs."""
 FAILURE = "reward_failure"
 """The extra with the reason why a row could not be scored; None for a scored row."""
 SCORED_BY_TABLE = (
@@ -169,7 +172,7 @@ def routes_by_style(config: PPOTrainerConfig, *datasets: Dataset) -> bool:
 def score_parts(
     batch: DataProto,
     reward_fn: Function,
-    reward_model: WorkerGroup[RewardModelWorker] | None,
+    reward_model: RewardModel | None,
     *,
     routed: bool = False,
 ) -> tuple[dict[str, Tensor], Extras]:
@@ -192,20 +195,31 @@ def score_parts(
         _check_extras(extras, reward_fn)
     if reward_model is not None:
         rows = final & for_model if routed else final
-        if not rows.any():
+        if isinstance(reward_model, RuleRewardManager):
+            parts[MODEL], of_model = _of_rows(batch, rows, reward_model)
+            extras = _joined(extras, of_model)
+        elif not rows.any():
             parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
-            write(batch, "rm_scores", parts[MODEL])
-            return parts, extras
-        scored = reward_model.call(
-            RewardModelWorker.compute_rm_score, batch if rows.all() else batch[rows]
-        )
-        if scored.has_column("step_mask"):
-            write(batch, "step_mask", _spread(scored.batch["step_mask"], rows))
-            parts[PROCESS] = _spread(scored.batch["process_scores"], rows)
         else:
-            parts[MODEL] = _spread(scored.batch["rm_scores"], rows)
+            some = batch if rows.all() else batch[rows]
+            scored = reward_model.call(RewardModelWorker.compute_rm_score, some)
+            if scored.has_column("step_mask"):
+                write(batch, "step_mask", _spread(scored.batch["step_mask"], rows))
+                parts[PROCESS] = _spread(scored.batch["process_scores"], rows)
+            else:
+                parts[MODEL] = _spread(scored.batch["rm_scores"], rows)
+        if MODEL in parts:
             write(batch, "rm_scores", parts[MODEL])
     return parts, extras
+
+
+def _joined(extras: Extras, of_model: Extras) -> Extras:
+    """Return the extras of rule and reward model; a row that either could not score has failed."""
+    joined = {**{name: v for name, v in of_model.items() if name != "score"}, **extras}
+    if FAILURE in extras and FAILURE in of_model:
+        pairs = zip(extras[FAILURE], of_model[FAILURE], strict=True)
+        joined[FAILURE] = [rule or model for rule, model in pairs]
+    return joined
 
 
 def _of_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
@@ -305,6 +319,22 @@ def write_scores(
     return batch
 
 
-def pop_metrics(manager: Function) -> dict[str, float]:
-    """Return a reward manager's counts since the last call; a user's manager may have none."""
-    return manager.pop_metrics() if hasattr(manager, "pop_metrics") else {}
+def pop_metrics(*managers: object) -> dict[str, float]:
+    """Return the counts of managers since the last call; a user's manager may have none."""
+    return {
+        name: value
+        for manager in managers
+        if hasattr(manager, "pop_metrics")
+        for name, value in manager.pop_metrics().items()
+    }
+
+
+def served_model(config: PPOTrainerConfig, tokenizer: Tokenizer) -> RuleRewardManager:
+    """Return the manager of a reward model that a server runs."""
+    from hone.models.load import load_tokenizer
+    from hone.rewards.loading import load_model_manager
+
+    model = config.reward_model.model
+    trust = model.trust_remote_code
+    own = load_tokenizer(model.path, trust_remote_code=trust) if model.path else None
+    return load_model_manager(config, tokenizer, own)

@@ -40,7 +40,6 @@ from hone.trainer.threads import resolve_threads
 from hone.types import Function
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.critic import CriticWorker
-from hone.workers.reward_model import RewardModelWorker
 from hone.workers.train import TrainWorker
 
 
@@ -112,7 +111,8 @@ class PPOTrainer:
         refuse_uneven(config, self.actor.data_parallel_size)
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
         scorer = None if self.plan.implicit_rewards else groups.get(Role.RewardModel)
-        self.reward_model: WorkerGroup[RewardModelWorker] | None = scorer
+        served = scoring.served_model(config, self.tokenizer) if self.plan.served else None
+        self.reward_model: scoring.RewardModel | None = served or scorer
         self.trained = roles.trained_groups(groups, self.plan)
         self.source = TrajectorySource(
             self.rollout,
@@ -317,7 +317,7 @@ class PPOTrainer:
 
             with self.timers.timer("compute_additional_metrics"):
                 measured |= response_metrics(batch, self.tokenizer, self.config)
-        return measured | scoring.pop_metrics(self.reward_fn)
+        return measured | scoring.pop_metrics(self.reward_fn, self.reward_model)
 
     # -- around a step ------------------------------------------------------------------------
 
@@ -346,9 +346,8 @@ class PPOTrainer:
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             measured, batch = attempts_at(self.val_loader.one_epoch(), attempt, samples, bar)
         self.rollouts.write_validation(batch, self.global_step, self.tracking)
-        return measured | {
-            f"val-aux/{n}": x for n, x in scoring.pop_metrics(self.val_reward_fn).items()
-        }
+        counted = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
+        return measured | {f"val-aux/{name}": count for name, count in counted.items()}
 
     # -- state --------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from aiohttp import web
+from rewards.scoring_server import ScoringServer, by_length
 
 from hone.config import load_config
 from hone.data.dataset import RLHFDataset
@@ -417,3 +419,55 @@ def test_a_row_for_a_reward_model_stops_a_run_without_one(
               "reward_model.route_by_style=true")  # fmt: skip
     own = train(f"data.train_files={rows}")  # a function of the user's may be the model
     assert len(own.steps) == 2
+
+
+def served(server: ScoringServer, *more: str) -> list[str]:
+    return ["reward_model.enable=true", f"reward_model.server.url={server.url}",
+            "reward_model.server.kind=texts", "reward_model.server.retries=0", *more]  # fmt: skip
+
+
+def test_a_served_reward_model_scores_its_rows(train: Callable[..., Run], tmp_path: Path) -> None:
+    server = ScoringServer(by_length)
+    try:
+        run = train(
+            *served(server, "reward_model.modeling_reward_coef=0.1"),
+            f"data.train_files={styled(tmp_path, 'rule', 'model')}",
+        )
+    finally:
+        server.stop()
+    for row in run.rollouts(1) + run.rollouts(2):
+        model = row["data_source"] != "lexical"
+        length = len(row["prompt_text"]) + len(said(row)) if model else 0
+        assert sum(row["reward/model"]) == length
+        assert row["score"] == pytest.approx(0.1 * length + sum(row["reward/rule"]))
+    assert run.steps[0]["reward/server/requests"] >= 1
+
+
+def test_a_reward_model_server_that_is_down_follows_the_failure_policy(
+    train: Callable[..., Run],
+) -> None:
+    server = ScoringServer(by_length)
+    steps = 0
+
+    def answer(path: str, body: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return by_length(path, body) if steps != 2 else web.Response(status=500)
+
+    server.answer = answer
+    settings = [*served(server), "data.train_batch_size=2", "trainer.total_training_steps=3",
+                "reward_model.server.cache=null"]  # fmt: skip
+    try:
+        run = train(*settings, "reward_model.reward_kwargs.failure_score=-1")
+        scores = [[sum(row["reward/model"]) for row in run.rollouts(step)] for step in (1, 2, 3)]
+        assert scores[1] == [-1.0] * 4
+        assert min(scores[0] + scores[2]) > 0
+        assert [r["reward_failure"] for r in run.rollouts(2)] == ["http_error"] * 4
+        assert run.steps[1]["reward/model_failures/http_error"] == 4
+        steps = 0
+        with pytest.raises(RewardError, match=r"http_error: .*status 500"):
+            train(*settings, "reward_model.reward_kwargs.on_failure=raise")
+    finally:
+        server.stop()
+    with pytest.raises(RewardError, match=r"none of the 4 .* could be scored.*unreachable"):
+        train(*settings)

@@ -1,0 +1,50 @@
+"""Scores a batch with a reward model outside of the run's workers, under the failure policy of the rules.
+
+The trainer uses it in the place of a reward model's workers: a served classifier, or a judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from hone.event_loop import run_coroutine
+from hone.protocol import DataProto
+from hone.rewards.failures import Failed, Scored
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.outcome import Response
+from hone.tokenizer import Tokenizer
+
+
+class ModelScorer(Protocol):
+    """A reward model that scores rows; `extra_info["prompt"]` is the row's prompt."""
+
+    async def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]: ...
+
+    def pop_metrics(self) -> dict[str, float]: ...
+
+
+class ModelRewardManager(RuleRewardManager):
+    """Scores all rows of a batch concurrently with a `ModelScorer`."""
+
+    def __init__(self, tokenizer: Tokenizer, *, scorer: ModelScorer, **kwargs: Any) -> None:
+        super().__init__(tokenizer, 0, scorer.score_rows, **kwargs)
+        self.scorer = scorer
+
+    def read_rows(self, data: DataProto, ids: list[list[int]]) -> list[Response]:
+        """Adds the prompt to each row."""
+        prompts = data.non_tensor_batch["raw_prompt"]
+        return [
+            replace(row, extra_info={**row.extra_info, "prompt": prompt})
+            for row, prompt in zip(super().read_rows(data, ids), prompts, strict=True)
+        ]
+
+    def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+        return run_coroutine(self.scorer.score_rows(rows))
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Returns failures by reason and counts of requests, apart from those of the rules."""
+        names = super().pop_metrics().items()
+        failures = {name.replace("reward/", "reward/model_", 1): value for name, value in names}
+        return failures | self.scorer.pop_metrics()

@@ -1,0 +1,253 @@
+"""A client of scoring servers over HTTP: limits, retries, deadlines and a cache of answers.
+
+Requests run in daemon threads of the event loop, so a server that never answers holds up nothing beyond its
+deadline. Only the standard library is used. Messages contain neither the key nor the query of an address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import logging
+import os
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+from hone.config.reward import RewardServerConfig
+from hone.rewards.failures import Failed, WrongSetting
+from hone.rewards.managers.streaming import AsyncTokenBucket
+from hone.text import clean_text, described
+from hone.tracking import atomic_write_text
+from hone.types import JsonObject, JsonValue, Row
+
+if TYPE_CHECKING:
+    from http.client import HTTPMessage
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_ANSWER_BYTES = 1 << 26
+MAX_CACHED = 100_000
+"""Answers that the cache in memory holds; the oldest are dropped."""
+FIRST_PAUSE_S = 0.5
+_KEY = "reward_model.server"
+_BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class RemoteError(RuntimeError):
+    """A request that gave no score: `reason` names the counter."""
+
+    def __init__(
+        self, reason: str, detail: str, *, retry: bool = True, pause_s: float | None = None
+    ) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail, self.retry, self.pause_s = reason, detail, retry, pause_s
+
+    @property
+    def failed(self) -> Failed:
+        return Failed(self.reason, self.detail)
+
+
+class AnswerCache:
+    """Keeps answers in memory, or in a folder of one file per answer."""
+
+    def __init__(self, where: str | None) -> None:
+        self._folder = None if where in (None, "memory") else Path(str(where)).expanduser()
+        self._is_off = where is None
+        self._memory: dict[str, JsonValue] = {}
+
+    def get(self, key: str) -> JsonValue:
+        """Returns the answer, or None."""
+        if self._folder is None:
+            return self._memory.get(key)
+        try:
+            return json.loads(self._file(key).read_text())["answer"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, key: str, answer: JsonValue) -> None:
+        if self._is_off:
+            return
+        if self._folder is not None:
+            file = self._file(key)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(file, json.dumps({"answer": answer}))
+            return
+        if len(self._memory) >= MAX_CACHED:
+            del self._memory[next(iter(self._memory))]
+        self._memory[key] = answer
+
+    def _file(self, key: str) -> Path:
+        assert self._folder is not None
+        return self._folder / key[:2] / f"{key}.json"
+
+
+class ScoringServer:
+    """Sends JSON to one server, or to the next of several, within the limits of the settings."""
+
+    def __init__(self, settings: RewardServerConfig, path: str) -> None:
+        urls = settings.url if isinstance(settings.url, tuple) else (settings.url,)
+        self._urls = [_address(str(url), path) for url in urls]
+        self._settings = settings
+        name = settings.api_key_env
+        self._key = os.environ.get(name, "") if name else ""
+        if name and not self._key:
+            raise WrongSetting(f"{_KEY}.api_key_env={name}: the environment has no such variable")
+        rate = settings.requests_per_minute
+        self._bucket = None if rate is None else AsyncTokenBucket(rate / 60.0, max(rate / 60.0, 1))
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._answers = True
+        self._sent = 0
+        self.cache = AnswerCache(settings.cache)
+        self.counts: Counter[str] = Counter()
+
+    async def ask(self, body: JsonObject, read: Callable[[Row], T]) -> T:
+        """Returns what `read` finds in the answer; raises RemoteError when all attempts failed."""
+        pause_s, attempt = FIRST_PAUSE_S, 0
+        while True:
+            try:
+                value = await self._attempt(body, read)
+            except RemoteError as error:
+                # While the server is down, a request is not retried, so that pauses do not add up.
+                attempts = self._settings.retries + 1 if self._answers else 1
+                attempt += 1
+                if error.retry and attempt < attempts:
+                    self.counts["retries"] += 1
+                    wait_s = pause_s if error.pause_s is None else error.pause_s
+                    await asyncio.sleep(min(wait_s, self._settings.timeout_s))
+                    pause_s *= 2
+                    continue
+                if self._answers and error.reason == "unreachable":
+                    logger.warning("%s; until it answers, requests are not retried", error)
+                    self._answers = False
+                raise
+            if not self._answers:
+                logger.warning("the server answers again: %s", shown_url(self._urls[0]))
+            self._answers = True
+            return value
+
+    async def _attempt(self, body: JsonObject, read: Callable[[Row], T]) -> T:
+        if self._bucket is not None:
+            await self._bucket.acquire()
+        loop, timeout_s = asyncio.get_running_loop(), self._settings.timeout_s
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(self._settings.max_concurrency)
+        async with self._slots[1]:
+            url = self._urls[self._sent % len(self._urls)]
+            self._sent += 1
+            self.counts["requests"] += 1
+            call = functools.partial(self._send, url, json.dumps(body).encode())
+            try:
+                text = await asyncio.wait_for(loop.run_in_executor(None, call), timeout_s)
+            except asyncio.TimeoutError:
+                detail = f"no answer after {timeout_s:g} s from {shown_url(url)}"
+                raise RemoteError("timeout", detail) from None
+        try:
+            return read(json.loads(text))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            detail = f"{shown_url(url)} answered {self._clean(text)!r}: {described(error)}"
+            raise RemoteError("bad_answer", detail) from error
+
+    def _send(self, url: str, data: bytes) -> bytes:
+        header = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._key:
+            header["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(url, data, header)
+        where = shown_url(url)
+        try:
+            with _opener(url).open(request, timeout=self._settings.timeout_s) as answer:
+                text: bytes = answer.read(MAX_ANSWER_BYTES + 1)
+        except urllib.error.HTTPError as error:
+            with error:
+                said = self._clean(error.read(4096))
+            busy = error.code in _BUSY
+            raise RemoteError(
+                "busy" if error.code == 429 else "http_error",
+                f"{where} answered with status {error.code}: {said!r}",
+                retry=busy,
+                pause_s=_seconds(error.headers.get("Retry-After")) if busy else None,
+            ) from None
+        except TimeoutError:
+            raise RemoteError("timeout", f"{where} did not answer in time") from None
+        except Exception as error:  # a broken connection or protocol may raise anything
+            reason = getattr(error, "reason", error)
+            name = "timeout" if isinstance(reason, TimeoutError) else "unreachable"
+            raise RemoteError(name, f"{where}: {self._clean(str(reason).encode())}") from None
+        if len(text) > MAX_ANSWER_BYTES:
+            raise RemoteError("bad_answer", f"{where} sent more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return text
+
+    def _clean(self, text: bytes) -> str:
+        shown = clean_text(text[:4096].decode("utf-8", "replace"))
+        return (shown.replace(self._key, "***") if self._key else shown)[:200]
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Returns requests, retries and cache hits since the last call."""
+        metrics = {f"reward/server/{name}": float(n) for name, n in sorted(self.counts.items())}
+        self.counts.clear()
+        return metrics
+
+
+def cache_key(*parts: JsonValue) -> str:
+    """Returns a hash of everything that an answer depends on."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def shown_url(url: str) -> str:
+    """Returns the address without its query, which may hold a key."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}{parts.path}"
+
+
+def _address(url: str, path: str) -> str:
+    """Returns the address of the endpoint; a url without a path gets the usual one."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise WrongSetting(f"{_KEY}.url={url!r} is no address; write it as http://HOST:PORT")
+    if parts.username or parts.password:
+        raise WrongSetting(
+            f"{_KEY}.url of {parts.hostname} holds a password; put the key into an environment "
+            f"variable and name it in {_KEY}.api_key_env"
+        )
+    if parts.path.rstrip("/") in ("", "/v1"):
+        path = path.removeprefix("/v1") if parts.path.startswith("/v1") else path
+        return parts._replace(path=parts.path.rstrip("/") + path).geturl()
+    return url
+
+
+def _seconds(text: str | None) -> float | None:
+    """Returns the number of a Retry-After header; a date is ignored."""
+    try:
+        return max(0.0, float(text or ""))
+    except ValueError:
+        return None
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: it would send the key to another host."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: HTTPMessage,
+        newurl: str,
+    ) -> None:
+        return None
+
+
+@functools.cache
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Returns an opener that ignores the environment's proxies for a local server."""
+    local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
+    proxies = [urllib.request.ProxyHandler({})] if local else []
+    return urllib.request.build_opener(_NoRedirect, *proxies)
