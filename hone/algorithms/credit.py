@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hone.algorithms.advantages.returns import rewards_to_go
+from hone.algorithms.advantages.returns import Chain, rewards_to_go
 from hone.ops.masked import masked_fill_zero
 
 GAMMA_DECAY = "gamma-decay"
@@ -57,22 +57,41 @@ def assign_credit(
     return masked_fill_zero(share * rewards, mask)
 
 
-def min_form_returns(process_rewards: Tensor, step_mask: Tensor, response_mask: Tensor) -> Tensor:
+def min_form_returns(
+    process_rewards: Tensor, step_mask: Tensor, response_mask: Tensor, chain: Chain | None = None
+) -> Tensor:
     """[B, T] G_t = min of the rewards of the steps that end at t or later; 0 outside the mask.
 
     Tokens at which no step ends are not part of the minimum; after the last step G is 0.
     """
     ahead = torch.where(step_mask.bool(), process_rewards, torch.inf)
     lowest = ahead.flip(-1).cummin(-1).values.flip(-1)
+    if chain is not None and lowest.shape[-1]:
+        for rows, after in chain.backwards():  # later rows of the trajectory are steps to come
+            beyond = torch.where(after >= 0, lowest[after, 0], torch.inf).unsqueeze(-1)
+            lowest[rows] = torch.minimum(lowest[rows], beyond)
     return masked_fill_zero(torch.where(lowest.isinf(), 0.0, lowest), response_mask)
 
 
 def min_form(
-    token_level_rewards: Tensor, process_rewards: Tensor, step_mask: Tensor, response_mask: Tensor
+    token_level_rewards: Tensor,
+    process_rewards: Tensor,
+    step_mask: Tensor,
+    response_mask: Tensor,
+    chain: Chain | None = None,
 ) -> Tensor:
     """[B, T] returns under the strict minimum: process rewards are combined by the minimum, all other
     rewards (rule score, KL) by the sum.
     """
     rest = token_level_rewards - masked_fill_zero(process_rewards, step_mask)
-    lowest = min_form_returns(process_rewards, step_mask, response_mask)
-    return rewards_to_go(rest, response_mask, 1.0, None) + lowest
+    lowest = min_form_returns(process_rewards, step_mask, response_mask, chain)
+    return rewards_to_go(rest, response_mask, 1.0, chain) + lowest
+
+
+def tokens_of_steps(step_mask: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, T] at the end of each step the number of its policy tokens, without the one that ends it."""
+    mask, ends = response_mask.bool(), step_mask.bool()
+    inside = (mask & ~ends).int().cumsum(-1)  # tokens so far that end no step
+    # The count at the previous end: `inside` never falls, so the running maximum over ends finds it.
+    before = pad(torch.where(ends, inside, 0).cummax(-1).values, (1, 0))[..., :-1]
+    return masked_fill_zero(inside - before, ends)

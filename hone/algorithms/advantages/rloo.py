@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
-from hone.algorithms.advantages.outcome import outcomes
+from hone.algorithms.advantages.outcome import Outcomes, outcomes
 from hone.algorithms.advantages.returns import Chain, rewards_to_go
-from hone.algorithms.credit import STRICT_MIN, min_form
+from hone.algorithms.credit import STRICT_MIN, min_form, tokens_of_steps
 from hone.ops.masked import masked_fill_zero
 
 
@@ -19,59 +20,93 @@ class RLOOToken(Estimator):
 
     `credit_assignment` is reward_model.credit_assignment if a process reward model scores steps;
     the strict minimum reads the columns `reward/process` and `step_mask`. Otherwise G is the
-    (discounted) sum of future rewards.
+    (discounted) sum of future rewards. `process_baseline` step or token subtracts a baseline from each
+    step reward, and the mean of the other scores from the rest, in place of the baseline of returns.
     """
 
     gamma: float
     credit_assignment: float | str | None = None
+    process_baseline: str = "return"
 
     groups = "required"
 
     @property
     def requires(self) -> tuple[str, ...]:
+        if self.process_baseline != "return":
+            return ("reward/process", "step_mask", "token_level_scores")
         return ("reward/process", "step_mask") if self.credit_assignment == STRICT_MIN else ()
 
     def __call__(self, batch: Trajectories) -> Pair:
+        absent = [name for name in self.requires if batch.columns.get(name) is None]
+        if absent:
+            raise ValueError(
+                f"credit_assignment={self.credit_assignment!r} with process_baseline="
+                f"{self.process_baseline!r} needs the columns {', '.join(self.requires)}; "
+                f"{', '.join(absent)} is missing, which the process reward model writes"
+            )
+        chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
         if self.credit_assignment == STRICT_MIN:
-            process, steps = batch.columns.get("reward/process"), batch.columns.get("step_mask")
-            if process is None or steps is None:
-                raise ValueError(
-                    f"credit_assignment={STRICT_MIN!r} needs the columns 'reward/process' and "
-                    "'step_mask', which the process reward model writes"
-                )
-            returns = min_form(batch.rewards, process, steps, batch.mask)
+            process, steps = batch.columns["reward/process"], batch.columns["step_mask"]
+            returns = min_form(batch.rewards, process, steps, batch.mask, chain)
         else:
-            chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
             returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, chain)
+        if self.process_baseline != "return":
+            return self._above_step_baselines(batch, chain), returns
         # Per trajectory: the sum of returns over tokens and the number of tokens.
         outcome = outcomes("rloo_token", returns, batch.mask, batch.uid, batch.trajectory_id)
-        groups, totals, lengths = outcome.groups, outcome.scores, outcome.lengths
-        others = groups.sum(totals)[groups.ids] - totals
-        other_tokens = groups.sum(lengths)[groups.ids] - lengths
-        baseline = others / other_tokens.clamp(min=1)
-        per_row = baseline if outcome.rows is None else baseline[outcome.rows]
-        advantages = returns - per_row.to(returns.dtype).unsqueeze(-1)
-        return masked_fill_zero(advantages, batch.mask), returns
+        baseline = _of_others(outcome, outcome.scores, outcome.lengths)
+        return masked_fill_zero(returns - baseline, batch.mask), returns
+
+    def _above_step_baselines(self, batch: Trajectories, chain: Chain | None) -> Tensor:
+        """[B, T] future rewards, each step reward above the others' reward per step or per token."""
+        process, steps = batch.columns["reward/process"], batch.columns["step_mask"].bool()
+        process = masked_fill_zero(process, steps)
+        outcome = outcomes("rloo_token", process, batch.mask, batch.uid, batch.trajectory_id)
+        ones = torch.ones_like(outcome.lengths)
+        if self.process_baseline == "token":
+            per_token = _of_others(outcome, outcome.scores, outcome.lengths)
+            baselines = per_token * tokens_of_steps(steps, batch.mask)
+        else:
+            counts = outcome.total(steps.sum(-1).double()).clamp(min=1)
+            baselines = _of_others(outcome, outcome.scores / counts, ones) * steps
+        returns = rewards_to_go(batch.rewards - baselines, batch.mask, self.gamma, chain)
+        scores = batch.columns["token_level_scores"] - process
+        rest = outcomes("rloo_token", scores, batch.mask, batch.uid, batch.trajectory_id)
+        return masked_fill_zero(returns - _of_others(rest, rest.scores, ones), batch.mask)
+
+
+def _of_others(outcome: Outcomes, values: Tensor, weights: Tensor) -> Tensor:
+    """[B, 1] Σ_{j≠i} values / Σ_{j≠i} weights over the other trajectories of the group; 0 without others."""
+    groups = outcome.groups
+    total, weight = (groups.sum(x)[groups.ids] - x for x in (values, weights))
+    ratio = total / weight.clamp(min=1)
+    per_row = ratio if outcome.rows is None else ratio[outcome.rows]
+    return per_row.to(outcome.rewards.dtype).unsqueeze(-1)
 
 
 @dataclass(frozen=True)
 class RLOO(Estimator):
     """A = R − mean of the group's other scores = (R − mean_g)·n/(n−1); a group of one keeps its raw R.
 
-    With the strict minimum of process rewards, which is a token return, it equals `rloo_token`.
+    With process rewards, which are rewards of tokens, it equals `rloo_token` without discount, as in PURE.
     """
 
     credit_assignment: float | str | None = None
+    process_baseline: str = "return"
 
     groups = "compared"
 
     @property
     def requires(self) -> tuple[str, ...]:
-        return RLOOToken(1.0, self.credit_assignment).requires
+        return () if self.credit_assignment is None else self._of_tokens.requires
+
+    @property
+    def _of_tokens(self) -> RLOOToken:
+        return RLOOToken(1.0, self.credit_assignment, self.process_baseline)
 
     def __call__(self, batch: Trajectories) -> Pair:
-        if self.credit_assignment == STRICT_MIN:
-            return RLOOToken(1.0, STRICT_MIN)(batch)
+        if self.credit_assignment is not None:
+            return self._of_tokens(batch)
         outcome = outcomes("rloo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
         size = outcome.groups.sizes[outcome.groups.ids]
         scale = torch.where(size > 1, size / (size - 1).clamp(min=1), 1.0)

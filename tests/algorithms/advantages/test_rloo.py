@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from hone.algorithms.advantages import get_estimator
-from hone.algorithms.advantages.rloo import rloo_token
-from hone.algorithms.credit import STRICT_MIN
+from hone.algorithms.advantages.rloo import rloo, rloo_token
+from hone.algorithms.credit import GAMMA_DECAY, STRICT_MIN, assign_credit
 from hone.algorithms.shaping import normalise_advantages
+from hone.ops.masked import last_true
 
 MASK = torch.zeros(2, 8)
 MASK[0, :5], MASK[1, :3] = 1, 1
@@ -75,3 +76,115 @@ def test_the_strict_minimum_replaces_the_sum_of_the_process_part_only():
 def test_the_strict_minimum_without_its_columns_is_refused(there):
     with pytest.raises(ValueError, match="step_mask"):
         rloo_token(REWARDS, MASK, INDEX, gamma=1.0, credit_assignment=STRICT_MIN, **there)
+
+
+PROCESS = torch.zeros(2, 8, dtype=torch.float64)
+PROCESS[0, 1], PROCESS[0, 4], PROCESS[1, 2] = -0.2, 0.1, 0.05
+STEPS = PROCESS != 0
+
+
+def columns_of(scores):
+    return {"reward/process": PROCESS, "step_mask": STEPS, "token_level_scores": scores}
+
+
+def test_golden_token_baseline_of_step_rewards():
+    """Outcomes −.1 and .05, lengths 5 and 3, steps of 1, 2 and 2 tokens without the ones that end them."""
+    advantages, returns = rloo_token(
+        PROCESS, MASK, INDEX, credit_assignment=0.1, process_baseline="token", **columns_of(PROCESS)
+    )
+    first, second, other = -0.2 - 0.05 / 3, 0.1 - 2 * 0.05 / 3, 0.05 + 2 * 0.1 / 5
+    np.testing.assert_allclose([first, second, other], [-0.216667, 0.066667, 0.09], atol=1e-6)
+    np.testing.assert_allclose(advantages[0, :5], [first + second] * 2 + [second] * 3)
+    np.testing.assert_allclose(advantages[1, :3], [other] * 3)
+    np.testing.assert_allclose(returns[0, :5], [-0.1] * 2 + [0.1] * 3)
+
+
+def test_the_step_baseline_and_the_rule_score_by_hand():
+    """The others' reward per step (.05 and −.05) at every step end; scores 1 and 0 against each other."""
+    advantages, _ = rloo_token(
+        REWARDS, MASK, INDEX, credit_assignment=0.1, process_baseline="step", **columns_of(REWARDS)
+    )
+    np.testing.assert_allclose(advantages[0, :5], [-0.25 + 0.05 + 1] * 2 + [0.05 + 1] * 3)
+    np.testing.assert_allclose(advantages[1, :3], [0.05 + 0.05 - 1] * 3)
+
+
+def test_rloo_over_process_rewards_is_the_form_of_tokens_and_over_scores_it_is_not():
+    tokens, _ = rloo_token(REWARDS, MASK, INDEX, gamma=1.0)
+    np.testing.assert_array_equal(rloo(REWARDS, MASK, INDEX, credit_assignment=0.1)[0], tokens)
+    scores, _ = rloo(REWARDS, MASK, INDEX)
+    np.testing.assert_allclose(scores[0, :5], [0.9 - 0.05] * 5)
+
+
+def slow(rewards, scores, process, steps, mask, uid, trajectory, credit, baseline):
+    """PURE over plain lists, one trajectory after the other."""
+    rows = {}
+    for row, key in enumerate(zip(uid, trajectory, strict=True)):
+        rows.setdefault(key, []).append(row)
+    flat = {}
+    for key, members in rows.items():
+        places = [(r, t) for r in members for t in range(mask.shape[1]) if mask[r, t]]
+        flat[key] = [
+            (rewards[p].item(), process[p].item() if steps[p] else None, scores[p].item(), p)
+            for p in places
+        ]
+    returns, step_tokens = {}, {}
+    for tokens in flat.values():
+        inside = 0
+        for place, (_, step, _, p) in enumerate(tokens):
+            ahead = tokens[place:]
+            sums = sum(r - (s or 0.0 if credit == STRICT_MIN else 0.0) for r, s, _, _ in ahead)
+            lowest = min((s for _, s, _, _ in ahead if s is not None), default=0.0)
+            returns[p] = sums + (lowest if credit == STRICT_MIN else 0.0)
+            inside = inside + 1 if step is None else inside
+            if step is not None:
+                step_tokens[p], inside = inside, 0
+    advantages = {}
+    for key, tokens in flat.items():
+        others = [flat[k] for k in flat if k[0] == key[0] and k != key]
+        lengths = sum(map(len, others)) or 1
+        if baseline == "return":
+            b = sum(returns[p] for o in others for *_, p in o) / lengths
+            advantages |= {p: returns[p] - b for *_, p in tokens}
+            continue
+        outcomes = [sum(s or 0.0 for _, s, _, _ in o) for o in others]
+        counts = [max(sum(s is not None for _, s, _, _ in o), 1) for o in others]
+        per_token = sum(outcomes) / lengths
+        per_step = sum(o / c for o, c in zip(outcomes, counts, strict=True)) / (len(others) or 1)
+        rest = sum(s - (r or 0.0) for o in others for _, r, s, _ in o) / (len(others) or 1)
+        for place, (*_, p) in enumerate(tokens):
+            off = sum(
+                per_token * step_tokens[q] if baseline == "token" else per_step
+                for _, s, _, q in tokens[place:]
+                if s is not None
+            )
+            advantages[p] = sum(r for r, *_ in tokens[place:]) - off - rest
+    return advantages, returns
+
+
+FORMS = [(c, b) for c in (GAMMA_DECAY, 0.1) for b in ("return", "step", "token")]
+
+
+@pytest.mark.parametrize(("credit", "baseline"), [*FORMS, (STRICT_MIN, "return")])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_form_equals_the_slow_reference(credit, baseline, seed):
+    """Trajectories of one and of two rows, masked tool tokens, empty rows, groups of 1, 2 and 3."""
+    draw = torch.Generator().manual_seed(seed)
+    uid, trajectory = list("aaaabbcccd"), list("1123121123")
+    shape = (len(uid), 7)
+    lengths = torch.tensor([7, 3, 5, 0, 1, 7, 4, 6, 2, 7])
+    mask = (torch.arange(7) < lengths[:, None]) & (torch.rand(shape, generator=draw) < 0.8)
+    is_last = torch.arange(7) == last_true(mask)[:, None]
+    steps = mask & (is_last | (torch.rand(shape, generator=draw) < 0.4))
+    raw = torch.rand(shape, generator=draw, dtype=torch.float64) * 2 - 1
+    process = assign_credit(raw, steps, credit)
+    scores = process + (torch.rand(shape, generator=draw) < 0.1).double() * mask
+    rewards = scores - 0.01 * torch.rand(shape, generator=draw, dtype=torch.float64) * mask
+    options = {"credit_assignment": credit, "process_baseline": baseline, "gamma": 1.0}
+    columns = {"reward/process": process, "step_mask": steps, "token_level_scores": scores}
+    found = rloo_token(rewards, mask, uid, trajectory_id=trajectory, **options, **columns)
+    expected = slow(rewards, scores, process, steps, mask, uid, trajectory, credit, baseline)
+    for values, reference in zip(found, expected, strict=True):
+        dense = torch.zeros(shape, dtype=torch.float64)
+        for place, value in reference.items():
+            dense[place] = value
+        torch.testing.assert_close(values, dense, atol=1e-12, rtol=1e-12)
