@@ -80,8 +80,8 @@ class AlgorithmConfig(SchemaBlock):
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation; false is Dr.GRPO."""
     process_baseline: Literal["return", "step", "token"] = "return"
-    """rloo and rloo_token, process rewards: compare token returns (PURE), or subtract from each step reward the
-    others' reward per step or per token."""
+    """Process rewards in rloo and rloo_token: compare token returns, or subtract from each step reward the
+    others' reward per step or per token (PURE's two implementations)."""
     adv_norm: bool = False
     """Whiten advantages over all policy tokens of the batch, for any estimator."""
     use_kl_in_reward: bool = False

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from hone.types import JsonObject
 
 POLICIES = ("raise", "score")
+NO_GROUND_TRUTH = "no_ground_truth"
+"""The reason of a row without the ground truth that its rule needs."""
 
 _mishaps: ContextVar[dict[str, int] | None] = ContextVar("mishaps", default=None)
 

@@ -30,7 +30,7 @@ def decode(value: JsonValue) -> JsonValue:
 
 
 def is_missing(value: JsonValue) -> bool:
-    """Whether a ground truth is null, NaN, blank text, `[INVALID]`, or a container of only these.
+    """Whether a ground truth is null, NaN, blank text, `null`, `[INVALID]`, or a container of only these.
 
     An empty response would match such a ground truth.
     """
@@ -40,7 +40,7 @@ def is_missing(value: JsonValue) -> bool:
     if isinstance(value, (list, tuple, set)):
         return all(is_missing(item) for item in value)
     if isinstance(value, str):
-        return value.strip() in ("", INVALID)
+        return value.strip() in ("", "null", INVALID)
     return value is None or value != value
 
 

@@ -17,7 +17,13 @@ import torch
 from hone.config.reward import RewardKwargs
 from hone.protocol import DataProto
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
-from hone.rewards.failures import Failed, FailurePolicy, RewardError, Scored
+from hone.rewards.failures import (
+    NO_GROUND_TRUTH,
+    Failed,
+    FailurePolicy,
+    RewardError,
+    Scored,
+)
 from hone.rewards.managers.abstract import AbstractRewardManager, RawRewardFn
 from hone.rewards.managers.reading import (
     on_last_policy_token,
@@ -40,6 +46,7 @@ class RuleRewardManager(AbstractRewardManager):
 
     `repeat_threshold` (0 to 1) sets the reward of more repetitive responses to 0.
     `score_observations` includes the output of tools and searches in the scorer's text.
+    `masks_missing` leaves rows without a ground truth unscored, because a reward model scores them.
     """
 
     arguments: tuple[str, ...] = ROW_ARGUMENTS
@@ -55,6 +62,7 @@ class RuleRewardManager(AbstractRewardManager):
         policy: FailurePolicy | None = None,
         repeat_threshold: float | None = None,
         score_observations: bool = False,
+        masks_missing: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
@@ -64,6 +72,8 @@ class RuleRewardManager(AbstractRewardManager):
         )
         self.repeat_threshold = repeat_threshold
         self.score_observations = score_observations
+        self.masks_missing = masks_missing
+        self.num_masked = 0
         self.is_first_batch = True
         self.options = options
         if score_observations and self.uses_table:
@@ -121,7 +131,7 @@ class RuleRewardManager(AbstractRewardManager):
         scorable = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
         results = iter(self.score_rows(scorable))
         return [
-            Failed("no_ground_truth", f"reward_model.ground_truth is {row.ground_truth!r:.80}")
+            Failed(NO_GROUND_TRUTH, f"reward_model.ground_truth is {row.ground_truth!r:.80}")
             if lacks
             else next(results)
             for row, lacks in zip(rows, lacks_truth, strict=True)
@@ -160,7 +170,8 @@ class RuleRewardManager(AbstractRewardManager):
         self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
     ) -> None:
         """Raise if no row of the first batch has a score, because such a scorer never works."""
-        is_first, self.is_first_batch = self.is_first_batch, self.is_first_batch and not rows
+        outcomes = [outcome for outcome in outcomes if not self._is_masked(outcome)]
+        is_first, self.is_first_batch = self.is_first_batch, self.is_first_batch and not outcomes
         first = outcomes[0] if outcomes else None
         if not is_first or not isinstance(first, Failed) or self.policy.on_failure == "raise":
             return
@@ -177,6 +188,10 @@ class RuleRewardManager(AbstractRewardManager):
         """Apply the failure policy, count, and add `score` and `acc` to the extras."""
         results = []
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
+            if self._is_masked(outcome):
+                self.num_masked += 1
+                results.append(Scored(0.0, {"reward_failure": NO_GROUND_TRUTH}))
+                continue
             if isinstance(outcome, Failed):
                 outcome = self._settle_failure(index, row, outcome)
             self.failures.update(outcome.mishaps)
@@ -187,10 +202,22 @@ class RuleRewardManager(AbstractRewardManager):
                 extras["acc"] = float(outcome.score >= full_mark)
             results.append(Scored(outcome.score, extras))
         if any("acc" in result.extras for result in results):
-            for result in results:
-                if "reward_failure" in result.extras:
+            for result, outcome in zip(results, outcomes, strict=True):
+                if isinstance(outcome, Failed) and not self._is_masked(outcome):
                     result.extras["acc"] = 0.0
         return results
+
+    def _is_masked(self, outcome: Scored | Failed) -> bool:
+        """Whether the row has no ground truth and only its reward model counts."""
+        missing = isinstance(outcome, Failed) and outcome.reason == NO_GROUND_TRUTH
+        return missing and self.masks_missing
+
+    def pop_metrics(self) -> dict[str, float]:
+        metrics = super().pop_metrics()
+        if self.masks_missing:
+            metrics["reward/rows_without_answer"] = float(self.num_masked)
+            self.num_masked = 0
+        return metrics
 
     def _settle_failure(self, index: int, row: Response, failed: Failed) -> Scored:
         """Count and log the failure, then raise or return a score, as the policy requires."""

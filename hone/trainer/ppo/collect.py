@@ -19,7 +19,7 @@ from hone.data.loader import LoaderState, PromptLoader
 from hone.ops.groups import Groups
 from hone.protocol import DataProto
 from hone.tracking.console import screen
-from hone.trainer.ppo.scoring import has_extra, numbers_of
+from hone.trainer.ppo.scoring import has_answer, has_extra, numbers_of
 from hone.trainer.ppo.source import TrajectorySource
 
 _CHUNKS = 4
@@ -210,10 +210,14 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
         scores = verifiable_rewards(batch, config)
         if scores is None:
             return keep
+        # Groups without an answer have no mean; their reward model's score is still a signal.
+        answered = has_answer(batch)
+        scores, labels = scores[answered], uid[answered.numpy()]
+        passed = torch.ones(len(batch), dtype=torch.bool)
         if curriculum.fn_name == "interquartile":
-            passed = interquartile(scores, uid, **curriculum.fn_params)
+            passed[answered] = interquartile(scores, labels, **curriculum.fn_params)
         else:
-            passed = remove_extreme(scores, uid)
+            passed[answered] = remove_extreme(scores, labels)
         keep = passed if keep is None else keep & passed
     numbers = trajectory_numbers(batch)
     return keep if keep is None or numbers is None else keep[numbers]

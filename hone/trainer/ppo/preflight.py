@@ -30,7 +30,7 @@ from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import Needs, lines_of
 from hone.trainer.ppo.row_checks import AgentChecks, Lengths, measure_prompts, try_scorers
-from hone.trainer.ppo.scoring import served_model
+from hone.trainer.ppo.scoring import load_validation_manager, served_model
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.types import Function
 
@@ -97,9 +97,13 @@ class _Preflight:
         plan = attempt(lambda: Plan.of(config))
         self._check_models(plan)
         datasets = self._datasets(tokenizer)
-        load = partial(load_reward_manager, config, tokenizer, compute_score=self.compute_score)
-        for key, examined in ((TRAIN, 0), (VALIDATION, 1)):
-            self.managers[key] = attempt(partial(load, num_examine=examined))
+        compute_score, rows = self.compute_score, datasets.get(VALIDATION)
+        train = partial(load_reward_manager, num_examine=0)
+        loaders = {TRAIN: train, VALIDATION: partial(load_validation_manager, dataset=rows)}
+        for key, load in loaders.items():
+            self.managers[key] = attempt(
+                partial(load, config, tokenizer, compute_score=compute_score)
+            )
         earlier = attempt(lambda: EarlierRun(config))
         if earlier is not None and plan is not None:
             self._add(earlier.problems(plan))

@@ -24,7 +24,7 @@ from hone.protocol import DataProto
 from hone.rewards.repetition import repeatness
 from hone.tokenizer import Tokenizer
 from hone.trainer.ppo.metrics import split_attention, spread
-from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE
+from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE, has_answer
 
 CORRECT_ABOVE = 0.5
 REFLECTION = re.compile(
@@ -158,7 +158,7 @@ def _batch_name(config: PPOTrainerConfig) -> str:
 def _rewards(batch: DataProto, config: PPOTrainerConfig) -> Iterator[tuple[str, Tensor]]:
     scores = verifiable_rewards(batch, config)
     if scores is not None:
-        yield "verifiable_reward", scores
+        yield "verifiable_reward", scores[has_answer(batch)]
     outcome = outcome_rewards(batch, config.reward_model)
     if outcome is not None:
         yield "outcome_reward", outcome

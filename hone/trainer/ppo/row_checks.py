@@ -202,26 +202,30 @@ def try_scorers(
     used, store = set(dataset.positions), dataset.store
     by_source: dict[str, list[int]] = {}
     without_truth: list[int] = []
+    count = 0
     for position, row in enumerate(store.scan((key, "reward_model", "agent_name"))):
         reward_model = row.get("reward_model") or {}
         single_turn = (row.get("agent_name") or default) == SINGLE_TURN_AGENT
         source, truth = str(row.get(key)), reward_model.get("ground_truth")
         by_rule = reward_model.get("style") != "model" and manager.knows(source)
         if position in used and single_turn and by_rule:
-            by_source.setdefault(source, []).append(position)
-            if manager.lacks_ground_truth(source, truth):
-                without_truth.append(position)
+            lacks = manager.lacks_ground_truth(source, truth)
+            without_truth += [position] * lacks
+            count += 1
+            if not (lacks and manager.masks_missing):
+                by_source.setdefault(source, []).append(position)
     for positions in list(by_source.values())[:SOURCES]:
         trials = dict.fromkeys((positions[0], positions[len(positions) // 2], positions[-1]))
         keys = key, config.data.prompt_key
         yield try_scorer(manager, [TrialRow.of(store[p], store.where(p), *keys) for p in trials])
     if without_truth:
-        count = sum(map(len, by_source.values()))
         problem = (
             f"{len(without_truth):,} of {count:,} rows have no reward_model.ground_truth to compare "
             f"with (the first: {store.where(without_truth[0])})"
         )
-        if manager.policy.on_failure == "raise":
+        if manager.masks_missing:
+            yield Verdict(warning=f"{problem}: only the reward model scores them")
+        elif manager.policy.on_failure == "raise":
             yield Verdict(problem=f"{problem}; write them, or leave these rows out")
         else:
             yield Verdict(warning=f"{problem}: each scores {manager.policy.failure_score:g}")

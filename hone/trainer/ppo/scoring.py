@@ -18,7 +18,7 @@ from hone.agents.contract import LOOPS
 from hone.agents.loops.listing import LoopNames
 from hone.agents.trajectory_rows import is_last_row
 from hone.columns import COLUMNS, REWARD_PREFIX, declared, reward_column, row_may_bring, write
-from hone.config import PPOTrainerConfig
+from hone.config import PPOTrainerConfig, replace
 from hone.config.reward import RewardModelConfig
 from hone.controller import WorkerGroup
 from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset
@@ -27,7 +27,10 @@ from hone.data.rows import DataError, RowStore
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.rewards.failures import RewardError
+from hone.rewards.failures import NO_GROUND_TRUTH, RewardError
+from hone.rewards.loading import load_reward_manager
+from hone.rewards.managers.abstract import AbstractRewardManager
+from hone.rewards.managers.blank import BlankRewardManager
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
@@ -169,6 +172,23 @@ def routes_by_style(config: PPOTrainerConfig, *datasets: Dataset) -> bool:
     return bool(model.route_by_style)
 
 
+def load_validation_manager(
+    config: PPOTrainerConfig, tokenizer: Tokenizer, dataset: Dataset | None, **options: Any
+) -> AbstractRewardManager:
+    """Return the manager of validation. As in PURE, `blank` is for training only: validation rows are scored
+    by the rules as `prime` does, if each has one."""
+    load = partial(load_reward_manager, tokenizer=tokenizer, num_examine=1, **options)
+    manager = load(config)
+    if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
+        return manager
+    by_rule = load(replace(config, "reward_manager.name", "prime"))
+    try:
+        check_sources(by_rule, dataset, default_loop=config.actor_rollout_ref.rollout.default_loop)
+    except UnknownSourceError:
+        return manager
+    return by_rule
+
+
 def score_parts(
     batch: DataProto,
     reward_fn: Function,
@@ -278,6 +298,12 @@ def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]
                 "the score function must return one for every row that it scores"
             ) from error
     return numbers
+
+
+def has_answer(batch: DataProto) -> Tensor:
+    """Return [B] bool: whether the row's rule had the ground truth that it needs."""
+    reasons = batch.non_tensor_batch.get(FAILURE, [None] * len(batch))
+    return torch.tensor([reason != NO_GROUND_TRUTH for reason in reasons])
 
 
 def has_extra(batch: DataProto, name: str) -> bool:

@@ -76,7 +76,9 @@ class PPOTrainer:
             with_schedule_length(config, self.total_steps), trainer.n_gpus_per_node
         )
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
-        self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, num_examine=1)
+        self.val_reward_fn = val_reward_fn or scoring.load_validation_manager(
+            config, tokenizer, getattr(self, "val_dataset", None)
+        )
         scoring.check_rows(self.reward_fn, self.train_dataset, config)
         datasets = [self.train_dataset]
         if self.val_loader is not None:
