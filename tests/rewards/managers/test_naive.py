@@ -206,7 +206,7 @@ def test_a_first_batch_without_one_score_stops_and_a_later_one_is_counted(
     assert manager.failures == {"exception": 2, "nan": 1}
 
 
-@pytest.mark.parametrize("truth", [None, "", "  ", "[INVALID]", []])
+@pytest.mark.parametrize("truth", [None, "", "  ", "null", "[INVALID]", []])
 def test_a_first_batch_without_a_ground_truth_stops(
     tokenizer: Any, make_batch: MakeBatch, truth: Any
 ) -> None:
@@ -222,6 +222,35 @@ def test_a_missing_ground_truth_is_a_failure_not_a_zero(
     manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
     assert manager(data).sum(1).tolist() == [1.0, -1.0]
     assert manager.failures == {"no_ground_truth": 1}
+
+
+@pytest.mark.parametrize("truth", [None, "null", ""])
+@pytest.mark.parametrize("policy", [LENIENT, STRICT])
+def test_beside_a_reward_model_a_row_without_a_ground_truth_is_not_scored_and_no_failure(
+    tokenizer: Any, make_batch: MakeBatch, truth: Any, policy: FailurePolicy
+) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, policy=policy, masks_missing=True)
+    nothing = make_batch(["#### 1"] * 2, "openai/gsm8k", [truth] * 2)
+    assert manager(nothing).sum(1).tolist() == [0.0, 0.0]  # also as the first batch
+    result = manager(
+        make_batch(["#### 1", "#### 1", "#### 2"], "openai/gsm8k", ["1", truth, "1"]),
+        return_dict=True,
+    )
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0, 0.0]
+    extras = result["reward_extra_info"]
+    assert extras["acc"] == [1.0, None, 0.0]
+    assert extras["score"] == [1.0, None, 0.0]
+    assert extras["reward_failure"] == [None, "no_ground_truth", None]
+    assert manager.pop_metrics() == {"reward/rows_without_answer": 3.0}
+    assert manager.pop_metrics() == {"reward/rows_without_answer": 0.0}
+
+
+def test_other_failures_beside_a_reward_model_still_stop_a_first_batch(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, troubled, policy=LENIENT, masks_missing=True)
+    with pytest.raises(RewardError, match="none of the 2 responses"):
+        manager(make_batch(["raise", "nan"]))
 
 
 async def slow_judge(solution_str: str, ground_truth: Any, bonus: float = 0.0) -> float:

@@ -209,3 +209,25 @@ def test_a_run_with_a_filter_logs_what_it_keeps(train: Callable[..., Run], filte
 def test_a_plain_run_has_none_of_them(train: Callable[..., Run]) -> None:
     (line, _) = train().steps
     assert not [name for name in line if name.startswith(("high_level_scores", "group_info"))]
+
+
+def test_rows_without_an_answer_count_in_no_metric_of_the_rule_and_pass_the_curriculum() -> None:
+    missing = [None, None, "no_ground_truth", "no_ground_truth"]
+    without = batch(reward_failure=missing, **{"reward/rule": batch().batch["reward/rule"] * 0})
+    measured = response_metrics(without, TOKENIZER, config())
+    answered = response_metrics(batch(), TOKENIZER, config())
+    assert answered["instant_rewards/verifiable_reward/mean"] == 0.75
+    assert measured["instant_rewards/verifiable_reward/mean"] == 0.0
+    assert measured["group_info/avg_n/whole_batch/mean"] == 0.0  # of the one group with answers
+    assert measured["instant_rewards/orm_match_vr"] == 0.0  # 0.8 and 0.4 say right, the rule wrong
+    for name in ("remove_extreme", "interquartile"):
+        settings = config("curriculum_learning.enable=true", f"curriculum_learning.fn_name={name}")
+        keep = keep_rows(batch(reward_failure=missing), settings)
+        assert keep is not None
+        assert keep.tolist()[2:] == [True, True]
+    assert keep_rows(without, config("curriculum_learning.enable=true")).tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
