@@ -177,11 +177,11 @@ def load_validation_manager(
 ) -> AbstractRewardManager:
     """Return the manager of validation. As in PURE, `blank` is for training only: validation rows are scored
     by the rules as `prime` does, if each has one."""
-    load = partial(load_reward_manager, tokenizer=tokenizer, num_examine=1, **options)
-    manager = load(config)
+    manager = load_reward_manager(config, tokenizer, 1, **options)
     if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
         return manager
-    by_rule = load(replace(config, "reward_manager.name", "prime"))
+    by_prime = replace(config, "reward_manager.name", "prime")
+    by_rule = load_reward_manager(by_prime, tokenizer, 1, **options)
     try:
         check_sources(by_rule, dataset, default_loop=config.actor_rollout_ref.rollout.default_loop)
     except UnknownSourceError:
