@@ -207,17 +207,16 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
     if curriculum.enable:
         from hone.trainer.ppo.response_metrics import verifiable_rewards
 
-        scores = verifiable_rewards(batch, config)
-        if scores is None:
-            return keep
-        # Groups without an answer have no mean; their reward model's score is still a signal.
-        answered = has_answer(batch)
-        scores, labels = scores[answered], uid[answered.numpy()]
-        passed = torch.ones(len(batch), dtype=torch.bool)
-        if curriculum.fn_name == "interquartile":
-            passed[answered] = interquartile(scores, labels, **curriculum.fn_params)
-        else:
-            passed[answered] = remove_extreme(scores, labels)
+        rewards = verifiable_rewards(batch, config)
+        passed = torch.ones(len(uid), dtype=torch.bool)
+        if rewards is not None:
+            # Groups without an answer have no mean; their reward model's score is still a signal.
+            answered = has_answer(batch)
+            scores, labels = totals(batch, rewards)[answered], uid[answered.numpy()]
+            if curriculum.fn_name == "interquartile":
+                passed[answered] = interquartile(scores, labels, **curriculum.fn_params)
+            else:
+                passed[answered] = remove_extreme(scores, labels)
         keep = passed if keep is None else keep & passed
     numbers = trajectory_numbers(batch)
     return keep if keep is None or numbers is None else keep[numbers]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import last_rows
+from hone.agents.trajectory_rows import last_rows, totals
 from hone.algorithms.credit import STRICT_MIN, min_form_returns
 from hone.algorithms.kl import k3
 from hone.columns import reward_column
@@ -158,7 +158,7 @@ def _batch_name(config: PPOTrainerConfig) -> str:
 def _rewards(batch: DataProto, config: PPOTrainerConfig) -> Iterator[tuple[str, Tensor]]:
     scores = verifiable_rewards(batch, config)
     if scores is not None:
-        yield "verifiable_reward", scores[has_answer(batch)]
+        yield "verifiable_reward", totals(batch, scores)[has_answer(batch)]
     outcome = outcome_rewards(batch, config.reward_model)
     if outcome is not None:
         yield "outcome_reward", outcome

@@ -16,7 +16,7 @@ from torch import Tensor
 from hone.agents.collate import LOOP_SCORE, trajectory_rewards, turn_rewards
 from hone.agents.contract import LOOPS
 from hone.agents.loops.listing import LoopNames
-from hone.agents.trajectory_rows import is_last_row
+from hone.agents.trajectory_rows import is_last_row, of_trajectories
 from hone.columns import COLUMNS, REWARD_PREFIX, declared, reward_column, row_may_bring, write
 from hone.config import PPOTrainerConfig, replace
 from hone.config.reward import RewardModelConfig
@@ -183,7 +183,8 @@ def load_validation_manager(
     by_prime = replace(config, "reward_manager.name", "prime")
     by_rule = load_reward_manager(by_prime, tokenizer, 1, **options)
     try:
-        check_sources(by_rule, dataset, default_loop=config.actor_rollout_ref.rollout.default_loop)
+        default = config.actor_rollout_ref.rollout.default_loop
+        check_sources(by_rule, dataset, default_loop=default, has_model=True)
     except UnknownSourceError:
         return manager
     return by_rule
@@ -195,11 +196,13 @@ def score_parts(
     reward_model: RewardModel | None,
     *,
     routed: bool = False,
+    by_step: bool = False,
 ) -> tuple[dict[str, Tensor], Extras]:
     """Return token scores [B, T] by part, and extras. An agent loop's score replaces the rule's.
 
     With a reward model, no rule scores rows of style `model`. If `routed`, an outcome reward model scores
-    only these. Of a trajectory of several rows, both score the last row.
+    only these. Of a trajectory of several rows, both score the last row; a process reward model (`by_step`)
+    scores the steps of all rows.
     """
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
@@ -214,7 +217,7 @@ def score_parts(
         parts[RULE], extras = _of_rows(batch, final & ~for_model, reward_fn)
         _check_extras(extras, reward_fn)
     if reward_model is not None:
-        rows = final & for_model if routed else final
+        rows = final & for_model if routed else final | by_step
         if isinstance(reward_model, RuleRewardManager):
             parts[MODEL], of_model = _of_rows(batch, rows, reward_model)
             extras = _joined(extras, of_model)
@@ -301,9 +304,11 @@ def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]
 
 
 def has_answer(batch: DataProto) -> Tensor:
-    """Return [B] bool: whether the row's rule had the ground truth that it needs."""
-    reasons = batch.non_tensor_batch.get(FAILURE, [None] * len(batch))
-    return torch.tensor([reason != NO_GROUND_TRUTH for reason in reasons])
+    """Return [N] bool per trajectory: whether a rule scores it and has the ground truth that it needs."""
+    facts, nothing = batch.non_tensor_batch, object_array([None] * len(batch))
+    pairs = zip(facts.get(FAILURE, nothing), facts.get("reward_model", nothing), strict=True)
+    rows = [reason != NO_GROUND_TRUTH and not is_for_model(column) for reason, column in pairs]
+    return torch.from_numpy(of_trajectories(batch, np.array(rows, dtype=bool)))
 
 
 def has_extra(batch: DataProto, name: str) -> bool:

@@ -225,7 +225,13 @@ class PPOTrainer:
             return self._scored(batch, self.reward_fn)
 
     def _scored(self, batch: DataProto, reward_fn: Function) -> DataProto:
-        parts, extras = scoring.score_parts(batch, reward_fn, self.reward_model, routed=self.routed)
+        parts, extras = scoring.score_parts(
+            batch,
+            reward_fn,
+            self.reward_model,
+            routed=self.routed,
+            by_step=self.plan.reward_model == "prm",
+        )
         return scoring.write_scores(batch, parts, extras, self.config.reward_model)
 
     def estimate(self, batch: DataProto) -> DataProto:
