@@ -208,8 +208,8 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
         from hone.trainer.ppo.response_metrics import verifiable_rewards
 
         rewards = verifiable_rewards(batch, config)
-        passed = torch.ones(len(uid), dtype=torch.bool)
         if rewards is not None:
+            passed = torch.ones(len(uid), dtype=torch.bool)
             # Groups without an answer have no mean; their reward model's score is still a signal.
             answered = has_answer(batch)
             scores, labels = totals(batch, rewards)[answered], uid[answered.numpy()]
@@ -217,7 +217,7 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
                 passed[answered] = interquartile(scores, labels, **curriculum.fn_params)
             else:
                 passed[answered] = remove_extreme(scores, labels)
-        keep = passed if keep is None else keep & passed
+            keep = passed if keep is None else keep & passed
     numbers = trajectory_numbers(batch)
     return keep if keep is None or numbers is None else keep[numbers]
 
