@@ -11,10 +11,13 @@ import math
 import re
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 
 from hone.config.convert import Value, show_value
 from hone.config.errors import did_you_mean, nearest
+from hone.config.generation import GenerationConfig
 from hone.config.keys import get, leaves
+from hone.config.rollout import RolloutEngineConfig
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SupervisedConfig
 from hone.config.states import holds, read_table
@@ -85,9 +88,12 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     ):
         why = f"a rank's budget must hold data.max_length={config.data.max_length} tokens"
         yield "data.max_token_len_per_gpu", config.data.max_length, why
+    if isinstance(config, GenerationConfig):
+        yield from _missing_engine("rollout", config.rollout)
     if not isinstance(config, PPOTrainerConfig):
         return
     rollout = config.actor_rollout_ref.rollout
+    yield from _missing_engine("actor_rollout_ref.rollout", rollout)
     longest = rollout.prompt_length + rollout.response_length
     for block in (_ACTOR, _CRITIC):
         if get(config, f"{block}.ppo_max_token_len_per_gpu") < longest:
@@ -100,6 +106,19 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     if buffer.enable and buffer.len == 0:
         key = "reward_model.reward_kwargs.overlong_buffer_cfg.enable"
         yield key, False, "a buffer of len=0 tokens penalises nothing"
+
+
+def _missing_engine(
+    block: str, rollout: RolloutEngineConfig
+) -> Iterator[tuple[str, JsonValue, str]]:
+    starts = rollout.name == "sglang" and not rollout.server.urls
+    if starts and rollout.sglang.python is None and find_spec("sglang") is None:
+        yield (
+            f"{block}.name",
+            "native",
+            "SGLang is not installed (pip install 'hone-rl[sglang]') and rollout.server.urls is empty; "
+            "native decodes with the actor's own parameters",
+        )
 
 
 def multiples(value: int, unit: int) -> str:

@@ -5,6 +5,7 @@ The built-in engine `native` decodes with the actor's parameters; server setting
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Literal
 
 from hone.config.block import (
@@ -20,6 +21,7 @@ from hone.config.block import (
     follows,
 )
 from hone.config.engine import LogProbConfig
+from hone.types import Settings
 
 SINGLE_TURN_LOOP, TOOL_LOOP, SEARCH_LOOP = "single_turn_agent", "tool_agent", "search_agent"
 BUILT_IN_LOOPS = (SINGLE_TURN_LOOP, TOOL_LOOP, "react_agent", SEARCH_LOOP)
@@ -128,6 +130,42 @@ class CheckpointEngineConfig(SchemaBlock):
         return self.update_weights_bucket_megabytes * 2**20
 
 
+class ServerConfig(SchemaBlock):
+    """Inference servers behind HTTP, of rollout.name=sglang or vllm."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that already run, as http://host:port; empty starts one per rollout worker."""
+    api_key_env: str | None = None
+    """Environment variable with the servers' API key."""
+    weights: Literal["disk", "tensor", "distributed"] = "disk"
+    """Transfer of new weights: disk writes files to `weights_folder`, tensor sends them in the request (CUDA
+    IPC on a GPU), distributed broadcasts them in a process group (SGLang only)."""
+    weights_folder: str | None = None
+    """Folder that trainer and servers share; null is a folder in the machine's shared memory."""
+    keep_weights: bool = True
+    """Keep a copy of the last weights, for a server that restarts; without it a restart ends the run."""
+    timeout: Positive = 60.0
+    """Seconds until a server must have answered a call, or sent the next token of a response."""
+    max_attempts: Count = 3
+    """Streams in a row that may break off without a new token before a request fails."""
+    max_start_wait_time: Positive = 300.0
+    """Seconds until a server must be healthy, at the start and after it was lost."""
+
+
+class SGLangConfig(SchemaBlock):
+    """The SGLang server that a rollout worker starts."""
+
+    python: str | None = None
+    """Interpreter that has SGLang; null is this one."""
+
+
+class EngineKwargs(SchemaBlock):
+    """Arguments that are passed on to other engines, unread."""
+
+    sglang: Settings = field(default_factory=dict)
+    """Server arguments of SGLang: mem_fraction_static=0.8 becomes --mem-fraction-static 0.8."""
+
+
 class SamplingConfig(DistributionConfig):
     """Sampling of a response."""
 
@@ -149,7 +187,8 @@ class RolloutEngineConfig(SamplingConfig):
     """The rollout engine and its sampling."""
 
     name: str = "native"
-    """Engine: native decodes with the actor's parameters, hf is slow, pkg.mod:Class is a custom one."""
+    """Engine: native decodes with the actor's parameters, sglang is a server (docs/engines.md), hf is slow,
+    pkg.mod:Class is a custom one."""
     prompt_length: Count = 1536
     """Maximum prompt length in tokens."""
     response_length: Count = 512
@@ -172,6 +211,9 @@ class RolloutEngineConfig(SamplingConfig):
     """Reuse the KV cache of shared prefixes."""
     calculate_log_probs: bool = True
     """Return the log-probs of sampled tokens, for rollout correction and `rollout_corr/*` metrics."""
+    server: ServerConfig = block(ServerConfig)
+    sglang: SGLangConfig = block(SGLangConfig)
+    engine_kwargs: EngineKwargs = block(EngineKwargs)
 
     @property
     def max_total_tokens(self) -> int:

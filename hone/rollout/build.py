@@ -14,6 +14,7 @@ ENGINES: Table[Callable[[RolloutSpec], RolloutEngine]] = Table(
     {
         "native": "hone.rollout.build:build_native",
         "hf": "hone.rollout.build:build_hf",
+        "sglang": "hone.rollout.server_build:build_sglang",
         "scripted": "hone.rollout.build:refuse_scripted",
     },
 )

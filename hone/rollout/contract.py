@@ -179,6 +179,9 @@ class RolloutSpec:
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
     """Token ids that end a response."""
+    rank: int = 0
+    world_size: int = 1
+    """The rollout workers of the run; each has an engine."""
 
 
 @runtime_checkable

@@ -66,7 +66,7 @@ class Running:
     """It arrived while the engine was paused."""
     stream: asyncio.Task[None] | None = None
     losses: int = 0
-    """Streams of the request that broke off."""
+    """Streams in a row that broke off without a new token."""
 
 
 class RemoteEngine:
@@ -78,7 +78,7 @@ class RemoteEngine:
     name: str
     traits: Traits
     retries = 3
-    """How often one request is issued again after its stream broke off."""
+    """How often in a row one request is issued again after a stream without tokens."""
 
     def __init__(self, rules: RequestRules) -> None:
         self._rules = rules
@@ -187,6 +187,7 @@ class RemoteEngine:
 
     async def _one_stream(self, running: Running) -> None:
         """Runs one stream to its end, to an interruption by `abort` or `pause`, or to a lost connection."""
+        before = len(running.request.token_ids)
         stream = running.stream = asyncio.ensure_future(self._follow(running.request))
         try:
             await asyncio.wait({stream})
@@ -201,7 +202,8 @@ class RemoteEngine:
             return
         error = stream.exception()
         if isinstance(error, ConnectionLost):
-            running.losses += 1
+            progress = len(running.request.token_ids) > before
+            running.losses = 1 if progress else running.losses + 1
             if running.losses > self.retries:
                 raise RolloutError(
                     f"request {running.request.request_id}: its stream broke off {running.losses} "

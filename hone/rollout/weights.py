@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -73,13 +73,18 @@ def load_weights(policy: PolicyModel, weights: Iterable[tuple[str, Tensor]]) -> 
     parameters: dict[str, Tensor] = {}
     for name, tensor in weights:
         parameters = parameters or dict(policy.lm.named_parameters(remove_duplicate=False))
-        if name not in parameters:
-            near = difflib.get_close_matches(name, parameters, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise RolloutError(f"load got {name!r}, which the model does not have.{hint}")
-        if parameters[name].shape != tensor.shape:
-            raise RolloutError(
-                f"load got {name!r} with shape {tuple(tensor.shape)}; the model's has "
-                f"{tuple(parameters[name].shape)}"
-            )
+        refuse_unknown(name, tensor, parameters)
         parameters[name].copy_(tensor)
+
+
+def refuse_unknown(name: str, tensor: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    """Raises for a tensor that is no parameter by its name, or has another shape."""
+    if name not in parameters:
+        near = difflib.get_close_matches(name, parameters, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise RolloutError(f"load got {name!r}, which the model does not have.{hint}")
+    if parameters[name].shape != tensor.shape:
+        raise RolloutError(
+            f"load got {name!r} with shape {tuple(tensor.shape)}; the model's has "
+            f"{tuple(parameters[name].shape)}"
+        )

@@ -81,6 +81,8 @@ class RolloutWorker(Worker):
                 eos_ids=tuple(
                     dict.fromkeys((*self.facts.eos_ids, *eos_ids(None, None, tokenizer)))
                 ),
+                rank=self.rank,
+                world_size=self.world_size,
             )
             self.engine = build_rollout(spec)
         self._generation: int | None = None  # lease generation at the engine's last wake_up

@@ -46,6 +46,9 @@ class Factory(ABC):
     draws: int = 800
     """Draws for the clauses about frequencies; fewer where one is slow."""
 
+    is_slow: bool = False
+    """Whether its contract tests are in the slow lane."""
+
     @property
     def traits(self) -> set[str]:
         """What clauses may need: the probes, and what the engine says of itself."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from typing import Any
 
 from hone.models.policy import PolicyModel
 from hone.ops.counter_rng import fold_seed
-from hone.rollout.contract import RolloutEngine
+from hone.rollout.contract import RolloutEngine, Traits
 from hone.rollout.hf import HFRollout
+from hone.rollout.http_server import Limits
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.requests import Request, RequestRules
 from hone.rollout.scripted import ScriptedRollout
+from hone.rollout.server import ServerRollout
+from hone.rollout.server_weights import WeightFolder
+from hone.rollout.sglang_server import SGLangServer
 
+from .contract_server import ContractServer
 from .engine_contract import Factory, Place
 from .models import EOS, TOKENIZER, VOCABULARY
 
@@ -89,6 +96,59 @@ class HFFactory(Factory):
 
     def phases(self, engine: Any) -> dict[str, Place]:
         return {"forward": (engine, "_draw_one"), "stop": (RequestRules, "stop_reason")}
+
+
+class SGLangFactory(Factory):
+    """The SGLang adapter over a server of its interface; the server ends with the engine."""
+
+    name = "sglang-contract"
+    engine_traits = Traits(decodes_with_module=False)
+    probes = frozenset({"model"})
+    is_slow = True
+    draws = 200
+    long_tokens = 120
+    servers = 1
+    direct = False
+
+    def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
+        servers = [
+            ContractServer(copy.deepcopy(policy), max_num_seqs=max_num_seqs)
+            for _ in range(self.servers)
+        ]
+        engine = server_engine(servers, direct=self.direct)
+        close = engine.close
+
+        async def close_all() -> None:
+            await close()
+            for server in servers:
+                await asyncio.to_thread(server.close)
+            servers.clear()
+
+        engine.close = close_all  # type: ignore[method-assign]
+        return engine
+
+    def phases(self, engine: Any) -> dict[str, Place]:
+        (server, *_) = engine._servers
+        return {
+            "route": (engine, "_route"),
+            "forward": (server, "stream"),
+            "append": (engine, "_append"),
+        }
+
+
+def server_engine(
+    servers: list[ContractServer], *, call_s: float = 30.0, **options: Any
+) -> ServerRollout:
+    model = servers[0].policy.lm
+    engine = ServerRollout(
+        [SGLangServer(s.url, Limits(start_s=30.0, call_s=call_s), eos_ids=(EOS,)) for s in servers],
+        RequestRules.of(model.config, (EOS,), TOKENIZER),
+        dict(model.named_parameters(remove_duplicate=False)),
+        WeightFolder(None, "no-such-folder"),
+        **options,
+    )
+    asyncio.run(engine.start())
+    return engine
 
 
 class ScriptedFactory(Factory):

@@ -13,17 +13,26 @@ from .factories import (
     NativeFactory,
     PlainNativeFactory,
     ScriptedFactory,
+    SGLangFactory,
 )
 from .models import policy
 
-ENGINES = [PlainNativeFactory(), ModuleNativeFactory(), HFFactory(), ScriptedFactory()]
+ENGINES = [
+    PlainNativeFactory(),
+    ModuleNativeFactory(),
+    HFFactory(),
+    ScriptedFactory(),
+    SGLangFactory(),
+]
 CASES = [(c, f) for f in ENGINES for c in CLAUSES.values() if c.applies(f)]
 
 
 @pytest.mark.parametrize(
     ("name", "factory"),
-    [(c.name, f) for c, f in CASES],
-    ids=[f"{f.name}-{c.name}" for c, f in CASES],
+    [
+        pytest.param(c.name, f, id=f"{f.name}-{c.name}", marks=[pytest.mark.slow] * f.is_slow)
+        for c, f in CASES
+    ],
 )
 def test_contract(name: str, factory: Factory) -> None:
     verify(name, factory)

@@ -1,0 +1,311 @@
+"""Inference servers as a rollout engine: SGLang (`rollout.name=sglang`), and servers that already run.
+
+Requests are routed by trajectory, prefix and load. A server that is lost is waited for, gets the current
+weights again if it has others, and the requests that it served continue from the tokens that they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+
+from torch import Tensor
+
+from hone.rollout.contract import RolloutError, Sampling, Traits
+from hone.rollout.http_server import HttpServer, ServerLost
+from hone.rollout.remote_requests import Chunk, ConnectionLost, RemoteEngine
+from hone.rollout.requests import Request, RequestRules
+from hone.rollout.server_weights import WeightFolder, in_buckets
+from hone.rollout.weights import refuse_unknown
+
+log = logging.getLogger(__name__)
+
+_PREFIX = 256
+"""Tokens of a prompt that make requests go to the same server."""
+_SLACK = 8
+"""Requests that a server may have more than the least loaded one before a prefix goes elsewhere."""
+_REMEMBERED = 8192
+
+
+class ServerRollout(RemoteEngine):
+    """A `RolloutEngine` over HTTP servers of one kind."""
+
+    def __init__(
+        self,
+        servers: Sequence[HttpServer],
+        rules: RequestRules,
+        parameters: Mapping[str, Tensor],
+        folder: WeightFolder,
+        *,
+        direct: bool = False,
+        keep_weights: bool = True,
+        bucket_bytes: int = 2**30,
+        max_attempts: int = 3,
+    ) -> None:
+        """`direct` sends tensors in requests instead of the folder; `parameters` are the
+        model's, of any device."""
+        self.name = servers[0].kind
+        self.retries = max_attempts
+        self._servers = list(servers)
+        self._parameters, self._folder = parameters, folder
+        self._direct, self._keeps_weights = direct, keep_weights or not direct
+        self._bucket_bytes = bucket_bytes
+        self._token = secrets.token_hex(4)
+        self._expected: str | None = None
+        """The version string of the last published weights."""
+        self._names: set[str] = set()  # of the update under way
+        self._stale: set[HttpServer] = set()  # servers that missed a part of the update under way
+        self._released: list[str] = []
+        """What the servers' memory lacks while they sleep: kv_cache, weights."""
+        self._server_of: OrderedDict[object, HttpServer] = OrderedDict()
+        self._warned: set[str] = set()
+        self.traits = Traits(decodes_with_module=False)
+        super().__init__(rules)
+
+    async def start(self) -> None:
+        """Waits for every server and learns what it can do."""
+        await self._submit(self._start())
+
+    async def _start(self) -> None:
+        await asyncio.gather(*(self._connect(server) for server in self._servers))
+        self.traits = Traits(
+            decodes_with_module=False,
+            seeded=all(server.seeded for server in self._servers),
+            positional=all(server.positional for server in self._servers),
+            batch_invariant=all(server.positional for server in self._servers),
+        )
+
+    async def _connect(self, server: HttpServer) -> None:
+        await server.wait_until_healthy()
+        try:
+            await server.connect()
+        except ServerLost as error:
+            raise RolloutError(str(error)) from error
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def _refuse(self, sampling: Sampling, request_id: str) -> None:
+        modes = [server.mode for server in self._servers]
+        if not all(mode.after_temperature for mode in modes) and sampling.temperature not in (0, 1):
+            self._warn(
+                f"log-probs of requests with temperature={sampling.temperature} are those at temperature 1"
+            )
+        if not all(mode.before_truncation for mode in modes) and sampling.cuts:
+            self._warn(
+                "log-probs of requests with top-k, top-p or min-p are those after truncation"
+            )
+
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s reports: %s (docs/engines.md)", self.name, what)
+
+    def refuse_training(self, sampling: Sampling) -> None:
+        """Raises if the log-probs of training requests would not be those of the contract."""
+        for server in self._servers:
+            if not server.mode.after_temperature and sampling.temperature not in (0, 1):
+                raise RolloutError(
+                    f"{server.shown_url} reports log-probs at temperature 1, and the rollout has temperature="
+                    f"{sampling.temperature}; {server.log_prob_hint}"
+                )
+            if not server.mode.before_truncation and sampling.cuts:
+                raise RolloutError(
+                    f"{server.shown_url} reports log-probs after truncation, and the rollout truncates; use "
+                    "top_k=-1, top_p=1.0 and min_p=0.0 for training"
+                )
+
+    async def _remote_stream(
+        self, request: Request, sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        server = self._route(request)
+        server.streams += 1
+        try:
+            async with aclosing(server.stream(request, sampling)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            server.streams -= 1
+
+    def _route(self, request: Request) -> HttpServer:
+        """Returns the server of the trajectory, else of the prefix if it has room, else the least loaded."""
+        healthy = [server for server in self._servers if server.healthy] or self._servers
+        least = min(healthy, key=lambda server: server.streams)
+        trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX])
+        server = self._server_of.get(trajectory)
+        if server not in healthy:
+            server = self._server_of.get(prefix)
+            if server not in healthy or server.streams > least.streams + _SLACK:
+                server = least
+        for key in (trajectory, prefix):
+            self._server_of[key] = server
+            self._server_of.move_to_end(key)
+        while len(self._server_of) > _REMEMBERED:
+            self._server_of.popitem(last=False)
+        return server
+
+    async def _remote_recover(self, error: ConnectionLost) -> None:
+        """Repairs the server of the error once for all its requests; another one may serve meanwhile."""
+        if not isinstance(error, ServerLost):
+            return
+        server = error.server
+        if server.recovery is None or server.recovery.done():
+            server.recovery = asyncio.ensure_future(self._repair(server))
+        others = [other for other in self._servers if other is not server and other.healthy]
+        if not others:
+            await asyncio.shield(server.recovery)
+
+    async def _repair(self, server: HttpServer) -> None:
+        server.healthy = False
+        await server.wait_until_healthy()
+        if self._update.under_way:  # the commit repairs it
+            self._stale.add(server)
+        elif self._expected is not None and await server.weight_version() != self._expected:
+            await self._republish(server)
+        server.healthy = True
+
+    async def _republish(self, server: HttpServer) -> None:
+        """Gives a server the current weights again."""
+        if self._folder.current is None:
+            raise RolloutError(
+                f"{server.shown_url} has lost its weights, and no copy is kept here; set "
+                "rollout.server.keep_weights=true"
+            )
+        log.info("%s gets the weights of version %d again", server.shown_url, self.version)
+        assert self._expected is not None
+        await self._publish_folder(server, self._expected)
+
+    # -- control --------------------------------------------------------------------------------
+
+    async def _remote_pause(self) -> None:
+        await self._each("pause")
+
+    async def _remote_resume(self) -> None:
+        await self._each("resume")
+
+    async def _each(self, verb: str, *arguments: Sequence[str]) -> None:
+        """Calls one verb of every server; a server that is lost is repaired first."""
+
+        async def call(server: HttpServer) -> None:
+            try:
+                await getattr(server, verb)(*arguments)
+            except ServerLost:
+                await self._repair(server)
+                await getattr(server, verb)(*arguments)
+
+        await self._all(call(server) for server in self._servers)
+
+    async def _all(self, works: Iterable[Coroutine[None, None, None]]) -> None:
+        """Runs the works together; the first error is raised after all have ended."""
+        outcomes = await asyncio.gather(*works, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, ServerLost):
+                raise RolloutError(str(outcome)) from outcome
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _remote_begin(self) -> None:
+        for server in self._servers:
+            if server.recovery is not None and not server.recovery.done():
+                await server.recovery
+            server.refuse_updates()
+        if "weights" in self._released:
+            await self._each("resume_memory", ["weights"])
+            self._released.remove("weights")
+        self._names.clear()
+        self._stale.clear()
+        self._folder.begin()
+
+    async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for bucket in in_buckets(self._known(weights), self._bucket_bytes):
+            self._names |= set(bucket)
+            if self._keeps_weights:
+                self._folder.add(bucket)
+            if self._direct:
+                await self._submit(self._send_all(bucket))
+
+    def _known(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            refuse_unknown(name, tensor, self._parameters)
+            yield name, tensor
+
+    async def _send_all(self, bucket: Mapping[str, Tensor]) -> None:
+        async def send(server: HttpServer) -> None:
+            try:
+                await server.send_tensors(bucket)
+            except ServerLost:
+                if not self._keeps_weights:
+                    raise
+                self._stale.add(server)
+
+        await self._all(send(server) for server in self._servers if server not in self._stale)
+
+    async def _remote_commit(self, version: int, loaded: bool) -> None:
+        if loaded:
+            self._refuse_incomplete()
+            if self._keeps_weights:
+                self._folder.commit()
+            expected = f"{self._token}-{version}"
+            await self._all(self._publish(server, expected) for server in self._servers)
+            self._expected = expected
+        # Without new weights the servers keep their version string, which names their weights.
+
+    def _refuse_incomplete(self) -> None:
+        tied = {name for name in self._parameters if name.endswith("lm_head.weight")}
+        missing = set(self._parameters) - self._names - tied
+        if missing:
+            raise RolloutError(
+                f"an update has {len(self._names)} of {len(self._parameters)} tensors and lacks "
+                f"{min(missing)!r}"
+            )
+
+    async def _publish(self, server: HttpServer, expected: str) -> None:
+        """Ends the update of one server; a lost server gets the whole weights once more."""
+        try:
+            if self._direct and server not in self._stale:
+                await server.end_update(expected)
+                await server.check_weights(expected, self._folder if self._keeps_weights else None)
+            else:
+                await self._publish_folder(server, expected)
+        except ServerLost:
+            if not self._keeps_weights:
+                raise
+            await server.wait_until_healthy()
+            await self._publish_folder(server, expected)
+        server.weights, server.healthy = expected, True
+
+    async def _publish_folder(self, server: HttpServer, expected: str) -> None:
+        assert self._folder.current is not None
+        if self._direct:
+            for shard in self._folder.shards():
+                await server.send_tensors(shard)
+            await server.end_update(expected)
+        else:
+            await server.load_folder(str(self._folder.current), expected)
+        await server.check_weights(expected, self._folder)
+        server.weights = expected
+
+    async def _remote_sleep(self) -> None:
+        """Frees the KV cache, and the weights too where a copy can restore them."""
+        if not self._released:
+            self._released = ["kv_cache"]
+            if self._expected is not None and self._folder.current is not None:
+                self._released.append("weights")
+            await self._each("release_memory", self._released)
+
+    async def _remote_wake_up(self) -> None:
+        released, self._released = self._released, []
+        if released:
+            await self._each("resume_memory", released)
+        if "weights" in released:
+            await self._all(self._republish(server) for server in self._servers)
+
+    async def _remote_close(self) -> None:
+        for server in self._servers:
+            if server.recovery is not None:
+                server.recovery.cancel()
+            await server.close()
+        self._folder.close()

@@ -1,0 +1,134 @@
+"""New weights on their way to inference servers: a checkpoint folder, and the payload of a request."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hone.rollout.contract import RolloutError
+
+Weights = Iterable[tuple[str, Tensor]]
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class WeightFolder:
+    """The last complete weights as a Hugging Face checkpoint, and those of the update under way."""
+
+    def __init__(self, parent: str | None, model_path: str) -> None:
+        """`parent` is a folder that trainer and servers share; None is one in shared memory."""
+        self._made_here = parent is None
+        if parent is None:
+            memory = str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
+            self.root = Path(tempfile.mkdtemp(prefix="hone-server-weights-", dir=memory))
+        else:
+            self.root = Path(parent).expanduser().absolute()
+            self.root.mkdir(parents=True, exist_ok=True)
+        self._model = Path(model_path)
+        self.current: Path | None = None
+        self._next: Path | None = None
+        self._index: dict[str, str] = {}
+
+    def begin(self) -> None:
+        if self._next is not None:
+            shutil.rmtree(self._next, ignore_errors=True)
+        self._next = Path(tempfile.mkdtemp(prefix="update-", dir=self.root))
+        self._next.chmod(0o755)
+        self._index = {}
+
+    def add(self, bucket: Mapping[str, Tensor]) -> None:
+        assert self._next is not None, "begin() comes first"
+        name = f"model-{len(set(self._index.values())) + 1:05}.safetensors"
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in bucket.items()}
+        try:
+            save_file(tensors, self._next / name, metadata={"format": "pt"})
+        except OSError as error:
+            raise RolloutError(
+                f"new weights do not fit into {self.root} ({error}); set rollout.server.weights_folder"
+            ) from error
+        self._index |= dict.fromkeys(bucket, name)
+
+    def commit(self) -> Path:
+        """Makes the update the current weights; the weights before it are deleted by `drop_old`."""
+        assert self._next is not None, "begin() comes first"
+        index = {"metadata": {}, "weight_map": self._index}
+        (self._next / "model.safetensors.index.json").write_text(json.dumps(index))
+        for file in self._model.glob("*.json"):
+            if not file.name.endswith("index.json"):
+                shutil.copy(file, self._next / file.name)
+        if self.current is not None:
+            shutil.rmtree(self.current, ignore_errors=True)
+        self.current, self._next = self._next, None
+        return self.current
+
+    def shards(self) -> Iterator[dict[str, Tensor]]:
+        """Yields the current weights, one file at a time."""
+        assert self.current is not None, "commit() comes first"
+        for file in sorted(self.current.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                yield {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+
+    def sample(self, count: int) -> Iterator[tuple[str, Tensor]]:
+        """Yields some of the current weights, evenly spread."""
+        assert self.current is not None, "commit() comes first"
+        names = sorted(self._index)
+        for name in names[:: max(1, len(names) // count)]:
+            with safe_open(self.current / self._index[name], "pt") as tensors:
+                yield name, tensors.get_tensor(name)
+
+    def close(self) -> None:
+        if self._made_here:
+            shutil.rmtree(self.root, ignore_errors=True)
+        else:
+            for folder in (self.current, self._next):
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def in_buckets(weights: Weights, capacity: int) -> Iterator[dict[str, Tensor]]:
+    """Groups tensors into buckets of about `capacity` bytes; a larger tensor is a bucket of its own."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > capacity:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def as_payload(bucket: Mapping[str, Tensor]) -> str:
+    """Serializes tensors for SGLang: CUDA tensors as IPC handles, others with their bytes."""
+    named = [(name, tensor.detach()) for name, tensor in bucket.items()]
+    if all(tensor.is_cuda for _, tensor in named):
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(named)
+        torch.cuda.synchronize()
+        content = buffer.getvalue()
+    else:
+        content = pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in named])
+    return base64.b64encode(content).decode()
+
+
+def meta_parameters(model_path: str) -> dict[str, Tensor]:
+    """Returns every parameter of a model by name, without data, from its config alone."""
+    from transformers import AutoModelForCausalLM
+
+    from hone.models.load import load_config
+
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(load_config(model_path))
+    return dict(lm.named_parameters(remove_duplicate=False))

@@ -1,0 +1,224 @@
+"""SGLang's HTTP server, by its written interface; this adapter has not been run against SGLang itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from torch import Tensor
+
+from hone.rollout.contract import RolloutError, Sampling
+from hone.rollout.http_server import Event, HttpServer, ServerLost, shortened
+from hone.rollout.remote_requests import Chunk, ConnectionLost
+from hone.rollout.requests import Request
+from hone.rollout.server_weights import as_payload
+from hone.types import Settings
+
+
+@dataclass(eq=False)
+class SGLangServer(HttpServer):
+    """One SGLang server."""
+
+    eos_ids: tuple[int, ...] = ()
+    tensor_parallel: int = 1
+    adapter: str | None = None
+    """The LoRA adapter of every request."""
+
+    kind = "SGLang"
+    log_prob_hint = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
+
+    async def connect(self) -> None:
+        info = await self._server_info()
+        self.tensor_parallel = int(info.get("tp_size") or 1)
+        # Only then does the seed of a request count, and draws depend on (seed, position).
+        self.seeded = self.positional = bool(info.get("enable_deterministic_inference"))
+        self.weights = await self.weight_version()
+        await self.find_log_prob_mode()
+
+    async def _server_info(self) -> Event:
+        for path in ("/server_info", "/get_server_info"):
+            if (await self._answer("GET", path))[0] != 404:
+                info = await self.call(path, get=True)
+                if isinstance(info, dict):
+                    return info
+        raise RolloutError(
+            f"{self.shown_url} has no /server_info; is it an SGLang server? For a vLLM server set "
+            "rollout.name=vllm"
+        )
+
+    async def weight_version(self) -> str | None:
+        answer = await self.call("/weight_version", get=True)
+        if not isinstance(answer, dict) or "weight_version" not in answer:
+            raise RolloutError(f"{self.shown_url}/weight_version has no weight_version: {answer!r}")
+        return str(answer["weight_version"])
+
+    # -- requests -------------------------------------------------------------------------------
+
+    async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        rid = f"hone-{uuid4().hex}"  # a server aborts every id that begins with the one of the call
+        body: Event = {
+            "input_ids": [*request.prompt_ids, *request.token_ids],
+            "rid": rid,
+            "stream": True,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "stop_token_ids": [*self.eos_ids, *sampling.stop_token_ids],
+                "ignore_eos": sampling.ignore_eos,
+                "skip_special_tokens": False,
+                "no_stop_trim": True,
+            },
+        }
+        if self.seeded:
+            body["sampling_params"]["sampling_seed"] = sampling.seed
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
+        ended = False
+        tokens: list[int] = []  # of this stream
+        try:
+            async with aclosing(self.events("/generate", body)) as events:
+                async for event in events:
+                    chunk = self._chunk(event, rid, tokens)
+                    tokens.extend(chunk.token_ids)
+                    ended = chunk.finished
+                    yield chunk
+                    if ended:
+                        return
+        finally:
+            if not ended:
+                with suppress(ConnectionLost, RolloutError):
+                    await self.call("/abort_request", {"rid": rid})
+
+    def _chunk(self, event: Event, rid: str, tokens: list[int]) -> Chunk:
+        """Returns the new tokens of an event, which holds all tokens so far or only the new ones."""
+        meta = event.get("meta_info")
+        if not isinstance(meta, dict):
+            raise RolloutError(f"{self.shown_url}/generate sent an event without meta_info")
+        reason = meta.get("finish_reason")
+        finish = reason.get("type") if isinstance(reason, dict) else reason
+        if meta.get("id") != rid:
+            raise RolloutError(
+                f"{self.shown_url}/generate answered request {meta.get('id')!r} in the stream of {rid!r}"
+            )
+        if finish == "abort":
+            raise ServerLost(self, f"aborted a request: {(reason or {}).get('message', '')}")
+        if finish not in (None, "stop", "length"):
+            raise RolloutError(f"{self.shown_url}/generate ended a request for {reason!r}")
+        pairs = meta.get("output_token_logprobs")
+        ids, total = event.get("output_ids"), meta.get("completion_tokens")
+        if pairs is None or not isinstance(ids, list) or not isinstance(total, int):
+            raise RolloutError(
+                f"{self.shown_url}/generate sent tokens without output_ids, completion_tokens or "
+                "output_token_logprobs (return_logprob)"
+            )
+        have = len(tokens)
+        if have and len(pairs) < total:  # only the new ones
+            if total == have and [pair[1] for pair in pairs] == tokens[have - len(pairs) :]:
+                pairs, ids = [], []  # the last event again
+        else:
+            if [pair[1] for pair in pairs[:have]] != tokens:
+                raise RolloutError(
+                    f"{self.shown_url}/generate changed tokens that it had sent before"
+                )
+            pairs, ids = pairs[have:], ids[have:]
+        new = [pair[1] for pair in pairs]
+        if finish is None:
+            ids = ids[: len(new)]  # the ids may run ahead of their log-probs
+            complete = have + len(new) >= total
+        else:
+            complete = have + len(new) == total
+        if ids != new or not complete:
+            raise RolloutError(
+                f"{self.shown_url}/generate counts {total} tokens, sent {have + len(ids)} ids and "
+                f"{have + len(new)} log-probs, or their ids differ"
+            )
+        version = meta.get("weight_version")
+        if self.weights is not None and str(version) != self.weights:
+            raise ServerLost(
+                self,
+                f"has weights {version!r} instead of {self.weights!r}: it was restarted or updated",
+            )
+        return Chunk(
+            new,
+            [pair[0] for pair in pairs],
+            finished=finish is not None,
+            cached_tokens=meta.get("cached_tokens"),
+        )
+
+    async def one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
+        answer = await self.call(
+            "/generate",
+            {
+                "input_ids": prompt,
+                "rid": f"hone-{uuid4().hex}",
+                "return_logprob": True,
+                "top_logprobs_num": 1,
+                "sampling_params": {"max_new_tokens": 1, "ignore_eos": True, **sampling},
+            },
+        )
+        try:
+            meta = answer["meta_info"]
+            return float(meta["output_token_logprobs"][0][0]), float(
+                meta["output_top_logprobs"][0][0][0]
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            raise RolloutError(
+                f"{self.shown_url}/generate returned no log-probs ({type(error).__name__}: {error})"
+            ) from error
+
+    # -- control --------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Pauses with `retract`: other clients' requests keep their tokens, and the cache may be flushed."""
+        await self._acknowledged("/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> None:
+        await self._acknowledged("/continue_generation", {})
+
+    async def _acknowledged(self, path: str, body: Settings) -> None:
+        answer = await self.call(path, body)
+        if isinstance(answer, dict) and answer.get("status", "ok") != "ok":
+            raise RolloutError(f"{self.shown_url}{path} was not acknowledged: {answer}")
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        await self.call("/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        await self.call("/resume_memory_occupation", {"tags": list(tags)})
+
+    # -- weights --------------------------------------------------------------------------------
+
+    async def load_folder(self, folder: str, version: str) -> None:
+        body = {"model_path": folder, "weight_version": version, "flush_cache": True}
+        await self._succeeded("/update_weights_from_disk", body)
+
+    async def send_tensors(self, bucket: Mapping[str, Tensor]) -> None:
+        payload = await asyncio.to_thread(as_payload, bucket)
+        body = {"serialized_named_tensors": [payload] * self.tensor_parallel, "flush_cache": False}
+        await self._succeeded("/update_weights_from_tensor", body)
+
+    async def end_update(self, version: str) -> None:
+        await self.call(f"/flush_cache?timeout={self.limits.call_s:g}", {})
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._succeeded("/update_weight_version", body)
+
+    async def _succeeded(self, path: str, body: Settings) -> None:
+        answer = await self.call(path, body)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise RolloutError(f"{self.shown_url}{path} did not succeed: {shortened(str(answer))}")
+
+    async def values_of(self, name: str, count: int) -> Any:
+        status, text = await self._answer(
+            "POST", "/get_weights_by_name", {"name": name, "truncate_size": count}
+        )
+        return json.loads(text) if status == 200 else None

@@ -1,0 +1,142 @@
+"""A running vLLM OpenAI server: token ids in and out, log-probs, weights through its development routes.
+
+Weights are loaded from a checkpoint folder that both sides see. It needs VLLM_SERVER_DEV_MODE=1 in the
+server's environment; without it the server only generates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from hone.rollout.contract import RolloutError, Sampling
+from hone.rollout.http_server import Event, HttpServer, ServerLost, shortened
+from hone.rollout.remote_requests import Chunk
+from hone.rollout.requests import Request
+from hone.types import Settings
+
+
+@dataclass(eq=False)
+class VLLMServer(HttpServer):
+    """One vLLM OpenAI server."""
+
+    eos_ids: tuple[int, ...] = ()
+    model: str = ""
+    updates: bool = False
+    """Whether it has the development routes."""
+
+    kind = "vLLM"
+    log_prob_hint = "start it with --logprobs-mode processed_logprobs"
+    seeded = True
+
+    async def connect(self) -> None:
+        answer = await self.call("/v1/models", get=True)
+        try:
+            self.model = str(answer["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise RolloutError(
+                f"{self.shown_url}/v1/models names no model: {shortened(str(answer))}"
+            ) from None
+        self.updates = await self.has("/is_paused")
+        if self.updates:
+            self.weights = await self.weight_version()
+        await self.find_log_prob_mode()
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def _body(self, prompt: list[int], sampling: Settings) -> Settings:
+        return {
+            "model": self.model,
+            "prompt": prompt,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+            **sampling,
+        }
+
+    async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        settings: Settings = {
+            "stream": True,
+            "logprobs": 0,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "seed": sampling.seed,
+            "stop_token_ids": [
+                *({} if sampling.ignore_eos else self.eos_ids),
+                *sampling.stop_token_ids,
+            ],
+            "ignore_eos": sampling.ignore_eos,
+        }
+        prompt = [*request.prompt_ids, *request.token_ids]
+        # vLLM ends a request when its connection closes.
+        async with aclosing(self.events("/v1/completions", self._body(prompt, settings))) as events:
+            async for event in events:
+                chunk = self._chunk(event)
+                yield chunk
+                if chunk.finished:
+                    return
+
+    def _chunk(self, event: Event) -> Chunk:
+        choices = event.get("choices")
+        if not choices:  # only the usage
+            return Chunk([], [])
+        ids, log_probs = self._tokens(choices[0])
+        reason = choices[0].get("finish_reason")
+        if reason == "abort":
+            raise ServerLost(self, "aborted a request")
+        if reason not in (None, "stop", "length"):
+            raise RolloutError(f"{self.shown_url}/v1/completions ended a request for {reason!r}")
+        return Chunk(ids, log_probs, finished=reason is not None)
+
+    def _tokens(self, choice: Event) -> tuple[list[int], list[float]]:
+        ids = choice.get("token_ids")
+        if ids is None:
+            raise RolloutError(
+                f"{self.shown_url}/v1/completions sent no token_ids (return_token_ids); it needs vLLM 0.10.2 "
+                "or later"
+            )
+        log_probs = (choice.get("logprobs") or {}).get("token_logprobs")
+        if ids and log_probs is None:
+            raise RolloutError(f"{self.shown_url}/v1/completions sent tokens without log-probs")
+        return ids, log_probs or []
+
+    async def one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
+        body = self._body(prompt, {"max_tokens": 1, "logprobs": 1, "seed": 0, **sampling})
+        answer = await self.call("/v1/completions", body)
+        choice = answer["choices"][0]
+        _, (log_prob,) = self._tokens(choice)
+        return log_prob, max(choice["logprobs"]["top_logprobs"][0].values())
+
+    # -- control --------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Pauses with `keep`, which does not touch the requests of other clients."""
+        if self.updates:
+            await self.call("/pause?mode=keep", {})
+
+    async def resume(self) -> None:
+        if self.updates:
+            await self.call("/resume", {})
+
+    async def weight_version(self) -> str | None:
+        return str((await self.call("/weight_info", get=True))["weight_version"])
+
+    def refuse_updates(self) -> None:
+        if not self.updates:
+            raise RolloutError(
+                f"{self.shown_url} takes no new weights and so cannot train; start vLLM with "
+                "VLLM_SERVER_DEV_MODE=1, or use rollout.name=vllm without rollout.server.urls"
+            )
+
+    async def load_folder(self, folder: str, version: str) -> None:
+        await self.call(
+            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        )
+        answer = await self.call("/reset_prefix_cache?reset_running_requests=true", {})
+        if not answer or not answer.get("success", True):
+            raise RolloutError(f"{self.shown_url} did not drop its KV cache: {answer}")
+        await self.call("/update_weight_version", {"new_version": version})

@@ -1,0 +1,394 @@
+"""A small real HTTP server that keeps SGLang's written interface, and can be told to break it.
+
+Its tokens, log-probs and weight updates are those of our own engine over a tiny model. It proves the
+adapter against the written interface only: SGLang itself has not been run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from aiohttp import web
+from safetensors.torch import load_file
+
+from hone.models.policy import PolicyModel
+from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenDelta
+from hone.rollout.native.core import NativeCore
+from hone.rollout.native.engine import NativeRollout
+
+from .models import EOS, TOKENIZER, next_probabilities
+
+Body = dict[str, Any]
+
+
+class ContractServer:
+    """An SGLang server by its interface, in a thread of its own."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        *,
+        max_num_seqs: int = 64,
+        deterministic: bool = True,
+        incremental: bool = True,
+        api_key: str | None = None,
+    ) -> None:
+        self.policy = policy
+        self.initial = {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
+        self.deterministic, self.incremental, self.api_key = deterministic, incremental, api_key
+        self.faults: dict[str, int] = {}
+        """How often each fault still happens."""
+        self.calls: list[str] = []
+        self.bodies: list[Body] = []
+        self.version, self.paused, self.released = "default", "", set[str]()
+        self.dead = False
+        self.running: set[str] = set()
+        core = NativeCore(
+            policy,
+            eos_ids=(EOS,),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=256,
+            tokenizer=TOKENIZER,
+        )
+        self.engine = NativeRollout(core)
+        self._ended = threading.Event()
+        self._driver = threading.Thread(
+            target=self.engine.drive, args=(self._ended.is_set,), daemon=True
+        )
+        self._driver.start()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.url = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(30)
+
+    async def _listen(self) -> str:
+        app = web.Application(middlewares=[self._guard], client_max_size=2**30)
+        for method, path in (
+            ("GET", "health"),
+            ("GET", "server_info"),
+            ("GET", "weight_version"),
+            ("POST", "generate"),
+            ("POST", "abort_request"),
+            ("POST", "pause_generation"),
+            ("POST", "continue_generation"),
+            ("POST", "flush_cache"),
+            ("POST", "update_weights_from_disk"),
+            ("POST", "update_weights_from_tensor"),
+            ("POST", "update_weight_version"),
+            ("POST", "get_weights_by_name"),
+            ("POST", "release_memory_occupation"),
+            ("POST", "resume_memory_occupation"),
+        ):
+            app.router.add_route(method, f"/{path}", getattr(self, f"_{path}"))
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    def close(self) -> None:
+        async def end() -> None:
+            await self.engine.close()
+            await self._runner.shutdown()
+            await self._runner.cleanup()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(30)
+        self._ended.set()
+        self.engine.notify()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._driver.join(10)
+
+    def fails(self, fault: str) -> bool:
+        """Whether the fault happens now; it is counted."""
+        if not self.faults.get(fault):
+            return False
+        self.faults[fault] -= 1
+        return True
+
+    def die(self) -> None:
+        """Every connection breaks; the weights are those of the start afterwards."""
+        self.dead = True
+
+    def come_back(self) -> None:
+        async def restart() -> None:
+            await self.engine.abort()
+            await self.engine.pause(keep=False)
+            await self._load(self.initial)
+            await self.engine.resume()
+            self.version, self.paused, self.dead = "default", "", False
+
+        asyncio.run_coroutine_threadsafe(restart(), self._loop).result(30)
+
+    @web.middleware
+    async def _guard(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        self.calls.append(request.path)
+        if self.dead:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self.fails("unhealthy") else 200)
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"tp_size": 1, "enable_deterministic_inference": self.deterministic}
+        )
+
+    async def _weight_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def _release_memory_occupation(self, request: web.Request) -> web.Response:
+        if self.running:
+            return web.json_response({"error": "requests run"}, status=400)
+        self.released |= set((await request.json())["tags"])
+        if "kv_cache" in self.released:
+            await self.engine.sleep()
+        if "weights" in self.released:
+            await self._load({name: value * 0 for name, value in self.initial.items()})
+        return web.json_response(None)
+
+    async def _resume_memory_occupation(self, request: web.Request) -> web.Response:
+        self.released -= set((await request.json())["tags"])
+        await self.engine.wake_up()
+        return web.json_response(None)
+
+    async def _pause_generation(self, request: web.Request) -> web.Response:
+        if self.fails("pause is not acknowledged"):
+            return web.json_response({"status": "failed", "message": "busy"})
+        self.paused = (await request.json()).get("mode", "abort")
+        await self.engine.pause(keep=self.paused != "abort")
+        return web.json_response({"status": "ok", "message": "Generation paused."})
+
+    async def _continue_generation(self, request: web.Request) -> web.Response:
+        self.paused = ""
+        await self.engine.resume()
+        return web.json_response({"status": "ok", "message": "Generation continued."})
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        if self.fails("flush is refused") or (self.running and self.paused != "retract"):
+            return web.Response(text="Flush cache failed.\n", status=400)
+        return web.Response(text="Cache flushed.\n")
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        rid = (await request.json())["rid"]
+        if not self.fails("abort is ignored"):
+            await self.engine.abort({r for r in self.running if r.startswith(rid)})
+        return web.Response()
+
+    # -- weights --------------------------------------------------------------------------------
+
+    async def _load(self, weights: dict[str, Any]) -> None:
+        if self.fails("weights are applied in part"):
+            weights = dict(list(weights.items())[::2])
+        await self.engine.begin_update()
+        await self.engine.load(weights.items())
+        await self.engine.commit(0)
+
+    async def _updated(self, weights: dict[str, Any], body: Body) -> web.Response:
+        if self.fails("update fails"):
+            return web.json_response({"success": False, "message": "no space left"}, status=400)
+        if self.fails("update does not succeed"):
+            return web.json_response({"success": False, "message": "3 of 12 tensors"})
+        if "weights" in self.released:
+            return web.json_response({"success": False, "message": "no memory"}, status=400)
+        try:
+            await self._load(weights)
+        except RolloutError as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        if body.get("weight_version") and not self.fails("version stays old"):
+            self.version = body["weight_version"]
+        return web.json_response({"success": True, "message": "Succeeded."})
+
+    async def _update_weights_from_disk(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.fails("dies in an update"):
+            self.die()
+            assert request.transport is not None
+            request.transport.abort()
+        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+        weights = {name: t for file in files for name, t in load_file(file).items()}
+        return await self._updated(weights, body)
+
+    async def _update_weights_from_tensor(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+        return await self._updated(dict(named), body)
+
+    async def _update_weight_version(self, request: web.Request) -> web.Response:
+        if not self.fails("version stays old"):
+            self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True, "new_version": self.version})
+
+    async def _get_weights_by_name(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        value = dict(self.policy.lm.named_parameters(remove_duplicate=False))[body["name"]]
+        return web.json_response(value[: body["truncate_size"]].tolist())
+
+    # -- tokens ---------------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        if body.get("stream") and self.fails("500 at the start"):
+            return web.Response(text="internal error", status=500)
+        if not body.get("input_ids"):
+            return web.json_response({"error": {"message": "no input_ids"}}, status=400)
+        if body.get("stream"):
+            self.running.add(body["rid"])
+            try:
+                return await self._stream(request, body)
+            finally:
+                self.running.discard(body["rid"])
+                await asyncio.shield(self.engine.abort({body["rid"]}))
+        sampling = self._sampling(body)
+        out = await self.engine.generate(body["input_ids"], sampling, body["rid"])
+        best = next_probabilities(self.policy, body["input_ids"], sampling.temperature or 1.0).max()
+        meta = self._meta(body, out.token_ids, out.log_probs, out.stop_reason)
+        meta["output_top_logprobs"] = [[[float(best.log()), 0, None]]]
+        return web.json_response({"output_ids": out.token_ids, "meta_info": meta})
+
+    def _sampling(self, body: Body) -> Sampling:
+        wanted = body["sampling_params"]
+        seed = wanted.get("sampling_seed") if self.deterministic else None
+        return Sampling(
+            max_tokens=wanted["max_new_tokens"],
+            temperature=wanted["temperature"],
+            seed=Random().getrandbits(60) if seed is None else seed,
+            top_k=wanted.get("top_k", -1),
+            top_p=wanted.get("top_p", 1.0),
+            min_p=wanted.get("min_p", 0.0),
+            stop_token_ids=() if wanted["ignore_eos"] else tuple(wanted["stop_token_ids"]),
+            ignore_eos=wanted["ignore_eos"],
+        )
+
+    def _meta(
+        self, body: Body, ids: list[int], log_probs: list[float], reason: StopReason | None
+    ) -> Body:
+        finish = reason and {"type": reason.value, "message": "Aborted"}
+        return {
+            "id": body["rid"],
+            "finish_reason": finish,
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+            "weight_version": self.version,
+            "output_token_logprobs": [[x, t, None] for x, t in zip(log_probs, ids, strict=True)],
+        }
+
+    async def _stream(self, request: web.Request, body: Body) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        if self.fails("the first token comes too late"):
+            await asyncio.sleep(3600)
+        deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
+        job = asyncio.ensure_future(
+            self.engine.generate(
+                body["input_ids"], self._sampling(body), body["rid"], on_tokens=deltas.put_nowait
+            )
+        )
+        ids: list[int] = []
+        log_probs: list[float] = []
+        reason = None
+        while reason is None:
+            arrival = asyncio.ensure_future(deltas.get())
+            await asyncio.wait({job, arrival}, return_when=asyncio.FIRST_COMPLETED)
+            new: list[TokenDelta] = [arrival.result()] if arrival.done() else []
+            arrival.cancel()
+            while not deltas.empty():
+                new.append(deltas.get_nowait())
+            if self.dead:
+                assert request.transport is not None
+                request.transport.abort()
+                return answer
+            sent = len(ids)
+            ids += [token for delta in new for token in delta.token_ids]
+            log_probs += [x for delta in new for x in delta.log_probs]
+            if job.done() and deltas.empty():
+                reason = job.result().stop_reason
+            meta = self._meta(body, ids, log_probs, reason)
+            event = {"output_ids": list(ids), "meta_info": meta}
+            if self.incremental:
+                event["output_ids"] = ids[sent:]
+                meta["output_token_logprobs"] = meta["output_token_logprobs"][sent:]
+            if await self._breaks(request, answer, event, len(ids)):
+                return answer
+            await answer.write(f"data: {json.dumps(event)}\n\n".encode())
+            if self.incremental and len(ids) > 3 and self.fails("an event comes twice"):
+                await answer.write(f"data: {json.dumps(event)}\n\n".encode())
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+    async def _breaks(
+        self, request: web.Request, answer: web.StreamResponse, event: Body, count: int
+    ) -> bool:
+        """Falsifies an event, or ends the stream; returns whether it has ended."""
+        meta, pairs = event["meta_info"], event["meta_info"]["output_token_logprobs"]
+        if self.fails("version is old"):
+            meta["weight_version"] = "default"
+        if count <= 3 or not pairs:  # some tokens come first
+            return False
+        if self.fails("connection is reset"):
+            assert request.transport is not None
+            request.transport.abort()
+            return True
+        if self.fails("stream ends early"):
+            return True
+        if self.fails("stream stalls"):
+            await asyncio.sleep(3600)
+        if self.fails("error in the stream"):
+            await answer.write(b'data: {"error": {"message": "out of memory"}}\n\n')
+            return True
+        if self.fails("json is truncated"):
+            await answer.write(json.dumps(event).join(["data: ", "\n\n"])[:40].encode() + b"\n\n")
+            return True
+        if self.fails("server aborts the request"):
+            meta["finish_reason"] = {"type": "abort", "message": "another client"}
+        if self.fails("count is wrong"):
+            meta["completion_tokens"] += 2
+        if self.fails("log-probs are missing"):
+            del meta["output_token_logprobs"]
+        if self.fails("log-prob is nan"):
+            pairs[-1][0] = float("nan")
+        if self.fails("log-prob is positive"):
+            pairs[-1][0] = 1.5
+        if self.fails("a log-prob is null"):
+            pairs[-1][0] = None
+        if self.fails("another request is answered"):
+            meta["id"] = "hone-somebody-else"
+        if self.fails("ids differ from log-probs"):
+            event["output_ids"][-1] ^= 1
+        if self.fails("id is outside the vocabulary"):
+            event["output_ids"][-1] = pairs[-1][1] = 10**6
+        if self.fails("sent tokens change"):
+            event["output_ids"][0] = pairs[0][1] = pairs[0][1] ^ 1
+        if self.fails("finish reason is wrong"):
+            meta["finish_reason"] = {"type": "stop", "matched": 5}
+        if self.fails("finish reason is unknown"):
+            meta["finish_reason"] = {"type": "bored"}
+        if self.fails("tokens come after the end"):
+            extra = [[-0.5, 3, None]] * 4
+            meta["output_token_logprobs"] = pairs + extra
+            event["output_ids"] = event["output_ids"] + [3] * 4
+            meta["completion_tokens"] += 4
+        if self.fails("meta is missing"):
+            del event["meta_info"]
+        return False
