@@ -48,10 +48,11 @@ def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running vLLM servers."""
     server = spec.config.server
     limits = Limits(server.max_start_wait_time, server.timeout)
+    tied = bool(load_config(spec.model_path).tie_word_embeddings)
     return _engine(
         spec,
         [
-            VLLMServer(url, limits, server.api_key_env, eos_ids=spec.eos_ids)
+            VLLMServer(url, limits, server.api_key_env, eos_ids=spec.eos_ids, tied=tied)
             for url in urls_of(spec)
         ],
     )

@@ -23,8 +23,11 @@ class VLLMServer(HttpServer):
 
     eos_ids: tuple[int, ...] = ()
     model: str = ""
+    tied: bool = False
+    """Whether the model's output head is its embedding."""
     updates: bool = False
     """Whether it has the development routes."""
+    device: str = ""
 
     kind = "vLLM"
     log_prob_hint = "start it with --logprobs-mode processed_logprobs"
@@ -41,6 +44,8 @@ class VLLMServer(HttpServer):
         self.updates = await self.has("/is_paused")
         if self.updates:
             self.weights = await self.weight_version()
+            info = await self.call("/server_info?config_format=json", get=True)
+            self.device = str(info["vllm_config"]["device_config"]["device"])
         await self.find_log_prob_mode()
 
     # -- requests -------------------------------------------------------------------------------
@@ -130,6 +135,11 @@ class VLLMServer(HttpServer):
             raise RolloutError(
                 f"{self.shown_url} takes no new weights and so cannot train; start vLLM with "
                 "VLLM_SERVER_DEV_MODE=1, or use rollout.name=vllm without rollout.server.urls"
+            )
+        if self.tied and self.device == "cpu":
+            raise RolloutError(
+                f"{self.shown_url} runs on a CPU, where vLLM keeps the old output head of a model with tied "
+                "embeddings after an update; use rollout.name=vllm without rollout.server.urls"
             )
 
     async def load_folder(self, folder: str, version: str) -> None:

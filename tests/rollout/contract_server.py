@@ -40,8 +40,10 @@ class ContractServer:
         deterministic: bool = True,
         incremental: bool = True,
         api_key: str | None = None,
+        port: int = 0,
+        eos: int = EOS,
     ) -> None:
-        self.policy = policy
+        self.policy, self.port = policy, port
         self.initial = {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
         self.deterministic, self.incremental, self.api_key = deterministic, incremental, api_key
         self.faults: dict[str, int] = {}
@@ -53,7 +55,7 @@ class ContractServer:
         self.running: set[str] = set()
         core = NativeCore(
             policy,
-            eos_ids=(EOS,),
+            eos_ids=(eos,),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=256,
             tokenizer=TOKENIZER,
@@ -90,7 +92,7 @@ class ContractServer:
             app.router.add_route(method, f"/{path}", getattr(self, f"_{path}"))
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 

@@ -1,0 +1,25 @@
+"""`python -m sglang.launch_server` for tests: a contract server over the model of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+
+import torch
+
+from hone.models.load import load_causal_lm
+from hone.models.policy import PolicyModel
+from tests.rollout.contract_server import ContractServer
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", choices=["127.0.0.1"], required=True)
+    parser.add_argument("--fails", action="store_true")
+    arguments, _ = parser.parse_known_args()
+    if arguments.fails:
+        raise SystemExit("no kernel image for this device")
+    lm = load_causal_lm(arguments.model_path, dtype=torch.float32).eval()
+    server = ContractServer(PolicyModel(lm), port=arguments.port, eos=lm.config.eos_token_id)
+    threading.Event().wait()

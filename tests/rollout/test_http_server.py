@@ -1,0 +1,118 @@
+"""Calls to a server: keys, deadlines and health."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from hone.rollout.contract import RolloutError, Sampling
+from hone.rollout.http_server import Limits
+from hone.rollout.sglang_server import SGLangServer
+
+from .contract_server import ContractServer
+from .models import policy
+from .opened_servers import PROMPT, SHORT, opened
+
+
+def test_a_server_that_does_not_return_is_reported_at_the_deadline(
+    servers: list[ContractServer],
+) -> None:
+    async def asked() -> None:
+        async with opened(servers, call_s=0.3) as engine:
+            for server in engine._servers:
+                server.limits = type(server.limits)(start_s=0.5, call_s=0.3)
+            servers[0].die()
+            with pytest.raises(RolloutError, match=r"is not healthy after 0.5 s"):
+                await engine.generate(PROMPT, SHORT, "lost")
+            servers[0].dead = False
+
+    asyncio.run(asked())
+
+
+def test_a_healthy_server_that_cannot_generate_is_reported(servers: list[ContractServer]) -> None:
+    async def asked() -> None:
+        async with opened(servers) as engine:
+            servers[0].faults["500 at the start"] = 10**6
+            with pytest.raises(RolloutError, match=r"broke off 4 times.*500 to /generate"):
+                await engine.generate(PROMPT, SHORT, "health lies")
+
+    asyncio.run(asked())
+
+
+def test_the_api_key_comes_from_the_environment_and_is_never_shown(
+    servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.rollout.http_server import Limits
+    from hone.rollout.sglang_server import SGLangServer
+
+    servers.append(ContractServer(policy(), api_key="s3cret"))
+    monkeypatch.setenv("TEST_KEY", "s3cret")
+
+    async def asked(variable: str) -> None:
+        url = servers[0].url.replace("http://", "http://user:pass@")
+        server = SGLangServer(url, Limits(5.0, 5.0), api_key_env=variable)
+        try:
+            assert "s3cret" not in repr(server)
+            assert "pass" not in repr(server) + server.shown_url
+            await server.connect()
+        finally:
+            await server.close()
+
+    asyncio.run(asked("TEST_KEY"))
+    monkeypatch.setenv("WRONG", "other")
+    with pytest.raises(RolloutError, match="401") as caught:
+        asyncio.run(asked("WRONG"))
+    assert "other" not in str(caught.value)
+    with pytest.raises(RolloutError, match="MISSING: this environment variable is not set"):
+        asyncio.run(asked("MISSING"))
+
+
+@pytest.mark.parametrize("mode", ["raw", "truncated", "ours"])
+def test_two_requests_show_what_the_log_probs_mean(
+    mode: str, servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that ignores the temperature, or truncates, is refused for such a rollout."""
+    one_token = SGLangServer.one_token
+
+    async def changed(
+        self: SGLangServer, prompt: list[int], sampling: dict[str, float]
+    ) -> tuple[float, float]:
+        if mode == "raw":
+            sampling = sampling | {"temperature": min(sampling["temperature"], 1.0)}
+        sampled, best = await one_token(self, prompt, sampling)
+        return (0.0 if mode == "truncated" and "top_k" in sampling else sampled), best
+
+    monkeypatch.setattr(SGLangServer, "one_token", changed)
+
+    async def asked() -> None:
+        async with opened(servers) as engine:
+            warm, cut = Sampling(1, 0.7, 0), Sampling(1, 1.0, 0, top_k=2)
+            engine.refuse_training(Sampling(1, 1.0, 0))
+            for sampling, wrong, words in (
+                (warm, "raw", "log-probs at temperature 1.*temperature=0.7"),
+                (cut, "truncated", "log-probs after truncation"),
+            ):
+                if mode == wrong:
+                    with pytest.raises(RolloutError, match=words):
+                        engine.refuse_training(sampling)
+                else:
+                    engine.refuse_training(sampling)
+
+    asyncio.run(asked())
+
+
+def test_a_server_of_another_kind_is_named(servers: list[ContractServer]) -> None:
+    from hone.rollout.vllm_openai import VLLMServer
+
+    servers.append(ContractServer(policy()))
+
+    async def connect() -> None:
+        server = VLLMServer(servers[0].url, Limits(5.0, 5.0))
+        try:
+            await server.connect()
+        finally:
+            await server.close()
+
+    with pytest.raises(RolloutError, match="/v1/models answered 404"):
+        asyncio.run(connect())

@@ -1,0 +1,104 @@
+"""An SGLang process: its command, its death and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.config import load_config
+from hone.models.tiny import save_pretrained
+from hone.rollout.build import build_rollout
+from hone.rollout.contract import RolloutError, RolloutSpec, Sampling
+from hone.rollout.server import ServerRollout
+from hone.rollout.sglang_process import LaunchedSGLang, launch_arguments
+
+from .models import TOKENIZER, policy, trainer_log_probs
+from .opened_servers import PROMPT, updated
+from .test_build import spec_of
+
+FAKE = Path(__file__).parent / "fake_sglang"
+
+
+def spec(model: Path | str, *overrides: str) -> RolloutSpec:
+    prefix = "actor_rollout_ref.rollout."
+    config = load_config(
+        [f"{prefix}name=sglang", f"{prefix}sglang.python={sys.executable}"]
+        + [prefix + word for word in overrides]
+    )
+    return spec_of("hf", config=config.actor_rollout_ref.rollout, model_path=str(model))
+
+
+def test_the_command_listens_nowhere_else_and_passes_arguments_on() -> None:
+    command, environment = launch_arguments(
+        spec(
+            "some/model",
+            "max_num_seqs=7",
+            "engine_kwargs.sglang.attention_backend=triton",
+            "engine_kwargs.sglang.enable_memory_saver=true",
+            "engine_kwargs.sglang.incremental_streaming_output=false",
+        )
+    )
+    assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    flags = " ".join(command)
+    assert "--model-path some/model --skip-tokenizer-init" in flags
+    assert "--max-running-requests 7" in flags
+    assert "--attention-backend triton" in flags
+    assert "--enable-memory-saver" in command
+    assert "--incremental-streaming-output" not in command
+    assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    with pytest.raises(RolloutError, match=r"engine_kwargs.sglang.host is set by hone"):
+        launch_arguments(spec("some/model", "engine_kwargs.sglang.host=0.0.0.0"))
+
+
+def test_an_interpreter_that_does_not_run_is_named() -> None:
+    with pytest.raises(RolloutError, match=r"rollout.sglang.python=/no/python does not run"):
+        build_rollout(spec("some/model", "sglang.python=/no/python"))
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model, with a stand-in of SGLang on the path."""
+    paths = [str(FAKE), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    return save_pretrained(policy().lm, TOKENIZER, tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_is_restarted_with_the_current_weights(fake: Path) -> None:
+    engine: Any = build_rollout(spec(fake))
+    assert isinstance(engine, ServerRollout)
+    (server,) = engine._servers
+    assert isinstance(server, LaunchedSGLang)
+
+    async def asked() -> None:
+        await updated(engine, 1)
+        long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
+        some, first = asyncio.Event(), server.pid
+        job = asyncio.create_task(
+            engine.generate(PROMPT, long, "job", on_tokens=lambda delta: some.set())
+        )
+        await some.wait()
+        os.killpg(server.pid, signal.SIGKILL)
+        out = await job
+        assert server.pid != first
+        assert out.versions == [1] * 300
+        expected = trainer_log_probs(policy(seed=1), PROMPT, out.token_ids, 1.0)
+        assert out.log_probs == pytest.approx(expected, abs=1e-3)
+        last = server.pid
+        await engine.close()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(last, 0)
+
+    asyncio.run(asked())
+
+
+@pytest.mark.slow
+def test_a_server_that_never_starts_is_reported_with_its_log(fake: Path) -> None:
+    with pytest.raises(RolloutError, match=r"ended 3 times in a row.*no kernel image"):
+        build_rollout(spec(fake, "engine_kwargs.sglang.fails=true"))

@@ -1,0 +1,117 @@
+"""Events of an SGLang server that break its interface: handled, or one sentence; never silent."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
+
+from .contract_server import ContractServer
+from .models import policy, trainer_log_probs
+from .opened_servers import PROMPT, SHORT, opened
+
+HANDLED = [
+    "500 at the start",
+    "connection is reset",
+    "stream ends early",
+    "error in the stream",
+    "json is truncated",
+    "server aborts the request",
+    "an event comes twice",
+    "stream stalls",
+    "the first token comes too late",
+    "abort is ignored",
+]
+REPORTED = {
+    "count is wrong": "counts",
+    "log-probs are missing": "without output_ids, completion_tokens or output_token_logprobs",
+    "log-prob is nan": "nan as log-prob",
+    "log-prob is positive": "1.5 as log-prob",
+    "a log-prob is null": "None as log-prob",
+    "another request is answered": "in the stream of",
+    "ids differ from log-probs": "their ids differ",
+    "id is outside the vocabulary": "token id 1000000",
+    "finish reason is wrong": "the last is no end token",
+    "finish reason is unknown": "ended a request for",
+    "meta is missing": "without meta_info",
+}
+
+
+@pytest.mark.parametrize("fault", HANDLED)
+def test_a_fault_of_the_connection_loses_no_token(
+    fault: str, servers: list[ContractServer]
+) -> None:
+    async def asked() -> tuple[TokenOutput, TokenOutput, list[int]]:
+        async with opened(servers, call_s=0.4) as engine:
+            whole = await engine.generate(PROMPT, SHORT, "whole")
+            servers[0].faults[fault] = 1
+            streamed: list[int] = []
+            again = await engine.generate(
+                PROMPT, SHORT, "again", on_tokens=lambda delta: streamed.extend(delta.token_ids)
+            )
+            if fault == "abort is ignored":
+                await engine.abort()
+            else:
+                assert servers[0].faults[fault] == 0, "the fault did not happen"
+            return whole, again, streamed
+
+    whole, again, streamed = asyncio.run(asked())
+    assert again.token_ids == streamed == whole.token_ids
+    assert again.log_probs == pytest.approx(whole.log_probs, abs=1e-4)
+    assert again.stop_reason is StopReason.LENGTH
+
+
+@pytest.mark.parametrize(("fault", "words"), REPORTED.items())
+def test_a_false_event_fails_its_request_in_one_sentence(
+    fault: str, words: str, servers: list[ContractServer]
+) -> None:
+    async def asked() -> None:
+        async with opened(servers) as engine:
+            servers[0].faults[fault] = 1
+            with pytest.raises(RolloutError, match=words):
+                await engine.generate(PROMPT, SHORT, "wrong")
+            assert servers[0].faults[fault] == 0
+            assert len(await engine.generate(PROMPT, SHORT, "after")) == SHORT.max_tokens
+
+    asyncio.run(asked())
+
+
+def test_tokens_after_the_end_are_dropped(servers: list[ContractServer]) -> None:
+    async def asked() -> None:
+        async with opened(servers) as engine:
+            servers[0].faults["tokens come after the end"] = 100
+            four = Sampling(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
+            out = await engine.generate(PROMPT, four, "four")
+            assert len(out) == 4
+            assert out.stop_reason is StopReason.LENGTH
+
+    asyncio.run(asked())
+
+
+def test_events_with_all_tokens_so_far_are_understood(servers: list[ContractServer]) -> None:
+    async def asked() -> None:
+        async with opened(servers, incremental=False) as engine:
+            out = await engine.generate(PROMPT, SHORT, "all so far")
+            assert len(out) == SHORT.max_tokens
+            expected = trainer_log_probs(policy(), PROMPT, out.token_ids, 1.0)
+            assert out.log_probs == pytest.approx(expected, abs=1e-4)
+            servers[0].faults["sent tokens change"] = 1
+            with pytest.raises(RolloutError, match="changed tokens that it had sent"):
+                await engine.generate(PROMPT, SHORT, "changes")
+
+    asyncio.run(asked())
+
+
+def test_without_deterministic_inference_the_weaker_law_is_a_trait(
+    servers: list[ContractServer],
+) -> None:
+    async def asked() -> None:
+        async with opened(servers, deterministic=False) as engine:
+            assert not engine.traits.seeded
+            assert not engine.traits.positional
+            await engine.generate(PROMPT, SHORT, "unseeded")
+            assert "sampling_seed" not in servers[0].bodies[-1]["sampling_params"]
+
+    asyncio.run(asked())

@@ -1,0 +1,66 @@
+"""A running vLLM OpenAI server: what its answers must hold, and which servers train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hone.rollout.contract import RolloutError
+from hone.rollout.http_server import Limits, ServerLost
+from hone.rollout.vllm_openai import VLLMServer
+
+
+def server(**state: Any) -> VLLMServer:
+    return VLLMServer("http://user:pass@gpu:8000", Limits(1.0, 1.0), **state)
+
+
+def choice(**changes: Any) -> dict[str, Any]:
+    whole = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": None}
+    return {"choices": [whole | changes]}
+
+
+def test_an_event_is_its_token_ids_with_their_log_probs() -> None:
+    chunk = server()._chunk(choice())
+    assert (chunk.token_ids, chunk.log_probs, chunk.finished) == ([5], [-0.5], False)
+    last = server()._chunk(choice(token_ids=[], logprobs=None, finish_reason="length"))
+    assert (last.token_ids, last.finished) == ([], True)
+    assert not server()._chunk({"usage": {}}).token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token_ids": None}, r"no token_ids \(return_token_ids\)"),
+        ({"logprobs": None}, "tokens without log-probs"),
+        ({"finish_reason": "bored"}, "ended a request for 'bored'"),
+    ],
+)
+def test_an_event_that_lacks_something_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RolloutError, match=words) as caught:
+        server()._chunk(choice(**changes))
+    assert "pass" not in str(caught.value)
+
+
+def test_a_request_that_the_server_aborts_is_issued_again() -> None:
+    with pytest.raises(ServerLost):
+        server()._chunk(choice(finish_reason="abort"))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({}, "takes no new weights and so cannot train.*VLLM_SERVER_DEV_MODE=1"),
+        ({"updates": True, "device": "cpu", "tied": True}, "keeps the old output head"),
+    ],
+)
+def test_a_server_that_cannot_be_updated_is_refused_for_training(
+    state: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RolloutError, match=words):
+        server(**state).refuse_updates()
+
+
+def test_other_servers_train() -> None:
+    server(updates=True, device="cpu").refuse_updates()
+    server(updates=True, device="cuda", tied=True).refuse_updates()
