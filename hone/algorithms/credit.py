@@ -27,9 +27,9 @@ def step_ends(responses: Tensor, response_mask: Tensor, separator_ids: Tensor) -
     return mask & (torch.isin(responses, separator_ids) | (position == last))
 
 
-def step_rewards(logits: Tensor) -> Tensor:
-    """[..., 2] logits (bad, good) → p(good) − p(bad), in −1 … 1."""
-    return torch.tanh((logits[..., 1] - logits[..., 0]) / 2)
+def step_rewards(log_odds: Tensor) -> Tensor:
+    """Log-odds of a good step, the difference of the two logits → p(good) − p(bad), in −1 … 1."""
+    return torch.tanh(log_odds / 2)
 
 
 def assign_credit(

@@ -46,12 +46,18 @@ class Solution:
 
 def separator_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separator") -> int:
     """Returns the token of the step separator, which must be one token."""
+    text = typed_text(text)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:
         raise ConfigError(
             f"{key}={text!r} is {len(ids)} tokens of this tokenizer; use a text that is one token"
         )
     return int(ids[0])
+
+
+def typed_text(text: str) -> str:
+    r"""Returns the text with line breaks for `\n`, which a shell passes on as a backslash and an n."""
+    return text.replace("\\n", "\n")
 
 
 def encode_steps(

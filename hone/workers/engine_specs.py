@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,6 +94,12 @@ def implicit_reward_spec(
         optim=None if frozen else model.optim,
         grad_clip=model.optim.clip_grad,
     )
+
+
+def step_model_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
+    """Returns the spec of a process reward model, which is not trained."""
+    spec = implicit_reward_spec(config, worker, device, frozen=True)
+    return replace(spec, head="steps", model_path=str(config.reward_model.model.path))
 
 
 def _rule(role: MicroBatches, kind: str, tokens: int) -> RowsPerRank:

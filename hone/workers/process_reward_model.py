@@ -1,88 +1,172 @@
-"""The process reward model (PURE): scores every reasoning step with a two-label classifier.
+"""The process reward model (PURE): scores every reasoning step with a token classifier of two labels.
 
 A step ends at a token whose text ends in `split_step_char`, and at the end of the response. The model reads
-`step_separator` in place of this token and scores the step there. It must have the policy's vocabulary,
-because token ids are reused and never re-encoded.
+`step_separator` in place of this text and scores the step there. With the policy's vocabulary it reads the
+policy's tokens; with another one the response is decoded, split by characters and encoded step by step.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+
+from hone.agents.collate import collate_outputs
+from hone.agents.contract import AgentLoopOutput
 from hone.algorithms.credit import assign_credit, step_ends, step_rewards
 from hone.config import ConfigError
 from hone.controller import Dispatch, register
+from hone.data.prompts import Prompt, as_messages, render_prompt
+from hone.data.response_steps import TokenTexts, separator_ids, split_steps
+from hone.data.steps import separator_id, typed_text
+from hone.models.from_config import import_external
+from hone.models.load import load_config, load_tokenizer
+from hone.ops.masked import split_at_response
 from hone.protocol import DataProto
-from hone.tokenizer import Tokenizer
-from hone.workers.reward_model import FrozenClassifier
+from hone.workers.engine_specs import step_model_spec
+from hone.workers.train import TrainWorker
 
 
-class ProcessRewardModelWorker(FrozenClassifier):
+@dataclass(frozen=True)
+class StepRow:
+    """What the model reads of one row, and where the steps of the response end."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    ends: Sequence[int]
+    """Index in `tokens` at which each step is scored."""
+    columns: Sequence[int]
+    """Index in the policy's response of the token that ends each step."""
+
+
+class ProcessRewardModelWorker(TrainWorker):
+    """A frozen token classifier on the training engine: packed rows, sharded over the ranks."""
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        from transformers import AutoModelForTokenClassification
-
-        self.load(AutoModelForTokenClassification, labels=2)
-        self._check_tokens()
-        self._separator = self._separator_id()
-        self._ends = separator_ids(self.tokenizer, self.config.reward_model.split_step_char)
-
-    def _check_tokens(self) -> None:
-        model = self.config.reward_model.model
-        if not model.input_tokenizer:
-            return
-        if self.load_tokenizer(model.input_tokenizer).get_vocab() != self.tokenizer.get_vocab():
-            raise ConfigError(
-                f"reward_model.model.path={model.path} has another vocabulary than the policy "
-                f"({model.input_tokenizer}); a process reward model reads the policy's tokens: use "
-                "one of the same family, or reward_model.type=orm"
-            )
-
-    def _separator_id(self) -> int:
-        text = self.config.reward_model.step_separator
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ConfigError(
-                f"reward_model.step_separator={text!r} is {len(ids)} tokens of the reward model; use "
-                "the one token it was trained with"
-            )
-        return int(ids[0])
+        config = self.config.reward_model
+        path, trusted = str(config.model.path), config.model.trust_remote_code
+        import_external(config.model.external_lib)
+        _refuse_without_head(path)
+        self.tokenizer = load_tokenizer(path, trust_remote_code=trusted)
+        self._split = typed_text(config.split_step_char)
+        key = "reward_model.step_separator"
+        self._separator = separator_id(self.tokenizer, config.step_separator, key)
+        writer = config.model.input_tokenizer
+        self._writer = load_tokenizer(writer, trust_remote_code=trusted) if writer else None
+        self._texts = TokenTexts(self._writer or self.tokenizer)
+        self._ends = separator_ids(self.tokenizer, self._split)
+        known = self.tokenizer.get_vocab().items()
+        self._same_tokens = self._writer is None or self._writer.get_vocab().items() <= known
+        self.build_engine("fsdp2", step_model_spec, config.model.fsdp_config)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Returns `process_scores` [B, T] after credit assignment, and `step_mask` [B, T] of step ends."""
+        """Returns `process_scores` [B, T] after credit assignment, and `step_mask` [B, T] of scored steps."""
+        config = self.config.reward_model
+        # Without a token that ends in the separator, its characters are found one by one.
+        by_ids = self._same_tokens and len(self._ends) > 0
+        rows = self._rows_of_ids(data) if by_ids else self._rows_of_text(data)
+        inputs, columns = [], []
+        for row in rows:
+            ids = [*row.prompt, *row.tokens]
+            surplus = max(0, len(ids) - (config.max_length or len(ids)))  # truncated from the left
+            ends = [len(row.prompt) + end - surplus for end in row.ends]
+            start = max(1, len(row.prompt) - surplus)
+            ids = ids[surplus:]
+            scored = {
+                end + 1 - start: c for end, c in zip(ends, row.columns, strict=True) if end >= 0
+            }
+            # The engine returns the score after the token before each token, hence the padding token.
+            answer = [*ids[start:], self.tokenizer.pad_token_id]
+            mask = [int(place in scored) for place in range(len(answer))]
+            inputs.append(AgentLoopOutput(ids[:start], answer, mask))
+            columns.append(scored)
+            self._refuse_longer_than_budget(len(ids) + 1)
+        batch = collate_outputs(inputs, pad_token_id=self.tokenizer.pad_token_id)
+        rewards = step_rewards(self.engine.infer(batch)["scores"])
+        scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+        steps = torch.zeros(scores.shape, dtype=torch.bool)
+        for row, scored in enumerate(columns):
+            for place, column in scored.items():
+                scores[row, column], steps[row, column] = rewards[row, place], True
+        if not scores.isfinite().all():
+            raise ValueError(
+                f"reward_model.model.path={config.model.path} gave a score that is not finite; check its "
+                "weights, or use reward_model.model.fsdp_config.dtype=fp32"
+            )
+        credit = assign_credit(scores, steps, config.credit_assignment)
+        return DataProto.from_dict({"process_scores": credit, "step_mask": steps})
+
+    def _rows_of_ids(self, data: DataProto) -> list[StepRow]:
+        """Puts the separator in place of every token that ends a step."""
         columns = data.batch
-        responses, width = columns["responses"], columns["responses"].shape[1]
-        steps = step_ends(responses, columns["response_mask"], self._ends)
-        separated = torch.where(steps, self._separator, responses)
-        ids = torch.cat([columns["prompts"], separated], 1)
-        mask = columns["attention_mask"].bool()
-        start = -(self.config.reward_model.max_length or ids.shape[1])
-        rows = [row[keep].tolist()[start:] for row, keep in zip(ids, mask, strict=True)]
-        response_tokens = mask[:, -width:].sum(1).tolist()
-        scores = torch.zeros(responses.shape, dtype=torch.float32)
-        with self.present():
-            for part in self.rule.split([len(row) for row in rows]):
-                for row, rewards in zip(part, self._judge([rows[i] for i in part]), strict=True):
-                    tokens = response_tokens[row]
-                    visible = rewards[-tokens:]  # truncated tokens at the start have no score
-                    scores[row, tokens - len(visible) : tokens] = visible
-        credit = self.config.reward_model.credit_assignment
-        return DataProto.from_dict(
-            {"process_scores": assign_credit(scores, steps, credit), "step_mask": steps}
+        responses = columns["responses"]
+        ends = step_ends(responses, columns["response_mask"], self._ends)
+        separated = torch.where(ends, self._separator, responses)
+        rows = []
+        for row, prompt in enumerate(_prompts(data)):
+            places = ends[row].nonzero().squeeze(1).tolist()
+            length = places[-1] + 1 if places else 0
+            rows.append(StepRow(prompt, separated[row, :length].tolist(), places, places))
+        return rows
+
+    def _rows_of_text(self, data: DataProto) -> list[StepRow]:
+        """Renders the prompt and encodes each step with the reward model's tokenizer."""
+        batch = data.batch
+        _, exists = split_at_response(batch["attention_mask"].bool(), batch["responses"])
+        prompts = _prompts(data) if self._same_tokens else self._rendered(data)
+        rows = []
+        for row, prompt in enumerate(prompts):
+            ids = batch["responses"][row][exists[row]].tolist()
+            by_policy = batch["response_mask"][row][exists[row]].tolist()
+            tokens: list[int] = []
+            ends, columns = [], []
+            for column, step in split_steps(self._texts(ids), by_policy, self._split):
+                # A special token that the policy spells out stays text.
+                tokens += self.tokenizer.encode(
+                    step.strip(), add_special_tokens=False, split_special_tokens=True
+                )
+                tokens.append(self._separator)
+                ends.append(len(tokens) - 1)
+                columns.append(column)
+            rows.append(StepRow(prompt, tokens, ends, columns))
+        return rows
+
+    def _rendered(self, data: DataProto) -> list[list[int]]:
+        """Returns the prompts in the reward model's chat template, or as plain text if it has none."""
+        form = self.config.data.prompt_format
+        plain = form == "chat" and not self.tokenizer.chat_template
+
+        def render(prompt: Prompt) -> list[int]:
+            if plain and not isinstance(prompt, str):
+                prompt = "\n\n".join(str(message["content"]) for message in as_messages(prompt))
+            return render_prompt(prompt, self.tokenizer, form)
+
+        return [render(prompt) for prompt in data.non_tensor_batch["raw_prompt"]]
+
+    def _refuse_longer_than_budget(self, tokens: int) -> None:
+        config = self.config.reward_model
+        budget, by_rows = config.forward_max_token_len_per_gpu, config.sequences_per_micro_batch(1)
+        if by_rows is None and tokens > budget:
+            raise ConfigError(
+                f"a row has {tokens} tokens of the reward model, more than "
+                f"reward_model.forward_max_token_len_per_gpu={budget}; raise it, or truncate rows from "
+                f"the left with reward_model.max_length={budget - 1}"
+            )
+
+
+def _prompts(data: DataProto) -> list[list[int]]:
+    columns = data.batch
+    exists, _ = split_at_response(columns["attention_mask"].bool(), columns["responses"])
+    return [ids[there].tolist() for ids, there in zip(columns["prompts"], exists, strict=True)]
+
+
+def _refuse_without_head(path: str) -> None:
+    architecture = (load_config(path).architectures or ["model"])[0]
+    if not architecture.endswith("ForTokenClassification"):
+        raise ConfigError(
+            f"reward_model.model.path={path} is a {architecture} without the head of a process reward "
+            "model; give a token classifier of two labels (bad, good), or train one with hone train-prm"
         )
-
-    @torch.no_grad()
-    def _judge(self, rows: list[list[int]]) -> list[Tensor]:
-        """Returns p(good) − p(bad) at every token of each row."""
-        ids, mask, _ = self.padded(rows)
-        logits = self.model(input_ids=ids, attention_mask=mask).logits
-        rewards = step_rewards(logits.float()).cpu()
-        return [rewards[i, : len(row)] for i, row in enumerate(rows)]
-
-
-def separator_ids(tokenizer: Tokenizer, text: str) -> Tensor:
-    """Returns every token whose text ends in `text`, including tokens with other characters before it."""
-    ids = range(len(tokenizer))
-    return torch.tensor([i for i in ids if tokenizer.decode([i]).endswith(text)], dtype=torch.int64)

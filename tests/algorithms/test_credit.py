@@ -59,10 +59,12 @@ def test_other_values_are_refused(wrong):
 
 
 def test_score_is_the_difference_of_the_two_probabilities():
-    assert step_rewards(torch.tensor([0.0, 2.0])).item() == pytest.approx(0.761594, abs=1e-6)
+    assert step_rewards(torch.tensor(2.0)).item() == pytest.approx(0.761594, abs=1e-6)
     logits = torch.tensor([[1.0, -0.5]], dtype=torch.float64)
     p = torch.softmax(logits, -1)
-    assert step_rewards(logits).item() == pytest.approx((p[0, 1] - p[0, 0]).item())
+    assert step_rewards(logits[:, 1] - logits[:, 0]).item() == pytest.approx(
+        (p[0, 1] - p[0, 0]).item()
+    )
 
 
 def test_a_step_ends_at_separators_and_once_at_the_last_token():

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hone.agents.collate import collate_outputs
+from hone.agents.contract import AgentLoopOutput
 from hone.config import ConfigError, load_config
+from hone.data.response_steps import TokenTexts
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
-from hone.workers.process_reward_model import ProcessRewardModelWorker, separator_ids
+from hone.protocol.rows import object_array
+from hone.workers.process_reward_model import ProcessRewardModelWorker
+from tests.data.tokenizers_of_bytes import byte_level_tokenizer, piece_tokenizer
 
 WORDS = ("\n\n", ".\n\n")
 TEXTS = ["ab.\n\ncd\n\nef", "abc", "ab\n\n"]
 
 
-def save_judge(folder: Path, words: tuple[str, ...] = WORDS) -> Path:
+def save_judge(folder: Path, words: tuple[str, ...] = WORDS, tokenizer: Any = None) -> Path:
     from transformers import AutoConfig, AutoModelForTokenClassification
 
-    tokenizer = character_tokenizer(words=words)
+    tokenizer = tokenizer or character_tokenizer(words=words)
     config = AutoConfig.for_model(
         "qwen2", vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, num_labels=2,
@@ -57,22 +63,35 @@ def worker(judge: Path, *overrides: str) -> ProcessRewardModelWorker:
     return made
 
 
-def batch_of(tokenizer: Any) -> DataProto:
-    from hone.agents.collate import collate_outputs
-    from hone.agents.contract import AgentLoopOutput
+def collated(*rows: tuple[list[int], list[int], list[int]]) -> DataProto:
+    """A batch of (prompt, response, response mask)."""
+    return collate_outputs([AgentLoopOutput(*row) for row in rows], pad_token_id=0)
 
-    outputs = []
+
+def batch_of(tokenizer: Any) -> DataProto:
+    rows = []
     for number, text in enumerate(TEXTS):
         ids = tokenizer.encode(text, add_special_tokens=False)
         start = tokenizer.encode("1+" * (number + 1), add_special_tokens=False)
-        outputs.append(AgentLoopOutput(start, ids, [1] * len(ids)))
-    return collate_outputs(outputs, pad_token_id=0)
+        rows.append((start, ids, [1] * len(ids)))
+    return collated(*rows)
+
+
+def plain_scores(judge: Path, rows: list[list[int]]) -> list[torch.Tensor]:
+    """p(good) − p(bad) at every token, by transformers over one right-padded batch."""
+    from transformers import AutoModelForTokenClassification
+
+    model = AutoModelForTokenClassification.from_pretrained(judge).eval()
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    mask = torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows])
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask.long()).logits
+    scores = torch.softmax(logits, -1) @ torch.tensor([-1.0, 1.0])
+    return [score[: len(row)] for score, row in zip(scores, rows, strict=True)]
 
 
 def test_merged_tokens_end_a_step_and_the_last_token_does_once(judge: Path) -> None:
     made = worker(judge)
-    ends = separator_ids(made.tokenizer, "\n\n").tolist()
-    assert [made.tokenizer.decode([i]) for i in ends] == list(WORDS)
     steps = made.compute_rm_score(batch_of(made.tokenizer)).batch["step_mask"]
     # a b .\n\n c d \n\n e f  |  a b c  |  a b \n\n
     assert steps.int().tolist() == [
@@ -82,18 +101,20 @@ def test_merged_tokens_end_a_step_and_the_last_token_does_once(judge: Path) -> N
     ]
 
 
-def test_scores_are_the_models_own_with_the_separator_in_the_steps_place(judge: Path) -> None:
+def test_packed_rows_score_as_transformers_does_on_padded_ones(judge: Path) -> None:
+    """The separator stands in the place of each token that ends a step."""
     made = worker(judge, "reward_model.credit_assignment=gamma-decay")
-    tokenizer = made.tokenizer
-    batch = batch_of(tokenizer)
+    batch = batch_of(made.tokenizer)
     scores = made.compute_rm_score(batch).batch["process_scores"]
-    text = tokenizer.encode("1+" + "ab" + "\n" + "cd" + "\n" + "e" + "\n", add_special_tokens=False)
-    with torch.no_grad():
-        logits = made.model(input_ids=torch.tensor([text])).logits[0, 2:]
-    expected = torch.softmax(logits, -1) @ torch.tensor([-1.0, 1.0])
-    ends = torch.tensor([2, 5, 7])
-    assert torch.allclose(scores[0, ends], expected[ends], atol=1e-6)
-    assert scores[0].count_nonzero() == 3
+    texts = ["1+ab\ncd\ne\n", "1+1+ab\n", "1+1+1+ab\n"]
+    rows = [made.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    expected = plain_scores(judge, rows)
+    for row, (prompt, ends) in enumerate([(2, [2, 5, 7]), (4, [2]), (6, [2])]):
+        for end in ends:
+            assert scores[row, end].item() == pytest.approx(
+                expected[row][prompt + end].item(), abs=1e-5
+            )
+        assert scores[row].count_nonzero() == len(ends)
 
 
 @pytest.mark.parametrize("cut", ["micro_batch_size_per_gpu=1", "forward_max_token_len_per_gpu=20"])
@@ -114,14 +135,129 @@ def test_a_small_temperature_leaves_the_worst_step(judge: Path) -> None:
     assert summed == pytest.approx(lowest.item(), abs=1e-4)
 
 
-def test_another_vocabulary_and_a_separator_of_two_tokens_are_refused(
+def test_tool_tokens_are_read_and_end_no_step(judge: Path) -> None:
+    made = worker(judge, "reward_model.credit_assignment=gamma-decay")
+    ids = made.tokenizer.encode("a\n\nb\n\nc\n\n", add_special_tokens=False)
+    # a and its separator are the policy's, b and its separator a tool's, c the policy's, the end a tool's.
+    batch = collated((made.tokenizer.encode("1+"), ids, [1, 1, 0, 0, 1, 0]))
+    found = made.compute_rm_score(batch).batch
+    assert found["step_mask"].int().tolist() == [[0, 1, 0, 0, 1, 0]]
+    (text,) = plain_scores(judge, [made.tokenizer.encode("1+a\nb\n\n\n")])
+    assert found["process_scores"][0, 4].item() == pytest.approx(text[-1].item(), abs=1e-5)
+    nothing = collated((made.tokenizer.encode("1+"), ids, [0] * 6))
+    assert not made.compute_rm_score(nothing).batch["step_mask"].any()
+
+
+def test_rows_are_truncated_from_the_left_and_steps_that_are_cut_away_are_no_steps(
+    judge: Path,
+) -> None:
+    whole = worker(judge, "reward_model.credit_assignment=gamma-decay")
+    batch = batch_of(whole.tokenizer)  # the first row: 2 + 8 tokens, steps end at 2, 5 and 7
+    for limit, ends in ((9, [2, 5, 7]), (5, [5, 7]), (1, [7])):
+        short = worker(
+            judge,
+            "reward_model.credit_assignment=gamma-decay",
+            f"reward_model.max_length={limit}",
+        )
+        found = short.compute_rm_score(batch).batch
+        assert found["step_mask"][0].nonzero().squeeze(1).tolist() == ends
+        text = short.tokenizer.encode("1+ab\ncd\ne\n", add_special_tokens=False)[-limit:]
+        (expected,) = plain_scores(judge, [text])
+        assert found["process_scores"][0, 7].item() == pytest.approx(expected[-1].item(), abs=1e-5)
+
+
+def test_a_line_break_of_the_shell_is_a_line_break(judge: Path) -> None:
+    made = worker(judge)
+    typed = worker(
+        judge, r"reward_model.split_step_char='\n\n'", r"reward_model.step_separator='\n'"
+    )
+    batch = batch_of(made.tokenizer)
+    a, b = (w.compute_rm_score(batch).batch for w in (made, typed))
+    assert torch.equal(a["step_mask"], b["step_mask"])
+    assert torch.equal(a["process_scores"], b["process_scores"])
+
+
+def test_models_that_are_no_judges_of_steps_are_refused(judge: Path, tmp_path: Path) -> None:
+    from hone.models.tiny import save_pretrained, tiny_lm
+
+    with pytest.raises(ConfigError, match="step_separator='ab' is 2 tokens"):
+        worker(judge, "reward_model.step_separator='ab'")
+    tokenizer = character_tokenizer()
+    base = save_pretrained(tiny_lm(len(tokenizer), hidden=16), tokenizer, tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"Qwen2ForCausalLM without the head.*hone train-prm"):
+        worker(base)
+    with pytest.raises(
+        ConfigError, match=r"more than reward_model\.forward_max_token_len_per_gpu=8"
+    ):
+        worker(judge, "reward_model.forward_max_token_len_per_gpu=8").compute_rm_score(
+            batch_of(tokenizer)
+        )
+
+
+def save_policy_tokenizer(folder: Path, tokenizer: Any) -> str:
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    return f"reward_model.model.input_tokenizer={folder}"
+
+
+SUMS = "reward_model.credit_assignment=gamma-decay"
+PROMPT = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, piece_tokenizer])
+def test_another_vocabulary_is_read_by_its_characters(
+    judge: Path, tmp_path: Path, make: Callable[[], Any]
+) -> None:
+    """The prompt in the reward model's template, each step encoded alone, scored at its separator."""
+    policy = make()
+    made = worker(judge, save_policy_tokenizer(tmp_path / "policy", policy), SUMS)
+    texts = ["so a.\n\nx é 😀\n\nend", "\n\na\n\n\n\nb", "abc </s>"]
+    rows = [policy.encode(text, add_special_tokens=False) for text in texts]
+    rows[0].append(policy.eos_token_id)
+    batch = collated(*((policy.encode("q?"), ids, [1] * len(ids)) for ids in rows))
+    batch.non_tensor_batch["raw_prompt"] = object_array([PROMPT] * 3)
+    found = made.compute_rm_score(batch).batch
+    prompt = made.tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
+    read = [
+        [*"so a.", "\n", *"x é 😀", "\n", *"end", "\n"],
+        ["\n", "a", "\n", "\n", "b", "\n"],
+        # The same letters are a special token of the judge, which a policy must not be able to write.
+        [*("abc </s>" if make is byte_level_tokenizer else "abc"), "\n"],
+    ]
+    vocabulary, unknown = made.tokenizer.get_vocab(), made.tokenizer.unk_token_id
+    ids = [[vocabulary.get(c, unknown) for c in [*prompt, *row]] for row in read]
+    expected = plain_scores(judge, ids)
+    for row, tokens in enumerate(read):
+        places = [i for i, token in enumerate(tokens) if token == "\n"]
+        columns = found["step_mask"][row].nonzero().squeeze(1)
+        pieces = TokenTexts(policy)(rows[row])
+        if row < 2:
+            ends = [sum(map(len, pieces[: column + 1])) for column in columns.tolist()]
+            assert ends == ([7, 14, 17] if row == 0 else [2, 5, 7, 8])
+        scores = found["process_scores"][row][columns]
+        assert torch.allclose(scores, expected[row][len(prompt) + torch.tensor(places)], atol=1e-5)
+
+
+def test_a_vocabulary_that_adds_tokens_to_the_policys_reads_its_ids(
     judge: Path, tmp_path: Path
 ) -> None:
-    other = save_judge(tmp_path / "other", words=("\n\n",))
-    with pytest.raises(ConfigError, match="another vocabulary than the policy"):
-        worker(judge, f"actor_rollout_ref.model.path={other}")
-    with pytest.raises(ConfigError, match="is 2 tokens of the reward model"):
-        worker(judge, "reward_model.step_separator='ab'")
+    smaller = save_policy_tokenizer(tmp_path / "policy", character_tokenizer(words=WORDS))
+    tokenizer = character_tokenizer(words=WORDS)
+    tokenizer.add_tokens(["<step>"])
+    save_judge(tmp_path / "larger", tokenizer=tokenizer)
+    made = worker(tmp_path / "larger", smaller, "reward_model.step_separator=<step>")
+    steps = made.compute_rm_score(batch_of(tokenizer)).batch["step_mask"]  # no raw_prompt is needed
+    assert steps.sum(1).tolist() == [3, 1, 1]
+
+
+def test_a_vocabulary_without_a_separator_token_is_read_by_its_characters(tmp_path: Path) -> None:
+    """Else a whole response would be one step."""
+    plain = save_judge(tmp_path / "plain", words=())
+    made = worker(plain)
+    ids = made.tokenizer.encode("a\n\nb", add_special_tokens=False)
+    batch = collated((made.tokenizer.encode("1+"), ids, [1] * 4))
+    found = made.compute_rm_score(batch).batch
+    assert found["step_mask"].int().tolist() == [[0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize(
