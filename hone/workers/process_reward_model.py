@@ -68,29 +68,14 @@ class ProcessRewardModelWorker(TrainWorker):
         # Without a token that ends in the separator, its characters are found one by one.
         by_ids = self._same_tokens and len(self._ends) > 0
         rows = self._rows_of_ids(data) if by_ids else self._rows_of_text(data)
-        inputs, columns = [], []
-        for row in rows:
-            ids = [*row.prompt, *row.tokens]
-            surplus = max(0, len(ids) - (config.max_length or len(ids)))  # truncated from the left
-            ends = [len(row.prompt) + end - surplus for end in row.ends]
-            start = max(1, len(row.prompt) - surplus)
-            ids = ids[surplus:]
-            scored = {
-                end + 1 - start: c for end, c in zip(ends, row.columns, strict=True) if end >= 0
-            }
-            # The engine returns the score after the token before each token, hence the padding token.
-            answer = [*ids[start:], self.tokenizer.pad_token_id]
-            mask = [int(place in scored) for place in range(len(answer))]
-            inputs.append(AgentLoopOutput(ids[:start], answer, mask))
-            columns.append(scored)
-            self._refuse_longer_than_budget(len(ids) + 1)
+        inputs, columns = zip(*map(self._input, rows), strict=True)
         batch = collate_outputs(inputs, pad_token_id=self.tokenizer.pad_token_id)
         rewards = step_rewards(self.engine.infer(batch)["scores"])
         scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
         steps = torch.zeros(scores.shape, dtype=torch.bool)
-        for row, scored in enumerate(columns):
+        for number, scored in enumerate(columns):
             for place, column in scored.items():
-                scores[row, column], steps[row, column] = rewards[row, place], True
+                scores[number, column], steps[number, column] = rewards[number, place], True
         if not scores.isfinite().all():
             raise ValueError(
                 f"reward_model.model.path={config.model.path} gave a score that is not finite; check its "
@@ -98,6 +83,22 @@ class ProcessRewardModelWorker(TrainWorker):
             )
         credit = assign_credit(scores, steps, config.credit_assignment)
         return DataProto.from_dict({"process_scores": credit, "step_mask": steps})
+
+    def _input(self, row: StepRow) -> tuple[AgentLoopOutput, dict[int, int]]:
+        """Returns the row for the engine, and the column of each score: {place in the row: response column}.
+
+        The engine returns the score after the token before each token, hence the padding token at the end.
+        """
+        ids = [*row.prompt, *row.tokens]
+        surplus = max(0, len(ids) - (self.config.reward_model.max_length or len(ids)))
+        ids, start = ids[surplus:], max(1, len(row.prompt) - surplus)
+        self._refuse_longer_than_budget(len(ids) + 1)
+        places = [len(row.prompt) + end - surplus + 1 - start for end in row.ends]
+        # Places before the first token have been truncated.
+        scored = {p: c for p, c in zip(places, row.columns, strict=True) if p + start > 0}
+        response = [*ids[start:], self.tokenizer.pad_token_id]
+        mask = [int(place in scored) for place in range(len(response))]
+        return AgentLoopOutput(ids[:start], response, mask), scored
 
     def _rows_of_ids(self, data: DataProto) -> list[StepRow]:
         """Puts the separator in place of every token that ends a step."""
