@@ -10,8 +10,17 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,6 +30,9 @@ from hone.rollout.remote_requests import Chunk, ConnectionLost, RemoteEngine
 from hone.rollout.requests import Request, RequestRules
 from hone.rollout.server_weights import WeightFolder, in_buckets
 from hone.rollout.weights import refuse_unknown
+
+if TYPE_CHECKING:
+    from hone.rollout.server_group import UpdateGroup
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +54,20 @@ class ServerRollout(RemoteEngine):
         folder: WeightFolder,
         *,
         direct: bool = False,
+        group: Callable[[], UpdateGroup] | None = None,
         keep_weights: bool = True,
         bucket_bytes: int = 2**30,
         max_attempts: int = 3,
     ) -> None:
-        """`direct` sends tensors in requests instead of the folder; `parameters` are the
-        model's, of any device."""
+        """`direct` sends tensors in requests and `group` broadcasts them; otherwise servers load the folder.
+        `parameters` are the model's, of any device."""
         self.name = servers[0].kind
         self.retries = max_attempts
         self._servers = list(servers)
         self._parameters, self._folder = parameters, folder
-        self._direct, self._keeps_weights = direct, keep_weights or not direct
+        self._direct, self._open_group = direct, group
+        self._group: UpdateGroup | None = None  # of the update under way
+        self._keeps_weights = keep_weights or not (direct or group)
         self._bucket_bytes = bucket_bytes
         self._token = secrets.token_hex(4)
         self._expected: str | None = None
@@ -224,13 +239,31 @@ class ServerRollout(RemoteEngine):
             self._names |= set(bucket)
             if self._keeps_weights:
                 self._folder.add(bucket)
-            if self._direct:
+            if self._open_group is not None:
+                await self._submit(self._broadcast(bucket))
+            elif self._direct:
                 await self._submit(self._send_all(bucket))
 
     def _known(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             refuse_unknown(name, tensor, self._parameters)
             yield name, tensor
+
+    async def _broadcast(self, bucket: Mapping[str, Tensor]) -> None:
+        """Sends tensors through the group of this update; if it breaks, the commit publishes the copy."""
+        assert self._open_group is not None
+        if self._stale:
+            return
+        try:
+            if self._group is None:
+                self._group = self._open_group()
+                await self._group.open()
+            await self._group.send(bucket)
+        except RolloutError as error:
+            if not self._keeps_weights:
+                raise
+            log.warning("%s; the servers load the copy instead", error)
+            self._stale |= set(self._servers)
 
     async def _send_all(self, bucket: Mapping[str, Tensor]) -> None:
         async def send(server: HttpServer) -> None:
@@ -244,6 +277,9 @@ class ServerRollout(RemoteEngine):
         await self._all(send(server) for server in self._servers if server not in self._stale)
 
     async def _remote_commit(self, version: int, loaded: bool) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            await group.close()
         if loaded:
             self._refuse_incomplete()
             if self._keeps_weights:
@@ -265,7 +301,7 @@ class ServerRollout(RemoteEngine):
     async def _publish(self, server: HttpServer, expected: str) -> None:
         """Ends the update of one server; a lost server gets the whole weights once more."""
         try:
-            if self._direct and server not in self._stale:
+            if (self._direct or self._open_group) and server not in self._stale:
                 await server.end_update(expected)
                 await server.check_weights(expected, self._folder if self._keeps_weights else None)
             else:

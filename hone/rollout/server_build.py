@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hone.config.rollout import RolloutConfig
 from hone.event_loop import run_coroutine
@@ -15,6 +16,9 @@ from hone.rollout.server_weights import WeightFolder, meta_parameters
 from hone.rollout.sglang_process import LaunchedSGLang, launch_arguments
 from hone.rollout.sglang_server import SGLangServer
 from hone.rollout.vllm_openai import VLLMServer
+
+if TYPE_CHECKING:
+    from hone.rollout.server_group import UpdateGroup
 
 
 def build_sglang(spec: RolloutSpec) -> RolloutEngine:
@@ -74,8 +78,24 @@ def urls_of(spec: RolloutSpec) -> list[str]:
     return urls[spec.rank :: spec.world_size]
 
 
+def _group_of(spec: RolloutSpec, servers: Sequence[HttpServer]) -> Callable[[], UpdateGroup]:
+    from hone.rollout.server_group import UpdateGroup
+
+    sglang = [server for server in servers if isinstance(server, SGLangServer)]
+    return lambda: UpdateGroup(sglang, spec.device)
+
+
+def _refuse_transfer(spec: RolloutSpec, servers: Sequence[HttpServer]) -> None:
+    if spec.config.server.weights != "disk" and not isinstance(servers[0], SGLangServer):
+        raise RolloutError(
+            f"rollout.server.weights={spec.config.server.weights} is SGLang's; a vLLM server loads weights "
+            "with rollout.server.weights=disk"
+        )
+
+
 def _engine(spec: RolloutSpec, servers: Sequence[HttpServer]) -> ServerRollout:
     config = spec.config
+    _refuse_transfer(spec, servers)
     path = resolve_model_path(spec.model_path)
     bucket = 2**30
     if isinstance(config, RolloutConfig):
@@ -85,7 +105,8 @@ def _engine(spec: RolloutSpec, servers: Sequence[HttpServer]) -> ServerRollout:
         RequestRules.of(load_config(path), spec.eos_ids, spec.tokenizer),
         meta_parameters(path),
         WeightFolder(config.server.weights_folder, path),
-        direct=config.server.weights != "disk",
+        direct=config.server.weights == "tensor",
+        group=_group_of(spec, servers) if config.server.weights == "distributed" else None,
         keep_weights=config.server.keep_weights,
         bucket_bytes=bucket,
         max_attempts=config.server.max_attempts,

@@ -200,19 +200,19 @@ class SGLangServer(HttpServer):
 
     async def load_folder(self, folder: str, version: str) -> None:
         body = {"model_path": folder, "weight_version": version, "flush_cache": True}
-        await self._succeeded("/update_weights_from_disk", body)
+        await self.succeeded("/update_weights_from_disk", body)
 
     async def send_tensors(self, bucket: Mapping[str, Tensor]) -> None:
         payload = await asyncio.to_thread(as_payload, bucket)
         body = {"serialized_named_tensors": [payload] * self.tensor_parallel, "flush_cache": False}
-        await self._succeeded("/update_weights_from_tensor", body)
+        await self.succeeded("/update_weights_from_tensor", body)
 
     async def end_update(self, version: str) -> None:
         await self.call(f"/flush_cache?timeout={self.limits.call_s:g}", {})
         body = {"new_version": version, "abort_all_requests": False}
-        await self._succeeded("/update_weight_version", body)
+        await self.succeeded("/update_weight_version", body)
 
-    async def _succeeded(self, path: str, body: Settings) -> None:
+    async def succeeded(self, path: str, body: Settings) -> None:
         answer = await self.call(path, body)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise RolloutError(f"{self.shown_url}{path} did not succeed: {shortened(str(answer))}")

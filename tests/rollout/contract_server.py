@@ -12,12 +12,15 @@ import json
 import pickle
 import threading
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 from aiohttp import web
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d, rendezvous
 
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenDelta
@@ -53,6 +56,7 @@ class ContractServer:
         self.version, self.paused, self.released = "default", "", set[str]()
         self.dead = False
         self.running: set[str] = set()
+        self.groups: dict[str, Any] = {}
         core = NativeCore(
             policy,
             eos_ids=(eos,),
@@ -84,6 +88,9 @@ class ContractServer:
             ("POST", "flush_cache"),
             ("POST", "update_weights_from_disk"),
             ("POST", "update_weights_from_tensor"),
+            ("POST", "init_weights_update_group"),
+            ("POST", "update_weights_from_distributed"),
+            ("POST", "destroy_weights_update_group"),
             ("POST", "update_weight_version"),
             ("POST", "get_weights_by_name"),
             ("POST", "release_memory_occupation"),
@@ -234,6 +241,45 @@ class ContractServer:
         body = await request.json()
         named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
         return await self._updated(dict(named), body)
+
+    async def _init_weights_update_group(self, request: web.Request) -> web.Response:
+        body = await request.json()
+
+        def join() -> Any:
+            place = f"tcp://{body['master_address']}:{body['master_port']}"
+            timeout = timedelta(seconds=30)
+            store, rank, size = next(
+                rendezvous(place, body["rank_offset"], body["world_size"], timeout=timeout)
+            )
+            named = distributed_c10d.PrefixStore(body["group_name"], store)
+            group, _ = distributed_c10d._new_process_group_helper(
+                size, rank, [], body["backend"], named, body["group_name"], timeout=timeout
+            )
+            distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+            return group
+
+        self.groups[body["group_name"]] = await asyncio.to_thread(join)
+        return web.json_response({"success": True, "message": "Succeeded."})
+
+    async def _update_weights_from_distributed(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        group = self.groups[body["group_name"]]
+
+        def receive() -> dict[str, Any]:
+            received = {}
+            for name, dtype, shape in zip(
+                body["names"], body["dtypes"], body["shapes"], strict=True
+            ):
+                received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                group.broadcast(received[name], 0).wait()
+            return received
+
+        return await self._updated(await asyncio.to_thread(receive), body)
+
+    async def _destroy_weights_update_group(self, request: web.Request) -> web.Response:
+        group = self.groups.pop((await request.json())["group_name"])
+        distributed_c10d.destroy_process_group(group)
+        return web.json_response({"success": True, "message": "Succeeded."})
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         if not self.fails("version stays old"):

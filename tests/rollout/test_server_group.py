@@ -1,0 +1,35 @@
+"""New weights by broadcast in a process group of trainer and servers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.rollout.build import build_rollout
+
+from .models import policy, trainer_log_probs
+from .opened_servers import PROMPT, SHORT, updated
+from .test_sglang_process import fake, spec
+
+_ = fake
+
+
+@pytest.mark.slow
+def test_broadcast_weights_are_those_of_the_next_token(fake: Path) -> None:
+    """Two updates, so that the second group is another one."""
+    engine: Any = build_rollout(spec(fake, "server.weights=distributed"))
+
+    async def asked() -> None:
+        for version, seed in ((1, 1), (2, 0)):
+            await updated(engine, version, seed)
+            out = await engine.generate(PROMPT, SHORT, "new")
+            assert out.versions == [version] * SHORT.max_tokens
+            expected = trainer_log_probs(policy(seed=seed), PROMPT, out.token_ids, 1.0)
+            assert out.log_probs == pytest.approx(expected, abs=1e-4)
+        assert not engine._stale, "the copy was loaded instead"
+        await engine.close()
+
+    asyncio.run(asked())
