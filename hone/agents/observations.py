@@ -7,11 +7,11 @@ turns differently (for example, without their thinking).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hone.data.chat_template import BrokenTemplate, apply_template
-from hone.data.prompts import Message, PromptError, render_prompt, truncate
+from hone.data.prompts import FAR_CHARACTERS, Message, PromptError, render_prompt, truncate
 from hone.text import clean_text, clean_values, described
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
@@ -19,6 +19,8 @@ from hone.types import Settings
 _SPOKEN = "QZ7assistantturnQZ7"
 """Placeholder for the model's turn while a template renders what follows it."""
 _CUT = "(truncated)"
+_FITTING_ATTEMPTS = 8
+"""Renderings of a prompt whose observation is truncated: tokens at the border may split differently."""
 _QUESTION: Message = {"role": "user", "content": "What is 2+2?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 _TURNS = {
@@ -164,6 +166,46 @@ def _difference(text: str, reply: Message, tokenizer: Tokenizer, kwargs: Setting
     )
     rest = [tokenizer.decode(ids[at : at + 12]) for ids in (appended, whole)]
     return f"from token {at} the loop has {rest[0]!r}, the template {rest[1]!r}"
+
+
+def with_observation(
+    prompt: str | list[Message],
+    observation: str,
+    render: Callable[[str | list[Message]], list[int]],
+    tokenizer: Tokenizer,
+    limit: int,
+    side: str,
+) -> tuple[list[int], str]:
+    """Returns the ids of a prompt that ends with an environment's first observation, and the observation.
+
+    The observation is truncated so that at most `limit` ids remain, whatever `data.truncation` is.
+    """
+    text = cut_text(observation, FAR_CHARACTERS * limit, side)
+    ids = _ending_with(text, prompt, render)
+    tokens: list[int] = []
+    for attempt in range(_FITTING_ATTEMPTS):
+        if len(ids) <= limit:
+            return ids, text
+        tokens = tokens or _encoded(text, tokenizer)
+        count = max(len(tokens) - (len(ids) - limit), 0) if attempt < _FITTING_ATTEMPTS - 1 else 0
+        tokens = truncate(tokens, count, side)
+        text = clean_text(tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
+        ids = _ending_with(text, prompt, render)
+    return truncate(ids, limit, "left"), text
+
+
+def _ending_with(
+    text: str, prompt: str | list[Message], render: Callable[[str | list[Message]], list[int]]
+) -> list[int]:
+    if isinstance(prompt, str):  # pre-rendered text
+        return render(f"{prompt}{_plain({'role': 'user', 'content': text})}")
+    try:
+        return render([*prompt, {"role": "user", "content": text}])
+    except PromptError:  # the template may require that roles alternate
+        last = prompt[-1]
+        if last["role"] != "user" or not isinstance(last["content"], str):
+            raise
+        return render([*prompt[:-1], {**last, "content": f"{last['content']}\n\n{text}"}])
 
 
 def cut_text(text: str, longest_chars: int, side: str) -> str:

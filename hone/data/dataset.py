@@ -7,17 +7,19 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.data import DataConfig
 from hone.data.files import copy_to_local, is_non_local
 from hone.data.hub import as_frame
 from hone.data.prompts import (
     Message,
+    Prompt,
     PromptError,
     PromptTooLong,
+    Tools,
     as_messages,
     prompt_text,
     raw_text,
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SINGLE_TURN_AGENT = "single_turn_agent"
+WholePrompt: TypeAlias = Callable[[Row], tuple[Prompt, Tools | None] | None]
+"""Maps a row to the prompt and tools that its agent loop renders; None leaves the prompt unchanged."""
 
 
 class RLHFDataset:
@@ -61,6 +65,8 @@ class RLHFDataset:
     """
 
     store: RowStore
+    whole_prompt: WholePrompt | None = None
+    """What an agent loop makes of a row's prompt; set by `render_with`."""
     _frame: Dataset | None = None
 
     def __init__(
@@ -124,6 +130,14 @@ class RLHFDataset:
         if index < len(self.positions):
             return self.store[self.positions[index]]
         return self.added[index - len(self.positions)]
+
+    def render_with(self, whole_prompt: WholePrompt) -> None:
+        """Renders, counts and filters prompts with what their agent loops add, such as instructions."""
+        self.whole_prompt, self._lengths = whole_prompt, None
+        if self.settings.filter_overlong_prompts:
+            self.positions = self._filter_overlong(self.positions)
+            self._frame = None
+            self.__dict__.pop("fingerprint", None)
 
     def prompt_lengths(self) -> Iterator[int | PromptError]:
         """Yields the tokens of each prompt before truncation, or the error that prevents its rendering."""
@@ -261,7 +275,8 @@ class RLHFDataset:
     def _filter_overlong(self, positions: list[int]) -> list[int]:
         """Returns the positions of prompts that fit; counts and logs the others."""
         limit, in_use = self.max_prompt_length, set(positions)
-        scan = enumerate(self.store.scan((self.prompt_key, "agent_name")))
+        of_loops = ("tool_config", "extra_info") if self.whole_prompt else ()
+        scan = enumerate(self.store.scan((self.prompt_key, "agent_name", *of_loops)))
         rows = (row for position, row in scan if position in in_use)
         short, lengths = [], []
         for position, length in zip(positions, self._count_tokens(rows, limit), strict=True):
@@ -280,7 +295,7 @@ class RLHFDataset:
             )
         if self.overlong_rows:
             message = "%d of %d prompts have more than %d tokens and were left out"
-            logger.info(message, self.overlong_rows, len(positions), limit)
+            logger.info(message, len(positions) - len(short), len(positions), limit)
         self._lengths = lengths
         return short
 
@@ -291,11 +306,17 @@ class RLHFDataset:
         return token_counts(renderings, self.tokenizer, max_tokens)
 
     def _render(self, row: Row) -> str | list[int]:
+        prompt: Prompt = row[self.prompt_key]
+        tools: Tools | None = self.tools or None
+        if row.get("agent_name") == SINGLE_TURN_AGENT:
+            tools = None
+        if self.whole_prompt is not None:
+            prompt, tools = self.whole_prompt(row) or (prompt, tools)
         return prompt_text(
-            row[self.prompt_key],
+            prompt,
             self.tokenizer,
             self.settings.prompt_format,
-            tools=None if row.get("agent_name") == SINGLE_TURN_AGENT else self.tools or None,
+            tools=tools,
             template_kwargs=self.settings.apply_chat_template_kwargs,
         )
 
@@ -318,9 +339,15 @@ class RLHFDataset:
         row["data_source"] = row.get("data_source") or "unknown"
         row["reward_model"] = row.get("reward_model") or {}
         row["agent_name"] = row.get("agent_name")
-        for name in ARGUMENTS:
-            row[name] = without_nulls(row.get(name) or extra_info.get(name) or {})
+        row |= {name: loop_argument(row, name) for name in ARGUMENTS}
         return row
+
+
+def loop_argument(row: Row, name: str) -> Row:
+    """Returns a loop's arguments, which a row has at its top level or in `extra_info`."""
+    extra_info = row.get("extra_info") or {}
+    value: Row = without_nulls(row.get(name) or extra_info.get(name) or {})
+    return value
 
 
 def with_typed_parts(

@@ -10,13 +10,13 @@ import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from hone.agents.bounded import Overdue, bounded
 from hone.agents.interactions.contract import BaseInteraction, Messages
 from hone.text import clean_text, described
-from hone.types import JsonValue, Settings
+from hone.types import Settings
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -40,13 +40,19 @@ class InteractionSession:
 
     async def start(self, left_s: float) -> str | None:
         """Starts within the trajectory's remaining time; returns the first observation or None."""
-        work = _call(self._user.start_interaction, uuid4().hex, **self._words)
-        started: str | tuple[str, str] | None = await self._ask("start_interaction", work, left_s)
+        self._id, observation = (
+            await self._ask("start_interaction", self._start(), left_s) or (None,) * 2
+        )
+        return observation
+
+    async def _start(self) -> tuple[str, str | None]:
+        started: Any = await self._user.start_interaction(uuid4().hex, **self._words)
         if not isinstance(started, tuple):
-            self._id = started
-            return None
-        self._id, observation = started
-        return clean_text(observation)
+            return started, None
+        talk_id, observation = started
+        if not isinstance(observation, str):
+            raise TypeError(f"the first observation is {observation!r}; give text")
+        return talk_id, clean_text(observation)
 
     async def reply(self, messages: Messages, left_s: float) -> str | None:
         """Returns the user's reply to the model's last turn; None ends the conversation."""
@@ -94,21 +100,21 @@ class InteractionSession:
         except Overdue:
             self.timeouts.append(self.name)
             logger.warning("interaction %s: %s took longer than %g s", self.name, verb, seconds)
+            self.failures += 1
         except Exception as error:  # user code: any exception ends the conversation
-            logger.warning("interaction %s: %s failed: %s", self.name, verb, described(error))
-        self.failures += 1
+            self.fail(verb, error)
         return None
+
+    def fail(self, verb: str, error: Exception) -> None:
+        """Counts a failure, which ends the conversation with the model's next turn."""
+        logger.warning("interaction %s: %s failed: %s", self.name, verb, described(error))
+        self.failures += 1
 
 
 def _number(score: float | None) -> float | None:
     if score is not None and not math.isfinite(score):
         raise ValueError(f"the score is {score}")
     return None if score is None else float(score)
-
-
-async def _call(function: Callable[..., Awaitable[T]], *arguments: str, **more: JsonValue) -> T:
-    """Wraps a call in a coroutine, so that an error before the first await is raised inside it."""
-    return await function(*arguments, **more)
 
 
 async def _of_talk(function: Callable[..., Awaitable[T]], talk_id: str) -> T:

@@ -19,13 +19,14 @@ from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutpu
 from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.interactions.session import InteractionSession
-from hone.agents.observations import cut_text, cut_tokens, observation_ids
+from hone.agents.observations import cut_text, cut_tokens, observation_ids, with_observation
 from hone.agents.parsers.contract import ToolCall, ToolParser
 from hone.agents.tools.contract import ToolError
 from hone.agents.tools.listing import Tool, load_all_tools
 from hone.agents.tools.session import CallLimits, ToolSession
 from hone.config.rollout import MultiTurnConfig
-from hone.data.prompts import Message, as_messages, truncate
+from hone.data.chat_template import BrokenTemplate
+from hone.data.prompts import Message, PromptError, as_messages, raw_text, truncate
 from hone.text import described, shown
 from hone.types import Row, Settings
 
@@ -107,7 +108,7 @@ class ToolAgentLoop(AgentLoopBase):
             if user is not None:
                 ending.push_async_callback(user.finish)
                 first = await user.start(deadline - time.monotonic())
-            talk = self._begin(row, first)
+            talk = self._begin(row, first, user)
             talk.turn_scores = user.turn_scores if user else []
             session = ToolSession(self.tools, talk, self._call_limits())
             ending.push_async_callback(session.release)
@@ -117,27 +118,47 @@ class ToolAgentLoop(AgentLoopBase):
                 scores[user.name] = score
         return self._output(talk, session, user, scores)
 
-    def _begin(self, row: Row, first: str | None) -> AgentData:
-        """Renders the prompt with the parser's instructions or an environment's first observation."""
-        schemas = [tool.tool_schema for tool in self.tools.values()]
-        prompt = row["raw_prompt"]
-        if schemas and not self.parser.in_template:
-            prompt = _with_instructions(prompt, self.parser.instructions(schemas))
-            schemas = []
-        if first is not None:
-            prompt = [*as_messages(prompt), {"role": "user", "content": first}]
-        shown_tools = [schema.model_dump() for schema in schemas]
+    def whole_prompt(
+        self, prompt: str | list[Message], tool_config: Settings | None = None
+    ) -> tuple[str | list[Message], list[Settings]]:
+        """Returns the prompt with the parser's instructions, and the schemas that the template shows."""
+        tools, _, parser = self.of_row(tool_config)
+        schemas = [tool.tool_schema for tool in tools.values()]
+        if schemas and not parser.in_template:
+            return _with_instructions(prompt, parser.instructions(schemas)), []
+        return prompt, [schema.model_dump() for schema in schemas]
+
+    def _begin(
+        self, row: Row, first: str | None, user: InteractionSession | None = None
+    ) -> AgentData:
+        """Renders the prompt with the parser's instructions and an environment's first observation."""
+        prompt, shown_tools = self.whole_prompt(row["raw_prompt"], row.get("tool_config"))
+        messages = [dict(message) for message in as_messages(prompt)]
+        talk = AgentData(messages, [], row["trajectory_id"], row.get("tools_kwargs") or {})
+        if first is not None and user is not None:
+            is_raw = self.data_config.get("prompt_format", "chat") == "raw"
+            try:
+                talk.prompt_ids, text = with_observation(
+                    raw_text(prompt) if is_raw else messages,
+                    first,
+                    lambda whole: self._rendered(whole, shown_tools or None),
+                    self.tokenizer,
+                    self.prompt_length,
+                    self.limits.tool_response_truncate_side,
+                )
+                talk.messages.append({"role": "user", "content": text})
+                talk.extra_fields["env/truncated_observations"] = int(text != first)
+                return talk
+            except (PromptError, BrokenTemplate) as error:  # the observation is third-party text
+                user.fail("reset", error)
+        is_ready = prompt is row["raw_prompt"] and not self._restricted
         ids = (
             self.prompt_ids(row, shown_tools)
-            if prompt is row["raw_prompt"] and not self._restricted
+            if is_ready
             else self._rendered(prompt, shown_tools or None)
         )
-        return AgentData(
-            [dict(message) for message in as_messages(prompt)],
-            truncate(ids, self.prompt_length, self.config.data.truncation),
-            row["trajectory_id"],
-            row.get("tools_kwargs") or {},
-        )
+        talk.prompt_ids = truncate(ids, self.prompt_length, self.config.data.truncation)
+        return talk
 
     async def _converse(
         self,
@@ -172,7 +193,12 @@ class ToolAgentLoop(AgentLoopBase):
                 new = [{"role": "user", "content": reply}]
             else:
                 return
-            if not self._observe(talk, new, text):
+            try:
+                if not self._observe(talk, new, text):
+                    return
+            except (PromptError, BrokenTemplate) as error:  # the answer is third-party text
+                logger.warning("the answer cannot be rendered: %s", described(error))
+                session.facts.failures += 1
                 return
 
     async def _calls(self, text: str, ids: Sequence[int]) -> list[ToolCall]:

@@ -97,6 +97,12 @@ class _Preflight:
         plan = attempt(lambda: Plan.of(config))
         self._check_models(plan)
         datasets = self._datasets(tokenizer)
+        agents, agent_problems = None, []
+        if tokenizer is not None:
+            agents = attempt(lambda: AgentChecks(config, tokenizer, datasets))
+        if agents is not None:
+            agent_problems = list(agents.problems())  # builds the loops
+            attempt(agents.render_prompts)
         compute_score, rows = self.compute_score, datasets.get(VALIDATION)
         train = partial(load_reward_manager, num_examine=0)
         loaders = {TRAIN: train, VALIDATION: partial(load_validation_manager, dataset=rows)}
@@ -110,11 +116,10 @@ class _Preflight:
             attempt(lambda: earlier.refuse_other_data(datasets.get(TRAIN)))
         needs = Needs(config, plan, self.facts) if plan is not None else None
         self._add(needs.disk_problems() if needs is not None else ())
+        if agents is not None:
+            self._add(agent_problems)
+            self.warnings += agents.warnings()
         if tokenizer is not None:
-            agents = attempt(lambda: AgentChecks(config, tokenizer, datasets))
-            if agents is not None:
-                self._add(agents.problems())
-                self.warnings += agents.warnings()
             self._add(self._prompt_problems(datasets))
             if plan is not None and plan.served:
                 attempt(lambda: served_model(config, tokenizer))

@@ -16,12 +16,21 @@ from pathlib import Path
 from hone.agents.contract import AgentLoopBase, ServerManager
 from hone.agents.loops.listing import LoopNames, build_loop
 from hone.agents.loops.tool import ToolAgentLoop
-from hone.agents.observations import Drift, drifts
+from hone.agents.observations import Drift, drifts, observation_ids
 from hone.agents.tools.contract import BaseTool, ToolError
 from hone.config import PPOTrainerConfig
-from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset
+from hone.data.chat_template import BrokenTemplate
+from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset, loop_argument
 from hone.data.loader import Dataset
-from hone.data.prompts import PromptError, PromptTooLong, render_prompt
+from hone.data.prompts import (
+    Prompt,
+    PromptError,
+    PromptTooLong,
+    Tools,
+    as_messages,
+    raw_text,
+    render_prompt,
+)
 from hone.data.rows import DataError
 from hone.event_loop import run_coroutine
 from hone.plugins import PluginError, place_and_reason
@@ -30,7 +39,7 @@ from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.trial import TrialRow, Verdict, try_scorer
 from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_write_text
-from hone.types import JsonObject, JsonValue
+from hone.types import JsonObject, JsonValue, Row
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SOURCES = 16
@@ -62,6 +71,7 @@ class AgentChecks:
             loops = [loop for loop in self.built.values() if isinstance(loop, AgentLoopBase)]
             yield from (problem for loop in loops for problem in loop.problems())
         yield from self._tool_configs()
+        yield from self._turns()
         yield from self._coefficients()
         for loop in self.built.values():
             names = getattr(loop, "interactions", {})
@@ -73,6 +83,25 @@ class AgentChecks:
                         f"does not have; it has {', '.join(names)}"
                     )
 
+    def render_prompts(self) -> None:
+        """Make data sets render, count and filter prompts as the tool loops of their rows do."""
+        if any(isinstance(loop, ToolAgentLoop) for loop in self.built.values()):
+            for dataset in self.datasets.values():
+                if isinstance(dataset, RLHFDataset):
+                    dataset.render_with(self._whole_prompt)
+
+    def _whole_prompt(self, row: Row) -> tuple[Prompt, Tools | None] | None:
+        data = self.config.data
+        read = raw_text if data.prompt_format == "raw" else as_messages
+        try:
+            loop = self.built.get(self.names.of_row(row.get("agent_name")))
+            if isinstance(loop, ToolAgentLoop):
+                prompt = read(row[data.prompt_key])
+                return loop.whole_prompt(prompt, loop_argument(row, "tool_config"))
+        except (PluginError, ToolError, ValueError, TypeError):
+            pass  # reported where the row is checked or rendered
+        return None
+
     def _tool_configs(self) -> Iterator[str]:
         """Yield the `tool_config` entries of rows that the tool loop does not support."""
         configs = {json.dumps(config): config for config in self._of_extra_info("tool_config")}
@@ -83,6 +112,26 @@ class AgentChecks:
                     loop.of_row(config)
                 except (ToolError, ValueError, TypeError) as error:
                     yield f"a row's {error}"
+
+    def _turns(self) -> Iterator[str]:
+        """Yield a problem if the chat template cannot render the turns that loops append."""
+        chat = self.config.data.prompt_format == "chat"
+        for loop in self.built.values():
+            if not isinstance(loop, ToolAgentLoop):
+                continue
+            by_template = bool(loop.tools) and loop.parser.in_template
+            roles = (("tool", by_template), ("user", bool(loop.interactions)))
+            for role in [role for role, is_used in roles if is_used]:
+                try:
+                    observation_ids(
+                        [{"role": role, "content": "a"}],
+                        self.tokenizer,
+                        last_token=0,
+                        template_kwargs=self.config.data.apply_chat_template_kwargs,
+                        chat=chat,
+                    )
+                except (PromptError, BrokenTemplate) as error:
+                    yield str(error)
 
     def _coefficients(self) -> Iterator[str]:
         """Yield reward coefficients that name no tool or interaction of the run."""
@@ -269,6 +318,16 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
     return measured
 
 
+def _additions(dataset: RLHFDataset) -> str:
+    """Return what agent loops add to prompts, as text."""
+    if dataset.whole_prompt is None:
+        return ""
+    names = {row.get("agent_name") for row in dataset.store.scan(("agent_name",))}
+    known = sorted((name for name in names if isinstance(name, str)), key=str)
+    rows = ({"agent_name": name, dataset.prompt_key: "a"} for name in (None, *known))
+    return repr([dataset.whole_prompt(row) for row in rows])
+
+
 def _cache_file(dataset: RLHFDataset) -> Path:
     """Return a file named after everything that affects lengths: rows, tokenizer, template, tools, limit."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -280,6 +339,7 @@ def _cache_file(dataset: RLHFDataset) -> Path:
         str(getattr(tokenizer, "chat_template", None)),
         repr(config.apply_chat_template_kwargs),
         json.dumps(dataset.tools, sort_keys=True, default=str),
+        _additions(dataset),
         config.prompt_key,
         config.prompt_format,
         str(config.max_prompt_length),

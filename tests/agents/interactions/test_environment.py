@@ -47,7 +47,9 @@ class Guess:
 def play(
     runner: Callable[..., Any], rows: Callable[..., DataProto], tokenizer: Any, tmp_path: Path
 ) -> Callable[..., Any]:
-    def go(listed: str, lines: list[str], **kwargs: Any) -> tuple[str, str, dict[str, Any]]:
+    def go(
+        listed: str, lines: list[str], *overrides: str, prompt: Any = None, **kwargs: Any
+    ) -> tuple[str, str, dict[str, Any]]:
         (tmp_path / "envs.yaml").write_text(f"interaction:\n{listed}")
         batch = runner(
             ScriptedRollout(lines, tokenizer=tokenizer),
@@ -56,7 +58,8 @@ def play(
             "data.max_prompt_length=2000",
             "actor_rollout_ref.rollout.multi_turn.enable=true",
             f"actor_rollout_ref.rollout.multi_turn.interaction_config_path={tmp_path / 'envs.yaml'}",
-        ).run(rows([[{"role": "user", "content": "Guess"}]], interaction_kwargs=[kwargs]))
+            *overrides,
+        ).run(rows([prompt or [{"role": "user", "content": "Guess"}]], interaction_kwargs=[kwargs]))
         facts = {name: column[0] for name, column in batch.non_tensor_batch.items()}
         prompt, response = (tokenizer.decode(batch.batch[n][0]) for n in ("prompts", "responses"))
         return prompt, response, facts
@@ -78,6 +81,109 @@ def test_what_reset_says_ends_the_prompt_and_steps_answer(
     assert facts["turn_scores"] == [-0.1, 1.0]
     assert facts["reward_scores"] == {"guess": pytest.approx(0.9)}
     assert [r["token"] for r in facts["turn_rewards"]] == [1, 15]
+
+
+TALKS = """
+class Talks:
+    def reset(self, text="", times=1):
+        return text * times
+
+    def step(self, text):
+        return text, 1.0, False
+
+
+async def say(self, instance_id=None, first=None, **kwargs):
+    return instance_id, first
+"""
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> str:
+    (tmp_path / "talks.py").write_text(TALKS)
+    return f"  - name: talks\n    class_name: {tmp_path / 'talks.py'}:Talks\n"
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+@pytest.mark.parametrize("truncation", ["error", "right"])
+@pytest.mark.parametrize("times", [30, 300_000])
+def test_a_first_observation_that_does_not_fit_is_truncated_and_counted(
+    play: Callable[..., Any], talks: str, side: str, truncation: str, times: int
+) -> None:
+    prompt, _, facts = play(
+        talks,
+        ["x"],
+        "data.max_prompt_length=100",
+        f"data.truncation={truncation}",
+        f"actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side={side}",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=1",
+        name="talks",
+        text="0123456789",
+        times=times,
+    )
+    assert prompt.startswith("u:Guess\nu:")  # the template and the row's own prompt stay whole
+    assert prompt.endswith("\na:")
+    assert len(prompt) == 100
+    assert facts["env/truncated_observations"] == 1
+    assert facts["tool_failures"] == 0
+
+
+def test_an_observation_that_fits_is_not_touched(play: Callable[..., Any], talks: str) -> None:
+    limit = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=1"
+    prompt, _, facts = play(talks, ["x"], limit, name="talks", text="look", times=3)
+    assert prompt == "u:Guess\nu:looklooklook\na:"
+    assert facts["env/truncated_observations"] == 0
+
+
+def test_prompts_of_plain_text_and_templates_of_alternate_turns_take_an_observation(
+    play: Callable[..., Any], talks: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=1"
+    raw = "data.prompt_format=raw"
+    prompt, _, _ = play(talks, ["x"], limit, raw, prompt="Guess", name="talks", text="look")
+    assert prompt == "Guess\nlook\n"
+    strict = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('turns alternate') }}{% endif %}{{ m.role[0] + ':' + m.content + '|' }}"
+        "{% endfor %}a:"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", strict)
+    prompt, _, facts = play(talks, ["x"], limit, name="talks", text="look")
+    assert prompt == "u:Guess\n\nlook|a:"
+    assert facts["tool_failures"] == 0
+
+
+def test_text_that_a_template_refuses_ends_the_talk_and_is_counted(
+    play: Callable[..., Any], talks: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picky = (
+        "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('bad words') }}{% endif %}"
+        "{{ m.role[0] + ':' + m.content + '|' }}{% endfor %}a:"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", picky)
+    prompt, response, facts = play(talks, ["x", "never"], name="talks", text="bad")
+    assert (prompt, response) == ("u:Guess|a:", "x</s>")
+    assert facts["tool_failures"] == 1
+    _, response, facts = play(talks, ["bad", "never"], name="talks", text="good")
+    assert response == "bad</s>"
+    assert facts["tool_failures"] == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{"first": None}, {"first": 5}, {"first": ["a"]}, {"function": "x"}, {"instance_id": "x"}],
+    ids=str,
+)
+def test_a_start_that_is_no_start_is_a_failure_of_its_trajectory(
+    play: Callable[..., Any], tmp_path: Path, words: dict[str, Any]
+) -> None:
+    (tmp_path / "odd.py").write_text(
+        "from hone.agents.interactions.contract import BaseInteraction\n"
+        f"{TALKS}\n\nclass Odd(BaseInteraction):\n    start_interaction = say\n"
+    )
+    listed = f"  - name: odd\n    class_name: {tmp_path / 'odd.py'}:Odd\n"
+    _, response, facts = play(listed, ["x", "never"], name="odd", **words)
+    assert response == "x</s>"
+    assert facts["tool_failures"] >= 1
 
 
 def test_an_environment_that_fails_ends_the_talk(play: Callable[..., Any], tmp_path: Path) -> None:

@@ -222,3 +222,102 @@ def test_a_template_that_drops_earlier_thinking_is_said_before_training(
     said = " ".join(capsys.readouterr().out.split())
     assert "renders earlier turns otherwise than the model wrote them" in said
     assert "a user answers a turn that thinks: from token" in said, said
+
+
+REACT = "actor_rollout_ref.rollout.agent.default_agent_loop=react_agent"
+
+
+def tool_file(folder: Path) -> str:
+    (folder / "mytools.py").write_text(TOOLS)
+    return f"{MULTI_TURN}.function_tool_path={folder}/mytools.py"
+
+
+def test_what_a_loop_puts_before_the_prompt_counts_before_models_load(
+    task: Task, tmp_path: Path
+) -> None:
+    (problem,) = problems_of(task, tmp_path / "run", REACT, tool_file(tmp_path))
+    assert "24 of 24 prompts have more than data.max_prompt_length=16 tokens" in problem
+    dry_run(task, tmp_path / "run", REACT, tool_file(tmp_path), "data.max_prompt_length=900")
+
+
+def test_the_length_filter_counts_a_loops_instructions_row_by_row(
+    task: Task, tmp_path: Path
+) -> None:
+    """Rows of two loops and of both formats, with prompts of one length: those with instructions go."""
+    from hone.config import load_config
+    from hone.trainer.ppo.preflight import prepare
+
+    plain = {"tool_config": {"tool_format": "function_calling"}}
+    nothing = {"tool_config": {"available_tools": []}}
+    kinds: list[dict[str, Any]] = [
+        {"agent_name": "react_agent"},
+        {"agent_name": "react_agent", "extra_info": {"index": 1, **nothing}},
+        {"agent_name": "react_agent", **plain},
+        {"agent_name": "single_turn_agent"},
+        {"agent_name": "tool_agent", "tool_config": {"tool_format": "react"}},
+        {},
+    ]
+    rows = [task_row(i, 5, **kind) for i, kind in enumerate(kinds * 2)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        tool_file(tmp_path),
+        f"data.train_files={file}",
+        "data.filter_overlong_prompts=true",
+    ]
+    trainer, _ = prepare(load_config(task.overrides(tmp_path / "run", *overrides)))
+    kept = [row["extra_info"]["index"] for row in map(trainer.train_dataset.raw_row, range(8))]
+    assert len(trainer.train_dataset) == 8
+    assert [index % 6 for index in kept] == [1, 2, 3, 5, 1, 2, 3, 5]
+
+
+def test_the_filter_leaves_the_same_rows_when_a_run_resumes(task: Task, tmp_path: Path) -> None:
+    """The fingerprint that a checkpoint compares is that of the rows that remain."""
+    from hone.config import load_config
+    from hone.trainer.ppo.preflight import prepare
+
+    rows = [task_row(i, 5, prompt="1" * (1 + 40 * (i % 2))) for i in range(12)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        REACT,
+        tool_file(tmp_path),
+        f"data.train_files={file}",
+        "data.filter_overlong_prompts=true",
+        "data.max_prompt_length=900",
+    ]
+    config = load_config(task.overrides(tmp_path / "run", *overrides))
+    trainer, _ = prepare(config)
+    whole = trainer.train_dataset
+    longest = max(n for n in whole.prompt_lengths() if isinstance(n, int))
+    overrides[-1] = f"data.max_prompt_length={longest - 1}"
+    trainer, _ = prepare(load_config(task.overrides(tmp_path / "run", *overrides)))
+    assert len(trainer.train_dataset) == 6
+    assert trainer.train_dataset.fingerprint != whole.fingerprint
+    again, _ = prepare(load_config(task.overrides(tmp_path / "run", *overrides)))
+    assert again.train_dataset.fingerprint == trainer.train_dataset.fingerprint
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_a_template_that_cannot_render_later_turns_is_refused_before_models_load(
+    task: Task, tmp_path: Path, role: str
+) -> None:
+    template = (
+        "{% for m in messages %}{% if loop.index0 and m.role == '" + role + "' %}"
+        "{{ raise_exception('no turn of ' + m.role) }}{% endif %}{{ m.role[0] + ':' + m.content + ' ' }}"
+        "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    (tmp_path / "talk.yaml").write_text(
+        "interaction:\n  - name: gsm8k\n"
+        "    class_name: hone.agents.interactions.gsm8k.Gsm8kInteraction\n"
+    )
+    talk = f"{MULTI_TURN}.interaction_config_path={tmp_path}/talk.yaml"
+    (problem,) = problems_of(
+        task,
+        tmp_path / "run",
+        TOOL_LOOP,
+        "data.prompt_format=chat",
+        tool_file(tmp_path) if role == "tool" else talk,
+        f"actor_rollout_ref.model.custom_chat_template={template!r}",
+    )
+    assert f"cannot render a turn of {role}" in problem
