@@ -61,7 +61,8 @@ class PPOTrainerConfig(RunTree):
         if self.trainer.response_metrics is not None:
             return self.trainer.response_metrics
         prime = self.reward_manager.name == "prime"
-        return prime or self.reward_model.enable or self.curriculum_learning.enable
+        switches = (self.reward_model, self.curriculum_learning, self.trainer.alarms)
+        return prime or any(switch.enable for switch in switches)
 
     @property
     def rollout_pool(self) -> tuple[int, ...]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Count, CountOrZero, OneOrMore, Positive, SchemaBlock, block
+from hone.config.block import (
+    AboveOne,
+    Count,
+    CountOrZero,
+    OneOrMore,
+    Positive,
+    PositiveShare,
+    SchemaBlock,
+    block,
+    follows,
+)
 from hone.types import Settings
 
 
@@ -60,6 +70,43 @@ class TrainingRunConfig(RunConfig):
     """Checkpoint folder for `resume_mode=resume_path`."""
 
 
+class AlarmsConfig(SchemaBlock):
+    """Alarms at signs of reward hacking; a sign whose threshold is null is not watched."""
+
+    enable: bool = follows("reward_model.enable")
+    """Watch the metrics; follows the reward model."""
+    action: Literal["warn", "keep", "stop"] = "warn"
+    """warn; keep also spares the checkpoint before the jump from deletion; stop also ends the run."""
+    window: Count = 50
+    """Steps before the last ones that a rule compares them with."""
+    min_history: Count = 10
+    """Fewest such steps; before, no alarm is raised."""
+    patience: Count = 3
+    """Consecutive steps beyond the limit that raise an alarm."""
+    deviations: Positive = 4.0
+    """Spreads (scaled median absolute deviations) that a value must at least be from the median."""
+    repetition: Positive | None = 0.1
+    """Rise of high_level_scores/repeat_score/mean."""
+    reflection: Positive | None = 2.0
+    """Rise of high_level_scores/reflection_pattern_score/mean, patterns per response."""
+    few_steps: OneOrMore | None = 1.2
+    """Steps per response down to which num_of_steps/mean falls."""
+    many_steps: AboveOne | None = 2.0
+    """Factor of the rise of num_of_steps/mean."""
+    long_steps: AboveOne | None = 3.0
+    """Factor of the rise of num_of_steps/tokens_per_step."""
+    disagreement: PositiveShare | None = 0.2
+    """Fall of instant_rewards/orm_match_vr, the agreement of reward model and rule."""
+    kl: AboveOne | None = 10.0
+    """Factor of the rise of instant_rewards/kl/mean (or actor/kl_loss)."""
+    outcome: Positive | None = 0.25
+    """Rise of instant_rewards/outcome_reward/mean while a known true score does not rise."""
+    short_responses: AboveOne | None = 3.0
+    """Factor of the fall of response_length/mean."""
+    long_responses: AboveOne | None = 2.0
+    """Factor of the rise of response_length/mean."""
+
+
 class TrainerConfig(TrainingRunConfig):
     """The training run."""
 
@@ -70,7 +117,8 @@ class TrainerConfig(TrainingRunConfig):
     log_train_generations: CountOrZero = 0
     """Training samples sent to the trackers per step."""
     response_metrics: bool | None = None
-    """PURE's metrics (docs/metrics.md); null: with a reward model, a curriculum or reward_manager=prime."""
+    """PURE's metrics (docs/metrics.md); null: with a reward model, a curriculum, alarms or prime."""
+    alarms: AlarmsConfig = block(AlarmsConfig)
     rollout_data_dir: str | None = None
     """Folder for the trajectories of every step; null keeps those of the last steps in the run folder."""
     rollout_steps_to_keep: CountOrZero = 3
@@ -99,6 +147,12 @@ class TrainerConfig(TrainingRunConfig):
     """Seconds that any phase (a worker call, the agent loops of a batch) may take before the run stops."""
     phase_deadline_factor: OneOrMore = 10.0
     """A phase may exceed the floor up to this factor times its longest earlier duration."""
+
+    @property
+    def checkpoints_to_keep(self) -> int | None:
+        """The smaller limit, since a checkpoint holds actor and critic; None keeps all."""
+        limits = (self.max_actor_ckpt_to_keep, self.max_critic_ckpt_to_keep)
+        return min((limit for limit in limits if limit), default=None)
 
 
 class GlobalProfilerConfig(SchemaBlock):

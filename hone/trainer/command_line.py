@@ -72,6 +72,7 @@ _MISTAKES = {
     "hone.trainer.evaluation": "EvaluationError",
     "hone.trainer.export": "ExportError",
     "hone.trainer.job_files": "GenerationError",
+    "hone.trainer.ppo.alarms": "AlarmsRaised",
     "hone.trainer.ppo.checkpoint": "CheckpointError",
     "hone.trainer.ppo.collect": "NotEnoughSignal",
     "hone.trainer.ppo.memory": "OutOfMemory",

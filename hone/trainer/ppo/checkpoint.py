@@ -13,7 +13,7 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -189,16 +189,17 @@ def tell_result(run: RunFolder, step: int) -> None:
     screen().line(f"look at it: hone report {shlex.quote(str(run.path))} --out report.html")
 
 
-def prune(run: RunFolder, keep: int | None) -> None:
+def prune(run: RunFolder, keep: int | None, spared: Collection[int] = ()) -> None:
     """Delete the oldest checkpoints beyond `keep`, including those of earlier processes.
 
-    Links to checkpoints elsewhere, and their targets, are not deleted.
+    The steps in `spared`, and links to checkpoints elsewhere with their targets, are not deleted.
     """
     if keep is None or keep < 1:
         return
-    folders = [folder for _, folder in run.checkpoints() if not folder.is_symlink()]
-    for folder in folders[:-keep]:
-        _remove(folder)
+    checkpoints = [pair for pair in run.checkpoints() if not pair[1].is_symlink()]
+    for step, folder in checkpoints[:-keep]:
+        if step not in spared:
+            _remove(folder)
 
 
 def write_state(folder: Path, state: Settings) -> None:

@@ -1,6 +1,6 @@
 """PURE's metrics of a step: reward parts and their agreement, repetition, reflection, groups, lengths.
 
-They are computed with a reward model, a curriculum or `reward_manager=prime`, or when
+They are computed with a reward model, a curriculum, alarms or `reward_manager=prime`, or when
 `trainer.response_metrics` asks for them: repetition reads every character of every response.
 """
 

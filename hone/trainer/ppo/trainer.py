@@ -26,18 +26,20 @@ from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint, credit, metrics, roles, scoring
+from hone.trainer.ppo.alarms import Alarms
 from hone.trainer.ppo.balance import balance, refuse_uneven
 from hone.trainer.ppo.collect import DynamicSampling, filtered
 from hone.trainer.ppo.memory import garbage_frozen
 from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.publish import Publisher
+from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.rollout_file import sample_rows
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.source import TrajectorySource, prompts_of
 from hone.trainer.ppo.validation import attempts_at
 from hone.trainer.threads import resolve_threads
-from hone.types import Function
+from hone.types import Function, Row
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.critic import CriticWorker
 from hone.workers.train import TrainWorker
@@ -94,8 +96,9 @@ class PPOTrainer:
         self.run = RunFolder(trainer.default_local_dir)
         self.rollouts = RolloutWriter(self.run, trainer, tokenizer)
         self.timers = Timers()
-        compares_groups = self.plan.estimator.groups != "ignored"
-        self.warnings = metrics.StepWarnings(compares_groups=compares_groups)
+        self.alarms = Alarms(trainer.alarms, self.run)
+        groups = self.plan.estimator.groups
+        self.warnings = metrics.StepWarnings(compares_groups=groups != "ignored")
         self.tracking: Tracking | None = None
         self.bar = silent_bar("train")
         self._running = ExitStack()
@@ -131,10 +134,7 @@ class PPOTrainer:
     # -- the loop -----------------------------------------------------------------------------
 
     def fit(self, origins: Mapping[str, str] | None = None) -> None:
-        """Train to the last step, resuming from a checkpoint if there is one.
-
-        `origins` maps each config key to its source; it is written next to the config.
-        """
+        """Train to the last step, or resume; `origins` maps the config keys to their sources."""
         trainer = self.config.trainer
         with lock_folder(self.run.path):
             self.resume()
@@ -166,12 +166,14 @@ class PPOTrainer:
                     with self.timers.timer("step"), self.profiler.step(self.global_step + 1):
                         batch, measured = self.step()
                     measured |= self.after_step(batch, last=self.global_step >= self.total_steps)
+                    measured |= self.alarms.observe(measured, self.global_step)
                     with self.saved_if_due(stop.requested) as saved:
                         timing = self.timers.drain()
                         measured |= timing | metrics.throughput_metrics(
                             batch, timing, self.actor.world_size
                         )
                         tracking.log(measured, self.global_step)
+                    self.alarms.raise_if_due()
                     if saved:
                         stop.raise_if_requested(self.global_step)
             if "console" in trainer.logger:
@@ -321,8 +323,6 @@ class PPOTrainer:
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
         if self.config.logs_response_metrics:
-            from hone.trainer.ppo.response_metrics import response_metrics
-
             with self.timers.timer("compute_additional_metrics"):
                 measured |= response_metrics(batch, self.tokenizer, self.config)
         return measured | scoring.pop_metrics(self.reward_fn, self.reward_model)
@@ -372,8 +372,8 @@ class PPOTrainer:
         with checkpoint.writing(self.run, self.global_step) as folder:
             self.save(folder)
             yield True
-        limits = (trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep)
-        checkpoint.prune(self.run, min((n for n in limits if n), default=None))
+        spared = self.alarms.spared(self.global_step)
+        checkpoint.prune(self.run, trainer.checkpoints_to_keep, spared)
 
     def save(self, folder: Path) -> None:
         """Save everything that an exact resume needs."""
@@ -381,12 +381,9 @@ class PPOTrainer:
         with self.phase("save_checkpoint"):
             for role, group in self.trained.items():
                 group.call_all(TrainWorker.save_checkpoint, str(folder / role))
-            state = {
-                "step": self.global_step,
-                "loader": self.loader.state_dict(),
-                "kl_controller": self.kl_controller.state_dict(),
-                "not_taken": self.source.state_dict(),
-            }
+            state: Row = {"step": self.global_step, "loader": self.loader.state_dict()}
+            state |= {"not_taken": self.source.state_dict(), "alarms": self.alarms.state_dict()}
+            state |= {"kl_controller": self.kl_controller.state_dict()}
             checkpoint.write_state(folder, state)
 
     def resume(self) -> None:
@@ -403,6 +400,7 @@ class PPOTrainer:
         self.loader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.source.load_state_dict(state.get("not_taken", ()), self.loader)
+        self.alarms.load_state_dict(state.get("alarms"))
         self.global_step = step
         checkpoint.tell_resumed(folder, step, None if trainer.val_only else self.total_steps)
 

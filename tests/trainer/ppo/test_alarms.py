@@ -1,0 +1,214 @@
+"""Alarms: each sign raises its own, noise and learning raise none, and a resumed run raises the same."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hone.config import ConfigError, load_config
+from hone.config.trainer import AlarmsConfig
+from hone.tracking import RunFolder
+from hone.trainer.ppo.alarms import RULES, TRUE_SCORE, Alarms, AlarmsRaised
+
+from ..runs import Run
+
+BEFORE = 20
+HACKED = {
+    "repetition": (0.05, 0.5),
+    "reflection": (0.5, 6.0),
+    "few_steps": (4.0, 1.0),
+    "many_steps": (4.0, 30.0),
+    "long_steps": (20.0, 200.0),
+    "disagreement": (0.9, 0.3),
+    "kl": (0.01, 1.0),
+    "outcome": (0.3, 4.0),
+    "short_responses": (300.0, 20.0),
+    "long_responses": (300.0, 2000.0),
+}
+"""The level of each metric before and after the jump."""
+
+
+def alarms(folder: Path = Path("nowhere"), **settings: object) -> Alarms:
+    return Alarms(AlarmsConfig(enable=True, **settings), RunFolder(folder))  # type: ignore[arg-type]
+
+
+def noisy(level: float, count: int, seed: int = 0) -> Iterator[float]:
+    draw = random.Random(seed)
+    return (level * (1 + draw.gauss(0, 0.05)) for _ in range(count))
+
+
+def lines(name: str, values: Sequence[float], truth: Sequence[float]) -> list[dict[str, float]]:
+    metric = RULES[name].metrics[0]
+    return [{metric: v, TRUE_SCORE: t} for v, t in zip(values, truth, strict=True)]
+
+
+def raised(watch: Alarms, rows: Sequence[dict[str, float]], first: int = 1) -> dict[int, list[str]]:
+    """Step → names of the alarms that its metrics have."""
+    result = {}
+    for step, row in enumerate(rows, first):
+        measured = watch.observe(row, step)
+        names = [key.removeprefix("alarms/") for key in measured if key != "alarms/raised"]
+        assert measured["alarms/raised"] == len(names)
+        if names:
+            result[step] = names
+    return result
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_jump_raises_its_alarm_after_the_steps_of_patience(name: str) -> None:
+    before, after = HACKED[name]
+    values = [*noisy(before, BEFORE), *noisy(after, 5)]
+    rows = lines(name, values, [*noisy(0.5, BEFORE + 5, 1)])
+    found = raised(alarms(), rows)
+    assert min(found) == BEFORE + 3
+    assert all(names == [name] for names in found.values())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_noise_and_a_single_outlier_raise_nothing(name: str) -> None:
+    before, after = HACKED[name]
+    values = [*noisy(before, 80)]
+    values[40] = values[60] = values[61] = after
+    assert raised(alarms(), lines(name, values, [*noisy(0.5, 80, 1)])) == {}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_change_that_the_true_score_shares_is_learning(name: str) -> None:
+    before, after = HACKED[name]
+    values = [*noisy(before, BEFORE), *noisy(after, 5)]
+    truth = [*noisy(0.3, BEFORE, 1), 0.5, 0.6, 0.7, 0.75, 0.8]
+    assert raised(alarms(), lines(name, values, truth)) == {}
+
+
+def test_a_falling_true_score_is_not_learning_although_it_was_lower_once() -> None:
+    truth = [*noisy(0.2, 12, 1), *noisy(0.8, 8, 2), *noisy(0.6, 5, 3)]
+    values = [*noisy(0.01, BEFORE), *noisy(1.0, 5)]
+    assert raised(alarms(), lines("kl", values, truth))
+
+
+def test_too_little_history_raises_nothing_and_null_switches_a_rule_off() -> None:
+    values = [*noisy(0.01, 8), *noisy(1.0, 4)]
+    assert raised(alarms(), lines("kl", values, [0.5] * 12)) == {}
+    assert raised(alarms(min_history=5), lines("kl", values, [0.5] * 12))
+    assert raised(alarms(min_history=5, kl=None), lines("kl", values, [0.5] * 12)) == {}
+
+
+def test_a_kl_that_leaves_zero_is_no_jump() -> None:
+    values = [*noisy(0.0001, BEFORE), *noisy(0.01, 5)]
+    assert raised(alarms(), lines("kl", values, [0.5] * 25)) == {}
+
+
+def test_values_that_are_missing_or_not_finite_are_left_out() -> None:
+    rows = lines("kl", [*noisy(0.01, BEFORE), math.nan, math.inf, 1, 1], [0.5] * 24)
+    assert raised(alarms(), [{}, *rows, {}]) == {}
+    assert raised(alarms(), [*rows, *lines("kl", [1.0], [0.5])]) == {25: ["kl"]}
+
+
+def test_the_outcome_needs_a_true_score_that_the_validation_may_give() -> None:
+    values = [*noisy(0.3, BEFORE), *noisy(4.0, 4)]
+    rows = lines("outcome", values, [0.5] * 24)
+    blind = [{k: v for k, v in row.items() if k != TRUE_SCORE} for row in rows]
+    assert raised(alarms(), blind) == {}
+    assert raised(alarms(), [row | {TRUE_SCORE: 0.0} for row in blind]) == {}
+    validated = [row | {"val-core/math500/acc/mean@1": 0.4} for row in blind]
+    assert raised(alarms(), validated) == {23: ["outcome"], 24: ["outcome"]}
+
+
+def test_no_later_step_changes_what_an_earlier_one_raised() -> None:
+    values = [*noisy(0.01, 30), *noisy(0.3, 10, 3), *noisy(0.01, 30, 4), *noisy(2.0, 9, 5)]
+    rows = lines("kl", values, [*noisy(0.5, len(values), 1)])
+    whole = raised(alarms(), rows)
+    for length in (25, 33, 41, 74):
+        part = raised(alarms(), rows[:length])
+        assert part == {step: names for step, names in whole.items() if step <= length}
+
+
+def test_a_new_alarm_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    values = [*noisy(0.01, BEFORE), *noisy(1.0, 6)]
+    raised(alarms(), lines("kl", values, [0.5] * 26))
+    (warning,) = caplog.messages
+    assert warning.startswith("step 23: alarm kl: the KL to the reference jumps")
+    assert "no checkpoint from before it was saved" in warning
+
+
+@pytest.mark.parametrize("cut", [5, 21, 23, 24])
+def test_the_state_in_a_checkpoint_is_all_that_a_resumed_run_needs(
+    cut: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "global_step_10").mkdir()
+    values = [*noisy(0.01, BEFORE), *noisy(1.0, 6)]
+    rows = lines("kl", values, [*noisy(0.5, 26, 1)])
+    whole = alarms(tmp_path, action="keep")
+    expected = raised(whole, rows)
+    first, second = alarms(tmp_path, action="keep"), alarms(tmp_path, action="keep")
+    caplog.clear()
+    before = raised(first, rows[:cut])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before | raised(second, rows[cut:], cut + 1) == expected
+    assert second.state_dict() == whole.state_dict()
+    assert len(caplog.messages) == 1
+
+
+def test_the_checkpoint_before_the_jump_is_the_newest_that_did_not_generate_it(
+    tmp_path: Path,
+) -> None:
+    for step in (15, 18, 19, 20):
+        (tmp_path / f"global_step_{step}").mkdir()
+    values = [*noisy(0.01, BEFORE), *noisy(1.0, 3)]
+    watch = alarms(tmp_path, action="keep")
+    raised(watch, lines("kl", values, [0.5] * 23))
+    # Steps 21 to 23 are beyond the limit; the weights of step 20 generated the first of them.
+    assert watch.state_dict()["kept"] == [19]
+    assert 19 in watch.spared(90)
+
+
+LOUD = (
+    "trainer.alarms.enable=true",
+    "trainer.alarms.min_history=1",
+    "trainer.alarms.patience=1",
+    "trainer.alarms.deviations=0.001",
+    "trainer.alarms.long_responses=1.0001",
+    "trainer.alarms.repetition=0.0001",
+    "trainer.total_training_steps=8",
+    "trainer.save_freq=1",
+)
+
+
+def told(run: Run) -> list[dict[str, float]]:
+    return [{k: v for k, v in line.items() if k.startswith("alarms/")} for line in run.steps]
+
+
+def test_a_run_keeps_the_checkpoint_and_a_resumed_run_raises_the_same_alarms(
+    train: Callable[..., Run],
+) -> None:
+    settings = (*LOUD, "trainer.alarms.action=keep", "trainer.max_actor_ckpt_to_keep=1")
+    whole = train(*settings)
+    assert any(line["alarms/raised"] for line in told(whole))
+    kept = json.loads((whole.checkpoint(8) / "trainer_state.json").read_text())["alarms"]["kept"]
+    assert kept
+    assert whole.checkpoints() == sorted({f"global_step_{n}" for n in (*kept, 7, 8)})
+    train(*settings, "trainer.total_training_steps=4", folder="parts")
+    assert told(train(*settings, folder="parts")) == told(whole)
+
+
+def test_a_run_stops_after_its_step_is_written(train: Callable[..., Run], tmp_path: Path) -> None:
+    with pytest.raises(AlarmsRaised, match=r"alarm (long_responses|repetition): .*global_step_\d"):
+        train(*LOUD, "trainer.alarms.action=stop", "trainer.save_freq=1")
+    stopped = told(Run(tmp_path / "run"))
+    assert [bool(line["alarms/raised"]) for line in stopped] == [False] * (len(stopped) - 1) + [
+        True
+    ]
+
+
+def test_a_run_without_a_reward_model_has_no_alarms(train: Callable[..., Run]) -> None:
+    assert told(train()) == [{}, {}]
+
+
+def test_keeping_needs_checkpoints() -> None:
+    with pytest.raises(ConfigError, match=r"action=keep .* use trainer.save_freq=20"):
+        load_config(["trainer.alarms.enable=true", "trainer.alarms.action=keep"])
