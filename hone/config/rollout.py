@@ -159,11 +159,24 @@ class SGLangConfig(SchemaBlock):
     """Interpreter that has SGLang; null is this one."""
 
 
+class VLLMConfig(SchemaBlock):
+    """The processes of rollout.name=vllm."""
+
+    python: str | None = None
+    """Interpreter that has vLLM, as .venv-vllm/bin/python of `make setup-vllm`; null is this one."""
+    start_timeout_s: Positive = 600.0
+    """Seconds until vLLM must be ready."""
+    stall_timeout_s: Positive = 600.0
+    """Seconds until a decode step or a weight update must have ended; then vLLM is started again."""
+
+
 class EngineKwargs(SchemaBlock):
     """Arguments that are passed on to other engines, unread."""
 
     sglang: Settings = field(default_factory=dict)
     """Server arguments of SGLang: mem_fraction_static=0.8 becomes --mem-fraction-static 0.8."""
+    vllm: Settings = field(default_factory=dict)
+    """Arguments of vllm.LLM, as max_num_batched_tokens or quantization."""
 
 
 class SamplingConfig(DistributionConfig):
@@ -187,8 +200,8 @@ class RolloutEngineConfig(SamplingConfig):
     """The rollout engine and its sampling."""
 
     name: str = "native"
-    """Engine: native decodes with the actor's parameters, sglang is a server (docs/engines.md), hf is slow,
-    pkg.mod:Class is a custom one."""
+    """Engine: native decodes with the actor's parameters, vllm and sglang are other processes
+    (docs/engines.md), hf is slow, pkg.mod:Class is a custom one."""
     prompt_length: Count = 1536
     """Maximum prompt length in tokens."""
     response_length: Count = 512
@@ -211,6 +224,13 @@ class RolloutEngineConfig(SamplingConfig):
     """Reuse the KV cache of shared prefixes."""
     calculate_log_probs: bool = True
     """Return the log-probs of sampled tokens, for rollout correction and `rollout_corr/*` metrics."""
+    tensor_model_parallel_size: Count = 1
+    """Devices that share each layer, with vllm."""
+    pipeline_model_parallel_size: Count = 1
+    """Devices that share the layers, with vllm."""
+    data_parallel_size: Count = 1
+    """Processes of each rollout worker, with vllm."""
+    vllm: VLLMConfig = block(VLLMConfig)
     server: ServerConfig = block(ServerConfig)
     sglang: SGLangConfig = block(SGLangConfig)
     engine_kwargs: EngineKwargs = block(EngineKwargs)

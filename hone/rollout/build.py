@@ -15,6 +15,7 @@ ENGINES: Table[Callable[[RolloutSpec], RolloutEngine]] = Table(
         "native": "hone.rollout.build:build_native",
         "hf": "hone.rollout.build:build_hf",
         "sglang": "hone.rollout.server_build:build_sglang",
+        "vllm": "hone.rollout.vllm_build:build_vllm",
         "scripted": "hone.rollout.build:refuse_scripted",
     },
 )

@@ -182,6 +182,9 @@ class RolloutSpec:
     rank: int = 0
     world_size: int = 1
     """The rollout workers of the run; each has an engine."""
+    current_weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+    """Returns the published weights where they are in this process, for an engine with separate weights that
+    must load them again; None if only `load` brings them."""
 
 
 @runtime_checkable

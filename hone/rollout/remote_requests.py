@@ -209,7 +209,7 @@ class RemoteEngine:
                     f"request {running.request.request_id}: its stream broke off {running.losses} "
                     f"times, the last time because {error}"
                 )
-            log.warning("%s: %s; the request is issued again", self.name, error)
+            log.info("%s: %s; the request is issued again", self.name, error)
             await self._remote_recover(error)
         elif error is not None:
             raise error

@@ -31,7 +31,7 @@ from hone.data.rows import BadRows, DataError, Row, as_table, read_rows
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids, load_causal_lm, resolve_model_path
-from hone.models.lora import wrap_lora
+from hone.models.lora import merged_weights, wrap_lora
 from hone.models.policy import PolicyModel
 from hone.ops.counter_rng import trajectory_seed
 from hone.rollout.build import build_rollout
@@ -79,7 +79,7 @@ def build_engine(
     dtype = pick_dtype(config.rollout.dtype, device)
     lm = load_causal_lm(model.path, dtype=dtype, device=device)
     check(lm)
-    policy = PolicyModel(lm.to(device).eval())
+    policy = PolicyModel(lm.eval())
     ends = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
     if model.lora_adapter_path:
         policy.lm = wrap_lora(
@@ -96,11 +96,14 @@ def build_engine(
         RolloutSpec(
             config.rollout,
             model_path=model.path,
-            load_policy=lambda: policy,
+            load_policy=lambda: policy.to(device),
             dtype=dtype,
             device=device,
             tokenizer=tokenizer,
             eos_ids=tuple(ends),
+            current_weights=(lambda: merged_weights(policy.lm))
+            if model.lora_adapter_path
+            else None,
         )
     )
 

@@ -83,6 +83,9 @@ class RolloutWorker(Worker):
                 ),
                 rank=self.rank,
                 world_size=self.world_size,
+                current_weights=self.actor.engine.named_hf_weights
+                if self.actor is not None and self.world_size == 1
+                else None,
             )
             self.engine = build_rollout(spec)
         self._generation: int | None = None  # lease generation at the engine's last wake_up

@@ -182,7 +182,7 @@ def test_origins_say_where_each_value_came_from() -> None:
 
 
 def test_neutral_keys_of_one_topic_are_noted_in_one_line() -> None:
-    sizes = ("tensor_model", "data", "expert", "pipeline_model")
+    sizes = ("expert", "tensor_model", "pipeline_model", "data")
     keys = [f"actor_rollout_ref.rollout.{size}_parallel_size" for size in sizes]
     (note,) = compose([f"{key}=2" for key in keys]).notes
     assert note.startswith(f"{keys[0]}=2, {keys[1]}=2, {keys[2]}=2 and 1 more: each rank decodes")
@@ -244,13 +244,44 @@ def test_another_engine_or_device_runs_with_ours_and_a_note(
     assert note.startswith(f"{override}: ")
 
 
-def test_an_engine_whose_adapter_and_package_are_there_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", ["vllm", "vllm_async"])
+def test_vllm_is_used_where_its_package_is_installed(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hone.config.apply.find_spec", lambda name: object())
-    composed = compose(["actor_rollout_ref.rollout.name=vllm"])
+    monkeypatch.setattr("hone.config.checks.find_spec", lambda name: object())
+    composed = compose([f"actor_rollout_ref.rollout.name={name}"])
     assert composed.config.actor_rollout_ref.rollout.name == "vllm"
     assert composed.notes == ()
+
+
+def test_vllm_is_used_with_an_interpreter_of_its_own() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    keys = ["name=vllm", "vllm.python=v/bin/python", "tensor_model_parallel_size=2"]
+    keys.append("+engine_kwargs.vllm.quantization=fp8")
+    composed = compose(
+        [f"{key[0] if key[0] == '+' else ''}{rollout}.{key.lstrip('+')}" for key in keys]
+    )
+    config = composed.config.actor_rollout_ref.rollout
+    assert (config.name, config.tensor_model_parallel_size) == ("vllm", 2)
+    assert config.engine_kwargs.vllm == {"quantization": "fp8"}
+    assert composed.notes == ()
+
+
+def test_keys_of_vllm_have_no_effect_on_native_and_say_so() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    composed = compose(
+        [
+            f"{rollout}.name=vllm",
+            f"{rollout}.tensor_model_parallel_size=2",
+            f"{rollout}.data_parallel_size=1",
+        ]
+    )
+    assert composed.config.actor_rollout_ref.rollout.name == "native"
+    missing, whole = composed.notes
+    assert "vLLM is not installed here" in missing
+    assert (
+        whole == f"{rollout}.tensor_model_parallel_size=2: each rank decodes with the whole model"
+    )
 
 
 def test_keys_of_another_training_engine_run_with_one_note() -> None:

@@ -17,11 +17,13 @@ TOKENIZER = character_tokenizer("abcdefghijklmnop +-=.")
 EOS = TOKENIZER.eos_token_id
 VOCABULARY = len(TOKENIZER)
 POSITIONS = 1024
+SHAPE = {"hidden": 32, "mlp": 64}
+"""Of every policy; vLLM's CPU kernels need heads of 32 numbers and change it."""
 
 
 @cache
-def _sharp_lm(family: str, seed: int) -> Any:
-    lm = tiny_lm(VOCABULARY, hidden=32, mlp=64, max_positions=POSITIONS, family=family, seed=seed)
+def sharp_lm(family: str, seed: int) -> Any:
+    lm = tiny_lm(VOCABULARY, max_positions=POSITIONS, family=family, seed=seed, **SHAPE)
     if family == "mistral":
         lm.config.sliding_window = 12
         for layer in lm.model.layers:
@@ -37,7 +39,7 @@ def _sharp_lm(family: str, seed: int) -> Any:
 
 def policy(family: str = "qwen2", seed: int = 0) -> PolicyModel:
     """A policy of one's own: changing it does not disturb other tests."""
-    return PolicyModel(copy.deepcopy(_sharp_lm(family, seed)))
+    return PolicyModel(copy.deepcopy(sharp_lm(family, seed)))
 
 
 def prompts(count: int, shortest: int = 1, longest: int = 24, seed: int = 0) -> list[list[int]]:

@@ -15,9 +15,9 @@ from hone.protocol import DataProto
 RESPONSE = 6
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, **shape: int) -> Path:
     tokenizer = character_tokenizer("abcdefgh0123456789+=")
-    lm = tiny_lm(len(tokenizer), hidden=32, mlp=48, seed=3)
+    lm = tiny_lm(len(tokenizer), **{"hidden": 32, "mlp": 48, "seed": 3} | shape)
     with torch.no_grad():
         lm.model.embed_tokens.weight.mul_(5)  # a fresh model is uniform; let it have opinions
     return save_pretrained(lm, tokenizer, folder)

@@ -1,0 +1,378 @@
+"""vLLM as a rollout engine (`rollout.name=vllm`): processes of their own, in an interpreter of their own.
+
+Requests go to one of `data_parallel_size` processes by trajectory, prefix and load. Weights go through a
+bucket in a memory file or, on a GPU, in its memory (CUDA IPC). A process that dies is started again with
+the current weights, and its requests continue from the tokens that they have. Weights across machines
+come to this process through hone.weights; vLLM always runs on the machine of its rollout worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from hone.rollout.contract import RolloutError, Sampling, Traits
+from hone.rollout.remote_requests import Chunk, ConnectionLost, RemoteEngine
+from hone.rollout.requests import Request, RequestRules
+from hone.rollout.vllm_process import EngineProcess
+from hone.rollout.weights import refuse_unknown
+from hone.types import Row
+
+log = logging.getLogger(__name__)
+
+Weights = Iterable[tuple[str, Tensor]]
+_COOLEST = 0.01
+"""vLLM raises lower temperatures to this one."""
+_STARTS = 3
+"""Starts in a row of a process that samples no token."""
+_ALIGNMENT = 64
+_REMEMBERED = 4096
+"""Trajectories and prompts whose process is remembered."""
+_SLACK = 8
+"""Requests that a process may have more than the least loaded one before a prefix goes elsewhere."""
+
+
+class VLLMRollout(RemoteEngine):
+    """A `RolloutEngine` over vLLM processes."""
+
+    name = "vllm"
+    retries = 2**31  # `_revive` counts the starts without a token
+
+    def __init__(
+        self,
+        processes: Sequence[EngineProcess],
+        rules: RequestRules,
+        parameters: Mapping[str, Tensor],
+        *,
+        bucket_bytes: int,
+        device: torch.device,
+        current_weights: Callable[[], Weights] | None = None,
+    ) -> None:
+        """`parameters` are the model's by name, of any device. Without `current_weights`, a copy of the
+        weights stays in host memory, for processes that start again."""
+        self.traits = Traits(
+            decodes_with_module=False, positional=False, batch_invariant=device.type == "cpu"
+        )
+        self._processes, self._device = list(processes), device
+        self._parameters = parameters
+        first = {id(p): name for name, p in reversed(list(parameters.items()))}
+        self._required = set(first.values())  # a tied head comes once
+        self._bucket_bytes = bucket_bytes
+        self._current_weights = current_weights
+        self._host_copy: dict[str, Tensor] = {}
+        self._updated = False  # whether any update has ended; before, the model's files are current
+        self._names: set[str] = set()  # of the current update
+        self._asleep = self._closing = False
+        self._keys = count()
+        self._process_of: OrderedDict[object, int] = OrderedDict()
+        self._reviving = asyncio.Lock()
+        super().__init__(rules)
+
+    async def start(self) -> None:
+        """Starts the processes; returns when all can decode."""
+        await self._submit(self._start())
+
+    async def _start(self) -> None:
+        await asyncio.gather(*(process.start() for process in self._processes))
+        for process in self._processes:
+            process.serving = True
+
+    def _refuse(self, sampling: Sampling, request_id: str) -> None:
+        if 0 < sampling.temperature < _COOLEST:
+            raise RolloutError(
+                f"request {request_id}: vLLM samples at temperature {_COOLEST} or above, not at "
+                f"{sampling.temperature}; 0 is greedy"
+            )
+
+    # -- requests -------------------------------------------------------------------------------
+
+    async def _remote_stream(
+        self, request: Request, sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        if self._asleep:
+            await self._remote_wake_up()
+        process = self._processes[self._route(request)]
+        key = str(next(self._keys))
+        queue = process.open_stream(key)
+        finished = False
+        try:
+            prompt = request.prompt_ids + request.token_ids
+            process.send("add", key=key, prompt=prompt, sampling=self._parameters_of(sampling))
+            while not finished:
+                item = await queue.get()
+                try:
+                    if isinstance(item, Exception):
+                        raise item
+                    finished = item.finished
+                    yield item
+                finally:
+                    queue.task_done()
+        finally:
+            process.close_stream(key)
+            if not finished:
+                process.send("abort", keys=[key])
+
+    def _parameters_of(self, sampling: Sampling) -> Row:
+        ends = () if sampling.ignore_eos else self._rules.eos_ids
+        return {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "seed": sampling.seed if sampling.seed != -1 else 2**63 - 1,  # -1 is no seed in vLLM
+            "stop_token_ids": [*ends, *sampling.stop_token_ids],
+        }
+
+    def _route(self, request: Request) -> int:
+        """Returns the process of a request: that of its trajectory, else that of its prompt unless it is
+        much busier than others, else the least loaded one."""
+        loads = [process.load for process in self._processes]
+        prompt = hash(tuple(request.prompt_ids))
+        least = min(range(len(loads)), key=loads.__getitem__)
+        index = self._process_of.get(request.request_id)
+        if index is None:
+            index = self._process_of.get(prompt, least)
+            if loads[index] > loads[least] + _SLACK:
+                index = least
+        for key in (request.request_id, prompt):
+            self._process_of[key] = index
+            self._process_of.move_to_end(key)
+        while len(self._process_of) > _REMEMBERED:
+            self._process_of.popitem(last=False)
+        return index
+
+    # -- control --------------------------------------------------------------------------------
+
+    async def _pause(self, keep: bool) -> None:
+        """With `keep`, requests stay in vLLM, with the state of their random generators."""
+        if not keep:
+            await super()._pause(keep)
+            return
+        self._raise_failure()
+        self._open.clear()
+        self._paused = True
+        await self._remote_pause()
+
+    async def _remote_pause(self) -> None:
+        await self._call_all("pause")
+        for process in self._processes:
+            await process.delivered()
+
+    async def _remote_resume(self) -> None:
+        await self._call_all("resume")
+
+    async def _call_all(self, verb: str, **arguments: object) -> None:
+        """Runs a command in every process; a dead one gets its state when it starts again."""
+        calls = [p.call(verb, **arguments) for p in self._processes if p.alive]
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, ConnectionLost):
+                raise result
+
+    async def _remote_recover(self, error: ConnectionLost) -> None:
+        for process in self._processes:
+            await self._revive(process)
+
+    async def _revive(self, process: EngineProcess) -> None:
+        """Starts a dead process with the current weights; within an update, `commit` loads them."""
+        async with self._reviving:
+            while not process.serving:
+                if self._closing:
+                    raise RolloutError("the engine was closed while this request waited")
+                if process.starts_without_tokens >= _STARTS:
+                    raise RolloutError(
+                        f"vLLM ended {_STARTS} times without a token; the log has its last errors"
+                    )
+                log.warning("vLLM has ended; it is started again with the current weights")
+                try:
+                    await process.start()
+                    if self._paused:
+                        await process.call("pause")
+                    process.stale = True
+                    if not self._update.under_way:
+                        await self._restore(process)
+                    process.serving = True
+                except ConnectionLost as died:
+                    log.warning("%s", died)
+
+    async def _restore(self, process: EngineProcess) -> None:
+        """Loads the current weights into a process that does not have them."""
+        if process.stale and self._updated:
+            process.loading = False
+            for bucket in self._buckets(self._current()):
+                await self._load_bucket(bucket, [process])
+            await process.call("finish")
+        process.stale = process.loading = False
+
+    def _current(self) -> Weights:
+        return self._current_weights() if self._current_weights else self._host_copy.items()
+
+    async def _remote_sleep(self) -> None:
+        """Frees GPU memory; the weights too where waking can restore them. A CPU's memory stays."""
+        if self._running and not self._paused:
+            raise RolloutError("sleep was asked for while requests run; abort them first")
+        level = 0
+        if self._device.type == "cuda":
+            level = 2 if self._updated or self._current_weights else 1
+        await self._call_all("sleep", level=level)
+        for process in self._processes:
+            process.stale |= level == 2
+        self._updated |= level == 2
+        self._asleep = True
+
+    async def _remote_wake_up(self) -> None:
+        if self._asleep:
+            self._asleep = False
+            if self._device.type == "cuda":
+                await self._call_all("wake_up")
+        for process in self._processes:
+            await self._revive(process)
+            if not self._update.under_way:
+                await self._restore(process)
+
+    async def _close(self) -> None:
+        self._closing = True
+        await super()._close()
+
+    async def _remote_close(self) -> None:
+        await asyncio.gather(*(process.stop() for process in self._processes))
+
+    # -- weights --------------------------------------------------------------------------------
+
+    async def _remote_begin(self) -> None:
+        await self._remote_wake_up()
+        self._names = set()
+        for process in self._processes:
+            process.loading = False
+
+    async def _load(self, weights: Weights) -> None:
+        for bucket in self._buckets(self._checked(weights)):
+            await self._submit(self._load_bucket(bucket, self._processes))
+
+    def _checked(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            refuse_unknown(name, tensor, self._parameters)
+            self._names.add(name)
+            if self._current_weights is None:
+                self._host_copy[name] = tensor.detach().to("cpu", copy=True)
+            yield name, tensor
+
+    async def _load_bucket(self, bucket: Row, processes: Sequence[EngineProcess]) -> None:
+        """Loads one bucket; `commit` loads all of them into a process that dies meanwhile."""
+
+        async def load(process: EngineProcess) -> None:
+            first, process.loading = not process.loading, True
+            await process.call("load", first=first, bucket=bucket)
+
+        live = [p for p in processes if p.alive]
+        results = await asyncio.gather(*map(load, live), return_exceptions=True)
+        for process, result in zip(live, results, strict=True):
+            if isinstance(result, ConnectionLost):
+                process.stale = True
+                if len(processes) == 1 and not self._update.under_way:
+                    raise result
+            elif isinstance(result, BaseException):
+                raise result
+
+    async def _remote_commit(self, version: int, loaded: bool) -> None:
+        if loaded and (missing := sorted(self._required - self._names)):
+            raise RolloutError(
+                f"the update has {len(self._names)} tensors and lacks {len(missing)}, the first "
+                f"{missing[0]!r}; vLLM takes all of them"
+            )
+        self._updated |= loaded
+        for process in self._processes:
+            while True:
+                await self._revive(process)
+                try:
+                    if process.stale:
+                        await self._restore(process)
+                    elif process.loading:
+                        await process.call("finish")
+                        process.loading = False
+                    break
+                except ConnectionLost as died:
+                    log.warning("%s", died)
+
+    def _buckets(self, weights: Weights) -> Iterator[Row]:
+        """Fills one bucket after the other, in the same memory; a tensor may exceed `bucket_bytes`."""
+        window = _Window(self._device)
+        try:
+            tensors: list[tuple[str, Tensor]] = []
+            size = 0
+            for name, tensor in weights:
+                if tensors and size + tensor.nbytes > self._bucket_bytes:
+                    yield window.filled(tensors)
+                    tensors, size = [], 0
+                tensors.append((name, tensor.detach()))
+                size += _aligned(tensor)
+            if tensors:
+                yield window.filled(tensors)
+        finally:
+            window.close()
+
+
+def _aligned(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor in a bucket."""
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Window:
+    """Memory that vLLM's workers can open: a memory file, or GPU memory by CUDA IPC."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._descriptor = -1 if device.type == "cuda" else os.memfd_create("hone-vllm")
+        self._memory: Tensor | None = None
+
+    def filled(self, tensors: Sequence[tuple[str, Tensor]]) -> Row:
+        """Copies tensors into the memory; returns what a worker needs to read them."""
+        memory = self._reserve(sum(_aligned(tensor) for _, tensor in tensors))
+        entries, offset = [], 0
+        for name, tensor in tensors:
+            content = tensor.contiguous().reshape(-1).view(torch.uint8)
+            memory[offset : offset + len(content)].copy_(content)
+            kind = str(tensor.dtype).removeprefix("torch.")
+            entries.append((name, kind, list(tensor.shape), offset))
+            offset += _aligned(tensor)
+        bucket: Row = {"tensors": entries, "size": len(memory)}
+        if self._device.type != "cuda":
+            return bucket | {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}"}
+        torch.cuda.synchronize(self._device)
+        shared = memory.untyped_storage()._share_cuda_()
+        parts = [
+            {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
+            for part in shared
+        ]
+        return bucket | {"cuda": parts}
+
+    def _reserve(self, size: int) -> Tensor:
+        if self._memory is None or len(self._memory) < size:
+            if self._device.type == "cuda":
+                self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            else:
+                os.ftruncate(self._descriptor, max(size, 1))
+                mapped = mmap.mmap(self._descriptor, max(size, 1))
+                self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        return self._memory
+
+    def close(self) -> None:
+        self._memory = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)

@@ -1,0 +1,195 @@
+"""Builds the vLLM engine of a rollout spec: interpreter, arguments of `vllm.LLM`, devices and environment."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import torch
+
+from hone.config.rollout import RolloutConfig
+from hone.event_loop import run_coroutine
+from hone.models.load import load_config, resolve_model_path
+from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
+from hone.rollout.requests import RequestRules
+from hone.rollout.server_build import build_vllm_servers
+from hone.rollout.server_weights import meta_parameters
+from hone.rollout.vllm import VLLMRollout
+from hone.rollout.vllm_process import EngineProcess, Launch
+from hone.types import Row, Settings
+
+log = logging.getLogger(__name__)
+
+INSTALL = (
+    "install it with `pip install 'hone-rl[vllm]'`, or build an interpreter that has it with "
+    "`make setup-vllm` and set rollout.vllm.python=.venv-vllm/bin/python"
+)
+_OWN = {
+    "model": "actor_rollout_ref.model.path",
+    "dtype": "the dtype of the actor",
+    "logprobs_mode": "the log-probs of the contract",
+    "skip_tokenizer_init": "token ids",
+    "worker_extension_cls": "hone's extension",
+    "weight_transfer_config": "hone's transfer of weights",
+    "async_scheduling": "exact weight versions",
+    "data_parallel_size": "rollout.data_parallel_size",
+}
+"""Arguments of `vllm.LLM` that hone sets, and what decides them."""
+
+
+@functools.cache
+def has_vllm(python: str | None) -> bool:
+    """Whether an interpreter has vLLM; None is this one."""
+    if python is None:
+        return find_spec("vllm") is not None
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        return subprocess.run([python, "-c", code], timeout=60, check=False).returncode == 0
+    except OSError as error:
+        raise RolloutError(
+            f"rollout.vllm.python={python} does not run ({error}); {INSTALL}"
+        ) from error
+
+
+def build_vllm(spec: RolloutSpec) -> RolloutEngine:
+    """Starts vLLM and returns the engine; raises if the interpreter has no vLLM."""
+    config = spec.config
+    if config.server.urls:
+        return build_vllm_servers(spec)
+    python = config.vllm.python
+    if not has_vllm(python):
+        place = f"rollout.vllm.python={python}" if python else "this interpreter"
+        raise RolloutError(f"rollout.name=vllm, but {place} has no vLLM; {INSTALL}")
+    model = load_config(spec.model_path)
+    rules = RequestRules.of(model, spec.eos_ids, spec.tokenizer)
+    launches = [launch(spec, rules.max_positions, i) for i in range(config.data_parallel_size)]
+    bucket_bytes = 2**30
+    if isinstance(config, RolloutConfig):
+        bucket_bytes = config.checkpoint_engine.bucket_bytes
+    names = ["vLLM"] if len(launches) == 1 else [f"vLLM {i}" for i in range(len(launches))]
+    engine = VLLMRollout(
+        [EngineProcess(one, name) for one, name in zip(launches, names, strict=True)],
+        rules,
+        meta_parameters(spec.model_path),
+        bucket_bytes=bucket_bytes,
+        device=spec.device,
+        current_weights=spec.current_weights,
+    )
+    try:
+        run_coroutine(_begin(engine, spec))
+    except BaseException:
+        run_coroutine(engine.close())
+        raise
+    return engine
+
+
+async def _begin(engine: VLLMRollout, spec: RolloutSpec) -> None:
+    """Starts the processes; adapters and changed configs are in the weights, not in the model's files."""
+    await engine.start()
+    if spec.current_weights is not None:
+        await engine.begin_update()
+        await engine.load(spec.current_weights())
+        await engine.commit(0)
+
+
+def launch(spec: RolloutSpec, max_positions: int | None, number: int) -> Launch:
+    """Returns how the engine of this number is started."""
+    config = spec.config
+    cuda = spec.device.type == "cuda"
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    devices = _devices(spec.device, tensor * pipeline, number) if cuda else None
+    if devices is not None and len(devices) < tensor * pipeline:
+        log.info(
+            "vLLM runs on %d device(s): rollout.tensor_model_parallel_size=%d and "
+            "pipeline_model_parallel_size=%d need more",
+            len(devices),
+            tensor,
+            pipeline,
+        )
+        tensor = pipeline = 1
+        devices = devices[:1]
+    longest = config.max_total_tokens
+    engine: Row = {
+        "model": resolve_model_path(spec.model_path),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "max_model_len": min(longest, max_positions or longest),
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enforce_eager": config.enforce_eager or not cuda,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if cuda:
+        engine |= {
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": isinstance(config, RolloutConfig) and config.free_cache_engine,
+        }
+        if config.cudagraph_capture_sizes:
+            engine["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
+    if tensor * pipeline == 1:
+        engine["distributed_executor_backend"] = "uni"
+    engine |= _passed_on(config.engine_kwargs.vllm)
+    engine |= {
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "raw_logprobs",
+        "async_scheduling": False,
+    }
+    return Launch(
+        os.path.abspath(config.vllm.python) if config.vllm.python else sys.executable,
+        engine,
+        environment(cuda, devices),
+        config.vllm.start_timeout_s,
+        config.vllm.stall_timeout_s,
+    )
+
+
+def _passed_on(arguments: Settings) -> Row:
+    for name, owner in _OWN.items():
+        if name in arguments:
+            raise RolloutError(
+                f"rollout.engine_kwargs.vllm.{name} cannot be set: {owner} decides it"
+            )
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _devices(device: torch.device, size: int, number: int) -> list[str]:
+    """Returns the GPUs of one engine, as this process names them."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if names == [""]:
+        names = [str(i) for i in range(torch.cuda.device_count())]
+    first = (device.index or 0) + number * size
+    return names[first : first + size] or names[device.index or 0 :][:1]
+
+
+def environment(cuda: bool, devices: list[str] | None) -> dict[str, str]:
+    """An engine lives on one machine: its processes meet on the loopback interface."""
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    defaults = {
+        "VLLM_HOST_IP": "127.0.0.1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if not cuda:
+        defaults |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled with enforce_eager
+        }
+    environment |= {name: value for name, value in defaults.items() if name not in os.environ}
+    if devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return environment

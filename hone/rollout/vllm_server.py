@@ -1,0 +1,223 @@
+"""The process of a vLLM engine: reads commands from a socket, decodes, and sends every token back.
+
+The interpreter of `rollout.vllm.python` runs a copy of this file, so it must not import hone. One thread
+reads the socket; the main thread runs commands and decode steps in turn, so that a command always stands
+between two steps. The process group ends with the socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Frame = dict[str, Any]
+_LENGTH = struct.Struct("!I")
+_PARENT_DEATH_SIGNAL = 1  # of prctl
+
+
+class Connection:
+    """Frames of JSON over a socket, each with its length before it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._lock = end, threading.Lock()
+        self._file = end.makefile("rb")
+
+    def send(self, frame: Frame) -> None:
+        content = json.dumps(frame, separators=(",", ":")).encode()
+        with self._lock:
+            self._socket.sendall(_LENGTH.pack(len(content)) + content)
+
+    def receive(self) -> Frame | None:
+        """Returns the next frame, or None at the end."""
+        head = self._file.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        content = self._file.read(length)
+        return json.loads(content) if len(content) == length else None
+
+
+class Server:
+    """Serves one engine until the socket closes."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._since = time.monotonic()  # begin of the current command or step
+        self._idle = True
+        self._paused = False
+        self._keys: set[str] = set()  # requests in the engine
+        self._updating = False
+        self._llm: Any = None
+        self._parameters: Any = None
+
+    def read(self) -> None:
+        """Queues commands and answers pings; ends the process group when the parent has gone."""
+        try:
+            while (frame := self._connection.receive()) is not None:
+                if frame["verb"] == "ping":
+                    busy_s = 0.0 if self._idle else time.monotonic() - self._since
+                    self._connection.send({"busy_s": busy_s})
+                else:
+                    self._commands.put(frame)
+        except OSError:
+            pass
+        finally:
+            end_group()
+
+    def serve(self) -> None:
+        names = ("start", "add", "abort", "pause", "resume", "load", "finish", "sleep", "wake_up")
+        verbs: dict[str, Callable[[Frame], object]] = {name: getattr(self, name) for name in names}
+        while True:
+            frame = self._next(wait=self._paused or not self._keys)
+            if frame is None:
+                self._step()
+                continue
+            answer: Frame = {"call": frame.get("call")}
+            try:
+                answer["result"] = verbs[frame["verb"]](frame)
+            except Exception as error:
+                traceback.print_exc()
+                answer["error"] = f"{type(error).__name__}: {error}"
+            if frame.get("call") is not None:
+                self._connection.send(answer)
+
+    def _next(self, wait: bool) -> Frame | None:
+        self._idle = True
+        try:
+            frame = self._commands.get(block=wait)
+        except queue.Empty:
+            return None
+        finally:
+            self._since, self._idle = time.monotonic(), False
+        return frame
+
+    def _step(self) -> None:
+        tokens = []
+        for output in self._llm.llm_engine.step():
+            (part,) = output.outputs
+            ids = list(part.token_ids)
+            log_probs = [
+                entry[token].logprob for entry, token in zip(part.logprobs, ids, strict=True)
+            ]
+            tokens.append(
+                [output.request_id, ids, log_probs, output.finished, output.num_cached_tokens]
+            )
+            if output.finished:
+                self._keys.discard(output.request_id)
+        if tokens:
+            self._connection.send({"tokens": tokens})
+
+    # -- commands -------------------------------------------------------------------------------
+
+    def start(self, frame: Frame) -> str:
+        import hone_vllm_worker
+        import vllm
+        from vllm import LLM, SamplingParams
+        from vllm.config import WeightTransferConfig
+        from vllm.sampling_params import RequestOutputKind
+
+        transfer = WeightTransferConfig(backend=hone_vllm_worker.BACKEND)
+        self._llm = LLM(
+            **frame["engine"],
+            worker_extension_cls="hone_vllm_worker.HoneWorker",
+            weight_transfer_config=transfer,
+        )
+        self._llm.collective_rpc("report_log_probs_before_truncation")
+        self._llm.init_weight_transfer_engine({"init_info": {}})
+
+        def parameters(sampling: Frame) -> Any:
+            return SamplingParams(
+                **sampling,
+                logprobs=0,
+                ignore_eos=True,  # stop_token_ids hold the end tokens
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+
+        self._parameters = parameters
+        return str(vllm.__version__)
+
+    def add(self, frame: Frame) -> None:
+        key = frame["key"]
+        try:
+            prompt = {"prompt_token_ids": frame["prompt"]}
+            self._llm.llm_engine.add_request(key, prompt, self._parameters(frame["sampling"]))
+        except Exception as error:
+            self._connection.send({"refused": key, "error": f"{type(error).__name__}: {error}"})
+        else:
+            self._keys.add(key)
+
+    def abort(self, frame: Frame) -> None:
+        keys = self._keys.intersection(frame["keys"])
+        self._llm.llm_engine.abort_request(list(keys))
+        self._keys -= keys
+
+    def pause(self, frame: Frame) -> None:
+        self._paused = True
+
+    def resume(self, frame: Frame) -> None:
+        self._paused = False
+
+    def load(self, frame: Frame) -> None:
+        """Loads one bucket; the first of an update, `first`, starts it."""
+        if frame["first"]:
+            if self._updating:  # an update that did not end
+                self._llm.finish_weight_update()
+            self._llm.start_weight_update()
+            self._updating = True
+        self._llm.update_weights({"update_info": frame["bucket"]})
+
+    def finish(self, frame: Frame) -> None:
+        """Ends an update; running requests compute their KV cache again."""
+        self._llm.finish_weight_update()
+        self._updating = False
+        self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+
+    def sleep(self, frame: Frame) -> None:
+        self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+        if frame["level"]:
+            self._llm.sleep(level=frame["level"])
+
+    def wake_up(self, frame: Frame) -> None:
+        self._llm.wake_up()
+
+
+def end_group() -> None:
+    """Removes the folder of this process and kills its group."""
+    sys.stderr.flush()
+    shutil.rmtree(Path(__file__).parent, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: end_group())
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    server = Server(Connection(socket.socket(fileno=int(sys.argv[1]))))
+    threading.Thread(target=server.read, daemon=True).start()
+    try:
+        server.serve()
+    except (
+        BaseException
+    ):  # a failed step leaves an engine that cannot go on; the parent starts another
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

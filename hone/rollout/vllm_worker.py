@@ -1,0 +1,140 @@
+"""The extension of vLLM's workers: log-probs as the rollout contract defines them, and weight updates.
+
+vLLM imports a copy of this file as `hone_vllm_worker` in each of its workers, in the interpreter of
+`rollout.vllm.python`. It must not import hone. It serves the interfaces of vLLM 0.22 and 0.32.
+"""
+
+from __future__ import annotations
+
+import base64
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+BACKEND = "hone_bucket"
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """The backend needs no initialisation."""
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """A bucket of tensors in a memory file or in GPU memory."""
+
+    tensors: list[tuple[str, str, list[int], int]]
+    """Name, dtype, shape and offset in bytes of each tensor."""
+    size: int
+    path: str | None = None
+    cuda: list[Any] | None = None
+    """The handle of the GPU memory; its bytes are {"bytes": base64}."""
+
+
+class BucketEngine(WeightTransferEngine):
+    """Loads weights by Hugging Face name, bucket by bucket."""
+
+    init_info_cls = NoInit
+    update_info_cls = BucketInfo
+
+    def init_transfer_engine(self, init_info: NoInit) -> None: ...
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with torch.device(self.device):
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(
+        self,
+        update_info: BucketInfo,
+        load_weights: Callable[[list[tuple[str, Tensor]]], object] | None = None,
+    ) -> None:
+        """vLLM 0.22 passes `load_weights`."""
+        (load_weights or self.model.load_weights)(list(_tensors(update_info)))
+
+    def finish_weight_update(self) -> None:
+        """vLLM 0.22 does this in its worker."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with torch.device(self.device):
+            finalize_layerwise_reload(self.model, self.model_config)
+        head = getattr(self.model, "lm_head", None)
+        if self.device.type == "cpu" and head is not None and hasattr(head, "weight"):
+            # The CPU kernel keeps a packed copy of a tied head, which no reload replaces.
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            if self.model_config.hf_text_config.tie_word_embeddings:
+                dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+    def shutdown(self) -> None: ...
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        raise NotImplementedError("hone sends its buckets itself")
+
+
+def _tensors(info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
+    """Yields copies: vLLM may keep a tensor until its layer is complete, after the bucket is refilled."""
+    if info.cuda is None:
+        assert info.path is not None
+        with open(info.path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), info.size, prot=mmap.PROT_READ)
+        content = torch.frombuffer(mapped, dtype=torch.uint8)
+    else:
+        torch.cuda.init()
+        parts = [base64.b64decode(x["bytes"]) if isinstance(x, dict) else x for x in info.cuda]
+        parts[0] = torch.cuda.current_device()  # the sender counts its visible devices
+        storage = torch.UntypedStorage._new_shared_cuda(*parts)
+        content = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+    for name, kind, shape, offset in info.tensors:
+        dtype = getattr(torch, kind)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        yield name, content[offset : offset + size].clone().view(dtype).reshape(shape)
+    if content.is_cuda:
+        torch.cuda.synchronize()
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketEngine)
+
+
+class HoneWorker:
+    """Methods that vLLM's worker inherits."""
+
+    model_runner: Any
+
+    def report_log_probs_before_truncation(self) -> None:
+        """Makes log-probs those of softmax(logits / temperature), before top-k, top-p and min-p; greedy
+        requests get them at temperature 1. vLLM has only one of the two, by `logprobs_mode`."""
+        sampler = self.model_runner.sampler
+        temperature: Tensor | None = None
+
+        def remember(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal temperature
+            metadata: Any = kwargs.get("sampling_metadata") or args[1]
+            temperature = metadata.temperature
+
+        def compute_logprobs(logits: Tensor) -> Tensor:
+            scaled = logits.float()
+            if temperature is not None:
+                divisor = torch.where(temperature < 1e-5, 1.0, temperature)
+                scaled = scaled / divisor.unsqueeze(1)
+            return scaled.log_softmax(-1)
+
+        if not hasattr(sampler, "compute_logprobs") or sampler.logprobs_mode != "raw_logprobs":
+            raise RuntimeError(
+                f"vLLM's {type(sampler).__name__} is not the sampler that hone knows"
+            )
+        sampler.register_forward_pre_hook(remember, with_kwargs=True)
+        sampler.compute_logprobs = compute_logprobs

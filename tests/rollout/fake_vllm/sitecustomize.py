@@ -1,0 +1,108 @@
+"""A vLLM of a hundred lines for tests: it says its position plus the first number of its weights.
+
+Python imports this file at its start where it is on the path. A prompt with token 93 makes a step fail, one
+with 96 is refused, and one with 97 makes a step take very long. `model` says how it starts.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.requests, self.weight, self.resets = {}, 0, 0
+
+    def add_request(self, key, prompt, params):
+        if 96 in prompt["prompt_token_ids"]:
+            raise ValueError("96 is refused")
+        self.requests[key] = [prompt["prompt_token_ids"], params, 0]
+
+    def abort_request(self, keys):
+        for key in keys:
+            del self.requests[key]
+
+    def reset_prefix_cache(self, reset_running_requests):
+        self.resets += reset_running_requests
+
+    def step(self):
+        time.sleep(0.002)
+        outputs = []
+        for key, state in list(self.requests.items()):
+            prompt, params, count = state
+            if 93 in prompt and count == 3:
+                raise RuntimeError("the kernel failed")
+            if 97 in prompt:
+                time.sleep(1000)
+            state[2] = count = count + 1
+            token = (len(prompt) + count - 1 + self.weight) % 90
+            finished = count == params["max_tokens"] or token in params["stop_token_ids"]
+            if finished:
+                del self.requests[key]
+            log_probs = [{token: SimpleNamespace(logprob=-0.5)}]
+            part = SimpleNamespace(token_ids=[token], logprobs=log_probs)
+            outputs.append(
+                SimpleNamespace(
+                    request_id=key, outputs=[part], finished=finished, num_cached_tokens=0
+                )
+            )
+        return outputs
+
+
+class LLM:
+    def __init__(self, model, **arguments) -> None:
+        if model == "broken":
+            raise ValueError("no such model")
+        if model == "slow":
+            time.sleep(1000)
+        self.llm_engine, self.updating = Engine(), False
+
+    def collective_rpc(self, name):
+        pass
+
+    def init_weight_transfer_engine(self, request):
+        pass
+
+    def start_weight_update(self):
+        assert not self.updating, "an update is under way"
+        self.updating = True
+
+    def update_weights(self, request):
+        assert self.updating
+        info = request["update_info"]
+        with open(info["path"], "rb") as file:
+            content = file.read(info["size"])
+        for name, _, _, offset in info["tensors"]:
+            if name == "shift":
+                self.llm_engine.weight = int(struct.unpack_from("f", content, offset)[0])
+
+    def finish_weight_update(self):
+        assert self.updating
+        self.updating = False
+
+    def sleep(self, level): ...
+
+    def wake_up(self): ...
+
+
+def module(name, **contents):
+    sys.modules[name] = made = ModuleType(name)
+    vars(made).update(contents)
+    made.__path__ = []
+    return made
+
+
+if not sys.argv[0].endswith("-c"):
+    factory = SimpleNamespace(_registry={}, register_engine=lambda name, engine: None)
+    base = type("Base", (), {})
+    names = ("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo")
+    module("torch", Tensor=object)
+    module("vllm", LLM=LLM, SamplingParams=lambda **given: given, __version__="fake")
+    module("vllm.config", WeightTransferConfig=lambda backend: backend)
+    module("vllm.sampling_params", RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    module("vllm.distributed")
+    module("vllm.distributed.weight_transfer", WeightTransferEngineFactory=factory)
+    module("vllm.distributed.weight_transfer.base", **dict.fromkeys(names, base))

@@ -1,0 +1,363 @@
+"""vLLM keeps the rollout contract, and no death of its process loses a token or a weight.
+
+The contract runs over vLLM itself (`make test-vllm`); deaths, routes and updates over a fake of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hone.rollout.contract import RolloutError, Sampling, TokenDelta, TokenOutput
+from hone.rollout.requests import RequestRules
+from hone.rollout.vllm import VLLMRollout
+from hone.rollout.vllm_process import EngineProcess, Launch
+
+from . import (  # noqa: F401
+    clauses_control,
+    clauses_failure,
+    clauses_lifecycle,
+    clauses_model,
+    clauses_sampling,
+    models,
+)
+from .engine_contract import CLAUSES, Violation, verify
+from .test_vllm_process import fake_python
+from .vllm_factory import SHAPE, SharedVLLM, VLLMFactory, vllm
+
+APPLY = [name for name, clause in CLAUSES.items() if clause.applies(VLLMFactory())]
+
+
+@pytest.fixture
+def _heads_of_32_numbers() -> Iterator[None]:
+    before = dict(models.SHAPE)
+    models.SHAPE.update(SHAPE)
+    models.sharp_lm.cache_clear()
+    yield
+    models.SHAPE.clear()
+    models.SHAPE.update(before)
+    models.sharp_lm.cache_clear()
+
+
+@vllm
+@pytest.mark.usefixtures("_heads_of_32_numbers")
+@pytest.mark.parametrize("name", APPLY)
+def test_contract(name: str) -> None:
+    verify(name, VLLMFactory())
+
+
+def test_only_draws_by_position_are_left_out() -> None:
+    probes = {"memory", "prefill"}  # vLLM cannot be looked into
+    lacking = {n for n, c in CLAUSES.items() if n not in APPLY and not c.needs & probes}
+    assert lacking == {"a draw depends on the absolute position"}
+
+
+# -- broken engines over vLLM ------------------------------------------------------------------
+
+
+class SeedIgnored(SharedVLLM):
+    def _parameters_of(self, sampling: Sampling) -> Any:
+        return super()._parameters_of(sampling) | {"seed": 0}
+
+
+class TopKIgnored(SharedVLLM):
+    def _parameters_of(self, sampling: Sampling) -> Any:
+        return super()._parameters_of(sampling) | {"top_k": -1}
+
+
+class MinPIgnored(SharedVLLM):
+    def _parameters_of(self, sampling: Sampling) -> Any:
+        return super()._parameters_of(sampling) | {"min_p": 0.0}
+
+
+class TemperatureIgnored(SharedVLLM):
+    def _parameters_of(self, sampling: Sampling) -> Any:
+        return super()._parameters_of(sampling) | {"temperature": 1.0}
+
+
+class PauseOfThisSideOnly(SharedVLLM):
+    """vLLM goes on while the weights change."""
+
+    async def _remote_pause(self) -> None: ...
+
+
+class PauseForgetsWhatItKeeps(SharedVLLM):
+    async def _pause(self, keep: bool) -> None:
+        await super()._pause(False)
+
+
+class VersionBeforeTheWeights(SharedVLLM):
+    async def _begin(self) -> None:
+        await super()._begin()
+        self.version += 1
+
+
+class LastTensorIsDropped(SharedVLLM):
+    async def _load(self, weights: Any) -> None:
+        await super()._load(list(weights)[:-1])
+        self._names = set(self._parameters)
+
+
+class OldWeightsStay(SharedVLLM):
+    async def _load(self, weights: Any) -> None:
+        if self._updated:
+            self._names = {name for name, _ in weights} | self._names
+        else:
+            await super()._load(weights)
+
+
+class UnknownTensorsAreSkipped(SharedVLLM):
+    async def _load(self, weights: Any) -> None:
+        known = [(n, t) for n, t in weights if n in self._parameters]
+        await super()._load([(n, t) for n, t in known if t.shape == self._parameters[n].shape])
+
+
+class EndTokensAreNotSent(SharedVLLM):
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._rules = RequestRules.of(model.lm.config, (), models.TOKENIZER)
+
+
+class AbortEndsEveryRequest(SharedVLLM):
+    async def abort(self, request_ids: Any = None) -> None:
+        await super().abort(None)
+
+
+MUTANTS = [
+    (SeedIgnored, "different seeds differ and the same seed repeats"),
+    (TopKIgnored, "top k keeps the k likeliest"),
+    (MinPIgnored, "min p keeps what is likely beside the likeliest"),
+    (TemperatureIgnored, "log probs are the trainers"),
+    (PauseOfThisSideOnly, "pause with keep goes on where it stood"),
+    (PauseForgetsWhatItKeeps, "pause with keep goes on where it stood"),
+    (VersionBeforeTheWeights, "a kept request takes new weights from its next token"),
+    (LastTensorIsDropped, "new weights are used from the next token"),
+    (OldWeightsStay, "new weights are used from the next token"),
+    (UnknownTensorsAreSkipped, "weights with unknown names are refused"),
+    (EndTokensAreNotSent, "the end token ends a response unless ignored"),
+    (AbortEndsEveryRequest, "abort ends the named requests alone"),
+]
+
+
+@vllm
+@pytest.mark.usefixtures("_heads_of_32_numbers")
+@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[m.__name__ for m, _ in MUTANTS])
+def test_the_contract_names_the_clause_a_mutant_breaks(mutant: type[SharedVLLM], name: str) -> None:
+    class Factory(VLLMFactory):
+        engine_class = mutant
+
+    with pytest.raises(Violation, match=f"^{name}: "):
+        verify(name, Factory())
+
+
+# -- deaths, updates and routes, over the fake -------------------------------------------------
+
+LONG = Sampling(max_tokens=80, temperature=1.0, seed=7, ignore_eos=True)
+SHAPES = {"shift": torch.zeros(1), "other": torch.zeros(300)}
+
+
+def weights(shift: int) -> list[tuple[str, Tensor]]:
+    return [("other", torch.zeros(300)), ("shift", torch.full((1,), float(shift)))]
+
+
+def said(prompt: list[int], shift: int = 0, count: int = 80) -> list[int]:
+    return [(len(prompt) + i + shift) % 90 for i in range(count)]
+
+
+def with_engine(
+    folder: Path,
+    work: Callable[[VLLMRollout], Awaitable[None]],
+    *,
+    processes: int = 1,
+    **given: Any,
+) -> None:
+    launch = Launch(fake_python(folder), {"model": "m"})
+    engine = VLLMRollout(
+        [EngineProcess(launch) for _ in range(processes)],
+        RequestRules(frozenset({89}), vocabulary=90),
+        SHAPES,
+        bucket_bytes=512,
+        device=torch.device("cpu"),
+        **given,
+    )
+
+    async def run() -> None:
+        try:
+            await engine.start()
+            await asyncio.wait_for(work(engine), 60)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+async def update(engine: VLLMRollout, shift: int, version: int) -> None:
+    await engine.begin_update()
+    await engine.load(weights(shift))
+    await engine.commit(version)
+
+
+def test_ten_deaths_in_one_request_lose_no_token(tmp_path: Path) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        await update(engine, 5, 3)
+        (process,) = engine._processes
+        deaths = 0
+
+        def kill(delta: TokenDelta) -> None:
+            nonlocal deaths
+            count = sum(len(d.token_ids) for d in [*deltas, delta])
+            deltas.append(delta)
+            if deaths < 10 and count > 6 * deaths:
+                deaths += 1
+                process.kill()
+
+        deltas: list[TokenDelta] = []
+        jobs = [engine.generate([1, 2], LONG, "killed", on_tokens=kill)]
+        jobs += [engine.generate([3] * i, LONG, f"beside {i}") for i in (1, 2, 3)]
+        first, *others = await asyncio.gather(*jobs)
+        assert deaths == 10
+        assert first.token_ids == said([1, 2], 5)
+        assert first.token_ids == [t for delta in deltas for t in delta.token_ids]
+        assert first.versions == [3] * 80
+        for i, out in enumerate(others, 1):
+            assert out.token_ids == said([3] * i, 5)
+
+    with_engine(tmp_path, work)
+
+
+@pytest.mark.parametrize("source", ["host copy", "trainer"])
+def test_a_new_process_gets_the_current_weights(tmp_path: Path, source: str) -> None:
+    current = {"shift": 0}
+
+    async def work(engine: VLLMRollout) -> None:
+        for version, shift in enumerate((4, 9), 1):
+            current["shift"] = shift
+            await update(engine, shift, version)
+            engine._processes[0].kill()
+            out = await engine.generate([1], LONG, f"after {version}")
+            assert out.token_ids == said([1], shift)
+            assert out.versions == [version] * 80
+        assert bool(engine._host_copy) == (source == "host copy")
+
+    options = {"current_weights": lambda: weights(current["shift"])} if source == "trainer" else {}
+    with_engine(tmp_path, work, **options)
+
+
+@pytest.mark.parametrize("when", ["before", "while loading", "before commit"])
+def test_a_death_in_an_update_does_not_end_it(tmp_path: Path, when: str) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        (process,) = engine._processes
+        running = asyncio.ensure_future(engine.generate([1, 2], LONG, "kept"))
+        await asyncio.sleep(0.05)
+        await engine.pause(keep=True)
+
+        async def kill() -> None:
+            pid = process.pid
+            process.kill()
+            while process.serving and process.pid == pid:
+                await asyncio.sleep(0.001)
+
+        if when == "before":
+            await kill()
+        await engine.begin_update()
+        first, second = weights(6)
+        await engine.load([first])
+        if when == "while loading":
+            await kill()
+        await engine.load([second])
+        if when == "before commit":
+            await kill()
+        await engine.commit(1)
+        await engine.resume()
+        out: TokenOutput = await running
+        old = out.versions.count(0)
+        assert 0 < old < 80
+        assert out.versions == [0] * old + [1] * (80 - old)
+        assert out.token_ids == said([1, 2], 0, old) + said([1, 2], 6)[old:]
+
+    with_engine(tmp_path, work)
+
+
+def test_an_update_that_begins_again_and_one_that_lacks_tensors(tmp_path: Path) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        await engine.begin_update()
+        await engine.load(weights(3)[:1])
+        with pytest.raises(RolloutError, match="lacks 1, the first 'shift'"):
+            await engine.commit(1)
+        await update(engine, 8, 2)  # from the beginning
+        assert (await engine.generate([1], LONG, "r")).token_ids == said([1], 8)
+
+    with_engine(tmp_path, work)
+
+
+def test_a_process_that_dies_without_a_token_is_given_up(tmp_path: Path) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        (process,) = engine._processes
+        process._launch = Launch(process._launch.python, {"model": "m"}, {"PYTHONHOME": "/nowhere"})
+        process.kill()
+        with pytest.raises(RolloutError, match="ended 3 times without a token"):
+            await engine.generate([1], LONG, "r")
+
+    with_engine(tmp_path, work)
+
+
+def test_a_trajectory_and_a_prompt_stay_on_their_process(tmp_path: Path) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        loads: list[tuple[int, int]] = []
+
+        async def turn(prompt: list[int], name: str) -> None:
+            await engine.generate(prompt, LONG, name)
+
+        groups = [asyncio.ensure_future(turn([g], f"{g}-{i}")) for g in (1, 2) for i in range(4)]
+        await asyncio.sleep(0.05)
+        loads.append(tuple(p.load for p in engine._processes))  # type: ignore[arg-type]
+        await asyncio.gather(*groups)
+        where = {key: index for key, index in engine._process_of.items() if isinstance(key, str)}
+        await turn([1, 5, 5], "2-0")  # a later turn
+        assert loads == [(4, 4)]
+        for g in (1, 2):
+            assert len({where[f"{g}-{i}"] for i in range(4)}) == 1
+        assert engine._process_of["2-0"] == where["2-0"]
+        await asyncio.gather(*(turn([9], f"9-{i}") for i in range(24)))
+        spread = [engine._process_of[f"9-{i}"] for i in range(24)]
+        assert min(spread.count(0), spread.count(1)) >= 4, "one prompt filled one process"
+
+    with_engine(tmp_path, work, processes=2)
+
+
+def test_both_processes_get_new_weights_and_one_death_is_enough(tmp_path: Path) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        await update(engine, 2, 1)
+        engine._processes[1].kill()
+        await update(engine, 7, 2)
+        outs = await asyncio.gather(*(engine.generate([i], LONG, f"{i}") for i in range(4)))
+        assert [out.token_ids for out in outs] == [said([1], 7)] * 4
+
+    with_engine(tmp_path, work, processes=2)
+
+
+def test_requests_wait_for_no_sleeping_engine(tmp_path: Path) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        running = asyncio.ensure_future(engine.generate([1], LONG, "r"))
+        await asyncio.sleep(0.02)
+        with pytest.raises(RolloutError, match="while requests run"):
+            await engine.sleep()
+        await running
+        await engine.sleep()
+        assert (await engine.generate([1], LONG, "s")).token_ids == said([1])
+
+    with_engine(tmp_path, work)
+
+
+def test_temperatures_that_vllm_would_raise_are_refused(tmp_path: Path) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        with pytest.raises(RolloutError, match=r"request r: vLLM samples at temperature 0.01"):
+            await engine.generate([1], Sampling(4, 0.001, 0), "r")
+
+    with_engine(tmp_path, work)

@@ -1,0 +1,157 @@
+"""From the config to vLLM: its arguments, what is refused, and whole runs that train through it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hone.config import load_config
+from hone.rollout.contract import RolloutError, RolloutSpec
+from hone.rollout.vllm import VLLMRollout
+from hone.rollout.vllm_build import build_vllm, environment, launch
+
+from .models import EOS, TOKENIZER, policy
+from .vllm_factory import SHAPE, vllm, vllm_python
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def spec_of(*overrides: str, device: str = "cpu") -> RolloutSpec:
+    keys = ["name=vllm", f"vllm.python={sys.executable}", *overrides]
+    config = load_config([f"{'+' if '+' in k else ''}{ROLLOUT}.{k.lstrip('+')}" for k in keys])
+    return RolloutSpec(
+        config.actor_rollout_ref.rollout,
+        model_path="/a/model",
+        load_policy=policy,
+        dtype=torch.bfloat16,
+        device=torch.device(device),
+        tokenizer=TOKENIZER,
+        eos_ids=(EOS,),
+    )
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("hone.rollout.vllm_build.resolve_model_path", lambda path: path)
+    return lambda *overrides, **options: launch(spec_of(*overrides, **options), 4096, 0).engine
+
+
+def test_settings_of_the_rollout_reach_vllm(arguments: Any) -> None:
+    got = arguments("max_num_seqs=7", "prompt_length=100", "response_length=20")
+    assert (got["model"], got["dtype"]) == ("/a/model", "bfloat16")
+    assert (got["max_num_seqs"], got["max_model_len"]) == (7, 120)
+    assert (got["tensor_parallel_size"], got["pipeline_parallel_size"]) == (1, 1)
+    assert arguments("max_model_len=9999")["max_model_len"] == 4096  # of the model
+
+
+def test_engine_kwargs_are_passed_on(arguments: Any) -> None:
+    got = arguments("+engine_kwargs.vllm.quantization=fp8", "+engine_kwargs.vllm.max_num_seqs=3")
+    assert (got["quantization"], got["max_num_seqs"]) == ("fp8", 3)
+    for name in ("logprobs_mode=processed_logprobs", "async_scheduling=true", "model=x"):
+        with pytest.raises(RolloutError, match=f"engine_kwargs.vllm.{name.split('=')[0]} cannot"):
+            arguments(f"+engine_kwargs.vllm.{name}")
+
+
+def test_an_engine_gets_its_own_gpus(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr("hone.rollout.vllm_build.resolve_model_path", lambda path: path)
+    two = ("tensor_model_parallel_size=2",)
+    for number, devices in ((0, "4,5"), (1, "6,7")):
+        started = launch(spec_of(*two, device="cuda:0"), None, number)
+        assert started.environment["CUDA_VISIBLE_DEVICES"] == devices
+        assert started.engine["tensor_parallel_size"] == 2
+    alone = launch(spec_of(*two, device="cuda:3"), None, 0)  # one GPU is left
+    assert alone.environment["CUDA_VISIBLE_DEVICES"] == "7"
+    assert alone.engine["tensor_parallel_size"] == 1
+
+
+def test_the_users_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "9")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment(False, None)
+
+
+def test_an_interpreter_without_vllm_is_refused_with_the_way_out() -> None:
+    with pytest.raises(RolloutError, match=r"has no vLLM; install it with.*make setup-vllm"):
+        build_vllm(spec_of())
+    with pytest.raises(RolloutError, match=r"does not run.*make setup-vllm"):
+        build_vllm(spec_of("vllm.python=/no/such/python"))
+
+
+def overrides(folder: Path, steps: int) -> list[str]:
+    row = {"data_source": "any", "prompt": "1+1=", "reward_model": {"ground_truth": 2}}
+    (folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    (folder / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return len(set(solution_str))\n"
+    )
+    return [
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.vllm.python={vllm_python()}",
+        f"{ROLLOUT}.temperature=0.8",
+        f"{ROLLOUT}.top_k=12",
+        f"custom_reward_function.path={folder / 'score.py'}",
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={folder / 'rows.jsonl'}",
+        "data.val_files=[]",
+        "data.prompt_format=raw",
+        f"trainer.total_training_steps={steps}",
+        "trainer.total_epochs=100",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={folder / 'run'}",
+    ]
+
+
+def trained(folder: Path, *settings: str) -> list[dict[str, Any]]:
+    from hone.trainer.main_ppo import run
+    from tests.workers.tasks import config_of, write_model
+
+    run(config_of(write_model(folder / "model", **SHAPE), *settings))
+    return [json.loads(x) for x in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def agrees(lines: list[dict[str, Any]], steps: int) -> None:
+    """Each step trained, and its tokens are of the weights of the step before."""
+    assert [line["training/global_step"] for line in lines] == list(range(1, steps + 1))
+    assert all(line["perf/weight_bytes"] > 0 for line in lines)
+    assert max(line["actor/grad_norm"] for line in lines) > 0
+    assert max(line["rollout_corr/log_prob_abs_diff_max"] for line in lines) < 1e-4
+    assert all(line["training/off_policy/trajectory_staleness/max"] == 0 for line in lines)
+
+
+@vllm
+@pytest.mark.parametrize("lora", [False, True])
+def test_five_grpo_steps_agree_with_the_trainer(tmp_path: Path, lora: bool) -> None:
+    """The weights are new in each step: an engine without them would be off by the last update."""
+    adapters = ["actor_rollout_ref.model.lora_rank=4"] if lora else []
+    agrees(trained(tmp_path, *overrides(tmp_path, 5), *adapters), 5)
+
+
+KILLS = int(os.environ.get("HONE_VLLM_KILLS", "2"))
+
+
+@vllm
+@pytest.mark.timeout(120 + 120 * KILLS)
+def test_a_run_whose_engine_is_killed_reaches_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the middle of a response, once per step; HONE_VLLM_KILLS=10 kills ten times."""
+    kills: list[int] = []
+    append = VLLMRollout._append
+
+    def killing(self: VLLMRollout, request: Any, chunk: Any) -> None:
+        append(self, request, chunk)
+        if self.version == len(kills) < KILLS and len(request.token_ids) == 3:
+            kills.append(self._processes[0].pid)
+            self._processes[0].kill()
+
+    monkeypatch.setattr(VLLMRollout, "_append", killing)
+    lines = trained(tmp_path, *overrides(tmp_path, KILLS + 1))
+    agrees(lines, KILLS + 1)
+    assert len(set(kills)) == KILLS
+    assert all(line["response_length/mean"] > 0 for line in lines)

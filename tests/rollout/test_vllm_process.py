@@ -1,0 +1,165 @@
+"""A vLLM process: its start, its death in every way, and what it leaves behind (with a fake of vLLM)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from hone.rollout import vllm_process
+from hone.rollout.contract import RolloutError
+from hone.rollout.remote_requests import Chunk
+from hone.rollout.vllm_process import EngineDied, EngineProcess, Launch
+
+T = TypeVar("T")
+SAMPLING = {"max_tokens": 5, "stop_token_ids": []}
+
+
+def fake_python(folder: Path) -> str:
+    """An interpreter that has the fake vLLM."""
+    path = folder / "python"
+    fake = Path(__file__).parent / "fake_vllm"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH="{fake}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def with_process(
+    folder: Path, work: Callable[[EngineProcess], Awaitable[T]], model: str = "m", **limits: float
+) -> T:
+    async def run() -> T:
+        process = EngineProcess(Launch(fake_python(folder), {"model": model}, **limits))
+        try:
+            return await asyncio.wait_for(work(process), 60)
+        finally:
+            await process.stop()
+
+    return asyncio.run(run())
+
+
+async def started(process: EngineProcess) -> None:
+    await process.start()
+    process.serving = True
+
+
+def gone(pid: int) -> bool:
+    """Whether no process of the group is left; a zombie waits for its parent only."""
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_tokens_come_in_a_stream_until_the_end(tmp_path: Path) -> None:
+    async def work(process: EngineProcess) -> list[Chunk | Exception]:
+        await started(process)
+        queue = process.open_stream("k")
+        process.send("add", key="k", prompt=[5, 6], sampling=SAMPLING)
+        got = [await queue.get() for _ in range(5)]
+        process.close_stream("k")
+        return got
+
+    got = with_process(tmp_path, work)
+    assert [c.token_ids for c in got if isinstance(c, Chunk)] == [[2], [3], [4], [5], [6]]
+    assert [c.finished for c in got if isinstance(c, Chunk)] == [False] * 4 + [True]
+
+
+def test_a_refused_request_fails_alone_and_an_error_of_a_command_comes_back(tmp_path: Path) -> None:
+    async def work(process: EngineProcess) -> None:
+        await started(process)
+        queue = process.open_stream("k")
+        process.send("add", key="k", prompt=[96], sampling=SAMPLING)
+        assert "96 is refused" in str(await queue.get())
+        with pytest.raises(RolloutError, match="AssertionError"):
+            await process.call("finish")
+        assert process.alive
+
+    with_process(tmp_path, work)
+
+
+def test_a_model_that_does_not_load_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match="ValueError: no such model"):
+        with_process(tmp_path, lambda process: process.start(), model="broken")
+
+
+def test_the_start_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_process, "_PROGRESS_S", 0.1)
+    with pytest.raises(RolloutError, match=r"was not ready after .*start_timeout_s"):
+        with_process(tmp_path, lambda p: p.start(), model="slow", start_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("death", ["step", "kill", "stall"])
+def test_a_death_reaches_streams_and_calls_and_leaves_nothing(
+    death: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(process: EngineProcess) -> tuple[int, str]:
+        await started(process)
+        if death == "stall":
+            monkeypatch.setattr(vllm_process, "_PING_S", 0.05)
+        pid, queue = process.pid, process.open_stream("k")
+        prompt = {"step": [93], "kill": [1], "stall": [97]}[death]
+        process.send("add", key="k", prompt=prompt, sampling={**SAMPLING, "max_tokens": 10**6})
+        if death == "kill":
+            await queue.get()
+            os.kill(pid, signal.SIGKILL)  # the process alone, not its group
+        while not isinstance(item := await queue.get(), Exception):
+            pass
+        assert isinstance(item, EngineDied)
+        with pytest.raises(EngineDied):
+            await process.call("pause")
+        with pytest.raises(EngineDied):
+            process.open_stream("late")
+        await process.start()  # another one
+        assert process.pid != pid
+        await process.call("pause")
+        return pid, str(item)
+
+    monkeypatch.setattr(vllm_process, "_PING_S", 0.05 if death == "stall" else 15.0)
+    limits = {"start_timeout_s": 0.5, "stall_timeout_s": 0.5} if death == "stall" else {}
+    pid, reason = with_process(tmp_path, work, **limits)
+    assert gone(pid)
+    if death == "step":
+        assert "RuntimeError: the kernel failed" in reason
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(None, marks=pytest.mark.slow),
+    ],
+)
+def test_no_process_outlives_its_parent(tmp_path: Path, end: signal.Signals | None) -> None:
+    """Killed, terminated, or ended without a word."""
+    code = (
+        "import asyncio, sys\n"
+        "from hone.rollout.vllm_process import EngineProcess, Launch\n"
+        "async def main():\n"
+        f"    process = EngineProcess(Launch({fake_python(tmp_path)!r}, {{'model': 'm'}}))\n"
+        "    await process.start()\n"
+        "    print(process.pid, process._folder, flush=True)\n"
+        f"    await asyncio.sleep({0 if end is None else 1000})\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid, folder = parent.stdout.readline().decode().split()
+        if end is not None:
+            parent.send_signal(end)
+        parent.wait(60)
+    for _ in range(600):
+        if gone(int(pid)) and not Path(folder).exists():
+            break
+        time.sleep(0.05)
+    assert gone(int(pid))
+    assert not Path(folder).exists()

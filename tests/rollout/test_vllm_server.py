@@ -1,0 +1,70 @@
+"""The commands of a vLLM process, with a fake of vLLM (tests/rollout/fake_vllm)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from hone.rollout.remote_requests import Chunk
+from hone.rollout.vllm_process import EngineProcess
+from hone.rollout.vllm_server import Connection
+
+from .test_vllm_process import started, with_process
+
+ENDLESS = {"max_tokens": 10**6, "stop_token_ids": []}
+
+
+def test_frames_of_any_length_arrive_whole() -> None:
+    here, there = socket.socketpair()
+    sent = [{"verb": "a"}, {"tokens": list(range(20_000)), "text": "über"}, {}]
+    for frame in sent:
+        Connection(here).send(frame)
+    here.close()
+    connection = Connection(there)
+    assert [connection.receive() for _ in range(4)] == [*sent, None]
+    there.close()
+
+
+def test_a_pause_holds_tokens_and_what_was_drawn_comes_before_its_answer(tmp_path: Path) -> None:
+    async def work(process: EngineProcess) -> None:
+        await started(process)
+        queue = process.open_stream("k")
+        process.send("add", key="k", prompt=[1], sampling=ENDLESS)
+        await queue.get()
+        await process.call("pause")
+        drawn = queue.qsize()
+        await asyncio.sleep(0.05)
+        assert queue.qsize() == drawn
+        process.send("add", key="late", prompt=[1], sampling=ENDLESS)
+        await process.call("resume")
+        chunks = [await queue.get() for _ in range(drawn + 3)]
+        tokens = [c.token_ids[0] for c in chunks if isinstance(c, Chunk)]
+        assert tokens == list(range(2, drawn + 5))
+        process.send("abort", keys=["k", "late", "unknown"])
+        await process.call("pause")
+        before = queue.qsize()
+        await process.call("resume")
+        await asyncio.sleep(0.02)
+        assert queue.qsize() == before
+
+    with_process(tmp_path, work)
+
+
+def test_a_bucket_that_begins_an_update_ends_one_that_stayed_open(tmp_path: Path) -> None:
+    bucket = {"tensors": [], "size": 0, "path": "/dev/null"}
+
+    async def work(process: EngineProcess) -> None:
+        await started(process)
+        for first in (True, False, True):
+            await process.call("load", first=first, bucket=bucket)
+        await process.call("finish")
+        for level in (0, 2):
+            await process.call("sleep", level=level)
+        await process.call("wake_up")
+        with pytest.raises(Exception, match="AssertionError"):
+            await process.call("load", first=False, bucket=bucket)
+
+    with_process(tmp_path, work)

@@ -1,0 +1,96 @@
+"""What hone adds to vLLM's workers: log-probs before truncation, and tensors out of a bucket."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hone.rollout
+from hone.rollout.vllm import _Window
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, with the parts of vLLM that it is built on."""
+    registry: dict[str, type] = {}
+    factory = SimpleNamespace(_registry=registry, register_engine=registry.__setitem__)
+    base = type("Base", (), {})
+    names = ("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo")
+    for name, contents in {
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.weight_transfer": {"WeightTransferEngineFactory": factory},
+        "vllm.distributed.weight_transfer.base": dict.fromkeys(names, base),
+    }.items():
+        made = ModuleType(name)
+        vars(made).update(contents)
+        monkeypatch.setitem(sys.modules, name, made)
+    path = Path(hone.rollout.__path__[0]) / "vllm_worker.py"
+    spec = importlib.util.spec_from_file_location("hone_vllm_worker", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "hone_vllm_worker", module)
+    spec.loader.exec_module(module)
+    assert registry == {module.BACKEND: module.BucketEngine}
+    return module
+
+
+class Sampler(torch.nn.Module):
+    logprobs_mode = "raw_logprobs"
+
+    @staticmethod
+    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1)
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+        return self.compute_logprobs(logits)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_log_probs_are_after_temperature_and_greedy_ones_at_one(worker: Any, by_name: bool) -> None:
+    extension = worker.HoneWorker()
+    extension.model_runner = SimpleNamespace(sampler=Sampler())
+    extension.report_log_probs_before_truncation()
+    logits = torch.randn(3, 7)
+    metadata = SimpleNamespace(temperature=torch.tensor([0.5, 1.0, 0.0]))
+    given = {"sampling_metadata": metadata} if by_name else {}
+    got = extension.model_runner.sampler(logits, *([] if by_name else [metadata]), **given)
+    divisor = torch.tensor([[0.5], [1.0], [1.0]])
+    assert torch.equal(got, (logits / divisor).log_softmax(-1))
+    greedy = SimpleNamespace(temperature=None)  # all requests are greedy
+    assert torch.equal(extension.model_runner.sampler(logits, greedy), logits.log_softmax(-1))
+
+
+def test_another_sampler_of_vllm_is_refused(worker: Any) -> None:
+    extension = worker.HoneWorker()
+    extension.model_runner = SimpleNamespace(sampler=torch.nn.Identity())
+    with pytest.raises(RuntimeError, match="Identity is not the sampler that hone knows"):
+        extension.report_log_probs_before_truncation()
+
+
+def test_a_bucket_gives_its_tensors_also_after_it_is_filled_again(worker: Any) -> None:
+    window = _Window(torch.device("cpu"))
+    first = [("a", torch.randn(3, 5)), ("b", torch.arange(7, dtype=torch.bfloat16))]
+    engine = worker.BucketEngine()
+    loaded: dict[str, torch.Tensor] = {}
+    engine.model = SimpleNamespace(load_weights=loaded.update)
+    engine.receive_weights(worker.BucketInfo(**window.filled(first)))
+    with_loader: dict[str, torch.Tensor] = {}  # as vLLM 0.22 calls it
+    bucket = window.filled([("c", torch.ones(100))])
+    engine.receive_weights(worker.BucketInfo(**bucket), load_weights=with_loader.update)
+    for name, tensor in first:
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+    assert torch.equal(with_loader["c"], torch.ones(100))
+    descriptor = window._descriptor
+    window.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -1,0 +1,140 @@
+"""vLLM under contract: every engine of a test session uses one process, because starting one is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hone.event_loop import run_coroutine
+from hone.models.policy import PolicyModel
+from hone.rollout.contract import RolloutEngine, Traits
+from hone.rollout.requests import Request, RequestRules
+from hone.rollout.vllm import VLLMRollout
+from hone.rollout.vllm_process import EngineProcess, Launch
+
+from .engine_contract import Factory, Place
+from .models import EOS, POSITIONS, TOKENIZER, policy
+
+SHAPE = {"hidden": 64, "mlp": 64, "heads": 2, "kv_heads": 1}
+"""Heads of 32 numbers, the smallest of vLLM's CPU kernels."""
+
+
+def vllm_python() -> str | None:
+    """The interpreter that has vLLM: $HONE_VLLM_PYTHON, or that of `make setup-vllm`."""
+    built = Path(__file__).parents[2] / ".venv-vllm/bin/python"
+    return os.environ.get("HONE_VLLM_PYTHON") or (str(built) if built.exists() else None)
+
+
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        vllm_python() is None, reason="no vLLM: `make setup-vllm` builds .venv-vllm"
+    ),
+]
+
+
+def vllm(test: Any) -> Any:
+    """Decorator: the marks of a test that needs vLLM."""
+    for mark in needs_vllm:
+        test = mark(test)
+    return test
+
+
+@cache
+def loop() -> asyncio.AbstractEventLoop:
+    """The event loop of the shared process; its thread lives as long as the tests."""
+    own = asyncio.new_event_loop()
+    threading.Thread(target=own.run_forever, daemon=True).start()
+    return own
+
+
+@cache
+def process() -> EngineProcess:
+    from hone.rollout.vllm_build import environment
+
+    python = vllm_python()
+    assert python is not None
+    folder = tempfile.mkdtemp(prefix="hone-test-vllm-")
+    policy(seed=9).lm.save_pretrained(folder)  # other weights than any test's
+    arguments = {
+        "model": folder,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": POSITIONS,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "raw_logprobs",
+        "async_scheduling": False,
+        "seed": 0,
+    }
+    started = EngineProcess(Launch(python, arguments, environment(False, None)))
+    asyncio.run_coroutine_threadsafe(started.start(), loop()).result()
+    started.serving = True
+    return started
+
+
+class SharedVLLM(VLLMRollout):
+    """An engine of its own over the process of all tests, with the policy's weights."""
+
+    def __init__(self, model: PolicyModel) -> None:
+        lm: Any = model.lm
+        super().__init__(
+            [process()],
+            RequestRules.of(lm.config, (EOS,), TOKENIZER),
+            dict(lm.named_parameters()),
+            bucket_bytes=2**14,
+            device=torch.device("cpu"),
+        )
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop = loop()
+
+    async def prepare(self, model: PolicyModel) -> None:
+        await VLLMRollout.begin_update(self)
+        await VLLMRollout.load(self, model.lm.named_parameters())
+        await VLLMRollout.commit(self, 0)
+        await VLLMRollout.resume(self)
+        await self._submit(self._processes[0].call("resume"))
+
+    async def close(self) -> None:
+        if not self._closed:
+            closing = self._submit(self._close())
+            self._closed = True
+            await closing
+
+    async def _remote_close(self) -> None:
+        """The process is for the next test."""
+
+
+class VLLMFactory(Factory):
+    name = "vllm"
+    engine_traits = Traits(decodes_with_module=False, positional=False)
+    probes = frozenset({"model"})
+    draws = 400
+    long_tokens = 150
+    engine_class: type[SharedVLLM] = SharedVLLM
+
+    def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
+        engine = self.engine_class(policy)
+        run_coroutine(engine.prepare(policy))
+        return engine
+
+    def phases(self, engine: Any) -> dict[str, Place]:
+        return {
+            "route": (engine, "_route"),
+            "forward": (engine, "_append"),
+            "stop": (RequestRules, "stop_reason"),
+            "answer": (Request, "output"),
+        }
