@@ -167,6 +167,13 @@ def _add_folders(verbs: Verbs) -> None:
     report = add_verb(verbs, "report", _report, "one HTML page for a run, or several overlaid")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     report.add_argument("--out", default="report.html", help="file to write (report.html)")
+    panels = add_verb(
+        verbs, "wandb-workspace", _wandb_workspace, "PURE's panels as a Weights & Biases workspace"
+    )
+    panels.add_argument("--project", required=True, help="as trainer.project_name")
+    panels.add_argument("--entity", required=True, help="your user or team")
+    panels.add_argument("--name", default="PURE", help="name of the workspace (PURE)")
+    panels.add_argument("--dry-run", action="store_true", help="list the panels; nothing is sent")
     doctor = add_verb(verbs, "doctor", _doctor, "what this machine has and lacks; a self-test")
     doctor.add_argument("--quick", action="store_true", help="leave the self-tests out")
     doctor.add_argument(
@@ -280,6 +287,17 @@ def _report(options: Options, rest: list[str]) -> None:
             f"--out {options.out} is a folder; name the file, as in {Path(options.out) / 'report.html'}"
         )
     say(f"wrote {write_report(options.runs, options.out)}")
+
+
+def _wandb_workspace(options: Options, rest: list[str]) -> None:
+    from hone.tracking.wandb_workspace import build_workspace
+
+    workspace = build_workspace(options.project, options.entity, options.name)
+    if options.dry_run:
+        for section in workspace.sections:
+            say(f"{section.name}: {', '.join(str(panel.title) for panel in section.panels)}")
+    else:
+        say(f"wrote {workspace.save().url}")
 
 
 def _doctor(options: Options, rest: list[str]) -> int:

@@ -15,7 +15,7 @@ from hone.trainer import command_line
 
 VERBS = (
     *("train", "sft", "generate", "eval", "export", "config", "data", "model"),
-    *("doctor", "report", "quickstart", "recipes"),
+    *("doctor", "report", "quickstart", "recipes", "wandb-workspace"),
 )
 
 

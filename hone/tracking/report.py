@@ -19,6 +19,7 @@ from typing import NamedTuple
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.curve import DEFAULT_WEIGHT, bucket_means, envelope, is_unsmoothed
 from hone.tracking.markers import TIMING
+from hone.tracking.panels import OWN_METRIC, SECTIONS
 from hone.tracking.report_data import RunData, load_run
 from hone.tracking.run_folder import labels_of
 from hone.types import JsonObject, JsonValue
@@ -90,6 +91,7 @@ def render(runs: Sequence[RunData]) -> str:
         result_of=result_of,
         headline=lambda run: _headline(run, summary),
         curve_groups=groups,
+        open_groups=["overview", *(section.name for section in SECTIONS if section.is_open)],
         time_of=time_of,
         settings=_settings(runs),
     )
@@ -151,7 +153,7 @@ def _headline(run: RunData, keys: Sequence[str]) -> Result | None:
 
 
 def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str]]:
-    """Groups metric names; the overview has only the first of metrics with equal values."""
+    """Groups metric names: the overview (the first of metrics with equal values), PURE's panels, others."""
     overview = [key for key in names if OVERVIEW.fullmatch(key)]
     overview.sort(key=lambda key: (not key.startswith("val-core/"), not SUMMARY.fullmatch(key)))
     by_values: dict[tuple[bytes, ...], str] = {}
@@ -159,8 +161,12 @@ def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str
         values = tuple(numbers.tobytes() for run in runs for numbers in run.metrics.of(key))
         by_values.setdefault(values, key)
     groups = {"overview": list(by_values.values())}
+    if OWN_METRIC in names:
+        sections = {section.name: section.metrics_among(names) for section in SECTIONS}
+        groups |= {name: keys for name, keys in sections.items() if keys}
+    grouped = {key for keys in groups.values() for key in keys}
     for key in names:
-        if key not in groups["overview"]:
+        if key not in grouped:
             groups.setdefault(key.partition("/")[0], []).append(key)
     return groups
 

@@ -85,6 +85,7 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
     run = RunData(label, metrics, notes=list(metrics.notes))
     if metrics.steps is None:
         run.notes.append("metrics.jsonl holds no step: the run has not finished a step")
+    run.notes += _alarms(metrics)
     if not folder.config_file.exists():
         run.notes.append(f"no {folder.config_file.name}")
     run.config = _keys(folder.config_file, folder.read_config, _flat, run.notes) or {}
@@ -96,6 +97,17 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
     if not rollouts:
         run.notes.append(NO_ROLLOUTS)
     return run
+
+
+def _alarms(metrics: RunMetrics) -> list[str]:
+    """Returns a note for each alarm that the run raised (`trainer.alarms`)."""
+    notes = []
+    for key in sorted(metrics.series):
+        name = key.removeprefix("alarms/")
+        steps = metrics.of(key).steps[metrics.of(key).values > 0]
+        if name not in (key, "raised") and len(steps):
+            notes.append(f"alarm {name} in {len(steps)} steps, first in step {steps[0]}")
+    return notes
 
 
 def _flat(config: Row) -> Row:

@@ -1,0 +1,114 @@
+"""The panels of PURE's workspace, in sections; `hone wandb-workspace` and the report read this table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+OWN_METRIC = "high_level_scores/repeat_score/mean"
+"""A run that has it logs PURE's metrics (`trainer.response_metrics`)."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: a title and a metric, or the pattern of metrics that share the chart."""
+
+    title: str
+    metric: str
+    is_pattern: bool = False
+    """The pattern is in RE2's syntax, since the tracker's server applies it."""
+    least: float | None = None
+    """Lowest value of the axis; None fits it."""
+    expression: str | None = None
+    """What a tracker draws in place of the metric."""
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    panels: tuple[Panel, ...]
+    is_open: bool = True
+
+    def metrics_among(self, names: Iterable[str]) -> list[str]:
+        """Return the metrics of a run that the section shows, in the order of its panels."""
+        listed = list(names)
+        matches = (
+            name
+            for panel in self.panels
+            for name in listed
+            if (re.search(panel.metric, name) if panel.is_pattern else name == panel.metric)
+        )
+        return list(dict.fromkeys(matches))
+
+
+def _means(prefix: str, *names: str) -> tuple[Panel, ...]:
+    return tuple(Panel(n.replace("/", " "), f"{prefix}/{n}/mean") for n in names)
+
+
+_PARTS = ("whole", "correct", "incorrect")
+SECTIONS = (
+    Section(
+        "Validation ACC",
+        (
+            Panel("MATH500", r"^val-core/.*math.?500.*/mean@\d+$", is_pattern=True, least=0.7),
+            Panel("AIME2024", r"^val-core/.*aime.*/mean@\d+$", is_pattern=True),
+            Panel("all", r"^val-core/.*/mean@\d+$", is_pattern=True),
+        ),
+    ),
+    Section(
+        "Reward & Return",
+        (
+            *_means("instant_rewards", "verifiable_reward", "outcome_reward", "kl"),
+            Panel("sequence reward", "critic/rewards/mean"),
+            Panel("return", "critic/returns/mean"),
+        ),
+    ),
+    Section(
+        "High-Level Pattern",
+        (
+            *_means("high_level_scores", "repeat_score", "reflection_pattern_score"),
+            *(Panel(f"response length, {p}", f"response_length/{p}/mean") for p in _PARTS),
+        ),
+    ),
+    Section(
+        "Group ACC",
+        tuple(
+            Panel(f"{title}, {batch.partition('_')[0]}", f"group_info/{name}/{batch}/mean")
+            for name, title in (("pass_at_n", "pass@n"), ("avg_n", "avg@n"))
+            for batch in ("whole_batch", "retained_batch")
+        ),
+    ),
+    Section(
+        "Stability",
+        (
+            *(Panel(f"clip ratio, {p}", f"response_length/{p}/clip_ratio") for p in _PARTS),
+            *(
+                Panel(f"high repeatness, {p}", f"high_level_scores/high_repeatness_ratio/{p}")
+                for p in _PARTS
+            ),
+            Panel("alarms", "alarms/raised"),
+        ),
+    ),
+    Section(
+        "Misc",
+        (
+            Panel("seconds per step", "timing_s/step"),
+            Panel("seconds of generation", "timing_s/gen"),
+            Panel("seconds of the update", "timing_s/update_actor"),
+            Panel("reward model agrees with rule", "instant_rewards/orm_match_vr"),
+            Panel("steps per response", "num_of_steps/mean"),
+            Panel("retained share", "curriculum_learning/retain_ratio"),
+            Panel("runtime (h)", "_runtime", expression="${_runtime}/3600"),
+        ),
+    ),
+    Section(
+        "Loss",
+        (
+            Panel("policy loss", "actor/pg_loss"),
+            Panel("entropy", "actor/entropy"),
+            Panel("importance ratio", "actor/avg_ratio"),
+        ),
+        is_open=False,
+    ),
+)
