@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hone.api import LLM, Response, Trained, evaluate, sft, train
     from hone.protocol import DataProto, DataProtoFuture, DataProtoItem
+    from hone.rewards.judge import Judge
     from hone.types import Function
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Judge": "hone.rewards.judge",
     "LLM": "hone.api",
     "Response": "hone.api",
     "Trained": "hone.api",
@@ -32,6 +34,7 @@ __all__ = [
     "DataProto",
     "DataProtoFuture",
     "DataProtoItem",
+    "Judge",
     "Response",
     "Trained",
     "__version__",

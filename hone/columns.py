@@ -134,7 +134,7 @@ _DECLARED = {  # (step, when): columns
         reward_failure object [B]: why the row could not be scored; None where it was
         token_level_scores float [B, T]: configured sum of the reward parts
     """,
-    ("score", "reward_model.enable=True and reward_model.type=orm"): """
+    ("score", "reward_model.enable=True and reward_model.type=orm or judge"): """
         rm_scores float [B, T]: the reward model's score, on the last token of the policy
     """,
     ("score", "reward_model.type=prm"): """

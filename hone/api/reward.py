@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, Union
 
-from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.calling import ScorerSignatureError, is_async
 from hone.rewards.failures import Failed, RewardError, Scored
 from hone.rewards.outcome import read_result
 from hone.rewards.places import describe
@@ -90,8 +90,8 @@ def as_score_function(parts: Sequence[Part], columns: Collection[str]) -> Functi
         values = results(data_source, solution_str, ground_truth, extra_info)
         return _sum([await r if inspect.isawaitable(r) else r for r in values], parts)
 
-    is_async = any(inspect.iscoroutinefunction(part.score) for part in parts)
-    function: Function = score_async if is_async else score
+    waits = any(callable(part.score) and is_async(part.score) for part in parts)
+    function: Function = score_async if waits else score
     if len(parts) == 1 and callable(parts[0].score):
         # Messages name the user's function, but managers must see the wrapper's signature.
         vars(function)["__signature__"] = inspect.signature(function)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Count, CountOrZero, Positive, SchemaBlock, Share, block, follows
+from hone.config.block import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    SchemaBlock,
+    Share,
+    block,
+    follows,
+)
 from hone.config.engine import FSDPConfig, MicroBatches, OptimConfig
 from hone.types import Settings
 
@@ -141,18 +150,43 @@ class RewardServerConfig(SchemaBlock):
     """Answers by model and text: memory, a folder that later runs share, or null."""
 
 
+class JudgeConfig(SchemaBlock):
+    """A judge: a language model that writes a grade for each response."""
+
+    template: str | None = None
+    """What the judge reads, with {question}, {response} and {ground_truth}; text, or a file. null is ours."""
+    format: Literal["text", "json"] = "text"
+    """text reads the number after `score_after`; json reads `score` of the last JSON object."""
+    score_after: str = "Score:"
+    """Text before the grade; its last occurrence with a number counts."""
+    lowest: float = 0.0
+    """Lowest grade, which scores 0."""
+    highest: float = 10.0
+    """Highest grade, which scores 1; a grade outside of the range is a failure."""
+    votes: Count = 1
+    """Grades per response."""
+    vote: Literal["mean", "majority"] = "mean"
+    """How several grades become one score; of equally frequent grades the lowest counts."""
+    temperature: NotNegative = 0.0
+    """Sampling temperature of the judge; 0 is greedy."""
+    max_tokens: Count = 512
+    """Maximum tokens that the judge writes."""
+
+
 class RewardModelConfig(MicroBatches):
     """Reward models (outcome or process), score settings, and the legacy key of the manager."""
 
     enable: bool = False
     """Score with a reward model."""
-    type: Literal["orm", "prm", "prime"] = "orm"
-    """orm scores a whole response; prm scores each step; prime trains a model that scores each token."""
+    type: Literal["orm", "prm", "prime", "judge"] = "orm"
+    """orm scores a whole response; prm scores each step; prime trains a model that scores each token; judge
+    is a language model that writes a grade."""
     route_by_style: bool | None = None
     """Score a row by the rule or the reward model alone, as its `reward_model.style` says; null does so if
     a row has style model. Otherwise rows of other styles get both scores."""
     model: RewardModelModelConfig = block(RewardModelModelConfig)
     server: RewardServerConfig = block(RewardServerConfig)
+    judge: JudgeConfig = block(JudgeConfig)
     micro_batch_size: Count | None = None
     """Sequences in one forward over all ranks; prefer `micro_batch_size_per_gpu`."""
     micro_batch_size_per_gpu: Count | None = None

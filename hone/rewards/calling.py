@@ -26,13 +26,25 @@ FORMAT_ARGUMENTS = (
     "retrieval_score",
 )
 """Format rewards: config keys under `reward_model` that only some scorers accept."""
-_RUN_ARGUMENTS = ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb")
+_RUN_ARGUMENTS = (
+    "sandbox_fusion_url",
+    "concurrent_semaphore",
+    "memory_limit_mb",
+    "reward_router_address",
+)
 AMBIENT_ARGUMENTS = frozenset({*FORMAT_ARGUMENTS, *_RUN_ARGUMENTS, "score_observations"})
 """Passed to every scorer that accepts them; other scorers are called without them."""
 
 
 class ScorerSignatureError(SetupError, TypeError):
     """A scorer's signature does not fit the arguments that the manager passes."""
+
+
+def is_async(function: Function) -> bool:
+    """Whether calling the function, or the object, gives a coroutine."""
+    inner = unbound(function)
+    call = getattr(type(inner), "__call__", None)  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, (function, inner, call)))
 
 
 def accepted_names(function: Function) -> frozenset[str] | None:

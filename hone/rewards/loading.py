@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -25,8 +26,9 @@ from hone.rewards.calling import (
     explicit_names,
 )
 from hone.rewards.failures import FailurePolicy, WrongSetting
+from hone.rewards.judge import NOT_OF_JUDGES, Completions, Judge
 from hone.rewards.managers.abstract import AbstractRewardManager
-from hone.rewards.managers.model import ModelRewardManager
+from hone.rewards.managers.model import ModelRewardManager, ModelScorer
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.managers.streaming import RewardManagerBase
@@ -63,7 +65,10 @@ def load_reward_manager(
     cls = _manager_class(config)
     scorer = compute_score or get_custom_reward_fn(config)
     if issubclass(cls, RewardManagerBase):
-        return cls(config=config, tokenizer=tokenizer, compute_score=scorer)
+        router = _router(model.server.url) if model.server.url else None
+        return cls(
+            config=config, tokenizer=tokenizer, compute_score=scorer, reward_router_address=router
+        )
     settings = {**_manager_settings(config), **reward_kwargs}
     is_rule = issubclass(cls, RuleRewardManager)
     accepted = explicit_names(cls) | {*reward_kwargs} if is_rule else accepted_names(cls)
@@ -89,17 +94,29 @@ def load_reward_manager(
 
 
 def load_model_manager(
-    config: PPOTrainerConfig, tokenizer: Tokenizer, model_tokenizer: Tokenizer | None
+    config: PPOTrainerConfig,
+    tokenizer: Tokenizer,
+    model_tokenizer: Tokenizer | None,
+    completions: Completions | None = None,
 ) -> ModelRewardManager:
-    """Returns the manager of a reward model that a server runs; `model_tokenizer` renders for it."""
+    """Returns the manager of a served reward model or of a judge, which `completions` may generate for.
+
+    `model_tokenizer` renders conversations for a classifier.
+    """
     model = config.reward_model
-    is_chat = config.data.prompt_format == "chat"
+    scorer: ModelScorer
+    if model.type == "judge":
+        own = {name: value for name, value in model.server.items() if name not in NOT_OF_JUDGES}
+        scorer = Judge(completions, **own, **model.judge)
+    else:
+        is_chat = config.data.prompt_format == "chat"
+        scorer = ServedClassifier(model.server, model_tokenizer, is_chat=is_chat)
     return ModelRewardManager(
         tokenizer,
-        scorer=ServedClassifier(model.server, model_tokenizer, is_chat=is_chat),
+        scorer=scorer,
         reward_fn_key=config.data.reward_fn_key,
         policy=_policy(config),
-        score_observations=True,
+        score_observations=model.type != "judge" or model.score_observations,
     )
 
 
@@ -164,6 +181,11 @@ def _manager_settings(config: PPOTrainerConfig) -> Row:
     return settings
 
 
+def _router(url: str | tuple[str, ...]) -> str:
+    """Returns host and port of the reward model's server, as verl passes them to score functions."""
+    return urlsplit(url if isinstance(url, str) else url[0]).netloc
+
+
 def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Row:
     """Returns the scorers' keyword arguments: the user's settings and the location of the code sandbox.
 
@@ -178,6 +200,8 @@ def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Row:
     options["memory_limit_mb"] = model.sandbox_fusion.memory_limit_mb
     if model.sandbox_fusion.url:
         options["sandbox_fusion_url"] = model.sandbox_fusion.url
+    if model.server.url:
+        options["reward_router_address"] = _router(model.server.url)
     if scorer is not None:
         named = accepted_names(scorer) or frozenset()
         options = {name: value for name, value in options.items() if name in named}

@@ -61,7 +61,9 @@ def failed_by(error: BaseException, compute_score: Function) -> Failed:
 
 
 def read_result(result: Any) -> Scored | Failed:
-    """Converts a number, a dict with `score`, or a tuple that starts with the score."""
+    """Converts a number, a dict with `score`, or a tuple that starts with the score; a failure stays."""
+    if isinstance(result, Failed):
+        return result
     extras: JsonObject = {}
     value = result
     if isinstance(result, Mapping):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rewards.scoring_server import ScoringServer, digits_judge
 
 import hone
 from hone.config import ConfigError
@@ -72,6 +73,18 @@ def test_a_notebooks_running_event_loop_is_no_obstacle(tiny: Path, here: Path) -
         return hone.train(tiny, ["1+1=", "2+2="], judge, **SMALL | {"batch_size": 2})
 
     assert asyncio.run(cell()).metrics[-1]["critic/score/max"] > 0
+
+
+def test_a_judge_is_a_reward(tiny: Path, here: Path) -> None:
+    server = ScoringServer(digits_judge)
+    try:
+        judge = hone.Judge(url=server.url, model="big", template="{question}\n{response}")
+        result = hone.train(tiny, ROWS, {judge: 2.0, exact: 1.0}, **SMALL)
+    finally:
+        server.stop()
+    assert result.metrics[-1]["critic/score/max"] > 0
+    asked = [body["messages"][0]["content"].partition("<response-")[0] for body in server.bodies]
+    assert set(asked) <= {f"{row['prompt']}\n" for row in ROWS}
 
 
 def test_files_of_verls_schema_are_read_where_they_lie(tiny: Path, here: Path) -> None:

@@ -56,6 +56,7 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     "search.*": ("trainer/generation.py", "search.max_obs_length"),
     # a served reward model
     "reward_model.server.*": ("rewards/loading.py", "model.server"),
+    "reward_model.judge.*": ("rewards/loading.py", "model.judge"),
     # a code-running service
     "**.sandbox_fusion.max_concurrent": ("rewards/loading.py", "sandbox.max_concurrent"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -87,3 +88,13 @@ def by_length(path: str, body: Any) -> Any:
             value = [[0.5], value]  # one list per token
         rows.append({"index": index, name: value, "num_classes": 1})
     return {"data": rows[::-1], "object": "list"}  # the index gives the order
+
+
+def digits_judge(path: str, body: Any) -> Any:
+    """An OpenAI-compatible judge that grades the share of digits in a response."""
+    assert path == "/v1/chat/completions"
+    (turn,) = body["messages"]
+    found = re.search(r"<response-[0-9a-f]{16}>\n(.*)\n</response-", turn["content"], re.DOTALL)
+    assert found is not None
+    grade = 10 * sum(map(str.isdigit, found[1])) / max(len(found[1]), 1)
+    return {"choices": [{"message": {"role": "assistant", "content": f"Score: {grade:.6f}"}}]}

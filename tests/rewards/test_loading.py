@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.dapo import DAPORewardManager
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
+from hone.rewards.outcome import Response
 from hone.rewards.scores import table
 
 MakeBatch = Callable[..., DataProto]
@@ -214,3 +216,17 @@ def test_names_given_in_code_override_and_reach_the_scorer(
 def test_any_manager_that_answers_a_dict_can_be_asked_for_rewards() -> None:
     manager = SimpleNamespace(result={"reward_tensor": 1})
     assert compute_reward(None, lambda data, return_dict: manager.result) == (1, {})  # type: ignore[arg-type]
+
+
+def test_a_score_function_learns_where_the_reward_models_server_is(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def compute_score(solution_str, reward_router_address=None):\n"
+        "    return {'score': 1.0, 'router': reward_router_address}\n"
+    )
+    config = load_config(
+        [f"custom_reward_function.path={tmp_path / 'own.py'}",
+         "reward_model.server.url=http://127.0.0.1:8000/v1"]
+    )  # fmt: skip
+    manager = load_reward_manager(config, None, num_examine=0)
+    (result,) = manager.score_rows([Response("s", "a", None, {})])
+    assert result.extras["router"] == "127.0.0.1:8000"

@@ -6,12 +6,11 @@ Its deadlines are soft (see `deadline.py`). Use `prime` for a scorer that may ha
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Sequence
 from functools import partial
 
 from hone.event_loop import as_exception, run_coroutine
-from hone.rewards.calling import taken_arguments
+from hone.rewards.calling import is_async, taken_arguments
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
@@ -24,7 +23,7 @@ class NaiveRewardManager(RuleRewardManager):
 
     def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         function = self.compute_score
-        if inspect.iscoroutinefunction(getattr(function, "func", function)):
+        if is_async(function):
             return run_coroutine(self._await_all(rows))
         compare_ahead(function, rows, self.options)
         return [self._score_one(row) for row in rows]

@@ -7,7 +7,6 @@ a batch like any other. verl's router to a reward model is not supported: reward
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,6 +18,7 @@ import torch
 from hone.config.reward import OverlongBufferConfig
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
+from hone.rewards.calling import is_async
 from hone.rewards.failures import Failed, RewardError, Scored
 from hone.rewards.managers import registry
 from hone.rewards.managers.abstract import AbstractRewardManager
@@ -54,7 +54,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         self.config = config
         self.tokenizer = tokenizer
         self.compute_score = compute_score or default_compute_score
-        self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)
+        self.is_async_reward_score = is_async(self.compute_score)
         self.reward_router_address = reward_router_address
         self.reward_model_tokenizer = reward_model_tokenizer
         self.failures: Counter[str] = Counter()

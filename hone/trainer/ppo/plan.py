@@ -66,13 +66,18 @@ class Plan:
     estimator: Estimator
     columns: frozenset[str]
     """All columns that parts of this run read."""
-    reward_model: Literal["orm", "prm", "prime"] | None
+    reward_model: Literal["orm", "prm", "prime", "judge"] | None
     bypass: bool
     """Whether the rollout's log-probs are used as the old log-probs."""
     rows_per_update: tuple[int, ...]
     """Rows per mini-batch, for each trained role."""
     served: bool = False
     """Whether a server runs the reward model, and not a worker."""
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether a manager scores with the reward model: a served one, or a judge."""
+        return self.served or self.reward_model == "judge"
 
     @property
     def reference(self) -> bool:
@@ -155,7 +160,7 @@ def unknown_names(config: PPOTrainerConfig) -> Iterator[str]:
 
 def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
-    kind: Literal["orm", "prm", "prime"] | None = model.type if model.enable else None
+    kind: Literal["orm", "prm", "prime", "judge"] | None = model.type if model.enable else None
     problems: list[str] = []
 
     def try_get(get: Callable[[], T], key: str = "") -> T | None:
@@ -242,7 +247,7 @@ def _remedies(config: PPOTrainerConfig) -> dict[str, str]:
         ("prm", " and reward_model.type=prm", ("step_mask", "reward/process")),
         ("prime", " and reward_model.type=prime", ("reward/implicit",)),
     ):
-        if not (model.enable and model.type == kind):
+        if not (model.enable and model.type in (kind, "judge" if kind == "orm" else kind)):
             remedy = f"reward_model.enable=true{also} with a reward_model.model.path"
             remedies |= dict.fromkeys(columns, remedy)
     return remedies

@@ -30,7 +30,7 @@ from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import Needs, lines_of
 from hone.trainer.ppo.row_checks import AgentChecks, Lengths, measure_prompts, try_scorers
-from hone.trainer.ppo.scoring import load_validation_manager, served_model
+from hone.trainer.ppo.scoring import load_validation_manager, outside_model
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.types import Function
 
@@ -121,8 +121,8 @@ class _Preflight:
             self.warnings += agents.warnings()
         if tokenizer is not None:
             self._add(self._prompt_problems(datasets))
-            if plan is not None and plan.served:
-                attempt(lambda: served_model(config, tokenizer))
+            if plan is not None and plan.is_outside:
+                attempt(lambda: outside_model(config, tokenizer, None))
         self._try_scorers(datasets)
         trainer = self._assembled(tokenizer, datasets)
         self._raise_all()
@@ -172,7 +172,8 @@ class _Preflight:
             self._attempt(partial(check_model, path))
         scorer = config.reward_model.model.path
         if plan is not None and plan.reward_model and scorer and not plan.served:
-            self._attempt(lambda: check_model(scorer, is_decoder=False))
+            is_judge = plan.reward_model == "judge"
+            self._attempt(lambda: check_model(scorer, is_decoder=is_judge))
             if plan.reward_model == "orm" and Path(resolve_model_path(scorer)).is_dir():
                 trust = config.reward_model.model.trust_remote_code
                 self._attempt(lambda: classifier_kind(scorer, trust_remote_code=trust))

@@ -46,6 +46,10 @@ def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
         from hone.workers.implicit_reward_model import ImplicitRewardModelWorker
 
         roles[Role.RewardModel] = ImplicitRewardModelWorker
+    elif plan.reward_model == "judge" and not plan.served:
+        from hone.workers.judge import JudgeWorker
+
+        roles[Role.RewardModel] = JudgeWorker
     elif plan.reward_model and not plan.served:
         from hone.workers.reward_model import RewardModelWorker
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from hone.agents.trajectory_rows import is_last_row, of_trajectories
 from hone.columns import COLUMNS, REWARD_PREFIX, declared, reward_column, row_may_bring, write
 from hone.config import PPOTrainerConfig, replace
 from hone.config.reward import RewardModelConfig
-from hone.controller import WorkerGroup
+from hone.controller import Role, WorkerGroup
 from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError, RowStore
@@ -35,11 +35,15 @@ from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
 from hone.tokenizer import Tokenizer
+from hone.trainer.ppo.plan import Plan
 from hone.types import Function, Row
 from hone.workers.reward_model import RewardModelWorker
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
 STYLE = "reward_model.style=model"
+if TYPE_CHECKING:
+    from hone.workers.judge import JudgeWorker
+
 Extras: TypeAlias = Mapping[str, Sequence[Any]]
 """Values that a score function returned next to its score: by name, one value per row."""
 RewardModel: TypeAlias = WorkerGroup[RewardModelWorker] | RuleRewardManager
@@ -360,12 +364,30 @@ def pop_metrics(*managers: object) -> dict[str, float]:
     }
 
 
-def served_model(config: PPOTrainerConfig, tokenizer: Tokenizer) -> RuleRewardManager:
-    """Return the manager of a reward model that a server runs."""
+def reward_model_of(
+    config: PPOTrainerConfig,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    groups: Mapping[Role, WorkerGroup[Any]],
+) -> RewardModel | None:
+    """Return the workers of the reward model, or the manager of a served one or a judge."""
+    group = None if plan.implicit_rewards else groups.get(Role.RewardModel)
+    return outside_model(config, tokenizer, group) if plan.is_outside else group
+
+
+def outside_model(
+    config: PPOTrainerConfig, tokenizer: Tokenizer, group: WorkerGroup[JudgeWorker] | None
+) -> RuleRewardManager:
+    """Return the manager of a served reward model, or of a judge, for which `group` may generate."""
     from hone.models.load import load_tokenizer
     from hone.rewards.loading import load_model_manager
 
-    model = config.reward_model.model
-    trust = model.trust_remote_code
-    own = load_tokenizer(model.path, trust_remote_code=trust) if model.path else None
-    return load_model_manager(config, tokenizer, own)
+    model = config.reward_model
+    if model.type == "judge":
+        from hone.workers.judge import WorkerCompletions
+
+        own = None if model.server.url else WorkerCompletions(group)
+        return load_model_manager(config, tokenizer, None, own)
+    path, trust = model.model.path, model.model.trust_remote_code
+    renderer = load_tokenizer(path, trust_remote_code=trust) if path else None
+    return load_model_manager(config, tokenizer, renderer)

@@ -115,9 +115,7 @@ class PPOTrainer:
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
         refuse_uneven(config, self.actor.data_parallel_size)
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
-        scorer = None if self.plan.implicit_rewards else groups.get(Role.RewardModel)
-        served = scoring.served_model(config, self.tokenizer) if self.plan.served else None
-        self.reward_model: scoring.RewardModel | None = served or scorer
+        self.reward_model = scoring.reward_model_of(config, self.plan, self.tokenizer, groups)
         self.trained = roles.trained_groups(groups, self.plan)
         self.source = TrajectorySource(
             self.rollout,

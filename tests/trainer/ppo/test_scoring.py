@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from aiohttp import web
-from rewards.scoring_server import ScoringServer, by_length
+from rewards.scoring_server import ScoringServer, by_length, digits_judge
 
 from hone.config import load_config
 from hone.data.dataset import RLHFDataset
@@ -471,3 +471,48 @@ def test_a_reward_model_server_that_is_down_follows_the_failure_policy(
         server.stop()
     with pytest.raises(RewardError, match=r"none of the 4 .* could be scored.*unreachable"):
         train(*settings)
+
+
+JUDGED = ("reward_model.enable=true", "reward_model.type=judge")
+
+
+def test_a_served_judge_grades_the_rows_of_its_style(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    server = ScoringServer(digits_judge)
+    try:
+        run = train(
+            *JUDGED,
+            f"reward_model.server.url={server.url}",
+            "reward_model.server.model=big",
+            "reward_model.judge.votes=2",
+            "reward_model.judge.temperature=0.7",
+            f"data.train_files={styled(tmp_path, 'rule', 'model')}",
+        )
+    finally:
+        server.stop()
+    for row in run.rollouts(1) + run.rollouts(2):
+        text, model = said(row), sum(row["reward/model"])
+        if row["data_source"] == "lexical":
+            assert (model, row["judge"]) == (0, None)
+        else:
+            assert model == pytest.approx(sum(map(str.isdigit, text)) / max(len(text), 1), abs=1e-5)
+            assert row["judge"].startswith("Score: ")
+            assert row["judge_votes"] == 2
+
+
+def test_a_judge_of_our_own_engine_that_gives_no_grade_is_counted(
+    train: Callable[..., Run], task: Task
+) -> None:
+    """A random model writes no grade: the first batch of failures stops the run and says why."""
+    settings = (*JUDGED, f"reward_model.model.path={task.model}")
+    with pytest.raises(RewardError, match=r"none of the 8 .*unparsed: the judge gave no grade"):
+        train(*settings, "reward_model.judge.max_tokens=4")
+    run = train(*settings, "reward_model.judge.score_after=a", "reward_model.judge.highest=1e9",
+                "reward_model.judge.max_tokens=24", "reward_model.judge.temperature=1.0",
+                "reward_model.judge.votes=8")  # fmt: skip
+    rows = run.rollouts(1) + run.rollouts(2)
+    graded = [row for row in rows if row["judge"] is not None]
+    assert graded
+    assert all((sum(row["reward/model"]) > 0) <= (row["judge_votes"] > 0) for row in graded)
+    assert run.steps[0]["reward/model_failures/unparsed"] > 0
