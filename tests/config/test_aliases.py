@@ -192,6 +192,7 @@ BESIDE_OTHERS = (
     "data.max_prompt_length",
     "data.max_response_length",
     "data.gen_batch_size",
+    "reward_model.rollout.response_length",
 )
 """Keys whose meaning depends on other keys: each has a test of its own below."""
 
@@ -289,6 +290,14 @@ def test_the_two_bounds_of_a_rejection_become_one() -> None:
     ).config
     assert config.algorithm.rollout_correction.rollout_rs == "seq_mean_k1"
     assert config.algorithm.rollout_correction.rollout_rs_threshold == "0.25_2"
+
+
+def test_verls_response_length_of_a_reward_model_is_what_a_judge_may_write() -> None:
+    judged = {"reward_model.enable": True, "reward_model.model.path": "m"}
+    given = {**judged, "reward_model.rollout.response_length": 77}
+    assert load(given).config.reward_model.judge.max_tokens == 512
+    config = load({**given, "reward_model.type": "judge"}).config
+    assert config.reward_model.judge.max_tokens == 77
 
 
 def test_without_filters_a_step_has_as_many_prompts_as_a_generation_round() -> None:
