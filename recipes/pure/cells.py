@@ -1,0 +1,211 @@
+"""Runs cells of the recipe one after another in this process, and makes one JSON file and a picture of them.
+
+Usage: python recipes/pure/cells.py run OUT CELL-SEED… [key=value…] (OUT has world/, sft/ and prm/)
+       python recipes/pure/cells.py collect RESULT OUT… (writes RESULT.json and, with matplotlib, RESULT.png)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+FORMS = {"gamma": "gamma-decay", "strict": "strict min-form", "soft": "0.1"}
+JUDGES = ("prm", "prmvr", "oracle", "noisy")
+CELLS = (
+    "vr", "prime",
+    *(f"{form}-{judge}" for judge in ("prm", "prmvr") for form in FORMS),
+    *(f"{form}-{judge}" for judge in ("oracle", "noisy") for form in ("gamma", "soft")),
+)  # fmt: skip
+SOURCE = "val-aux/chains/{}/mean@1"
+HELD_OUT = {
+    "accuracy": "val-core/chains/acc/mean@1",
+    "steps": SOURCE.format("steps"),
+    "restated": SOURCE.format("restated"),
+    "right_steps": SOURCE.format("right_steps"),
+}
+TRAINING = {
+    "accuracy": "instant_rewards/verifiable_reward/mean",
+    "prm_reward": "instant_rewards/outcome_reward/mean",
+    "prm_agrees": "instant_rewards/orm_match_vr",
+    "steps": "num_of_steps/mean",
+    "length": "response_length/mean",
+    "clipped": "response_length/clip_ratio",
+    "entropy": "actor/entropy",
+    "implicit_reward": "reward_model/raw_reward",
+    "implicit_agrees": "reward_model/dpo_acc_abs",
+}
+COLORS = {
+    "gamma": "#c2553a",
+    "strict": "#2f6f9f",
+    "soft": "#3a8f5c",
+    "vr": "#444444",
+    "prime": "#8a5fb0",
+}
+
+
+def overrides_of(cell: str, out: Path) -> list[str]:
+    """The settings in which a cell differs from pure.yaml."""
+    form, _, judge = cell.partition("-")
+    if cell == "vr":
+        return []
+    if cell == "prime":
+        return [
+            "algorithm.adv_estimator=rloo",
+            "algorithm.adv_norm=false",
+            "reward_model.enable=true",
+            "reward_model.type=prime",
+            f"reward_model.model.path={out / 'sft'}",
+            "reward_model.model.optim.lr=3e-4",
+        ]
+    # The rule's weight is 0 where the steps alone are rewarded; its score is still measured.
+    return [
+        "reward_model.enable=true",
+        "reward_model.type=prm",
+        f"reward_model.model.path={out / 'prm'}",
+        f"reward_model.credit_assignment={FORMS[form]}",
+        f"reward_model.verifiable_reward_coef={float(judge == 'prmvr')}",
+    ]
+
+
+def run_cell(cell: str, seed: str, out: Path, more: list[str]) -> None:
+    from hone.config import load_config
+    from hone.controller import Role
+    from hone.models.load import load_tokenizer
+    from hone.trainer.ppo.plan import Plan
+    from hone.trainer.ppo.roles import default_roles
+    from hone.trainer.ppo.trainer import PPOTrainer
+
+    config = load_config(
+        [
+            f"actor_rollout_ref.model.path={out / 'sft'}",
+            f"data.train_files={out / 'world' / 'train.jsonl'}",
+            f"data.val_files={out / 'world' / 'test.jsonl'}",
+            f"custom_reward_function.path={HERE / 'world.py'}",
+            f"trainer.seed={seed}",
+            f"trainer.experiment_name={cell}-{seed}",
+            f"trainer.default_local_dir={out / 'runs' / f'{cell}-{seed}'}",
+            *overrides_of(cell, out),
+            *more,
+        ],
+        config_name="pure",
+        config_path=HERE,
+    )
+    roles = default_roles(Plan.of(config), lora=False)
+    if cell.endswith(("oracle", "noisy")):
+        from oracle import NoisyPRM, OraclePRM
+
+        roles[Role.RewardModel] = NoisyPRM if cell.endswith("noisy") else OraclePRM
+    model = str(out / "sft")
+    trainer = PPOTrainer(config, load_tokenizer(model), role_worker_mapping=roles)
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.shutdown()
+
+
+def curves(folder: Path) -> dict[str, Any]:
+    """The numbers of one run."""
+    from hone.tracking import read_metrics
+
+    lines = read_metrics(folder)
+    steps = [line for line in lines if "training/global_step" in line]
+    return {
+        "cell": folder.name,
+        "held_out": [
+            {"step": line["step"]} | {name: round(line[key], 4) for name, key in HELD_OUT.items()}
+            for line in lines
+            if HELD_OUT["accuracy"] in line
+        ],
+        "training": {
+            name: [round(line[key], 4) for line in steps]
+            for name, key in TRAINING.items()
+            if steps and key in steps[0]
+        },
+        "seconds": round(sum(line["timing_s/step"] for line in steps), 1),
+    }
+
+
+def collect(place: Path) -> list[dict[str, Any]]:
+    """The cells of a folder of runs, or of a file that an earlier call wrote."""
+    if place.is_file():
+        cells: list[dict[str, Any]] = json.loads(place.read_text(encoding="utf-8"))["cells"]
+        return cells
+    return [curves(file.parent) for file in sorted(place.glob("runs/*/metrics.jsonl"))]
+
+
+def draw(cells: list[dict[str, Any]], out: Path) -> None:
+    """A row of panels per judge: true accuracy, judge's reward, steps, length."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 11), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(JUDGES), 4, sharex=True, sharey="col")
+    titles = (
+        "accuracy (%, training samples)",
+        "judge's reward of a response",
+        "steps (held out)",
+        "length (tokens)",
+    )
+    for row, judge in zip(panels, JUDGES, strict=True):
+        for cell in cells:
+            name, _, seed = cell["cell"].rpartition("-")
+            form, _, of = name.partition("-")
+            if of != judge and name not in ("vr", "prime"):
+                continue
+            style = {"color": COLORS[form], "label": form if seed == "1" else None, "lw": 1.1}
+            seen, held = cell["training"], cell["held_out"]
+            row[0].plot([100 * v for v in seen["accuracy"]], **style)
+            if "prm_reward" in seen and of == judge:
+                row[1].plot(seen["prm_reward"], **style)
+            row[2].plot([p["step"] for p in held], [p["steps"] for p in held], **style)
+            row[3].plot(seen["length"], **style)
+        row[0].set_ylabel(judge)
+        for panel, title in zip(row, titles, strict=True):
+            panel.set_title(title if judge == JUDGES[0] else "", fontsize=9, loc="left")
+            panel.grid(alpha=0.25, linewidth=0.6)
+            panel.spines[["top", "right"]].set_visible(False)
+        row[0].legend(frameon=False, fontsize=7)
+    for panel in panels[-1]:
+        panel.set_xlabel("step")
+    figure.savefig(out, dpi=110)
+
+
+def main() -> None:
+    verb, target, *words = sys.argv[1:]
+    if verb == "run":
+        out, more, failed = Path(target).resolve(), [w for w in words if "=" in w], False
+        for word in (w for w in words if "=" not in w):
+            cell, _, seed = word.rpartition("-")
+            if cell not in CELLS:
+                sys.exit(f"there is no cell {cell!r}; there are {', '.join(CELLS)}")
+            try:
+                run_cell(cell, seed, out, more)
+            except Exception:
+                failed = True
+                traceback.print_exc()
+        sys.exit(failed)
+    cells = [cell for place in words for cell in collect(Path(place))]
+    result = Path(target)
+    result.with_suffix(".json").write_text(json.dumps({"cells": cells}) + "\n", encoding="utf-8")
+    for cell in cells:
+        first, last, seen = cell["held_out"][0], cell["held_out"][-1], cell["training"]
+        best = max(point["accuracy"] for point in cell["held_out"])
+        sys.stdout.write(
+            f"{cell['cell']:16} accuracy {100 * first['accuracy']:.1f} -> {100 * last['accuracy']:.1f} % "
+            f"(best {100 * best:.1f}), steps {first['steps']:.1f} -> {last['steps']:.1f}, "
+            f"length {seen['length'][0]:.0f} -> {seen['length'][-1]:.0f}, {cell['seconds']} s\n"
+        )
+    try:
+        draw(cells, result.with_suffix(".png"))
+    except ModuleNotFoundError as missing:
+        sys.stdout.write(f"no picture: {missing}; pip install matplotlib\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# PURE on arithmetic chains: SFT, a process reward model trained on labelled samples, then the RL cells.
+#   run.sh OUT             the GPU size: all cells of SEEDS
+#   run.sh --small OUT     some cells at a CPU size: minutes on two cores
+# Further key=value overrides go to every RL run. The environment may say
+#   SEEDS   "1"            CELLS   names of cells (cells.py lists them), and JOBS processes that share them
+#   WORLD, SFT, PRM        arguments of world.py and overrides of the two trainings; SAMPLES of how many prompts
+# Started again with the same OUT, it does not make again what is finished.
+set -euo pipefail
+# shellcheck disable=SC2086
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+PYTHON=${PYTHON:-python3} SEEDS=${SEEDS:-1} JOBS=${JOBS:-8}
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+small=() sft=() prm=() rl=() samples=4000
+all="gamma-prm soft-prm strict-prm vr gamma-prmvr soft-prmvr strict-prmvr prime"
+all+=" gamma-oracle soft-oracle gamma-noisy soft-noisy"
+if [ "${1:?OUT, or --small OUT}" = --small ]; then
+    shift
+    JOBS=1 all="gamma-prm soft-prm vr" samples=600
+    small=(--hidden 64 --layers 2 --train 4000 --test 64 --demonstrations 8000)
+    sft=(data.train_batch_size=32 optim.lr=4e-3 trainer.total_training_steps=1600)
+    prm=(data.train_batch_size=32 optim.lr=3e-3 trainer.total_training_steps=150 head_stage.total_training_steps=20)
+    rl=(data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.total_training_steps=40
+        actor_rollout_ref.actor.optim.lr=1e-3 data.max_response_length=96)
+fi
+OUT=$1 CELLS=${CELLS:-$all}
+shift
+mkdir -p "$OUT/logs"
+started=$SECONDS
+log() { echo "$1 at $((SECONDS - started)) s"; }
+
+[ -d "$OUT/world/base" ] || "$PYTHON" "$HERE/world.py" "$OUT/world" "${small[@]}" ${WORLD:-}
+if [ ! -d "$OUT/sft" ]; then
+    "$PYTHON" -m hone.trainer.main_sft --config-path "$HERE" --config-name sft model.path="$OUT/world/base" \
+        data.train_files="$OUT/world/sft.jsonl" trainer.default_local_dir="$OUT/sft_run" "${sft[@]}" \
+        ${SFT:-} >"$OUT/logs/sft.log" 2>&1
+    cp -r "$OUT"/sft_run/global_step_*/huggingface "$OUT/sft"
+fi
+log "SFT"
+if [ ! -d "$OUT/prm" ]; then
+    "$PYTHON" -m hone.trainer.main_generation model.path="$OUT/sft" data.path="$OUT/world/train.jsonl" \
+        data.prompt_format=raw data.output_path="$OUT/samples.parquet" data.n_samples=4 data.batch_size=256 \
+        data.max_samples="${SAMPLES:-$samples}" rollout.temperature=1.0 rollout.top_p=1.0 rollout.top_k=-1 \
+        rollout.response_length=160 >"$OUT/logs/samples.log" 2>&1
+    "$PYTHON" "$HERE/world.py" --label "$OUT/samples.parquet" "$OUT/steps.jsonl"
+    log "samples"
+    "$PYTHON" -m hone.trainer.main_prm --config-path "$HERE" --config-name prm model.path="$OUT/sft" \
+        data.train_files="$OUT/steps.jsonl" trainer.default_local_dir="$OUT/prm_run" "${prm[@]}" \
+        ${PRM:-} >"$OUT/logs/prm.log" 2>&1
+    cp -r "$OUT"/prm_run/global_step_*/huggingface "$OUT/prm"
+fi
+log "process reward model"
+
+names=() jobs=() failed=0
+for seed in $SEEDS; do for cell in $CELLS; do
+    names+=("$cell-$seed")
+done; done
+for ((j = 0; j < JOBS; j++)); do
+    mine=()
+    for ((i = j; i < ${#names[@]}; i += JOBS)); do mine+=("${names[i]}"); done
+    [ ${#mine[@]} = 0 ] && continue
+    "$PYTHON" "$HERE/cells.py" run "$OUT" "${mine[@]}" "${rl[@]}" "$@" >"$OUT/logs/cells-$j.log" 2>&1 &
+    jobs+=($!)
+done
+for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+log "cells"
+"$PYTHON" "$HERE/cells.py" collect "$OUT/curves" "$OUT"
+exit "$failed"
