@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # A test file runs in one process; one more than there are cores, because some tests wait.
 PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadfile
 
-.PHONY: setup setup-vllm quickstart test test-slow test-vllm check docs bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
+.PHONY: setup setup-vllm quickstart test test-slow test-vllm learn-vllm check docs bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
 
 setup: $(STAMP) system
 
@@ -58,6 +58,10 @@ $(VLLM_VENV)/.ready: constraints-vllm.txt
 # The rollout contract, GRPO steps and kills over vLLM itself; HONE_VLLM_PYTHON names another interpreter that has it.
 test-vllm: setup $(if $(HONE_VLLM_PYTHON),,setup-vllm)
 	$(BIN)/python -m pytest -m vllm tests/rollout --timeout 1500 --durations=10
+
+# The quickstart's task through vLLM and through native; writes benchmarks/results/learn_vllm.json.
+learn-vllm: setup setup-vllm
+	$(BIN)/python -m benchmarks.learn_vllm $(ARGS)
 
 # The site, in build/site; a broken link or reference stops it.
 docs: $(STAMP)

@@ -221,7 +221,8 @@ class RemoteEngine:
         async with aclosing(self._remote_stream(request, self._rest_of(request))) as chunks:
             async for chunk in chunks:
                 self._append(request, chunk)
-                call_in(request.owner.get_loop(), _deliver, request)
+                if request.on_tokens is not None:
+                    call_in(request.owner.get_loop(), _deliver, request)
                 if request.stop_reason is not None:
                     return
                 if chunk.finished:

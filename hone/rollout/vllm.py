@@ -78,10 +78,11 @@ class VLLMRollout(RemoteEngine):
         self._host_copy: dict[str, Tensor] = {}
         self._updated = False  # whether any update has ended; before, the model's files are current
         self._names: set[str] = set()  # of the current update
-        self._asleep = self._closing = False
+        self._closing = False
+        self._slept: int | None = None  # level of the current sleep
         self._keys = count()
         self._process_of: OrderedDict[object, int] = OrderedDict()
-        self._reviving = asyncio.Lock()
+        self._reviving, self._waking = asyncio.Lock(), asyncio.Lock()
         super().__init__(rules)
 
     async def start(self) -> None:
@@ -105,7 +106,7 @@ class VLLMRollout(RemoteEngine):
     async def _remote_stream(
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
-        if self._asleep:
+        if self._slept is not None:
             await self._remote_wake_up()
         process = self._processes[self._route(request)]
         key = str(next(self._keys))
@@ -204,7 +205,7 @@ class VLLMRollout(RemoteEngine):
                     await process.start()
                     if self._paused:
                         await process.call("pause")
-                    process.stale = True
+                    process.stale, process.missed = True, self._update.under_way
                     if not self._update.under_way:
                         await self._restore(process)
                     process.serving = True
@@ -213,12 +214,12 @@ class VLLMRollout(RemoteEngine):
 
     async def _restore(self, process: EngineProcess) -> None:
         """Loads the current weights into a process that does not have them."""
-        if process.stale and self._updated:
+        if self._updated:
             process.loading = False
             for bucket in self._buckets(self._current()):
                 await self._load_bucket(bucket, [process])
             await process.call("finish")
-        process.stale = process.loading = False
+        process.stale = process.missed = process.loading = False
 
     def _current(self) -> Weights:
         return self._current_weights() if self._current_weights else self._host_copy.items()
@@ -227,24 +228,26 @@ class VLLMRollout(RemoteEngine):
         """Frees GPU memory; the weights too where waking can restore them. A CPU's memory stays."""
         if self._running and not self._paused:
             raise RolloutError("sleep was asked for while requests run; abort them first")
-        level = 0
-        if self._device.type == "cuda":
-            level = 2 if self._updated or self._current_weights else 1
-        await self._call_all("sleep", level=level)
+        self._slept = self._sleep_level()
+        await self._call_all("sleep", level=self._slept)
         for process in self._processes:
-            process.stale |= level == 2
-        self._updated |= level == 2
-        self._asleep = True
+            process.stale |= self._slept == 2
+        self._updated |= self._slept == 2
+
+    def _sleep_level(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        return 2 if self._updated or self._current_weights else 1
 
     async def _remote_wake_up(self) -> None:
-        if self._asleep:
-            self._asleep = False
-            if self._device.type == "cuda":
+        async with self._waking:
+            if self._slept:
                 await self._call_all("wake_up")
-        for process in self._processes:
-            await self._revive(process)
-            if not self._update.under_way:
-                await self._restore(process)
+            for process in self._processes:
+                await self._revive(process)
+                if process.stale and not self._update.under_way:
+                    await self._restore(process)
+            self._slept = None
 
     async def _close(self) -> None:
         self._closing = True
@@ -259,7 +262,7 @@ class VLLMRollout(RemoteEngine):
         await self._remote_wake_up()
         self._names = set()
         for process in self._processes:
-            process.loading = False
+            process.loading = process.missed = False
 
     async def _load(self, weights: Weights) -> None:
         for bucket in self._buckets(self._checked(weights)):
@@ -284,7 +287,7 @@ class VLLMRollout(RemoteEngine):
         results = await asyncio.gather(*map(load, live), return_exceptions=True)
         for process, result in zip(live, results, strict=True):
             if isinstance(result, ConnectionLost):
-                process.stale = True
+                process.missed = True
                 if len(processes) == 1 and not self._update.under_way:
                     raise result
             elif isinstance(result, BaseException):
@@ -301,11 +304,11 @@ class VLLMRollout(RemoteEngine):
             while True:
                 await self._revive(process)
                 try:
-                    if process.stale:
-                        await self._restore(process)
-                    elif process.loading:
+                    if process.loading and not process.missed:
                         await process.call("finish")
-                        process.loading = False
+                        process.stale = process.loading = False
+                    elif process.stale or process.missed:
+                        await self._restore(process)
                     break
                 except ConnectionLost as died:
                     log.warning("%s", died)

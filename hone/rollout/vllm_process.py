@@ -66,6 +66,8 @@ class EngineProcess:
         self.starts_without_tokens = 0
         self.loading = False
         """Whether it has buckets of the current update."""
+        self.missed = False
+        """Whether it lacks some of them, because it has died meanwhile."""
         self.stale = False
         """Whether its weights are not the current ones."""
         self._child: subprocess.Popen[bytes] | None = None
@@ -128,7 +130,7 @@ class EngineProcess:
                 start_new_session=True,
             )
         reader, self._writer = await asyncio.open_connection(sock=mine)
-        self.alive, self.loading, self.stale = True, False, False
+        self.alive, self.loading, self.missed, self.stale = True, False, False, False
         self._tasks = [
             asyncio.ensure_future(self._read(reader)),
             asyncio.ensure_future(self._watch()),

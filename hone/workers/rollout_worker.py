@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from hone.agents.runner import FinishedGroup, LoopRunner
@@ -64,7 +65,10 @@ class RolloutWorker(Worker):
         self.actor = actor if isinstance(actor, ActorWorker) else None
         model = replace(actor_spec(whole, self, self.device), optim=None)
         if self.actor is None:
-            policy = load_module(model)
+            own_weights = config.rollout.name in ("vllm", "sglang")
+            policy = load_module(
+                replace(model, device=torch.device("cpu")) if own_weights else model
+            )
             assert isinstance(policy, PolicyModel)
             self._lease = Lease(policy.eval(), 0)
             self.facts = model_facts(policy.lm)
@@ -88,6 +92,8 @@ class RolloutWorker(Worker):
                 else None,
             )
             self.engine = build_rollout(spec)
+        if self.actor is None and not self.engine.traits.decodes_with_module:
+            del self._lease  # the module was needed for its facts
         self._generation: int | None = None  # lease generation at the engine's last wake_up
         self.runner = LoopRunner(
             whole,

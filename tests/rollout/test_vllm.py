@@ -92,10 +92,11 @@ class PauseForgetsWhatItKeeps(SharedVLLM):
         await super()._pause(False)
 
 
-class VersionBeforeTheWeights(SharedVLLM):
-    async def _begin(self) -> None:
-        await super()._begin()
-        self.version += 1
+class VersionStaysBehind(SharedVLLM):
+    def _append(self, request: Any, chunk: Any) -> None:
+        before = len(request.versions)
+        super()._append(request, chunk)
+        request.versions[before:] = [max(v - 1, 0) for v in request.versions[before:]]
 
 
 class LastTensorIsDropped(SharedVLLM):
@@ -116,6 +117,7 @@ class UnknownTensorsAreSkipped(SharedVLLM):
     async def _load(self, weights: Any) -> None:
         known = [(n, t) for n, t in weights if n in self._parameters]
         await super()._load([(n, t) for n, t in known if t.shape == self._parameters[n].shape])
+        self._names = set(self._parameters)
 
 
 class EndTokensAreNotSent(SharedVLLM):
@@ -136,7 +138,7 @@ MUTANTS = [
     (TemperatureIgnored, "log probs are the trainers"),
     (PauseOfThisSideOnly, "pause with keep goes on where it stood"),
     (PauseForgetsWhatItKeeps, "pause with keep goes on where it stood"),
-    (VersionBeforeTheWeights, "a kept request takes new weights from its next token"),
+    (VersionStaysBehind, "a kept request takes new weights from its next token"),
     (LastTensorIsDropped, "new weights are used from the next token"),
     (OldWeightsStay, "new weights are used from the next token"),
     (UnknownTensorsAreSkipped, "weights with unknown names are refused"),
@@ -353,6 +355,31 @@ def test_requests_wait_for_no_sleeping_engine(tmp_path: Path) -> None:
         assert (await engine.generate([1], LONG, "s")).token_ids == said([1])
 
     with_engine(tmp_path, work)
+
+
+@pytest.mark.parametrize("publish", [True, False])
+def test_weights_given_back_in_sleep_come_once_on_waking(tmp_path: Path, publish: bool) -> None:
+    """By the update that follows or, without one, from the trainer."""
+
+    async def work(engine: VLLMRollout) -> None:
+        engine._sleep_level = lambda: 2  # type: ignore[method-assign]
+        buckets: list[Any] = []
+        load_bucket = engine._load_bucket
+
+        async def counted(bucket: Any, processes: Any) -> None:
+            buckets.append(bucket)
+            await load_bucket(bucket, processes)
+
+        await update(engine, 5, 1)
+        await engine.sleep()
+        engine._load_bucket = counted  # type: ignore[method-assign]
+        if publish:
+            await update(engine, 6, 2)
+        await engine.wake_up()
+        assert (await engine.generate([1], LONG, "r")).token_ids == said([1], 6 if publish else 5)
+        assert len(buckets) == 2
+
+    with_engine(tmp_path, work, current_weights=lambda: weights(5))
 
 
 def test_temperatures_that_vllm_would_raise_are_refused(tmp_path: Path) -> None:
