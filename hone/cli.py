@@ -13,13 +13,16 @@ PROGRAMS = {
     "train": ("main_ppo:train", "ppo_trainer", "RL training: PPO, GRPO and their kin"),
     "sft": ("main_sft:main", "sft_trainer", "supervised fine-tuning on answers or conversations"),
     "train-prm": ("main_prm:main", "prm_trainer", "a process reward model from labelled steps"),
+    "train-rm": ("main_rm:main", "rm_trainer", "a reward model from pairs of responses"),
+    "eval-prm": ("main_eval_prm:main", "prm_trainer", "a process reward model on ProcessBench"),
+    "eval-rm": ("main_eval_rm:main", "rm_trainer", "a reward model on pairs, or cross-validated"),
     "generate": ("main_generation:main", "generation", "responses for a file of prompts"),
     "eval": ("main_eval:main", "evaluation", "score responses, or a model on a benchmark"),
 }
 """Subcommands that take `key=value` overrides of a config."""
 RETRIEVER = "serve-retriever"
 """A subcommand that parses its own flags."""
-TREES = tuple(tree for _, tree, _ in PROGRAMS.values())
+TREES = tuple(dict.fromkeys(tree for _, tree, _ in PROGRAMS.values()))
 EPILOG = (
     f"hone VERB --help says more. {', '.join(PROGRAMS)} and quickstart take key=value "
     "overrides; `hone config explain KEY` explains a key."

@@ -20,7 +20,7 @@ from hone import cli
 from hone.config import compose
 from hone.data.prepare import argument_parser
 from hone.retrieval import serve
-from hone.trainer import quickstart, sweep
+from hone.trainer import main_eval_prm, main_eval_rm, quickstart, sweep
 from hone.trainer.benchmarks import split_overrides
 from hone.trainer.command_line import composed_of
 
@@ -34,11 +34,13 @@ TREES = {
     "train": "ppo_trainer",
     "sft": "sft_trainer",
     "train-prm": "prm_trainer",
+    "train-rm": "rm_trainer",
     "generate": "generation",
     "eval": "evaluation",
     "main_ppo": "ppo_trainer",
     "main_sft": "sft_trainer",
     "main_prm": "prm_trainer",
+    "main_rm": "rm_trainer",
     "main_generation": "generation",
     "main_eval": "evaluation",
 }
@@ -121,7 +123,11 @@ def _from_root(rest: list[str]) -> list[str]:
 
 
 def check_verb(verb: str, rest: list[str]) -> None:
-    if verb == "eval" and "--bench" in rest:
+    if verb in ("eval-prm", "eval-rm"):
+        program = main_eval_prm if verb == "eval-prm" else main_eval_rm
+        _, overrides = program.parser().parse_known_args(rest)
+        check_overrides("prm_trainer" if verb == "eval-prm" else "rm_trainer", overrides)
+    elif verb == "eval" and "--bench" in rest:
         overrides = [word for word in rest if "=" in word and not word.startswith("-")]
         generating, scoring = split_overrides(overrides)
         compose(generating, config_name="generation")

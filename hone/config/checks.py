@@ -17,6 +17,7 @@ from hone.config.convert import Value, show_value
 from hone.config.errors import did_you_mean, nearest
 from hone.config.generation import GenerationConfig
 from hone.config.keys import get, leaves
+from hone.config.reward_training import RMConfig
 from hone.config.rollout import RolloutEngineConfig
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SupervisedConfig
@@ -82,6 +83,15 @@ def _rows(section: str, tree: str, config: Value) -> Iterator[str]:
 
 def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     """Yields (key, new value, sentence) for values that can be changed without changing the training."""
+    if isinstance(config, SupervisedConfig):
+        sequences = 2 if isinstance(config, RMConfig) else 1  # a pair stays in one micro-batch
+        longest = sequences * config.data.max_length
+        if config.data.max_token_len_per_gpu < longest:
+            times = f"{sequences} times " if sequences > 1 else ""
+            why = (
+                f"a rank's budget must hold {times}data.max_length={config.data.max_length} tokens"
+            )
+            yield "data.max_token_len_per_gpu", longest, why
     if (
         isinstance(config, SupervisedConfig)
         and config.data.max_token_len_per_gpu < config.data.max_length

@@ -79,8 +79,10 @@ class PairDataConfig(PackedDataConfig):
     """Column of the rejected response."""
     margin_key: str = "margin"
     """Column of the margin by which the preferred response must win; optional."""
-    drop_duplicates: bool = True
-    """Treat a pair that occurs again, or occurs in the opposite order, as invalid (`on_bad_row`)."""
+    drop_duplicates: bool = False
+    """Treat a pair that occurs again, or in the opposite order, as invalid (`on_bad_row`)."""
+    truncation: Literal["error", "left"] = "left"
+    """How a longer row is handled; left drops the start of the prompt."""
 
 
 class RMConfig(SupervisedConfig):

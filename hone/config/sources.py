@@ -59,7 +59,7 @@ _DEFAULTS_LISTS: dict[str, dict[str, str]] = {
 """verl's groups, their options, and the options in verl's defaults lists."""
 BUILT_IN: dict[str, str] = {
     **{name: name for name in ("ppo_trainer", "sft_trainer", "generation", "evaluation")},
-    "prm_trainer": "prm_trainer",
+    **{name: name for name in ("prm_trainer", "rm_trainer")},
     **dict.fromkeys(("sft", "sft_trainer_engine"), "sft_trainer"),
     **dict.fromkeys(
         ("ppo", "_generated_ppo_trainer", "dapo_trainer", "prime_trainer"), "ppo_trainer"

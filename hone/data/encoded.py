@@ -104,6 +104,8 @@ class EncodedDataset:
 
     def encode_all(self, on_rows: Callable[[int], None] | None = None) -> None:
         """Encodes all rows now, so that a bad one stops the run, or is skipped, before the first step."""
+        if all(position in self._cache for position in self.positions):
+            return  # an earlier stage of the run has encoded them
         good: list[int] = []
         cached_tokens = 0
         # The first row is encoded alone, because a tokenizer may set its options on first use.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from hone.config.errors import ConfigError
@@ -32,6 +33,7 @@ from hone.types import Row
 STEP_MARK = "ки"
 """The token that ends a step in Math-Shepherd's `input`, where `label` has + or -."""
 _FIRST_STEP = "Step 1:"
+CACHED_TEXTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,6 @@ def typed_text(text: str) -> str:
     return text.replace("\\n", "\n")
 
 
-def encode_steps(
-    steps: Sequence[str], tokenizer: Tokenizer, separator: int, max_tokens: int | None = None
-) -> tuple[list[int], list[int]]:
-    """Returns the ids of the steps, each followed by the separator, and the positions of the separators."""
-    ids: list[int] = []
-    ends = []
-    for step in steps:
-        ids += [*tokenise(step.strip(), tokenizer, max_tokens), separator]
-        ends.append(len(ids) - 1)
-    return ids, ends
-
-
 class StepDataset(EncodedDataset):
     """Rows in one of the layouts of `data.format`.
 
@@ -84,6 +74,9 @@ class StepDataset(EncodedDataset):
     def read(self, files: Files) -> RowStore:
         """Reads the files; a row of PRM800K's own layout becomes one row per rated step."""
         self.separator = separator_id(self.tokenizer, self.config.step_separator)
+        # Rows of one problem share their prompt and most of their steps.
+        self._prompt_ids = lru_cache(CACHED_TEXTS)(self._render)
+        self._step_ids = lru_cache(CACHED_TEXTS)(self._tokenise)
         store = super().read(files)
         expanded, unrated = [], 0
         for file in store.files:
@@ -125,22 +118,17 @@ class StepDataset(EncodedDataset):
 
     def encoded(self, row: Row) -> EncodedRow:
         solution = self.solution(row)
-        prompt = render_prompt(
-            solution.prompt,
-            self.tokenizer,
-            self.config.prompt_format,
-            template_kwargs=self.template_kwargs,
-            max_tokens=self.max_tokens,
-        )
+        is_text = isinstance(solution.prompt, str)
+        prompt = (self._prompt_ids if is_text else self._render)(solution.prompt)
         if not prompt:
             raise PromptError("the prompt is empty")
-        steps, ends = encode_steps(solution.steps, self.tokenizer, self.separator, self.max_tokens)
-        ids = prompt + steps
+        ids, mask, labels = list(prompt), [0] * len(prompt), [0.0] * len(prompt)
+        for step, label in zip(solution.steps, solution.labels, strict=True):
+            tokens = self._step_ids(step.strip())
+            ids += [*tokens, self.separator]
+            mask += [*[0] * len(tokens), int(label is not None)]
+            labels += [*[0.0] * len(tokens), label or 0.0]
         self.refuse_too_long(len(ids))
-        mask, labels = [0] * len(ids), [0.0] * len(ids)
-        for end, label in zip(ends, solution.labels, strict=True):
-            if label is not None:
-                mask[len(prompt) + end], labels[len(prompt) + end] = 1, label
         length, how = self.max_length, self.truncation
         surplus = max(0, len(ids) - length) if how == "left" else 0
         ids, mask = truncate(ids, length, how), truncate(mask, length, how)
@@ -152,6 +140,18 @@ class StepDataset(EncodedDataset):
         kept = labels[surplus:][: len(ids)]
         start = min(max(1, len(prompt) - surplus), mask.index(1) + 1)
         return {"input_ids": ids, "loss_mask": mask, "labels": kept, "prompt_tokens": [start]}
+
+    def _render(self, prompt: Prompt) -> list[int]:
+        return render_prompt(
+            prompt,
+            self.tokenizer,
+            self.config.prompt_format,
+            template_kwargs=self.template_kwargs,
+            max_tokens=self.max_tokens,
+        )
+
+    def _tokenise(self, text: str) -> list[int]:
+        return tokenise(text, self.tokenizer, self.max_tokens)
 
 
 def _layout(row: Row, config: StepDataConfig) -> str | None:

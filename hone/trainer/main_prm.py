@@ -71,11 +71,12 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
             second = replace(second, "trainer.resume_mode", "auto")
         else:
             return [(second, StepTask())]
+    task = StepTask("head")
     result: list[tuple[SupervisedConfig, Task | None]] = []
     if head.total_epochs:
-        result.append((first, StepTask("head")))
+        result.append((first, task))
     if trainer.total_epochs:
-        result.append((second, StepTask()))
+        result.append((second, task.next_stage()))
     return result
 
 

@@ -24,6 +24,7 @@ OUTPUTS = {
     "ppo_trainer": ("trainer.default_local_dir",),
     "sft_trainer": ("trainer.default_local_dir",),
     "prm_trainer": ("trainer.default_local_dir",),
+    "rm_trainer": ("trainer.default_local_dir",),
     "generation": ("data.output_path",),
     "evaluation": ("output.json_path", "output.plot_path", "output.scores_path"),
 }

@@ -104,7 +104,10 @@ def test_explain_tells_every_tree_that_has_the_key_with_its_default_there() -> N
     assert lines_with(text, "default") == [
         *("default  prompt", "default  question"),
     ]
-    trees = ("ppo_trainer, prm_trainer, generation", "sft_trainer")  # without effect in evaluation
+    trees = (
+        "ppo_trainer, prm_trainer, rm_trainer, generation",
+        "sft_trainer",
+    )  # without effect in evaluation
     assert lines_with(text, "tree") == [f"tree     {names}" for names in trees]
     (only,) = lines_with(explain("data.prompt_key", "sft_trainer"), "default")
     assert only == "default  question"

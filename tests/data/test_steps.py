@@ -14,7 +14,7 @@ import pytest
 from hone.config import ConfigError
 from hone.config.reward_training import StepDataConfig
 from hone.data.rows import DataError
-from hone.data.steps import StepDataset, encode_steps, separator_id
+from hone.data.steps import StepDataset, separator_id
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 TRL = {"prompt": "1+1=", "completions": ["1+1", " 3\n"], "labels": [True, False]}
@@ -184,9 +184,3 @@ def test_the_public_files_are_read_whole(name: str, tmp_path: Path, tokenizer: A
     rows.encode_all()
     assert len(rows) > 200
     assert set(rows.bad_rows.counts) <= {"no rating"}
-
-
-def test_encoding_gives_the_positions_of_the_separators(tokenizer: Any) -> None:
-    ids, ends = encode_steps(["ab", "c"], tokenizer, separator_id(tokenizer, "\n"))
-    assert tokenizer.decode(ids) == "ab\nc\n"
-    assert ends == [2, 4]

@@ -66,7 +66,7 @@ class SFTRun:
         if config.optim.total_training_steps <= 0:
             self.config = replace(self.config, "optim.total_training_steps", self.total_steps)
         self.trainer = SFTTrainer(
-            self._build_engine(),
+            build_engine(self.config, ranks, self._task),
             self.rows,
             pad_token_id=self.tokenizer.pad_token_id,
             batch_rows=data.train_batch_size,
@@ -97,37 +97,6 @@ class SFTRun:
             return
         with progress(what, total) as bar:
             yield bar.advance
-
-    def _build_engine(self) -> TrainEngine:
-        model, trainer, data = self.config.model, self.config.trainer, self.config.data
-        device = pick_device(trainer.device, self.ranks.local_rank)
-        if self.config.engine.full_determinism:
-            make_deterministic(self.config.engine.seed)
-
-        def rule(ranks: int) -> MicroBatchRule:
-            sequences, together = data.sequences_per_micro_batch(ranks), self._task.rows_together
-            return MicroBatchRule(sequences, data.max_token_len_per_gpu, together)
-
-        spec = EngineSpec(
-            head=self._task.head,
-            trains=self._task.trains,
-            model_path=model.path,
-            device=device,
-            dtype=pick_dtype(self.config.engine.dtype, device),
-            fsdp=self.config.engine,
-            train_rule=rule,
-            infer_rule=rule,
-            response_width=data.max_length,
-            optim=self.config.optim,
-            grad_clip=self.config.optim.clip_grad,
-            override_config=model.override_config,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
-            adapters=adapters_of(model),
-            seed=trainer.seed,
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-        )
-        return build_strategy(self.config.engine.strategy, spec)
 
     def fit(self) -> None:
         """Train to the last step, resuming from a checkpoint if there is one."""
@@ -269,3 +238,38 @@ class SFTRun:
             before, config_to_dict(self.config), checkpoint.SFT_KEYS
         ):
             screen().line(f"from {folder.name} on: {change}")
+
+
+def build_engine(
+    config: SupervisedConfig, ranks: Ranks, task: Task, *, is_trained: bool = True
+) -> TrainEngine:
+    """Build the engine of a task; one that is not trained only scores."""
+    model, data = config.model, config.data
+    device = pick_device(config.trainer.device, ranks.local_rank)
+    if config.engine.full_determinism:
+        make_deterministic(config.engine.seed)
+
+    def rule(count: int) -> MicroBatchRule:
+        sequences = data.sequences_per_micro_batch(count)
+        return MicroBatchRule(sequences, data.max_token_len_per_gpu, task.rows_together)
+
+    spec = EngineSpec(
+        head=task.head,
+        trains=task.trains,
+        model_path=model.path,
+        device=device,
+        dtype=pick_dtype(config.engine.dtype, device),
+        fsdp=config.engine,
+        train_rule=rule,
+        infer_rule=rule,
+        response_width=data.max_length,
+        optim=config.optim if is_trained else None,
+        grad_clip=config.optim.clip_grad,
+        override_config=model.override_config,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        adapters=adapters_of(model),
+        seed=config.trainer.seed,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    return build_strategy(config.engine.strategy, spec)

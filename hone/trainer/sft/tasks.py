@@ -126,11 +126,21 @@ class StepTask:
 
         self.trains = trains
         self.objective = StepObjective()
+        self._datasets: dict[tuple[str, int], Dataset] = {}
+
+    def next_stage(self) -> StepTask:
+        """Return the task that trains all parameters on the same encoded rows."""
+        task = StepTask()
+        task._datasets = self._datasets
+        return task
 
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset:
         from hone.data.steps import StepDataset
 
-        return StepDataset(files, tokenizer, config, count)
+        key = (str(files), count)
+        if key not in self._datasets:
+            self._datasets[key] = StepDataset(files, tokenizer, config, count)
+        return self._datasets[key]
 
     def tokens(self, row: EncodedRow) -> int:
         return len(row["input_ids"])
@@ -159,3 +169,47 @@ class StepTask:
             name = name if name == "accuracy" else f"accuracy_of_{name}"
             sums[name] = float(hits[among].sum()), float(among.sum())
         return sums
+
+
+class PairTask:
+    """An outcome reward model on pairs of responses (Bradley–Terry)."""
+
+    head: Literal["score"] = "score"
+    trains: Literal["all"] = "all"
+    rows_together = 2
+
+    def __init__(self) -> None:
+        from hone.workers.reward_objectives import PairObjective
+
+        self.objective = PairObjective()
+
+    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset:
+        from hone.data.pairs import PairDataset
+
+        return PairDataset(files, tokenizer, config, count)
+
+    def tokens(self, row: EncodedRow) -> int:
+        return len(row["input_ids"]) + len(row["rejected_ids"])
+
+    def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
+        scored = [
+            ScoredTokens(ids, [0] * (len(ids) - 1) + [1], row["prompt_tokens"][0])
+            for row in rows
+            for ids in (row["input_ids"], row["rejected_ids"])
+        ]
+        batch = collate_scored(scored, pad_token_id)
+        margins = [row["margin"][0] for row in rows]
+        batch.batch["margin"] = torch.tensor(margins).repeat_interleave(2)
+        return batch
+
+    def validation(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
+        from hone.workers.reward_objectives import score_gaps
+
+        gaps = score_gaps(outputs["scores"].double(), batch.batch["response_mask"])
+        loss = F.softplus(batch.batch["margin"][::2] - gaps)
+        count = float(len(gaps))
+        return {
+            "loss": (float(loss.sum()), count),
+            "accuracy": (float((gaps > 0).sum()), count),
+            "score_gap": (float(gaps.sum()), count),
+        }

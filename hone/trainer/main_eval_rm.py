@@ -1,0 +1,152 @@
+"""`python -m hone.trainer.main_eval_rm … key=value …` judges a reward model by pairs of responses.
+
+It scores `data.val_files`; with `--folds N` it trains and tests on N parts of `data.train_files` instead,
+and pools the results. Keys are those of `hone train-rm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hone.config import ConfigError, replace
+from hone.config.reward_training import RMConfig
+from hone.trainer.command_line import (
+    composed_of,
+    require_file,
+    require_folder,
+    require_given,
+    run_module,
+)
+from hone.trainer.main_eval_prm import refuse_ranks, show, write_json
+from hone.types import Row
+
+MODULE = "hone.trainer.main_eval_rm"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options, rest = parser().parse_known_args(arguments)
+    composed = composed_of(rest, tree="rm_trainer", program="hone eval-rm")
+    files = "data.train_files" if options.folds else "data.val_files"
+    require_given(composed, {"model.path": "the reward model", files: "the files of pairs"})
+    config: RMConfig = composed.config
+    refuse_ranks(config.world_size, "hone eval-rm")
+    if options.out:
+        require_file(options.out, "--out")
+    if options.folds == 1 or options.folds < 0:
+        raise ConfigError(f"--folds {options.folds}: use 2 or more")
+    if options.folds:
+        results = {"cross_validation": cross_validate(config, options.folds)}
+    else:
+        results = {"model": judge(config)}
+    if options.baseline:
+        files_of = config.data.train_files if options.folds else config.data.val_files
+        base = replace(replace(config, "data.val_files", files_of), "model.path", options.baseline)
+        results["baseline"] = judge(base)
+    show(results)
+    write_json(results, options.out)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="hone eval-rm",
+        usage="hone eval-rm [--folds N] [--baseline MODEL] [--out FILE] model.path=MODEL "
+        "data.val_files=FILE [key=value …]",
+        allow_abbrev=False,
+        description="Score pairs of responses, or train and test on N parts of data.train_files in turn.",
+        epilog="`hone config show --tree rm_trainer` lists the keys.",
+    )
+    made.add_argument("--folds", type=int, default=0, metavar="N", help="cross-validate in N parts")
+    made.add_argument("--baseline", metavar="MODEL", help="another model to judge")
+    made.add_argument("--out", metavar="FILE", help="JSON file for the results")
+    return made
+
+
+def judge(config: RMConfig) -> Row:
+    """Return the accuracy of a model over all pairs of data.val_files."""
+    from hone.data.pairs import PairDataset
+    from hone.models.from_config import build_tokenizer
+    from hone.trainer.ranks import Ranks
+    from hone.trainer.sft.run import build_engine
+    from hone.trainer.sft.tasks import PairTask
+    from hone.trainer.sft.trainer import SFTTrainer
+
+    tokenizer, task = build_tokenizer(config.model), PairTask()
+    rows = PairDataset(config.data.val_files, tokenizer, config.data, config.data.val_max_samples)
+    rows.encode_all()
+    engine = build_engine(config, Ranks(), task, is_trained=False)
+    pad = tokenizer.pad_token_id
+    trainer = SFTTrainer(engine, rows, pad_token_id=pad, batch_rows=1, seed=0, task=task)
+    found = trainer.validate(rows, config.data.train_batch_size)
+    return _result(round(found["accuracy"] * len(rows)), len(rows), dict(rows.bad_rows.counts))
+
+
+def cross_validate(config: RMConfig, folds: int) -> Row:
+    """Train on all folds but one and test on that one, for each; pairs of one opening share a fold."""
+    from hone.data.pairs import PairDataset
+    from hone.models.from_config import build_tokenizer
+    from hone.trainer.ranks import Ranks
+    from hone.trainer.sft.run import SFTRun
+    from hone.trainer.sft.tasks import PairTask
+
+    out = Path(config.trainer.default_local_dir).expanduser()
+    require_folder(str(out), "trainer.default_local_dir")
+    rows = PairDataset(config.data.train_files, build_tokenizer(config.model), config.data)
+    clean = [rows.store[position] for position in rows.positions]
+    openings = [rows.pair(row).opening for row in clean]
+    groups = list(dict.fromkeys(openings))
+    if len(groups) < folds:
+        raise ConfigError(f"--folds {folds}: the pairs have only {len(groups)} different prompts")
+    random.Random(config.trainer.seed).shuffle(groups)
+    fold_of = {group: i % folds for i, group in enumerate(groups)}
+    results, hits = [], 0
+    for fold in range(folds):
+        parts: dict[str, list[Row]] = {"train": [], "test": []}
+        for row, opening in zip(clean, openings, strict=True):
+            parts["test" if fold_of[opening] == fold else "train"].append(row)
+        folder = out / f"fold_{fold}"
+        changes: Row = {"trainer.default_local_dir": str(folder)}
+        for part, key in (("train", "data.train_files"), ("test", "data.val_files")):
+            changes[key] = (str(_write(folder / f"{part}.jsonl", parts[part])),)
+        own = config
+        for key, value in changes.items():
+            own = replace(own, key, value)
+        run = SFTRun(own, Ranks(), task=PairTask())
+        run.fit()
+        assert run.val_rows is not None
+        found = run.trainer.validate(run.val_rows, config.data.train_batch_size)
+        right = round(found["accuracy"] * len(run.val_rows))
+        results.append(_result(right, len(run.val_rows), {}) | {"loss": found["loss"]})
+        hits += right
+    pooled = _result(hits, sum(result["pairs"] for result in results), dict(rows.bad_rows.counts))
+    return pooled | {"folds": {str(i): result for i, result in enumerate(results)}}
+
+
+def _write(path: Path, rows: Sequence[Row]) -> Path:
+    from hone.data.rows import write_file
+
+    with write_file(path) as temporary:
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def _result(right: int, pairs: int, left_out: dict[str, int]) -> Row:
+    from hone.trainer.step_scores import wilson
+
+    share = wilson(right, pairs)
+    return {
+        "pairs": pairs,
+        "right": right,
+        "accuracy": share.value,
+        "low": share.low,
+        "high": share.high,
+        "left_out": left_out,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run_module(main, "rm_trainer", MODULE))

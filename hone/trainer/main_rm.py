@@ -1,0 +1,33 @@
+"""`python -m hone.trainer.main_rm key=value …` trains a reward model on pairs of responses.
+
+The loss is Bradley–Terry's; the result is a Hugging Face sequence classifier with one label.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from hone.config.reward_training import RMConfig
+from hone.trainer.command_line import composed_of, require_given, run_module, run_ranks
+from hone.trainer.main_sft import run_stages
+
+MODULE = "hone.trainer.main_rm"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = sys.argv[1:] if arguments is None else arguments
+    composed = composed_of(words, tree="rm_trainer", program="hone train-rm")
+    require_given(composed, {"data.train_files": "the files of pairs"})
+    run_ranks(composed, words, MODULE, lambda: run(composed.config, composed.origins))
+
+
+def run(config: RMConfig, origins: Mapping[str, str] | None = None) -> None:
+    """Train as configured, as one rank."""
+    from hone.trainer.sft.tasks import PairTask
+
+    run_stages([(config, PairTask())], origins)
+
+
+if __name__ == "__main__":
+    sys.exit(run_module(main, "rm_trainer", MODULE))
