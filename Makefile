@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # A test file runs in one process; one more than there are cores, because some tests wait.
 PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadfile
 
-.PHONY: setup setup-vllm quickstart test test-slow test-vllm learn-vllm check docs bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
+.PHONY: setup setup-s3 setup-vllm quickstart test test-slow test-vllm learn-vllm check docs bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
 
 setup: $(STAMP) system
 
@@ -28,13 +28,20 @@ system:
 	       && apt-get update -qq >/dev/null 2>&1 && apt-get install -y -qq bubblewrap >/dev/null 2>&1; } \
 	  || echo "bubblewrap is missing and could not be installed: sandbox tests will skip"
 
+# A real S3 server for one test of remote stores, apart because its dependencies do not fit constraints.txt.
+setup-s3: .venv-s3/.ready
+.venv-s3/.ready:
+	$(PYTHON) -m venv .venv-s3
+	.venv-s3/bin/python -m pip install -q 'moto[s3]==5.2.5' flask flask-cors
+	touch $@
+
 quickstart: setup
 	$(BIN)/hone quickstart $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-slow: setup
+test-slow: setup setup-s3
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not gpu' --timeout 1500 --durations=40
 
 check: setup

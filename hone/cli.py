@@ -262,21 +262,22 @@ def _config_check(options: Options, rest: list[str]) -> int:
 
 
 def _export(options: Options, rest: list[str]) -> None:
-    from hone.trainer.export import export
+    from hone.trainer.export import export, local_target
     from hone.trainer.hub import push, require_hub
 
     if options.push:
         require_hub(options.push)
-    out = export(
-        options.checkpoint,
-        options.out,
-        adapter_only=options.adapter,
-        external_lib=options.external_lib,
-        trust_remote_code=options.trust_remote_code,
-    )
-    say(f"wrote {out}")
-    if options.push:
-        say(f"pushed to {push(out, options.push, private=options.private)}")
+    with local_target(options.out) as target:
+        out = export(
+            options.checkpoint,
+            target,
+            adapter_only=options.adapter,
+            external_lib=options.external_lib,
+            trust_remote_code=options.trust_remote_code,
+        )
+        if options.push:
+            say(f"pushed to {push(out, options.push, private=options.private)}")
+    say(f"wrote {options.out}")
 
 
 def _report(options: Options, rest: list[str]) -> None:

@@ -23,6 +23,7 @@ from hone.api.settings import CallSettings, Name, Value, Values, key_of, matches
 from hone.config import Composed, ConfigError, config_to_dict
 from hone.config.sft import SFTDataConfig
 from hone.config.sources import Setting
+from hone.data.files import is_non_local
 from hone.data.rows import BadRows, DataError, read_rows
 from hone.tracking import RunFolder, read_metrics
 from hone.trainer import main_eval, main_ppo, main_sft
@@ -117,6 +118,10 @@ class Trained:
 
     def save(self, folder: Name) -> Path:
         """Write the policy to a new folder that `from_pretrained` opens, with a model card."""
+        if is_non_local(folder):
+            raise ValueError(
+                f"save({str(folder)!r}): name a local folder; `hone export` writes to stores"
+            )
         return export(self.folder, Path(folder))
 
     def __repr__(self) -> str:

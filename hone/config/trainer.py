@@ -56,6 +56,9 @@ class TrainingRunConfig(RunConfig):
     """Run name in the trackers and in the checkpoint path."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Run folder for config, metrics, rollouts and checkpoints."""
+    default_hdfs_dir: str | None = None
+    """Folder in a remote store (`s3://…`, `hdfs://…`, any of fsspec) for copies of checkpoints, config and
+    metrics; a run resumes from there if its own folder has none or older ones."""
     total_epochs: Count = 30
     """Passes over the training data."""
     total_training_steps: Count | None = None

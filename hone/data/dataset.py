@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.data import DataConfig
-from hone.data.files import copy_to_local, is_non_local
+from hone.data.files import is_non_local
 from hone.data.hub import as_frame
 from hone.data.prompts import (
     Message,
@@ -35,6 +35,7 @@ from hone.data.rows import (
     Files,
     RowStore,
     SettingError,
+    expand_files,
     positions_fingerprint,
     read_rows,
     sample_positions,
@@ -219,7 +220,7 @@ class RLHFDataset:
         """Copies remote files and sets `self.data_files` to the copies."""
         files = self.data_files
         if any(isinstance(file, str) and is_non_local(file) for file in files):
-            self.data_files = [f if isinstance(f, dict) else copy_to_local(f) for f in files]
+            self.data_files = expand_files(files)
 
     def _read_files_and_tokenize(self) -> None:
         """Reads `self.data_files`; an override must set `self.dataframe`."""

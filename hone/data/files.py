@@ -1,21 +1,56 @@
-"""File operations on local paths and HDFS (`hdfs://…`, by the `hdfs` command), under verl's names."""
+"""File operations on local and remote paths (`s3://…`, `hdfs://…`, … through fsspec), under verl's names."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-HDFS = "hdfs://"
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
 StrPath = str | os.PathLike[str]
+_REMOTE = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def is_non_local(path: StrPath) -> bool:
-    """Whether a path is on HDFS."""
-    return str(path).startswith(HDFS)
+    """Whether a path names a remote store, such as `s3://bucket/folder`."""
+    return _REMOTE.match(str(path)) is not None
+
+
+def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
+    """Returns the file system of a remote path and the path inside it.
+
+    Without the package s3fs, pyarrow serves `s3://`, with the credentials of the environment and the server
+    that `AWS_ENDPOINT_URL` names.
+    """
+    import fsspec
+
+    scheme, _, path = str(url).partition("://")
+    try:
+        if scheme == "s3":
+            try:
+                return fsspec.filesystem("s3"), path
+            except ImportError:
+                return _s3_of_pyarrow(), path
+        system, path = fsspec.core.url_to_fs(str(url))
+        return system, str(path)
+    except (ImportError, ValueError) as error:
+        raise OSError(f"{url} cannot be opened: {error}") from error
+
+
+def _s3_of_pyarrow() -> AbstractFileSystem:
+    from fsspec.implementations.arrow import ArrowFSWrapper
+    from pyarrow.fs import S3FileSystem
+
+    endpoint = os.environ.get("AWS_ENDPOINT_URL")
+    scheme, _, address = (endpoint or "").rpartition("://")
+    options = {"endpoint_override": address, "scheme": scheme or "https"} if address else {}
+    return ArrowFSWrapper(S3FileSystem(**options))
 
 
 def md5_encode(path: StrPath) -> str:
@@ -25,7 +60,9 @@ def md5_encode(path: StrPath) -> str:
 
 def get_local_temp_path(hdfs_path: StrPath, cache_dir: StrPath) -> str:
     """Returns the path of the local copy of a remote path."""
-    return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(str(hdfs_path)))
+    return os.path.join(
+        cache_dir, md5_encode(hdfs_path), os.path.basename(str(hdfs_path).rstrip("/"))
+    )
 
 
 def copy_to_local(
@@ -36,29 +73,70 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """Returns a local path; copies a remote file or folder once. Model names are returned unchanged."""
+    """Returns a local path; copies a remote file or folder once per version. Model names stay unchanged."""
     if not is_non_local(src):
         return str(src)
-    target = get_local_temp_path(src, cache_dir or tempfile.gettempdir())
-    if always_recopy and os.path.isdir(target):
-        shutil.rmtree(target)
-    elif always_recopy:
-        Path(target).unlink(missing_ok=True)
-    if not os.path.exists(target):
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        copy(str(src), target)
-    return target
+    cache = Path(cache_dir or os.path.join(tempfile.gettempdir(), f"hone-remote-{os.getuid()}"))
+    version = ",".join(f"{name} {facts}" for name, facts in sorted(_versions(src).items()))
+    target = Path(get_local_temp_path(src, cache / md5_encode(version)))
+    if always_recopy:
+        shutil.rmtree(target.parent, ignore_errors=True)
+    if not target.exists():
+        target.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = Path(tempfile.mkdtemp(dir=target.parent.parent))
+        copy(src, part / target.name)
+        try:
+            part.rename(target.parent)
+        except OSError:  # another process was first
+            shutil.rmtree(part)
+    return str(target)
 
 
 copy_local_path_from_hdfs = copy_to_local
 
 
+def remote_files(url: StrPath) -> dict[str, str]:
+    """Returns the files below a remote path by their relative name; a file alone has the name ''."""
+    system, root = file_system(url)
+    root = root.rstrip("/")
+    if system.isfile(root):
+        return {"": root}
+    prefix = root.lstrip("/") + "/"
+    paths = system.find(root) if system.exists(root) else []
+    return {path.lstrip("/").removeprefix(prefix): path for path in paths}
+
+
+def _versions(url: StrPath) -> dict[str, str]:
+    """Returns a text per file that changes with its content."""
+    system, _ = file_system(url)
+    files = remote_files(url)
+    if not files:
+        raise FileNotFoundError(f"there is nothing at {url}")
+    return {name: system.ukey(path) for name, path in files.items()}
+
+
+def glob_remote(pattern: str) -> list[str]:
+    """Returns the remote paths that match a pattern, with their scheme."""
+    system, path = file_system(pattern)
+    scheme = pattern.partition("://")[0]
+    return sorted(f"{scheme}://{match.lstrip('/')}" for match in system.glob(path))
+
+
 def copy(src: StrPath, dst: StrPath) -> bool:
-    """Copies a file or folder between local paths and HDFS; existing files are replaced."""
-    if is_non_local(src):
-        _hdfs("-cp" if is_non_local(dst) else "-get", "-f", src, dst)
+    """Copies a file or folder between local and remote paths; existing files are replaced."""
+    if is_non_local(src) and is_non_local(dst):
+        with tempfile.TemporaryDirectory() as folder:
+            local = os.path.join(folder, os.path.basename(str(src).rstrip("/")))
+            copy(src, local)
+            copy(local, dst)
+    elif is_non_local(src):
+        system, _ = file_system(src)
+        for name, path in remote_files(src).items():
+            local = os.path.join(dst, *name.split("/")) if name else str(dst)
+            Path(local).parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(path, local)
     elif is_non_local(dst):
-        _hdfs("-put", "-f", src, dst)
+        upload(Path(src), str(dst))
     elif os.path.isdir(src):
         shutil.copytree(src, dst, dirs_exist_ok=True)
     else:
@@ -66,10 +144,33 @@ def copy(src: StrPath, dst: StrPath) -> bool:
     return True
 
 
+def upload(source: Path, url: str, last: str | None = None) -> None:
+    """Copies a local file or folder to a remote path.
+
+    Stores without an atomic rename need a file that says that the others are whole: `last` is deleted there
+    first and written after them.
+    """
+    system, root = file_system(url)
+    if source.is_file():
+        system.makedirs(root.rpartition("/")[0], exist_ok=True)
+        system.put_file(str(source), root)
+        return
+    names = sorted(str(p.relative_to(source)) for p in source.rglob("*") if p.is_file())
+    if last is not None:
+        if system.exists(f"{root}/{last}"):
+            system.rm_file(f"{root}/{last}")
+        names.sort(key=lambda name: name == last)
+    for name in names:
+        target = f"{root.rstrip('/')}/{name}"
+        system.makedirs(target.rpartition("/")[0], exist_ok=True)
+        system.put_file(str(source / name), target)
+
+
 def makedirs(name: StrPath, mode: int = 0o777, exist_ok: bool = False) -> None:
     """Creates a folder and its parents."""
     if is_non_local(name):
-        _hdfs("-mkdir", "-p", name)
+        system, path = file_system(name)
+        system.makedirs(path, exist_ok=True)
     else:
         os.makedirs(name, mode, exist_ok)
 
@@ -77,7 +178,8 @@ def makedirs(name: StrPath, mode: int = 0o777, exist_ok: bool = False) -> None:
 def exists(path: StrPath) -> bool:
     """Whether a file or folder exists."""
     if is_non_local(path):
-        return _run_hdfs("-test", "-e", path).returncode == 0
+        system, inside = file_system(path)
+        return bool(system.exists(inside))
     return os.path.exists(path)
 
 
@@ -98,17 +200,3 @@ def resolve_config_path(config_path: str) -> str:
     raise FileNotFoundError(
         f"{config_path!r} is neither in {places[0]} nor in {places[1]}; give an absolute path"
     )
-
-
-def _hdfs(*arguments: StrPath) -> None:
-    process = _run_hdfs(*arguments)
-    if process.returncode:
-        raise OSError(f"hdfs dfs {' '.join(map(str, arguments))} failed: {process.stderr.strip()}")
-
-
-def _run_hdfs(*arguments: StrPath) -> subprocess.CompletedProcess[str]:
-    command = shutil.which("hdfs")
-    if command is None:
-        raise OSError("the path is on HDFS, but there is no `hdfs` command on PATH; install Hadoop")
-    line = [command, "dfs", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, check=False)

@@ -19,6 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from hone.data.files import copy_to_local, glob_remote, is_non_local
 from hone.text import BadText, clean_text, described, flaw_of, read_json
 from hone.types import Function, JsonValue, Row
 
@@ -114,7 +115,10 @@ class FileRows:
 
 
 def expand_files(files: Files, keys: str = TRAINING_KEYS) -> list[str]:
-    """Expands `~`, `$VAR` and `*` patterns in one or more names; every pattern must match a file."""
+    """Expands `~`, `$VAR` and `*` patterns in one or more names; every pattern must match a file.
+
+    Files in a remote store are copied to this machine.
+    """
     names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not names:
         raise DataError(f"no data files were named; check {keys}")
@@ -124,7 +128,15 @@ def expand_files(files: Files, keys: str = TRAINING_KEYS) -> list[str]:
             raise DataError(f"rows and files are mixed in {keys}; give the ones or the others")
         path = os.path.expanduser(os.path.expandvars(os.fspath(name)))
         is_pattern = glob.has_magic(path) and not os.path.exists(path)
-        matches = sorted(glob.glob(path)) if is_pattern else [path]
+        try:
+            find = glob_remote if is_non_local(path) else glob.glob
+            matches = (
+                [copy_to_local(p) for p in sorted(find(path))]
+                if is_pattern
+                else [copy_to_local(path)]
+            )
+        except OSError as error:
+            raise SettingError(f"{path} cannot be read: {error}; check {keys}", path) from error
         if not matches:
             raise DataError(f"no file matches {path!r}; check {keys}")
         paths.extend(matches)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from typing_extensions import Required, Unpack
 
+from hone.data.files import copy_to_local
 from hone.models import attention
 from hone.models.families import UnsupportedModel, refuse_config, refuse_family
 from hone.tracking.manifest import MANIFEST, checkpoint_of, damage
@@ -91,6 +92,10 @@ def resolve_model_path(path: str) -> str:
     A name that is not a local folder may be a hub name and is returned unchanged. In a run folder, damaged
     checkpoints are skipped in favour of earlier ones; a damaged checkpoint given as the path raises.
     """
+    try:
+        path = copy_to_local(path)
+    except OSError as error:
+        raise ModelNotFound(f"model path {path} cannot be read: {error}", str(path)) from error
     folder = Path(path).expanduser()
     if not folder.exists():
         if str(path).startswith(("/", "~", ".")) or str(path).count("/") > 1:

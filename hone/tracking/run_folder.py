@@ -29,10 +29,14 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
 
 
 class RunFolder:
-    """The paths inside a run folder, which is created by the first write."""
+    """The paths inside a run folder, which is created by the first write.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    `remote` is the folder of a store for copies of its checkpoints (`trainer.default_hdfs_dir`).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], remote: str | None = None) -> None:
         self.path = Path(path)
+        self.remote = None if remote is None else remote.rstrip("/")
         self.config_file = self.path / "config.yaml"
         self.origins_file = self.path / "config_origins.json"
         self.metrics_file = self.path / "metrics.jsonl"

@@ -25,6 +25,7 @@ from hone.config.generation import GenerationConfig
 from hone.config.keys import get, keys_meant, leaves
 from hone.config.sources import Setting
 from hone.config.trees import TREES
+from hone.data.files import is_non_local
 from hone.tracking import RunFolder
 from hone.tracking.lock import FolderLock, lock_folder
 from hone.tracking.storage import storage_sentence
@@ -204,6 +205,7 @@ def require_given(composed: Composed, keys: Mapping[str, str]) -> None:
 
 def require_folder(path: str, key: str) -> None:
     """Raise an error if a results folder is a file, is inside one, or is not writable."""
+    _require_local(path, key)
     folder = Path(path).expanduser().absolute()
     if folder.is_file():
         raise ConfigError(f"{key}={path} is a file; name a folder, new or of an earlier run")
@@ -212,10 +214,17 @@ def require_folder(path: str, key: str) -> None:
 
 def require_file(path: str, key: str) -> None:
     """Raise an error if a results file is a folder, or its folder is not writable."""
+    _require_local(path, key)
     file = Path(path).expanduser().absolute()
     if file.is_dir():
         raise ConfigError(f"{key}={path} is a folder; name a file in it")
     _require_writable(file.parent, f"{key}={path}")
+
+
+def _require_local(path: str, key: str) -> None:
+    if is_non_local(path):
+        store = "; checkpoints are copied to trainer.default_hdfs_dir" if "dir" in key else ""
+        raise ConfigError(f"{key}={path} is in a remote store; name a local path{store}")
 
 
 def _require_writable(folder: Path, setting: str) -> None:

@@ -7,8 +7,11 @@ by any number of ranks. LoRA is exported merged, or as an adapter.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES
@@ -21,6 +24,7 @@ from hone.config.keys import leaves
 from hone.config.model import ModelConfig
 from hone.config.sources import Setting
 from hone.config.trees import Tree
+from hone.data.files import copy_to_local, is_non_local, remote_files, upload
 from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.saved_state import TABLE, read_table
@@ -45,6 +49,20 @@ class ExportError(ValueError):
     """Raised when a checkpoint cannot be exported with the given options."""
 
 
+@contextmanager
+def local_target(out: str) -> Iterator[str]:
+    """Yield the folder to export to; a remote `out` gets its files at the end, `config.json` last."""
+    if not is_non_local(out):
+        yield out
+        return
+    if remote_files(out):
+        raise ExportError(f"{out} is not empty; name a new folder")
+    with TemporaryDirectory() as folder:
+        target = Path(folder, out.rstrip("/").rpartition("/")[2])
+        yield str(target)
+        upload(target, out, last="config.json")
+
+
 def export(
     checkpoint: str | Path,
     out: str | Path,
@@ -57,7 +75,8 @@ def export(
 
     Only code that the arguments name is imported, never code that the run's config.yaml names.
     """
-    source, target = find_model_folder(Path(checkpoint).expanduser()), Path(out).expanduser()
+    source = find_model_folder(Path(copy_to_local(checkpoint)).expanduser())
+    target = Path(out).expanduser()
     if target.exists() and any(target.iterdir()):
         raise ExportError(f"{target} is not empty; name a new folder")
     part = ADAPTER_FOLDER if adapter_only else EXPORT_FOLDER

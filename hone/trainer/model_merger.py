@@ -12,7 +12,7 @@ from hone.trainer.command_line import finish
 def main(arguments: Sequence[str] | None = None) -> None:
     from hone.config.errors import ConfigError
     from hone.tracking.console import screen
-    from hone.trainer.export import export
+    from hone.trainer.export import export, local_target
 
     options = _parser().parse_args(arguments)
     if options.operation == "test":
@@ -25,8 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"`hone export {options.local_dir} {options.target_dir} --push {options.hf_upload_path}` "
             "uploads it too"
         )
-    out = export(options.local_dir, options.target_dir, trust_remote_code=options.trust_remote_code)
-    screen().line(f"wrote {out}")
+    with local_target(options.target_dir) as target:
+        export(options.local_dir, target, trust_remote_code=options.trust_remote_code)
+    screen().line(f"wrote {options.target_dir}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,58 +1,106 @@
-"""Files under verl's names: local ones stay, remote ones are copied once through the `hdfs` command."""
+"""Files under verl's names: local ones stay, remote ones are copied once per version."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from hone.data import files
-
-REMOTE = "hdfs://host/folder/file.txt"
+from hone.data.rows import BadRows, SettingError, expand_files, read_rows
+from hone.models.load import ModelNotFound, resolve_model_path
+from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
 
 @pytest.fixture
-def hdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A command that notes its arguments, and makes the file that `-get` asks for."""
-    noted = tmp_path / "calls.txt"
-    command = tmp_path / "bin" / "hdfs"
-    command.parent.mkdir()
-    command.write_text(
-        f'#!/bin/sh\necho "$@" >> {noted}\n[ "$2" = "-get" ] && echo text > "$5"\n'
-        '[ "$2" != "-test" ] || [ "$4" = "hdfs://yes" ]\n'
-    )
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
-    return noted
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder in memory; local copies go below the test's folder."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return f"memory://{request.node.name}"
+
+
+def put(url: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(text)
+    files.copy(tmp_path / "text", url)
 
 
 def test_a_local_path_and_a_models_name_stay(tmp_path: Path) -> None:
     assert files.copy_to_local(str(tmp_path)) == str(tmp_path)
     assert files.copy_to_local("Qwen/Qwen3-0.6B", use_shm=True) == "Qwen/Qwen3-0.6B"
+    assert not files.is_non_local("file:///a")
+    assert files.is_non_local("s3://a/b")
 
 
-def test_a_remote_file_is_copied_once_or_again_where_asked(hdfs: Path, tmp_path: Path) -> None:
-    target = files.copy_to_local(REMOTE, cache_dir=tmp_path / "cache")
-    assert target == str(tmp_path / "cache" / files.md5_encode(REMOTE) / "file.txt")
-    assert Path(target).read_text() == "text\n"
-    files.copy_to_local(REMOTE, cache_dir=tmp_path / "cache")
-    assert len(hdfs.read_text().splitlines()) == 1
-    files.copy_to_local(REMOTE, cache_dir=tmp_path / "cache", always_recopy=True)
-    assert hdfs.read_text().splitlines() == [f"dfs -get -f {REMOTE} {target}"] * 2
+def test_a_remote_file_is_copied_once_and_again_where_it_changed(
+    store: str, tmp_path: Path
+) -> None:
+    put(f"{store}/a.txt", "one", tmp_path)
+    first = files.copy_to_local(f"{store}/a.txt")
+    Path(first).write_text("this copy was not made again")
+    assert files.copy_to_local(f"{store}/a.txt") == first
+    assert Path(first).read_text() == "this copy was not made again"
+    put(f"{store}/a.txt", "two and more", tmp_path)
+    second = files.copy_to_local(f"{store}/a.txt")
+    assert Path(second).read_text() == "two and more"
+    Path(second).write_text("x")
+    files.copy_to_local(f"{store}/a.txt", always_recopy=True)
+    assert Path(second).read_text() == "two and more"
 
 
-def test_folders_are_made_and_files_sent(hdfs: Path, tmp_path: Path) -> None:
-    files.makedirs("hdfs://a/b")
-    files.copy(src=str(tmp_path), dst="hdfs://a/b")
-    files.copy("hdfs://a", "hdfs://b")
-    assert hdfs.read_text().splitlines() == [
-        "dfs -mkdir -p hdfs://a/b",
-        f"dfs -put -f {tmp_path} hdfs://a/b",
-        "dfs -cp -f hdfs://a hdfs://b",
-    ]
-    assert files.exists("hdfs://yes")
-    assert not files.exists("hdfs://no")
+def test_folders_go_there_and_back_with_all_that_is_in_them(store: str, tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "f").write_text("x")
+    (tmp_path / "in" / "g").write_text("y")
+    files.makedirs(f"{store}/a")
+    files.copy(tmp_path / "in", f"{store}/a/b/")
+    files.copy(f"{store}/a/b", f"{store}/c")
+    assert set(files.remote_files(f"{store}/c")) == {"deep/f", "g"}
+    assert files.exists(f"{store}/c/deep")
+    assert not files.exists(f"{store}/d")
+    local = Path(files.copy_to_local(f"{store}/c"))
+    assert (local / "deep" / "f").read_text() == "x"
+
+
+def test_the_file_that_says_all_is_there_comes_last(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a", "manifest", "z"):
+        (folder / name).write_text("1")
+    files.upload(folder, store, last="manifest")
+    system, _ = files.file_system(store)
+    (folder / "manifest").write_text("2")
+    put_file = type(system).put_file
+
+    def fails_at_z(self: object, local: str, remote: str, **options: object) -> None:
+        if remote.endswith("/z"):
+            raise OSError("the connection was lost")
+        put_file(self, local, remote, **options)
+
+    monkeypatch.setattr(type(system), "put_file", fails_at_z)
+    with pytest.raises(OSError, match="lost"):
+        files.upload(folder, store, last="manifest")
+    assert "manifest" not in files.remote_files(store)
+
+
+def test_rows_and_models_are_read_from_a_store(store: str, tmp_path: Path) -> None:
+    put(f"{store}/part-1.jsonl", '{"a": 1}\n', tmp_path)
+    put(f"{store}/part-2.jsonl", '{"a": 2}\n', tmp_path)
+    rows = read_rows(f"{store}/part-*.jsonl", BadRows("raise"))
+    assert [row["a"] for row in rows.scan()] == [1, 2]
+    tokenizer = character_tokenizer()
+    lm = tiny_lm(len(tokenizer), hidden=8, layers=1, heads=1, kv_heads=1, mlp=8, max_positions=8)
+    files.copy(save_pretrained(lm, tokenizer, tmp_path / "model"), f"{store}/model")
+    assert (Path(resolve_model_path(f"{store}/model")) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("url", ["memory://nothing/x.jsonl", "nosuchstore://a/x.jsonl"])
+def test_what_is_not_there_is_said_with_its_key(url: str) -> None:
+    with pytest.raises(SettingError, match=rf"{url} cannot be read: .*check data.train_files"):
+        expand_files(url)
+    with pytest.raises(ModelNotFound, match=f"model path {url} cannot be read"):
+        resolve_model_path(url)
 
 
 def test_local_folders_are_made_and_copied_into_each_other(tmp_path: Path) -> None:
@@ -65,12 +113,6 @@ def test_local_folders_are_made_and_copied_into_each_other(tmp_path: Path) -> No
     assert files.exists(tmp_path / "g")
     with pytest.raises(FileExistsError):
         files.makedirs(tmp_path / "a")
-
-
-def test_without_the_command_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(OSError, match="no `hdfs` command on PATH"):
-        files.makedirs("hdfs://a")
 
 
 def test_a_config_is_looked_for_here_and_beside_the_package(

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from hone.config.convert import show_value
+from hone.data.files import copy_to_local
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import make_folder, rename_folder, sync
 from hone.tracking.console import screen
 from hone.tracking.lock import require_lock
 from hone.tracking.manifest import MANIFEST, damage, seal
 from hone.tracking.storage import reason, remedy, storage_failure
+from hone.trainer.ppo import remote_checkpoints
 from hone.types import JsonValue, Settings
 
 T = TypeVar("T")
@@ -109,7 +111,10 @@ def begin(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | Non
 
     Later checkpoints are renamed to `global_step_N.earlier`; metrics logged after that step are dropped.
     """
+    if mode == "auto":
+        remote_checkpoints.pull(run)
     source = resume_source(run, mode, path)
+    remote_checkpoints.set_aside(run, -1 if source is None else source[0])
     for folder in run.path.glob(f".global_step_*{_UNFINISHED}"):  # left by a killed process
         shutil.rmtree(folder, ignore_errors=True)
     for number, folder in run.checkpoints():
@@ -155,7 +160,7 @@ def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
 
 def named(path: str | None) -> tuple[int, Path]:
     """Return step and folder of `trainer.resume_from_path`, which must exist."""
-    folder = Path(path or "").expanduser()
+    folder = Path(copy_to_local(path or "")).expanduser()
     number = re.fullmatch(r"global_step_(\d+)", folder.name)
     if number is None:
         raise CheckpointError(
@@ -190,16 +195,17 @@ def tell_result(run: RunFolder, step: int) -> None:
 
 
 def prune(run: RunFolder, keep: int | None, spared: Collection[int] = ()) -> None:
-    """Delete the oldest checkpoints beyond `keep`, including those of earlier processes.
+    """Delete the oldest checkpoints beyond `keep`, including those of earlier processes; then copy the rest
+    to the run's store.
 
     The steps in `spared`, and links to checkpoints elsewhere with their targets, are not deleted.
     """
-    if keep is None or keep < 1:
-        return
     checkpoints = [pair for pair in run.checkpoints() if not pair[1].is_symlink()]
-    for step, folder in checkpoints[:-keep]:
+    keep = max(keep or 0, 0)
+    for step, folder in checkpoints[:-keep]:  # 0 keeps all
         if step not in spared:
             _remove(folder)
+    remote_checkpoints.push(run, prunes=keep > 0)
 
 
 def write_state(folder: Path, state: Settings) -> None:

@@ -29,6 +29,7 @@ from hone.trainer.command_line import mistake_in_words, require_folder
 from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import Needs, lines_of
+from hone.trainer.ppo.remote_checkpoints import require_store
 from hone.trainer.ppo.row_checks import AgentChecks, Lengths, measure_prompts, try_scorers
 from hone.trainer.ppo.scoring import load_validation_manager, outside_model
 from hone.trainer.ppo.trainer import PPOTrainer
@@ -92,6 +93,7 @@ class _Preflight:
         config, attempt = self.config, self._attempt
         folder, model = config.trainer.default_local_dir, config.actor_rollout_ref.model
         attempt(lambda: require_folder(folder, "trainer.default_local_dir"))
+        attempt(lambda: require_store(config.trainer.default_hdfs_dir))
         trusted = replace(model, trust_remote_code=config.data.trust_remote_code)
         tokenizer = attempt(lambda: build_tokenizer(trusted))
         plan = attempt(lambda: Plan.of(config))

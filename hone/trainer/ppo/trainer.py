@@ -93,7 +93,7 @@ class PPOTrainer:
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
         self.group_cls = ray_worker_group_cls or roles.group_class(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.run = RunFolder(trainer.default_local_dir)
+        self.run = RunFolder(trainer.default_local_dir, trainer.default_hdfs_dir)
         self.rollouts = RolloutWriter(self.run, trainer, tokenizer)
         self.timers = Timers()
         self.alarms = Alarms(trainer.alarms, self.run)

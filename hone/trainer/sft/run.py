@@ -52,7 +52,7 @@ class SFTRun:
     ) -> None:
         self.ranks, self._origins = ranks, origins
         self._task = task or SupervisedTask()
-        self.folder = RunFolder(config.trainer.default_local_dir)
+        self.folder = RunFolder(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.config, threads = resolve_threads(config, ranks.local_world_size, tells=ranks.is_first)
         fix_threads(threads)
         data, trainer = config.data, config.trainer

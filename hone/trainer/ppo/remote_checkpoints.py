@@ -1,0 +1,116 @@
+"""Keeps copies of a run's checkpoints in `trainer.default_hdfs_dir`, and resumes from them.
+
+A store may have no atomic rename: a copy is whole if its manifest is there, which is written last.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+
+from hone.config import ConfigError
+from hone.data.files import copy, file_system, remote_files, upload
+from hone.tracking import RunFolder
+from hone.tracking.atomic import make_folder, rename_folder
+from hone.tracking.manifest import MANIFEST, damage
+
+log = logging.getLogger(__name__)
+
+_EARLIER = f"{MANIFEST}.earlier"
+
+
+def require_store(url: str | None) -> None:
+    """Raise an error if `trainer.default_hdfs_dir` cannot be reached."""
+    if url is None:
+        return
+    try:
+        system, path = file_system(url)
+        system.exists(path)
+    except Exception as error:  # every store has its own errors
+        raise ConfigError(
+            f"trainer.default_hdfs_dir={url} cannot be reached: {error}; mend it, or leave it out: "
+            "checkpoints are in trainer.default_local_dir"
+        ) from error
+
+
+def push(run: RunFolder, prunes: bool) -> None:
+    """Copy what the store lacks: checkpoints, the config and the metrics; `prunes` deletes those that the run folder lacks.
+
+    A store that fails costs a warning; the next checkpoint copies everything that is missing.
+    """
+    if run.remote is None:
+        return
+    try:
+        for step, folder in run.checkpoints():
+            url = f"{run.remote}/{folder.name}"
+            if _manifest(url) != (folder / MANIFEST).read_bytes():
+                upload(folder, url, last=MANIFEST)
+                log.info("checkpoint of step %d copied to %s", step, url)
+        for file in (run.config_file, run.metrics_file, run.latest_file):
+            if file.is_file():
+                upload(file, f"{run.remote}/{file.name}")
+        local = {step for step, _ in run.checkpoints()}
+        for step in set(_steps(run.remote)) - local if prunes else ():
+            system, path = file_system(f"{run.remote}/global_step_{step}")
+            system.rm_file(f"{path}/{MANIFEST}")
+            system.rm(path, recursive=True)
+    except Exception as error:  # every store has its own errors
+        log.warning(
+            "%s: checkpoints could not be copied there (%s); still in %s",
+            run.remote,
+            error,
+            run.path,
+        )
+
+
+def pull(run: RunFolder) -> None:
+    """Fetch the newest whole checkpoint of the store if it is newer than those of the run folder."""
+    if run.remote is None:
+        return
+    newest = max((step for step, folder in run.checkpoints() if damage(folder) is None), default=-1)
+    for step in reversed([step for step in _steps(run.remote) if step > newest]):
+        url, final = f"{run.remote}/global_step_{step}", run.checkpoint(step)
+        make_folder(run.path)
+        temporary = final.with_name(f".{final.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        copy(url, temporary)
+        problem = damage(temporary)
+        if problem is None:
+            shutil.rmtree(final, ignore_errors=True)
+            rename_folder(temporary, final)
+            for file in (run.config_file, run.metrics_file):
+                if not file.exists() and remote_files(f"{run.remote}/{file.name}"):
+                    copy(f"{run.remote}/{file.name}", file)
+            log.warning("fetched %s, which is newer than what is in %s", url, run.path)
+            return
+        shutil.rmtree(temporary)
+        log.warning("checkpoint %s is damaged (%s); trying the one before it", url, problem)
+
+
+def set_aside(run: RunFolder, after: int) -> None:
+    """Rename the manifests of checkpoints after this step, so that no run resumes from them."""
+    for step in _steps(run.remote) if run.remote is not None else ():
+        if step > after:
+            url = f"{run.remote}/global_step_{step}"
+            system, path = file_system(url)
+            with system.open(f"{path}/{_EARLIER}", "wb") as file:
+                file.write(_manifest(url))
+            system.rm_file(f"{path}/{MANIFEST}")
+            log.warning(
+                "%s is not what this run continues from; its manifest is now %s", url, _EARLIER
+            )
+
+
+def _steps(url: str) -> list[int]:
+    """Return the steps of the whole checkpoints in a store, oldest first."""
+    names = (
+        re.fullmatch(rf"global_step_(\d+)/{re.escape(MANIFEST)}", n) for n in remote_files(url)
+    )
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _manifest(url: str) -> bytes:
+    """Return the manifest of a checkpoint in the store; empty if it is not whole."""
+    system, path = file_system(f"{url}/{MANIFEST}")
+    return bytes(system.cat_file(path)) if system.exists(path) else b""

@@ -1,0 +1,165 @@
+"""Copies of checkpoints in a store: a run goes on from them elsewhere, and a broken store costs a warning."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hone.cli import main as hone
+from hone.config import ConfigError
+from hone.data import files
+from hone.trainer import main_sft
+from hone.trainer.ppo import remote_checkpoints
+
+from ..around_fixtures import sft_config, sft_settings, tiny_model
+from ..runs import Run, Task
+
+FOUR = ("trainer.save_freq=1", "trainer.total_training_steps=4")
+TWO = ("trainer.save_freq=1", "trainer.total_training_steps=2")
+MOTO = Path(__file__).parents[3] / ".venv-s3" / "bin" / "moto_server"
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return f"memory://{request.node.name}"
+
+
+def whole_copies(url: str) -> set[str]:
+    return {n.split("/")[0] for n in files.remote_files(url) if n.endswith("/manifest.json")}
+
+
+def test_a_run_goes_on_on_another_machine(train: Callable[..., Run], store: str) -> None:
+    whole = train(*FOUR, folder="whole")
+    there = f"trainer.default_hdfs_dir={store}"
+    first = train(*TWO, there, folder="first")
+    assert whole_copies(store) == {"global_step_1", "global_step_2"}
+    shutil.rmtree(first.folder)
+    second = train(*FOUR, there, "trainer.max_actor_ckpt_to_keep=2", folder="second")
+    assert second.numbers == whole.numbers
+    assert whole_copies(store) == {"global_step_3", "global_step_4"}
+    assert "global_step_1" not in {n.split("/")[0] for n in files.remote_files(store)}
+
+
+def test_a_damaged_copy_is_passed_over_and_a_later_one_is_set_aside(
+    train: Callable[..., Run], store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = f"trainer.default_hdfs_dir={store}"
+    train(*TWO, there, folder="first")
+    (tmp_path / "x").write_text("broken")
+    files.copy(tmp_path / "x", f"{store}/global_step_2/trainer_state.json")
+    with caplog.at_level(logging.WARNING):
+        again = train(*TWO, there, folder="second")
+    assert "global_step_2 is damaged" in caplog.text
+    assert [line["step"] for line in again.metrics] == [1, 2]
+    anew = train(*TWO, there, "trainer.resume_mode=disable", "trainer.save_freq=2", folder="third")
+    assert anew.checkpoints() == ["global_step_2"]
+    assert whole_copies(store) == {"global_step_2"}
+    assert "global_step_1/manifest.json.earlier" in files.remote_files(store)
+
+
+def test_a_store_that_fails_costs_a_warning_and_gets_all_the_next_time(
+    train: Callable[..., Run],
+    store: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = []
+
+    def fails_once(*arguments: object, **options: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError("no route to host")
+        files.upload(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(remote_checkpoints, "upload", fails_once)
+    with caplog.at_level(logging.WARNING):
+        train(*TWO, f"trainer.default_hdfs_dir={store}")
+    assert "could not be copied there (no route to host); still in" in caplog.text
+    assert whole_copies(store) == {"global_step_1", "global_step_2"}
+
+
+def test_a_store_that_cannot_be_reached_and_remote_run_folders_are_refused_before_training(
+    train: Callable[..., Run],
+) -> None:
+    with pytest.raises(ConfigError, match=r"default_hdfs_dir=nosuch://a cannot be reached"):
+        train("trainer.default_hdfs_dir=nosuch://a")
+    with pytest.raises(ConfigError, match=r"is in a remote store; name a local path.*hdfs_dir"):
+        train("trainer.default_local_dir=s3://bucket/run")
+
+
+def test_sft_and_exports_use_the_store_too(store: str, tmp_path: Path) -> None:
+    settings = sft_settings(tmp_path, tiny_model(tmp_path / "model"), "trainer.save_freq=1")
+    go = functools.partial(sft_config, settings)
+    there = f"trainer.default_hdfs_dir={store}/sft"
+    main_sft.run(go(tmp_path / "a", there, "trainer.total_training_steps=1"))
+    main_sft.run(go(tmp_path / "b", there, "trainer.total_training_steps=2"))
+    assert whole_copies(f"{store}/sft") == {"global_step_1", "global_step_2"}
+    assert hone(["export", f"{store}/sft/global_step_2", f"{store}/model"]) in (0, None)
+    assert {"config.json", "model.safetensors"} <= set(files.remote_files(f"{store}/model"))
+    settings[:] = [s for s in settings if not s.startswith("model.path")]
+    main_sft.run(go(tmp_path / "c", f"model.path={store}/model", "trainer.total_training_steps=1"))
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A bucket of a real S3 server on this machine."""
+    if not MOTO.is_file():
+        pytest.skip("no S3 server: `make setup-s3` installs one")
+    from pyarrow.fs import S3FileSystem
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen([str(MOTO), "-H", "127.0.0.1", "-p", str(port)], stderr=-3, stdout=-3)
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    try:
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        options = {"endpoint_override": f"127.0.0.1:{port}", "scheme": "http"}
+        S3FileSystem(allow_bucket_creation=True, **options).create_dir("runs")
+        yield "s3://runs"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.slow
+def test_s3_serves_data_model_checkpoints_and_export(
+    task: Task, train: Callable[..., Run], s3: str, tmp_path: Path
+) -> None:
+    whole = train(*FOUR, folder="whole")
+    files.copy(task.model, f"{s3}/model")
+    files.copy(task.train, f"{s3}/data/{task.train.name}")
+    remote = (
+        f"data.train_files={s3}/data/*{task.train.suffix}",
+        f"actor_rollout_ref.model.path={s3}/model",
+        f"trainer.default_hdfs_dir={s3}/grpo",
+    )
+    train(*TWO, *remote, folder="first")
+    assert train(*FOUR, *remote, folder="second").numbers == whole.numbers
+    assert len(whole_copies(f"{s3}/grpo")) == 4
+    assert hone(["export", f"{s3}/grpo/global_step_4", f"{s3}/out"]) in (0, None)
+    assert "config.json" in files.remote_files(f"{s3}/out")
+    assert os.path.isfile(Path(files.copy_to_local(f"{s3}/out")) / "model.safetensors")
