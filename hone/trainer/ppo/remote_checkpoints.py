@@ -35,7 +35,7 @@ def require_store(url: str | None) -> None:
 
 
 def push(run: RunFolder, prunes: bool) -> None:
-    """Copy what the store lacks: checkpoints, the config and the metrics; `prunes` deletes those that the run folder lacks.
+    """Copy checkpoints, config and metrics to the store; `prunes` deletes those that only the store has.
 
     A store that fails costs a warning; the next checkpoint copies everything that is missing.
     """
