@@ -4,7 +4,7 @@
 #   run.sh --small OUT     some cells at a CPU size: minutes on two cores
 # Further key=value overrides go to every RL run. The environment may say
 #   SEEDS   "1"            CELLS   names of cells (cells.py lists them), and JOBS processes that share them
-#   WORLD, SFT, PRM        arguments of world.py and overrides of the two trainings; SAMPLES of how many prompts
+#   WORLD, LABEL, SFT, PRM arguments of world.py and overrides of the two trainings; SAMPLES of how many prompts
 # Started again with the same OUT, it does not make again what is finished.
 set -euo pipefail
 # shellcheck disable=SC2086
@@ -42,7 +42,7 @@ if [ ! -d "$OUT/prm" ]; then
         data.prompt_format=raw data.output_path="$OUT/samples.parquet" data.n_samples=4 data.batch_size=256 \
         data.max_samples="${SAMPLES:-$samples}" rollout.temperature=1.0 rollout.top_p=1.0 rollout.top_k=-1 \
         rollout.response_length=160 >"$OUT/logs/samples.log" 2>&1
-    "$PYTHON" "$HERE/world.py" --label "$OUT/samples.parquet" "$OUT/steps.jsonl"
+    "$PYTHON" "$HERE/world.py" --label "$OUT/samples.parquet" "$OUT/steps.jsonl" ${LABEL:-}
     log "samples"
     "$PYTHON" -m hone.trainer.main_prm --config-path "$HERE" --config-name prm model.path="$OUT/sft" \
         data.train_files="$OUT/steps.jsonl" trainer.default_local_dir="$OUT/prm_run" "${prm[@]}" \

@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import re
+import sys
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -130,27 +131,35 @@ def base_model(folder: Path, hidden: int, layers: int) -> None:
     save_pretrained(lm, tokenizer, folder)
 
 
-def label(responses: Path, out: Path) -> None:
+def label(responses: Path, out: Path, least: float) -> None:
     """Labels sampled responses (`hone generate`): one row per response with `completions` and `labels`."""
     import pyarrow.parquet as pq
 
-    rows, right, steps_in_all = [], 0, 0
+    rows = []
     for line in pq.read_table(responses).to_pylist():
         for response in line["responses"]:
             steps = list(takewhile(bool, response.split(SEPARATOR)))  # an empty step has no token
-            if not steps:
-                continue
-            labels = step_labels(line["prompt"], steps)
-            rows.append({"prompt": line["prompt"], "completions": steps, "labels": labels})
-            right, steps_in_all = right + sum(labels), steps_in_all + len(labels)
+            if steps:
+                labels = step_labels(line["prompt"], steps)
+                rows.append({"prompt": line["prompt"], "completions": steps, "labels": labels})
     write(out, rows)
-    print(f"{len(rows)} responses, {steps_in_all} steps, {100 * right / steps_in_all:.1f} % right")  # noqa: T201
+    labels = [label for row in rows for label in row["labels"]]
+    steps_right = sum(labels) / len(labels)
+    solved = sum(row["labels"][-1] and "boxed" in row["completions"][-1] for row in rows) / len(
+        rows
+    )
+    sys.stdout.write(
+        f"{len(rows)} responses, {solved:.1%} solved, {steps_right:.1%} of the steps right\n"
+    )
+    if solved < least:
+        sys.exit(f"the policy solves less than {least:.0%}; train the SFT longer (SFT=…)")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--label", type=Path, metavar="RESPONSES")
+    parser.add_argument("--least", type=float, default=0.2, help="share that must be solved")
     parser.add_argument("--train", type=int, default=20000)
     parser.add_argument("--test", type=int, default=256)
     parser.add_argument("--demonstrations", type=int, default=20000)
@@ -159,10 +168,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     if given.label:
-        label(given.label, given.out)
+        label(given.label, given.out, given.least)
         return
     counts = {"test": given.test, "train": given.train, "sft": given.demonstrations}
-    make(given.out, counts, (3, 6), given.seed)
+    make(given.out, counts, (2, 4), given.seed)
     base_model(given.out / "base", given.hidden, given.layers)
 
 
