@@ -185,6 +185,12 @@ class RewardModelConfig(MicroBatches):
     """Score a row by the rule or the reward model alone, as its `reward_model.style` says; null does so if
     a row has style model. Otherwise rows of other styles get both scores."""
     model: RewardModelModelConfig = block(RewardModelModelConfig)
+    enable_resource_pool: bool = False
+    """Give the reward model a pool of processes and devices of its own, on Ray."""
+    n_gpus_per_node: Count = follows("trainer.n_gpus_per_node")
+    """Processes per node of that pool."""
+    nnodes: CountOrZero = 0
+    """Nodes of that pool."""
     server: RewardServerConfig = block(RewardServerConfig)
     judge: JudgeConfig = block(JudgeConfig)
     micro_batch_size: Count | None = None

@@ -73,8 +73,17 @@ class PPOTrainerConfig(RunTree):
         return (policy.rollout.n_gpus_per_node,) * max(policy.rollout.nnodes, 1)
 
     @property
+    def reward_pool(self) -> tuple[int, ...]:
+        """Processes per node of the reward model's own pool; empty if it has none."""
+        model = self.reward_model
+        if not (model.enable and model.enable_resource_pool) or model.server.url:
+            return ()
+        return (model.n_gpus_per_node,) * model.nnodes
+
+    @property
     def uses_controller(self) -> str:
         """The resolved `trainer.controller`: local or ray."""
         if self.trainer.controller != "auto":
             return self.trainer.controller
-        return "local" if self.world_size == 1 and not self.rollout_pool else "ray"
+        shared = not self.rollout_pool and not self.reward_pool
+        return "local" if self.world_size == 1 and shared else "ray"

@@ -107,6 +107,38 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "type=orm, or url=null",
         ["reward_model.type=orm", "reward_model.model.path=my/reward"],
     ),
+    "a reward model's pool has nodes": (
+        [
+            "reward_model.enable=true",
+            "reward_model.model.path=m",
+            "reward_model.enable_resource_pool=true",
+        ],
+        "reward_model.enable_resource_pool=true needs reward_model.nnodes, for example 1",
+        ["reward_model.nnodes=1"],
+    ),
+    "a reward model's pool is on Ray": (
+        [
+            "reward_model.enable=true",
+            "reward_model.model.path=m",
+            "trainer.controller=local",
+            "reward_model.enable_resource_pool=true",
+            "reward_model.nnodes=1",
+        ],
+        "trainer.controller=local is one process, and the reward model has a pool of its own; use "
+        "trainer.controller=ray, or reward_model.enable_resource_pool=false",
+        ["trainer.controller=ray"],
+    ),
+    "votes of a judge differ": (
+        [
+            "reward_model.enable=true",
+            "reward_model.model.path=m",
+            "reward_model.type=judge",
+            "reward_model.judge.votes=3",
+        ],
+        "reward_model.judge.votes=3 with temperature=0 asks for the same grade again; use "
+        "reward_model.judge.temperature=0.7, or votes=1",
+        ["reward_model.judge.temperature=0.7"],
+    ),
     "a served classifier needs a template": (
         ["reward_model.enable=true", f"reward_model.server.url={SERVER}"],
         "reward_model.server.kind=classify needs reward_model.model.path, whose tokenizer and chat "

@@ -54,6 +54,9 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     # a retrieval service
     "retriever.*": ("agents/loops/search.py", "self.config.retriever"),
     "search.*": ("trainer/generation.py", "search.max_obs_length"),
+    # a reward model's own pool
+    "reward_model.n_gpus_per_node": ("config/schema.py", "model.n_gpus_per_node"),
+    "reward_model.nnodes": ("config/schema.py", "model.nnodes"),
     # a served reward model
     "reward_model.server.*": ("rewards/loading.py", "model.server"),
     "reward_model.judge.*": ("rewards/loading.py", "model.judge"),

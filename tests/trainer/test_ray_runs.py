@@ -13,7 +13,7 @@ import pytest
 from hone.config import load_config
 from hone.controller.failures import WorkerDied
 
-from .runs import Run, Task, opened
+from .runs import ALPHABET, Run, Task, opened
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -221,6 +221,29 @@ def test_a_rollout_pool_of_its_own_gives_the_numbers_of_a_shared_one(
         _without(line, keys) for line in together.numbers
     ]
     assert apart.rollouts(2) == together.rollouts(2)
+
+
+def test_a_reward_model_in_its_own_pool_gives_the_numbers_of_a_shared_one(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    from workers.test_reward_model import save_classifier
+
+    model = save_classifier(tmp_path / "scorer", ALPHABET)
+    scored = ("reward_model.enable=true", f"reward_model.model.path={model}")
+    together = train(*scored, "trainer.controller=local", folder="together")
+    apart = train(
+        *scored,
+        "reward_model.enable_resource_pool=true",
+        "reward_model.nnodes=1",
+        "reward_model.n_gpus_per_node=2",
+        "reward_model.model.fsdp_config.param_offload=true",
+        "ray_kwargs.ray_init.num_cpus=4",
+        folder="apart",
+    )
+    for step in (1, 2):
+        for one, other in zip(together.rollouts(step), apart.rollouts(step), strict=True):
+            assert one["response_ids"] == other["response_ids"]
+            assert sum(one["reward/model"]) == pytest.approx(sum(other["reward/model"]), abs=1e-5)
 
 
 def _without(line: dict[str, object], keys: tuple[str, ...]) -> dict[str, object]:

@@ -26,7 +26,7 @@ AnyGroup: TypeAlias = WorkerGroup[Any]
 """The worker class of a role is chosen by the configuration or the caller."""
 GroupClass: TypeAlias = Callable[..., AnyGroup]
 """LocalWorkerGroup, RayWorkerGroup, or a class with the same constructor."""
-POOL, ROLLOUT_POOL = "global_pool", "rollout_pool"
+POOL, ROLLOUT_POOL, REWARD_POOL = "global_pool", "rollout_pool", "reward_pool"
 
 
 def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
@@ -58,13 +58,17 @@ def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
 
 
 def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> ResourcePoolManager:
-    """Put all roles in one pool of `nnodes` × `n_gpus_per_node` processes; the rollout may have its own."""
+    """Put all roles in one pool of `nnodes` × `n_gpus_per_node` processes; rollout and reward model may have
+    their own."""
     trainer = config.trainer
     pools = {POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
     mapping = dict.fromkeys(roles, POOL)
     if config.rollout_pool:
         pools[ROLLOUT_POOL] = list(config.rollout_pool)
         mapping[Role.Rollout] = ROLLOUT_POOL
+    if config.reward_pool and Role.RewardModel in roles:
+        pools[REWARD_POOL] = list(config.reward_pool)
+        mapping[Role.RewardModel] = REWARD_POOL
     return ResourcePoolManager(pools, mapping, use_gpu=uses_gpu(trainer.device))
 
 

@@ -13,6 +13,7 @@ from hone.controller import LocalWorkerGroup, Role, WorkerGroup
 from hone.controller.waiting import tell
 from hone.tracking.console import silent_bar
 from hone.trainer.ppo import roles
+from hone.trainer.ppo.plan import Plan
 
 
 class Group:
@@ -75,3 +76,19 @@ def test_the_start_of_ray_and_of_the_processes_is_said(
         "starting 2 worker processes (actor_rollout)",
     ]
     assert shown == ["start 2 worker processes (actor_rollout) 1/2"]
+
+
+def test_a_reward_model_may_have_a_pool_of_its_own() -> None:
+    judged = ["reward_model.enable=true", "reward_model.model.path=m", "trainer.device=cpu"]
+    own = [*judged, "reward_model.enable_resource_pool=true", "reward_model.n_gpus_per_node=2",
+           "reward_model.nnodes=3"]  # fmt: skip
+    for settings, pool in ((judged, [1]), (own, [2, 2, 2])):
+        config = load_config(settings)
+        needed = roles.default_roles(Plan.of(config), lora=False)
+        pools = roles.default_pools(config, needed)
+        assert pools.resource_pool_spec[pools.mapping[Role.RewardModel]] == pool
+        assert pools.mapping[Role.Actor] == roles.POOL
+        assert config.uses_controller == ("ray" if settings is own else "local")
+    served = load_config([*own, "reward_model.server.url=http://127.0.0.1:80"])
+    assert served.uses_controller == "local"
+    assert Role.RewardModel not in roles.default_roles(Plan.of(served), lora=False)
