@@ -108,6 +108,10 @@ class ContractServer:
             await self.engine.close()
             await self._runner.shutdown()
             await self._runner.cleanup()
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(30)
         self._ended.set()

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -80,3 +81,32 @@ def test_a_run_trains_through_a_running_server(
     )
     for name, own in trained.named_parameters():
         assert torch.equal(own, lm.get_parameter(name)), name
+
+
+def test_generation_and_its_log_probs_come_from_a_running_server(
+    tmp_path: Path, servers: list[ContractServer]
+) -> None:
+    from hone.trainer.main_generation import main
+    from tests.workers.tasks import write_model
+
+    model = write_model(tmp_path / "model")
+    lm = load_causal_lm(str(model), dtype=torch.float32).eval()
+    servers.append(ContractServer(PolicyModel(lm), eos=lm.config.eos_token_id))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
+    output = tmp_path / "out.parquet"
+    main(
+        [
+            f"model.path={model}",
+            f"data.path={tmp_path / 'rows.jsonl'}",
+            f"data.output_path={output}",
+            "data.prompt_format=raw",
+            "data.n_samples=2",
+            "rollout.name=sglang",
+            f"rollout.server.urls=[{servers[0].url}]",
+            "rollout.response_length=8",
+            "rollout.calculate_log_probs=true",
+        ]
+    )
+    responses = pq.read_table(output).to_pylist()
+    assert [len(row["responses"]) for row in responses] == [2, 2]
+    assert sum(body.get("stream", False) for body in servers[0].bodies) == 4

@@ -1,0 +1,94 @@
+"""The contract finds what is broken in the server engine, and names it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hone.rollout.contract import Sampling
+from hone.rollout.remote_requests import Chunk, RemoteEngine
+from hone.rollout.requests import Request
+from hone.rollout.server import ServerRollout
+from hone.rollout.sglang_server import SGLangServer
+
+from . import clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling
+from . import engine_contract as contract
+from .factories import SGLangFactory
+
+_ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling)
+STREAM = SGLangServer.stream
+
+
+def asked_with(**changes: Any) -> Callable[..., AsyncGenerator[Chunk, None]]:
+    """A stream with other sampling parameters than those of the request."""
+    return lambda self, request, sampling: STREAM(self, request, replace(sampling, **changes))
+
+
+def without_tokens(
+    self: SGLangServer, request: Request, sampling: Sampling
+) -> AsyncGenerator[Chunk, None]:
+    return STREAM(self, replace(request, token_ids=[]), sampling)
+
+
+def stamped_late(self: RemoteEngine, request: Request, chunk: Chunk) -> None:
+    APPEND(self, request, chunk)
+    request.versions[-1] += 1
+
+
+async def pause_without_hold(self: RemoteEngine, keep: bool) -> None:
+    await PAUSE(self, keep)
+    self._paused = False
+    self._open.set()
+
+
+async def ends_nothing(self: RemoteEngine, request_ids: Any, *, deferred_too: bool) -> None:
+    """Every request goes on."""
+
+
+async def never_published(self: ServerRollout, server: Any, expected: str) -> None:
+    """The folder is written, and never loaded."""
+
+
+APPEND, PAUSE = RemoteEngine._append, RemoteEngine._pause
+MUTANTS: list[tuple[type, str, Any, str]] = [
+    (
+        SGLangServer,
+        "stream",
+        asked_with(seed=0),
+        "different seeds differ and the same seed repeats",
+    ),
+    (SGLangServer, "stream", asked_with(top_k=-1), "top k keeps the k likeliest"),
+    (
+        SGLangServer,
+        "stream",
+        asked_with(min_p=0.0),
+        "min p keeps what is likely beside the likeliest",
+    ),
+    (SGLangServer, "stream", without_tokens, "pause with keep goes on where it stood"),
+    (RemoteEngine, "_append", stamped_late, "every token carries the version it was drawn with"),
+    (RemoteEngine, "_pause", pause_without_hold, "pause ends what runs and holds what comes"),
+    (ServerRollout, "_publish", never_published, "new weights are used from the next token"),
+    (
+        ServerRollout,
+        "_known",
+        lambda self, weights: weights,
+        "weights with unknown names are refused",
+    ),
+    (RemoteEngine, "_end", ends_nothing, "abort ends the named requests alone"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "method", "mutant", "name"), MUTANTS, ids=[f"{m[1]}-{m[3]}" for m in MUTANTS]
+)
+def test_the_contract_names_the_clause_a_broken_server_engine_breaks(
+    owner: type, method: str, mutant: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "DEADLINE_S", 10.0)
+    monkeypatch.setattr(owner, method, mutant)
+    with pytest.raises(contract.Violation, match=f"^{name}: "):
+        contract.verify(name, SGLangFactory())
