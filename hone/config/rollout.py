@@ -225,11 +225,11 @@ class RolloutEngineConfig(SamplingConfig):
     calculate_log_probs: bool = True
     """Return the log-probs of sampled tokens, for rollout correction and `rollout_corr/*` metrics."""
     tensor_model_parallel_size: Count = 1
-    """Devices that share each layer, with vllm."""
+    """Devices that share each layer, with vllm and sglang."""
     pipeline_model_parallel_size: Count = 1
-    """Devices that share the layers, with vllm."""
+    """Devices that share the layers, with vllm and sglang."""
     data_parallel_size: Count = 1
-    """Processes of each rollout worker, with vllm."""
+    """Replicas of each rollout worker, with vllm and sglang."""
     vllm: VLLMConfig = block(VLLMConfig)
     server: ServerConfig = block(ServerConfig)
     sglang: SGLangConfig = block(SGLangConfig)

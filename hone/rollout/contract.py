@@ -153,6 +153,8 @@ class Traits:
     again with its tokens as part of the prompt gets the tokens that it would have got."""
     batch_invariant: bool = True
     """A request gets the same tokens alone and in any batch."""
+    untruncated_log_probs: bool = True
+    """Log-probs are those before top-k, top-p and min-p; otherwise requests that truncate report others."""
     partial_keep: bool = True
     """`pause(keep=True)` keeps running requests."""
     multi_modal: bool = False

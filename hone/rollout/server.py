@@ -92,6 +92,7 @@ class ServerRollout(RemoteEngine):
             seeded=all(server.seeded for server in self._servers),
             positional=all(server.positional for server in self._servers),
             batch_invariant=all(server.positional for server in self._servers),
+            untruncated_log_probs=all(s.mode.before_truncation for s in self._servers),
         )
 
     async def _connect(self, server: HttpServer) -> None:

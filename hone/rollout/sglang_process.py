@@ -126,6 +126,9 @@ def launch_arguments(spec: RolloutSpec) -> tuple[list[str], dict[str, str]]:
         "enable_memory_saver": spec.device.type == "cuda",
         "dtype": str(spec.dtype).removeprefix("torch."),
         "device": spec.device.type,
+        "tp_size": config.tensor_model_parallel_size,
+        "pp_size": config.pipeline_model_parallel_size,
+        "dp_size": config.data_parallel_size,
         "mem_fraction_static": config.gpu_memory_utilization,
         "context_length": config.max_total_tokens,
         "max_running_requests": config.max_num_seqs,
@@ -142,8 +145,11 @@ def launch_arguments(spec: RolloutSpec) -> tuple[list[str], dict[str, str]]:
             values = value if isinstance(value, list | tuple) else [value]
             command += [flag, *map(str, values)]
     environment = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-    if spec.device.type == "cuda" and spec.device.index is not None:
+    devices = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    if devices * config.data_parallel_size > 1:
+        command += ["--base-gpu-id", str(spec.device.index or 0)]
+    elif spec.device.type == "cuda" and spec.device.index is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else [str(i) for i in range(64)]
-        environment["CUDA_VISIBLE_DEVICES"] = devices[spec.device.index]
+        index = spec.device.index
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     return command, environment

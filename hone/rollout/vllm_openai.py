@@ -16,6 +16,9 @@ from hone.rollout.remote_requests import Chunk
 from hone.rollout.requests import Request
 from hone.types import Settings
 
+_COOLEST = 0.01
+"""vLLM raises lower temperatures to this one."""
+
 
 @dataclass(eq=False)
 class VLLMServer(HttpServer):
@@ -61,6 +64,11 @@ class VLLMServer(HttpServer):
         }
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        if 0 < sampling.temperature < _COOLEST:
+            raise RolloutError(
+                f"request {request.request_id}: vLLM raises temperature={sampling.temperature} to "
+                f"{_COOLEST}; use 0 or at least that"
+            )
         settings: Settings = {
             "stream": True,
             "logprobs": 0,

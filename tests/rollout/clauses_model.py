@@ -44,7 +44,7 @@ def log_probs_are_the_trainers(factory: Factory) -> None:
     check_log_probs(factory, policy())
 
 
-@clause("model")
+@clause("model", "untruncated_log_probs")
 def log_probs_are_those_before_truncation(factory: Factory) -> None:
     model = policy()
     rows = prompts(6, seed=2)

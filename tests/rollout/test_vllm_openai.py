@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +11,21 @@ import pytest
 from hone.rollout.contract import RolloutError
 from hone.rollout.http_server import Limits, ServerLost
 from hone.rollout.vllm_openai import VLLMServer
+
+from . import (
+    clauses_control,
+    clauses_failure,
+    clauses_lifecycle,
+    clauses_model,
+    clauses_sampling,
+    models,
+)
+from .engine_contract import CLAUSES, verify
+from .models import policy
+from .vllm_factory import vllm
+from .vllm_openai_factory import UNTIED, VLLMServerFactory
+
+_ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling)
 
 
 def server(**state: Any) -> VLLMServer:
@@ -64,3 +81,47 @@ def test_a_server_that_cannot_be_updated_is_refused_for_training(
 def test_other_servers_train() -> None:
     server(updates=True, device="cpu").refuse_updates()
     server(updates=True, device="cuda", tied=True).refuse_updates()
+
+
+# -- vLLM itself ------------------------------------------------------------------------------
+
+APPLY = [name for name, clause in CLAUSES.items() if clause.applies(VLLMServerFactory())]
+
+
+@pytest.fixture
+def _untied_heads_of_32_numbers() -> Iterator[None]:
+    before = dict(models.SHAPE)
+    models.SHAPE.update(UNTIED)
+    models.sharp_lm.cache_clear()
+    yield
+    models.SHAPE.clear()
+    models.SHAPE.update(before)
+    models.sharp_lm.cache_clear()
+
+
+@vllm
+@pytest.mark.usefixtures("_untied_heads_of_32_numbers")
+@pytest.mark.parametrize("name", APPLY)
+def test_contract(name: str) -> None:
+    verify(name, VLLMServerFactory())
+
+
+def test_the_weaker_laws_are_named() -> None:
+    probes = {"memory", "prefill"}  # the server cannot be looked into
+    lacking = {n for n, c in CLAUSES.items() if n not in APPLY and not c.needs & probes}
+    assert lacking == {
+        "a draw depends on the absolute position",
+        "the same request gets the same tokens in any batch",
+        "log probs are those before truncation",
+    }
+
+
+@vllm
+@pytest.mark.usefixtures("_untied_heads_of_32_numbers")
+def test_what_the_server_says_of_itself_is_what_the_contract_tests_believe() -> None:
+    engine: Any = VLLMServerFactory().build(policy())
+    (running,) = engine._servers
+    assert engine.traits == VLLMServerFactory.engine_traits
+    assert running.mode.after_temperature
+    assert running.device == "cpu"
+    asyncio.run(engine.close())
