@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.workers.process_reward_model import ProcessRewardModelWorker
+from tests.algorithms.advantages.references import pure_reference, whiten
 from tests.data.tokenizers_of_bytes import byte_level_tokenizer, piece_tokenizer
 
 WORDS = ("\n\n", ".\n\n")
@@ -260,16 +262,20 @@ def test_a_vocabulary_without_a_separator_token_is_read_by_its_characters(tmp_pa
     assert found["step_mask"].int().tolist() == [[0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("manager", "credit", "parts"),
-    [
-        ("blank", "0.1", {"reward/process", "reward/rule"}),
-        ("naive", "strict min-form", {"reward/process", "reward/rule"}),
-    ],
-)
-def test_a_run_learns_from_steps_and_from_the_rule(
-    judge: Path, tmp_path: Path, manager: str, credit: str, parts: set[str]
-) -> None:
+GRADE = """
+def grade(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(set(solution_str)) > int(ground_truth))
+"""
+RUNS = {
+    "the steps alone": ["reward_manager=blank", "credit_assignment=0.1"],
+    "both, the strict minimum": ["reward_manager=naive", "credit_assignment=strict min-form"],
+    "both, sums and a baseline per step": ["reward_manager=naive", "credit_assignment=gamma-decay"],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_advantages_of_a_run_are_those_of_the_paper(judge: Path, tmp_path: Path, name: str) -> None:
+    """From the tokens and the parts of the reward in the rollout file; half of the rows have no answer."""
     import pyarrow.parquet as pq
 
     from hone.models.tiny import save_pretrained, tiny_lm
@@ -279,29 +285,41 @@ def test_a_run_learns_from_steps_and_from_the_rule(
     tokenizer = character_tokenizer(words=WORDS)
     lm = tiny_lm(len(tokenizer), hidden=16, layers=1, heads=2, kv_heads=1, mlp=32)
     save_pretrained(lm, tokenizer, tmp_path / "m")
-    row = {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": "6*7?"}],
-        "reward_model": {"style": "rule", "ground_truth": "42"},
-    }
-    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    (tmp_path / "grade.py").write_text(GRADE)
+    truths = ["6", "null", "7", None]
+    rows = [
+        {
+            "data_source": "letters",
+            "prompt": [{"role": "user", "content": f"{number}*7?"}],
+            "reward_model": {"style": "rule", "ground_truth": truth},
+        }
+        for number, truth in enumerate(truths)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    baseline = "step" if "baseline" in name else "return"
     settings = [
-        "algorithm.adv_estimator=rloo_token",
+        "algorithm.adv_estimator=rloo",
         "algorithm.adv_norm=true",
+        f"algorithm.process_baseline={baseline}",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_penalty=low_var_kl",
+        "algorithm.kl_ctrl.kl_coef=0.1",
         f"data.train_files={tmp_path}/rows.jsonl",
         "data.val_files=[]",
         "data.train_batch_size=4",
         "data.max_prompt_length=32",
-        "data.max_response_length=8",
+        "data.max_response_length=12",
         f"actor_rollout_ref.model.path={tmp_path}/m",
-        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.optim.lr=0.01",
         "reward_model.enable=true",
         "reward_model.type=prm",
         f"reward_model.model.path={judge}",
-        f"reward_model.credit_assignment={credit}",
-        f"reward_model.reward_manager={manager}",
+        "reward_model.verifiable_reward_coef=2.0",
         "reward_model.modeling_reward_coef=0.5",
-        "trainer.total_training_steps=1",
+        f"+reward_model.scores.letters={tmp_path}/grade.py:grade",
+        *(f"reward_model.{setting}" for setting in RUNS[name]),
+        "trainer.total_training_steps=2",
         "trainer.save_freq=0",
         "trainer.logger=[jsonl]",
         "trainer.device=cpu",
@@ -309,12 +327,42 @@ def test_a_run_learns_from_steps_and_from_the_rule(
         f"trainer.rollout_data_dir={tmp_path}/run/rollouts",
     ]
     run(load_config(settings))
-    (step,) = read_metrics(tmp_path / "run")
+    *_, step = read_metrics(tmp_path / "run")
     assert step["num_of_steps/min"] >= 1
     assert step["actor/grad_norm"] > 0
-    kept = pq.read_table(tmp_path / "run" / "rollouts" / "step_1.parquet").to_pylist()
-    assert parts <= set(kept[0])
-    for line in kept:
-        assert line["score"] == pytest.approx(
-            sum(line["reward/process"]) + sum(line["reward/rule"]), abs=1e-5
-        )
+    file = pq.read_table(tmp_path / "run" / "rollouts" / "step_2.parquet").to_pylist()
+    separators = [tokenizer.convert_tokens_to_ids(word) for word in WORDS]
+    width = 12
+    columns = {n: np.zeros((len(file), width)) for n in ("rewards", "scores", "process", "steps")}
+    mask, found = np.zeros((len(file), width), dtype=bool), np.zeros((len(file), width))
+    for number, line in enumerate(file):
+        ids = line["response_ids"]
+        length = len(ids)
+        rule, process = np.array(line["reward/rule"]), np.array(line["reward/process"])
+        mask[number, :length] = True
+        columns["steps"][number, :length] = [i in separators for i in ids[:-1]] + [True]
+        columns["process"][number, :length] = process
+        columns["scores"][number, :length] = line["token_level_scores"]
+        columns["rewards"][number, :length] = line["token_level_rewards"]
+        found[number, :length] = line["advantages"]
+        assert line["token_level_scores"] == pytest.approx((2 * rule + process).tolist(), abs=1e-6)
+        unanswered = line.get("reward_failure") == "no_ground_truth"
+        if "both" in name:
+            truth = truths[int(line["prompt_text"].split("*")[0][-1])]
+            assert unanswered == (truth in (None, "null"))
+        assert not rule.any() if unanswered or "alone" in name else rule.sum() in (0.0, 1.0)
+    uid = [line["uid"] for line in file]
+    credit = RUNS[name][1].partition("=")[2]
+    advantages, _ = pure_reference(
+        *columns.values(), mask, uid, list(range(len(file))), credit, baseline
+    )
+    dense = np.zeros(mask.shape)
+    for place, value in advantages.items():
+        dense[place] = value
+    np.testing.assert_allclose(found, whiten(dense, mask), atol=2e-4)
+    assert np.abs(columns["rewards"] - columns["scores"]).max() > 0  # the KL of the second step
+    if "both" in name:
+        assert step["reward/rows_without_answer"] == 6
+        answered = [line["acc"] for line in file if line["acc"] is not None]
+        assert step["accuracy"] == pytest.approx(np.mean(answered))
+        assert len(answered) == 6

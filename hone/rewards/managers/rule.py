@@ -24,6 +24,7 @@ from hone.rewards.failures import (
     RewardError,
     Scored,
 )
+from hone.rewards.ground_truth import is_missing
 from hone.rewards.managers.abstract import AbstractRewardManager, RawRewardFn
 from hone.rewards.managers.reading import (
     on_last_policy_token,
@@ -74,6 +75,7 @@ class RuleRewardManager(AbstractRewardManager):
         self.score_observations = score_observations
         self.masks_missing = masks_missing
         self.num_masked = 0
+        self.has_told = False
         self.is_first_batch = True
         self.options = options
         if score_observations and self.uses_table:
@@ -130,12 +132,28 @@ class RuleRewardManager(AbstractRewardManager):
         lacks_truth = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
         scorable = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
         results = iter(self.score_rows(scorable))
-        return [
+        outcomes = [
             Failed(NO_GROUND_TRUTH, f"reward_model.ground_truth is {row.ground_truth!r:.80}")
             if lacks
             else next(results)
             for row, lacks in zip(rows, lacks_truth, strict=True)
         ]
+        if not self.masks_missing:
+            return outcomes
+        # A user's function may need the ground truth or not; where it fails without one, it does.
+        for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
+            if not isinstance(outcome, Failed) or not is_missing(row.ground_truth):
+                continue
+            outcomes[index] = Failed(NO_GROUND_TRUTH, outcome.detail)
+            if outcome.reason != NO_GROUND_TRUTH and not self.has_told:
+                self.has_told = True
+                logger.warning(
+                    "the score function fails for a row without a ground truth (%s: %s); only the reward "
+                    "model scores such rows",
+                    outcome.reason,
+                    outcome.detail,
+                )
+        return outcomes
 
     def lacks_ground_truth(self, data_source: str, ground_truth: JsonValue) -> bool:
         """Whether a built-in rule needs a ground truth and the row has none."""

@@ -34,6 +34,7 @@ from hone.data.prompts import (
 from hone.data.rows import DataError
 from hone.event_loop import run_coroutine
 from hone.plugins import PluginError, place_and_reason
+from hone.rewards.ground_truth import is_missing
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.trial import TrialRow, Verdict, try_scorer
@@ -251,6 +252,7 @@ def try_scorers(
     used, store = set(dataset.positions), dataset.store
     by_source: dict[str, list[int]] = {}
     without_truth: list[int] = []
+    absent: dict[str, list[int]] = {}
     count = 0
     for position, row in enumerate(store.scan((key, "reward_model", "agent_name"))):
         reward_model = row.get("reward_model") or {}
@@ -258,11 +260,15 @@ def try_scorers(
         source, truth = str(row.get(key)), reward_model.get("ground_truth")
         by_rule = reward_model.get("style") != "model" and manager.knows(source)
         if position in used and single_turn and by_rule:
-            lacks = manager.lacks_ground_truth(source, truth)
-            without_truth += [position] * lacks
+            without_truth += [position] * manager.lacks_ground_truth(source, truth)
             count += 1
-            if not (lacks and manager.masks_missing):
-                by_source.setdefault(source, []).append(position)
+            (absent if is_missing(truth) else by_source).setdefault(source, []).append(position)
+    for source, others in absent.items():
+        # Beside a reward model, rows without a ground truth are tried if no row of the source has one.
+        if not manager.masks_missing:
+            by_source[source] = sorted([*by_source.get(source, ()), *others])
+        elif not manager.lacks_ground_truth(source, None):
+            by_source.setdefault(source, others)
     for positions in list(by_source.values())[:SOURCES]:
         trials = dict.fromkeys((positions[0], positions[len(positions) // 2], positions[-1]))
         keys = key, config.data.prompt_key

@@ -257,6 +257,65 @@ def tir_optimal_token_baseline(b: Batch) -> tuple[np.ndarray, np.ndarray]:
     return _otb(b, compact=True)
 
 
+def pure_reference(
+    rewards: Any,
+    scores: Any,
+    process: Any,
+    steps: Any,
+    mask: Any,
+    uid: Any,
+    trajectory: Any,
+    credit: Any,
+    baseline: str,
+) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
+    """PURE's advantages and returns by (row, token), one trajectory after the other; arrays or tensors."""
+    rows: dict[Any, list[int]] = {}
+    for row, key in enumerate(zip(uid, trajectory, strict=True)):
+        rows.setdefault(key, []).append(row)
+    flat: dict[Any, list[Any]] = {}
+    for key, members in rows.items():
+        places = [(r, t) for r in members for t in range(mask.shape[1]) if mask[r, t]]
+        flat[key] = [
+            (float(rewards[p]), float(process[p]) if steps[p] else None, float(scores[p]), p)
+            for p in places
+        ]
+    returns: dict[tuple[int, int], float] = {}
+    step_tokens: dict[tuple[int, int], int] = {}
+    for tokens in flat.values():
+        inside = 0
+        for place, (_, step, _, p) in enumerate(tokens):
+            ahead = tokens[place:]
+            sums = sum(
+                r - (s or 0.0 if credit == "strict min-form" else 0.0) for r, s, _, _ in ahead
+            )
+            lowest = min((s for _, s, _, _ in ahead if s is not None), default=0.0)
+            returns[p] = sums + (lowest if credit == "strict min-form" else 0.0)
+            inside = inside + 1 if step is None else inside
+            if step is not None:
+                step_tokens[p], inside = inside, 0
+    advantages: dict[tuple[int, int], float] = {}
+    for key, tokens in flat.items():
+        others = [flat[k] for k in flat if k[0] == key[0] and k != key]
+        lengths = sum(map(len, others)) or 1
+        if baseline == "return":
+            b = sum(returns[p] for o in others for *_, p in o) / lengths
+            advantages |= {p: returns[p] - b for *_, p in tokens}
+            continue
+        outcomes = [sum(s or 0.0 for _, s, _, _ in o) for o in others]
+        counts = [max(sum(s is not None for _, s, _, _ in o), 1) for o in others]
+        per_token = sum(outcomes) / lengths
+        per_step = sum(o / c for o, c in zip(outcomes, counts, strict=True)) / (len(others) or 1)
+        rest = sum(s - (r or 0.0) for o in others for _, r, s, _ in o) / (len(others) or 1)
+        for place, (*_, p) in enumerate(tokens):
+            off = sum(
+                per_token * step_tokens[q] if baseline == "token" else per_step
+                for _, s, _, q in tokens[place:]
+                if s is not None
+            )
+            advantages[p] = sum(r for r, *_ in tokens[place:]) - off - rest
+    return advantages, returns
+
+
 REFERENCES = {
     "gae": gae,
     "grpo": grpo,

@@ -12,6 +12,8 @@ from hone.algorithms.credit import GAMMA_DECAY, STRICT_MIN, assign_credit
 from hone.algorithms.shaping import normalise_advantages
 from hone.ops.masked import last_true
 
+from .references import pure_reference
+
 MASK = torch.zeros(2, 8)
 MASK[0, :5], MASK[1, :3] = 1, 1
 REWARDS = torch.zeros(2, 8, dtype=torch.float64)
@@ -115,52 +117,6 @@ def test_rloo_over_process_rewards_is_the_form_of_tokens_and_over_scores_it_is_n
     np.testing.assert_allclose(scores[0, :5], [0.9 - 0.05] * 5)
 
 
-def slow(rewards, scores, process, steps, mask, uid, trajectory, credit, baseline):
-    """PURE over plain lists, one trajectory after the other."""
-    rows = {}
-    for row, key in enumerate(zip(uid, trajectory, strict=True)):
-        rows.setdefault(key, []).append(row)
-    flat = {}
-    for key, members in rows.items():
-        places = [(r, t) for r in members for t in range(mask.shape[1]) if mask[r, t]]
-        flat[key] = [
-            (rewards[p].item(), process[p].item() if steps[p] else None, scores[p].item(), p)
-            for p in places
-        ]
-    returns, step_tokens = {}, {}
-    for tokens in flat.values():
-        inside = 0
-        for place, (_, step, _, p) in enumerate(tokens):
-            ahead = tokens[place:]
-            sums = sum(r - (s or 0.0 if credit == STRICT_MIN else 0.0) for r, s, _, _ in ahead)
-            lowest = min((s for _, s, _, _ in ahead if s is not None), default=0.0)
-            returns[p] = sums + (lowest if credit == STRICT_MIN else 0.0)
-            inside = inside + 1 if step is None else inside
-            if step is not None:
-                step_tokens[p], inside = inside, 0
-    advantages = {}
-    for key, tokens in flat.items():
-        others = [flat[k] for k in flat if k[0] == key[0] and k != key]
-        lengths = sum(map(len, others)) or 1
-        if baseline == "return":
-            b = sum(returns[p] for o in others for *_, p in o) / lengths
-            advantages |= {p: returns[p] - b for *_, p in tokens}
-            continue
-        outcomes = [sum(s or 0.0 for _, s, _, _ in o) for o in others]
-        counts = [max(sum(s is not None for _, s, _, _ in o), 1) for o in others]
-        per_token = sum(outcomes) / lengths
-        per_step = sum(o / c for o, c in zip(outcomes, counts, strict=True)) / (len(others) or 1)
-        rest = sum(s - (r or 0.0) for o in others for _, r, s, _ in o) / (len(others) or 1)
-        for place, (*_, p) in enumerate(tokens):
-            off = sum(
-                per_token * step_tokens[q] if baseline == "token" else per_step
-                for _, s, _, q in tokens[place:]
-                if s is not None
-            )
-            advantages[p] = sum(r for r, *_ in tokens[place:]) - off - rest
-    return advantages, returns
-
-
 FORMS = [(c, b) for c in (GAMMA_DECAY, 0.1) for b in ("return", "step", "token")]
 
 
@@ -182,7 +138,9 @@ def test_every_form_equals_the_slow_reference(credit, baseline, seed):
     options = {"credit_assignment": credit, "process_baseline": baseline, "gamma": 1.0}
     columns = {"reward/process": process, "step_mask": steps, "token_level_scores": scores}
     found = rloo_token(rewards, mask, uid, trajectory_id=trajectory, **options, **columns)
-    expected = slow(rewards, scores, process, steps, mask, uid, trajectory, credit, baseline)
+    expected = pure_reference(
+        rewards, scores, process, steps, mask, uid, trajectory, credit, baseline
+    )
     for values, reference in zip(found, expected, strict=True):
         dense = torch.zeros(shape, dtype=torch.float64)
         for place, value in reference.items():

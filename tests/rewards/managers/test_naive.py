@@ -245,12 +245,30 @@ def test_beside_a_reward_model_a_row_without_a_ground_truth_is_not_scored_and_no
     assert manager.pop_metrics() == {"reward/rows_without_answer": 0.0}
 
 
+def needs_a_number(solution_str: str, ground_truth: Any) -> float | None:
+    return None if ground_truth == "null" else float(int(ground_truth) == len(solution_str))
+
+
+def test_a_function_of_ones_own_that_fails_without_a_ground_truth_leaves_the_row_to_the_model(
+    tokenizer: Any, make_batch: MakeBatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, needs_a_number, policy=STRICT, masks_missing=True)
+    data = make_batch(["ab", "ab", "ab", "ab"], "custom", ["2", None, "null", "3"])
+    result = manager(data, return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert result["reward_extra_info"]["score"] == [1.0, None, None, 0.0]
+    (told,) = [r.getMessage() for r in caplog.records if "without a ground truth" in r.getMessage()]
+    assert "int() argument must be" in told
+    with pytest.raises(RewardError, match="invalid literal"):
+        manager(make_batch(["ab"], "custom", ["x"]))
+
+
 def test_other_failures_beside_a_reward_model_still_stop_a_first_batch(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     manager = NaiveRewardManager(tokenizer, 0, troubled, policy=LENIENT, masks_missing=True)
     with pytest.raises(RewardError, match="none of the 2 responses"):
-        manager(make_batch(["raise", "nan"]))
+        manager(make_batch(["raise", "nan"], "custom", ["1", "1"]))
 
 
 async def slow_judge(solution_str: str, ground_truth: Any, bonus: float = 0.0) -> float:
