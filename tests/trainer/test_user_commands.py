@@ -28,15 +28,34 @@ SIZES = (
     "data.max_response_length",
     "trainer.total_epochs",
 )
+PRM = ["reward_model.enable=True", "reward_model.type=prm", "reward_model.model.path=PRM"]
+BOTH = [*PRM, "reward_model.reward_manager=prime"]
 PURE = {
-    "verifiable": ["reward_model.enable=False", "reward_model.reward_manager=prime"],
-    "process": ["reward_model.enable=True", "reward_model.reward_manager=blank"],
-    "both": ["reward_model.enable=True", "reward_model.reward_manager=prime"],
-    "gamma decay": ["reward_model.enable=True", "reward_model.credit_assignment='gamma-decay'"],
-    "strict": ["reward_model.enable=True", "reward_model.credit_assignment='strict min-form'"],
-    "soft": ["reward_model.enable=True", "reward_model.credit_assignment=0.1"],
+    "PURE-VR": ["reward_model.enable=False", "reward_model.reward_manager=prime"],
+    "PURE-PRM": [*PRM, "reward_model.reward_manager=blank"],
+    "PURE-PRM+VR": BOTH,
+    "gamma-decay": [*BOTH, "reward_model.credit_assignment='gamma-decay'"],
+    "strict min-form": [*BOTH, "reward_model.credit_assignment='strict min-form'"],
 }
-"""The modes of PURE; its estimator is RLOO with whitened advantages."""
+"""The commands of document 000: three modes with the recommended temperature, and the two other forms of
+credit. Its estimator is RLOO with whitened advantages, its KL a loss or a fixed weight in the reward."""
+PURE_SETTINGS = [
+    "algorithm.adv_estimator=rloo",
+    "algorithm.adv_norm=True",
+    "actor_rollout_ref.actor.clip_ratio=0.2",
+    "actor_rollout_ref.actor.entropy_coeff=0",
+    "actor_rollout_ref.actor.ppo_epochs=1",
+    "actor_rollout_ref.rollout.n=2",
+]
+PURE_KL = {
+    "PURE-VR": ["actor_rollout_ref.actor.use_kl_loss=True"],
+    "PURE-PRM+VR": [
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.type=fixed",
+        "algorithm.kl_ctrl.kl_coef=0.001",
+        "algorithm.kl_penalty=low_var_kl",
+    ],
+}
 
 COMMANDS: dict[str, list[str]] = {
     "grpo": [
@@ -219,10 +238,26 @@ def test_a_command_trains(name: str, places: dict[str, Path], tmp_path: Path) ->
 
 @pytest.mark.parametrize("mode", sorted(PURE))
 def test_a_mode_of_pure_trains(mode: str, places: dict[str, Path], tmp_path: Path) -> None:
-    rewards = ["reward_model.type=prm", f"reward_model.model.path={places['steps']}"]
-    estimator = ["algorithm.adv_estimator=rloo", "algorithm.adv_norm=True"]
-    sizes = ["actor_rollout_ref.rollout.n=2", "reward_model.micro_batch_size_per_gpu=2"]
-    run_command([*estimator, *PURE[mode]], places, tmp_path, *rewards, *sizes)
+    command = [*PURE_SETTINGS, *PURE[mode], *PURE_KL.get(mode, ())]
+    judge = [f"reward_model.model.path={places['steps']}"] if mode != "PURE-VR" else []
+    run = run_command(command, places, tmp_path, *judge)
+    line = run.steps[-1]
+    rows = run.rollouts(2)
+    assert ("reward/process" in rows[0]) == (mode != "PURE-VR")
+    assert ("num_of_steps/mean" in line) == (mode != "PURE-VR")
+    assert ("instant_rewards/verifiable_reward/mean" in line) == (mode != "PURE-PRM")
+    assert "val-core/openai/gsm8k/acc/mean@1" in run.metrics[-1]  # by the rule in every mode
+    if mode == "PURE-VR":
+        assert "actor/kl_loss" in line
+        return
+    assert any(value != 0 for row in rows for value in row["reward/process"])
+    assert any(advantage != 0 for row in rows for advantage in row["advantages"])
+    for row in rows:
+        steps, returns = row["reward/process"], row["returns"]
+        future = min if mode == "strict min-form" else sum
+        expected = future([value for value in steps if value]) if any(steps) else 0.0
+        if mode != "PURE-PRM+VR":  # there the KL is part of the return
+            assert returns[0] == pytest.approx(expected + sum(row["reward/rule"]), abs=1e-5)
 
 
 @pytest.mark.parametrize("tools", ["classes", "names"])
