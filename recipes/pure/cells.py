@@ -28,7 +28,6 @@ HELD_OUT = {
     "right_steps": SOURCE.format("right_steps"),
 }
 TRAINING = {
-    "accuracy": "instant_rewards/verifiable_reward/mean",
     "prm_reward": "instant_rewards/outcome_reward/mean",
     "prm_agrees": "instant_rewards/orm_match_vr",
     "steps": "num_of_steps/mean",
@@ -114,6 +113,9 @@ def curves(folder: Path) -> dict[str, Any]:
 
     lines = read_metrics(folder)
     steps = [line for line in lines if "training/global_step" in line]
+    accuracy = "instant_rewards/verifiable_reward/mean"  # without a reward model it is the score
+    if steps and accuracy not in steps[0]:
+        accuracy = "critic/score/mean"
     return {
         "cell": folder.name,
         "held_out": [
@@ -123,7 +125,7 @@ def curves(folder: Path) -> dict[str, Any]:
         ],
         "training": {
             name: [round(line[key], 4) for line in steps]
-            for name, key in TRAINING.items()
+            for name, key in ({"accuracy": accuracy} | TRAINING).items()
             if steps and key in steps[0]
         },
         "seconds": round(sum(line["timing_s/step"] for line in steps), 1),

@@ -118,11 +118,11 @@ def test_the_whole_recipe_runs_at_a_tiny_size(tmp_path: Path) -> None:
         "PYTHON": sys.executable,
         "CUDA_VISIBLE_DEVICES": "",
         "CELLS": "soft-prm gamma-noisy prime",
-        "SAMPLES": "8",
+        "SAMPLES": "12",
         "LABEL": "--least 0",
         "WORLD": "--hidden 16 --layers 1 --train 64 --test 8 --demonstrations 64",
         "SFT": "trainer.total_training_steps=2",
-        "PRM": "trainer.total_training_steps=1 head_stage.total_training_steps=1",
+        "PRM": "trainer.total_training_steps=1 head_stage.total_training_steps=1 data.train_batch_size=16",
     }
     overrides = (
         "trainer.total_training_steps=1",
