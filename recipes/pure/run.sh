@@ -21,7 +21,7 @@ if [ "${1:?OUT, or --small OUT}" = --small ]; then
     sft=(data.train_batch_size=32 optim.lr=4e-3 trainer.total_training_steps=1600)
     prm=(data.train_batch_size=32 optim.lr=3e-3 trainer.total_training_steps=150 head_stage.total_training_steps=20)
     rl=(data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.total_training_steps=40
-        actor_rollout_ref.actor.optim.lr=1e-3 data.max_response_length=96)
+        actor_rollout_ref.actor.optim.lr=3e-4 data.max_response_length=96)
 fi
 OUT=$1 CELLS=${CELLS:-$all}
 shift

@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--label", type=Path, metavar="RESPONSES")
-    parser.add_argument("--least", type=float, default=0.2, help="share that must be solved")
+    parser.add_argument("--least", type=float, default=0.3, help="share that must be solved")
     parser.add_argument("--train", type=int, default=20000)
     parser.add_argument("--test", type=int, default=256)
     parser.add_argument("--demonstrations", type=int, default=20000)
