@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
@@ -45,6 +46,12 @@ class EnvironmentInteraction(BaseInteraction):
             raise
         observation = first[0] if isinstance(first, tuple) else getattr(first, "observation", first)
         return instance_id, _text(observation)
+
+    async def try_once(self) -> None:
+        """Makes an environment and closes it, so that one that cannot be made is known before training."""
+        instance_id = uuid4().hex
+        self._environments[instance_id] = await in_thread(self._make)
+        await self.finalize_interaction(instance_id)
 
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
@@ -116,8 +123,10 @@ class OpenEnvEnvironment:
 class ReasoningGymEnvironment:
     """A reasoning-gym dataset: `reset(index=3)` returns question 3, `step` scores the answer."""
 
-    def __init__(self, dataset: str, size: int = 500, seed: int = 42, **options: JsonValue) -> None:
-        self._data = _reasoning_gym(dataset, size, seed, tuple(sorted(options.items())))
+    def __init__(
+        self, environment: str, size: int = 500, seed: int = 42, **options: JsonValue
+    ) -> None:
+        self._data = _reasoning_gym(environment, size, seed, json.dumps(options, sort_keys=True))
         self._entry: Row = {}
 
     def reset(self, index: int = 0, **_: JsonValue) -> str:
@@ -132,9 +141,9 @@ class ReasoningGymEnvironment:
 
 
 @functools.cache
-def _reasoning_gym(name: str, size: int, seed: int, options: tuple[tuple[str, Any], ...]) -> Any:
+def _reasoning_gym(name: str, size: int, seed: int, options: str) -> Any:
     try:
         import reasoning_gym
     except ModuleNotFoundError as error:
         raise ToolError("reasoning-gym is not installed: pip install 'hone-rl[gym]'") from error
-    return reasoning_gym.create_dataset(name, size=size, seed=seed, **dict(options))
+    return reasoning_gym.create_dataset(name, size=size, seed=seed, **json.loads(options))

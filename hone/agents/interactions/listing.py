@@ -7,6 +7,7 @@ interaction:
   - name: maze                        # a class with `reset` and `step` is an environment
     class_name: my_env.py:Maze
   - name: reasoning_gym:leg_counting  # a reasoning-gym dataset by name
+  - name: verifiers:my-env            # an environment of verifiers
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from hone.agents.agent_data import AgentData, AgentState
 from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from hone.agents.interactions.contract import BaseInteraction
+from hone.agents.interactions.environment import EnvironmentInteraction
 from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.interactions.session import InteractionSession
 from hone.agents.observations import cut_text, cut_tokens, observation_ids, with_observation
@@ -27,6 +28,7 @@ from hone.agents.tools.session import CallLimits, ToolSession
 from hone.config.rollout import MultiTurnConfig
 from hone.data.chat_template import BrokenTemplate
 from hone.data.prompts import Message, PromptError, as_messages, raw_text, truncate
+from hone.event_loop import run_coroutine
 from hone.text import described, shown
 from hone.types import Row, Settings
 
@@ -95,6 +97,15 @@ class ToolAgentLoop(AgentLoopBase):
             tool_timeout_s=options.get("timeout", self.limits.tool_timeout_s),
         )
         return {name: self.tools[name] for name in names}, limits, parser
+
+    def problems(self) -> Iterator[str]:
+        """Reports environments that cannot be made."""
+        for name, interaction in self.interactions.items():
+            if isinstance(interaction, EnvironmentInteraction):
+                try:
+                    run_coroutine(interaction.try_once())
+                except Exception as error:  # an environment is user code
+                    yield f"the environment {name} cannot be made: {described(error)}"
 
     async def run(self, sampling_params: Row, **row: Any) -> AgentLoopOutput:
         if row.get("tool_config"):

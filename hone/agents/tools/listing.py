@@ -34,8 +34,11 @@ BUILT_IN = {
 """The classes of the built-in tools, for entries with only a `name`."""
 _SHORT = {"name", "description", "parameters", "config"}
 _MCP = "hone.agents.tools.mcp.MCPBaseTool"
-_GYM = "reasoning_gym:"
-_GYM_CLASS = "hone.agents.interactions.environment.ReasoningGymEnvironment"
+_ENVIRONMENTS = {
+    "reasoning_gym": "hone.agents.interactions.environment.ReasoningGymEnvironment",
+    "verifiers": "hone.agents.interactions.verifiers.VerifiersEnvironment",
+}
+"""The classes of interactions called `<library>:<name>`; the class is made with `name` and the config."""
 Tool: TypeAlias = BaseTool | FunctionTool
 """A tool: an object with state per trajectory, or a plain function."""
 
@@ -80,10 +83,10 @@ def _with_class(entry: JsonValue, path: str, section: str) -> Row:
     name = entry.get("name") if isinstance(entry, dict) else None
     if section == "tools" and isinstance(entry, dict) and entry.get("mcp"):
         return {"class_name": _MCP, **entry}
-    if section == "interaction" and isinstance(entry, dict) and str(name).startswith(_GYM):
-        config: Row = {"dataset": str(name).removeprefix(_GYM)}
-        config.update(_settings(entry, path))
-        return {**entry, "class_name": _GYM_CLASS, "config": config}
+    library, _, part = str(name).partition(":")
+    if section == "interaction" and isinstance(entry, dict) and library in _ENVIRONMENTS and part:
+        config = {"environment": part, **_settings(entry, path)}
+        return {**entry, "class_name": _ENVIRONMENTS[library], "config": config}
     if section != "tools" or not isinstance(entry, dict) or not name:
         raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
     if name not in BUILT_IN:

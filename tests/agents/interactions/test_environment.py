@@ -18,8 +18,6 @@ from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.environment import EnvironmentInteraction, _result, _text
 from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.tools.contract import ToolError
-from hone.protocol import DataProto
-from hone.rollout.scripted import ScriptedRollout
 
 GUESS = """
 class Guess:
@@ -41,30 +39,6 @@ class Guess:
     def close(self):
         Guess.closed.append(self.number)
 """
-
-
-@pytest.fixture
-def play(
-    runner: Callable[..., Any], rows: Callable[..., DataProto], tokenizer: Any, tmp_path: Path
-) -> Callable[..., Any]:
-    def go(
-        listed: str, lines: list[str], *overrides: str, prompt: Any = None, **kwargs: Any
-    ) -> tuple[str, str, dict[str, Any]]:
-        (tmp_path / "envs.yaml").write_text(f"interaction:\n{listed}")
-        batch = runner(
-            ScriptedRollout(lines, tokenizer=tokenizer),
-            "data.prompt_format=chat",
-            "data.max_response_length=900",
-            "data.max_prompt_length=2000",
-            "actor_rollout_ref.rollout.multi_turn.enable=true",
-            f"actor_rollout_ref.rollout.multi_turn.interaction_config_path={tmp_path / 'envs.yaml'}",
-            *overrides,
-        ).run(rows([prompt or [{"role": "user", "content": "Guess"}]], interaction_kwargs=[kwargs]))
-        facts = {name: column[0] for name, column in batch.non_tensor_batch.items()}
-        prompt, response = (tokenizer.decode(batch.batch[n][0]) for n in ("prompts", "responses"))
-        return prompt, response, facts
-
-    return go
 
 
 def test_what_reset_says_ends_the_prompt_and_steps_answer(

@@ -298,6 +298,24 @@ def test_the_filter_leaves_the_same_rows_when_a_run_resumes(task: Task, tmp_path
     assert again.train_dataset.fingerprint == trainer.train_dataset.fingerprint
 
 
+def test_an_environment_that_cannot_be_made_is_refused_before_models_load(
+    task: Task, tmp_path: Path
+) -> None:
+    (tmp_path / "env.py").write_text(
+        "class Maze:\n"
+        "    def __init__(self, size):\n        self.size = 1 / size\n"
+        "    def reset(self): return ''\n    def step(self, text): return '', 0.0, True\n"
+    )
+    listed = "interaction:\n" + "".join(
+        f"  - name: maze{size}\n    class_name: {tmp_path}/env.py:Maze\n    config: {{size: {size}}}\n"
+        for size in (0, 5)
+    )
+    (tmp_path / "envs.yaml").write_text(listed)
+    path = f"{MULTI_TURN}.interaction_config_path={tmp_path}/envs.yaml"
+    (problem,) = problems_of(task, tmp_path / "run", TOOL_LOOP, path)
+    assert "the environment maze0 cannot be made: ZeroDivisionError" in problem
+
+
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_a_template_that_cannot_render_later_turns_is_refused_before_models_load(
     task: Task, tmp_path: Path, role: str

@@ -1,0 +1,130 @@
+"""Environments of verifiers before 0.4 (`MultiTurnEnv` and its subclasses) as reset and step.
+
+The environment runs its own rollout in a task; the model's answers come from `step`. Its data set gives the
+prompts: `reset(index=3)` is row 3. The reward is the rubric's, given with the last turn. Tools that an
+environment passes to an API (`tool_defs`) are refused, because its calls are not text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import threading
+import time
+import unittest.mock
+from collections.abc import Sequence
+from typing import Any
+
+from hone.agents.tools.contract import ToolError
+from hone.types import JsonValue, Row
+
+_loading = threading.Lock()
+_INSTALL = "pip install 'verifiers>=0.1.14,<0.4'"
+
+
+class VerifiersEnvironment:
+    """One rollout of the environment that `verifiers.load_environment(environment, **options)` returns."""
+
+    def __init__(self, environment: str, **options: JsonValue) -> None:
+        self._environment = _loaded(environment, json.dumps(options, sort_keys=True))
+        self._prompts: asyncio.Queue[Sequence[Any] | Row | Exception] = asyncio.Queue()
+        self._answers: asyncio.Queue[str] = asyncio.Queue()
+        self._rollout: asyncio.Task[None] | None = None
+
+    async def reset(self, index: int = 0, **_: JsonValue) -> str:
+        rows = self._environment.get_dataset()
+        self._rollout = asyncio.create_task(self._run(dict(rows[index % len(rows)])))
+        observation, _reward, is_done = await self._next()
+        if is_done:
+            raise ToolError("the environment ended before the model's first turn")
+        return observation
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        self._answers.put_nowait(text)
+        return await self._next()
+
+    async def close(self) -> None:
+        if self._rollout is not None:
+            self._rollout.cancel()
+            await asyncio.gather(self._rollout, return_exceptions=True)
+
+    async def _run(self, row: Row) -> None:
+        environment = self._environment
+        try:
+            state = await environment.rollout(row, _client(self._answer), "policy", {})
+            if state.get("error") is not None:
+                raise RuntimeError(f"the rollout ended with {state['error']!r}")
+            await environment.rubric.score_group([state])
+            self._prompts.put_nowait({"reward": float(state["reward"])})
+        except Exception as error:
+            self._prompts.put_nowait(error)
+
+    async def _answer(self, prompt: Sequence[Any], tools: Sequence[Any] | None) -> str:
+        """Returns the model's answer to a prompt of the environment."""
+        if tools:
+            raise ToolError("the environment passes tools to an API, and the loop answers in text")
+        self._prompts.put_nowait(prompt)
+        return await self._answers.get()
+
+    async def _next(self) -> tuple[str, float, bool]:
+        """Returns the text after the model's last turn, or the reward at the end."""
+        event = await self._prompts.get()
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, dict):
+            return "", event["reward"], True
+        messages = [m if isinstance(m, dict) else m.model_dump() for m in event]
+        written = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        new = messages[written[-1] + 1 :] if written else messages
+        return "\n\n".join(_text(message["content"]) for message in new), 0.0, False
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content or () if isinstance(part, dict))
+
+
+def _client(answer: Any) -> Any:
+    """Returns a client of verifiers that gets each answer from `answer(prompt, tools)`."""
+    from verifiers.clients import Client
+    from verifiers.types import Response, ResponseMessage
+
+    async def get_response(
+        _: Any,
+        prompt: Sequence[Any],
+        model: str,
+        sampling_args: Any,
+        tools: Any = None,
+        **more: Any,
+    ) -> Any:
+        text = await answer(prompt, tools)
+        message = ResponseMessage(
+            role="assistant", content=text, finish_reason="stop", is_truncated=False
+        )
+        return Response(id="", created=int(time.time()), model=model, message=message)
+
+    # `get_response` calls the abstract methods, which convert to and from a provider's types.
+    unused = dict.fromkeys(Client.__abstractmethods__)
+    return type("LoopClient", (Client,), {**unused, "get_response": get_response})(None)
+
+
+@functools.cache
+def _loaded(name: str, options: str) -> Any:
+    try:
+        import verifiers
+        import verifiers.clients
+    except ModuleNotFoundError as error:
+        raise ToolError(f"verifiers is not installed or too new ({error}): {_INSTALL}") from error
+    if not hasattr(verifiers, "load_environment"):
+        raise ToolError(f"this verifiers has no load_environment: {_INSTALL}")
+    # An environment installs handlers of its own, which only the main thread may, and which would
+    # replace those of the run.
+    with _loading, unittest.mock.patch("signal.signal"):
+        environment = verifiers.load_environment(name, **json.loads(options))
+    if getattr(environment, "tool_defs", None):
+        raise ToolError(
+            f"the environment {name} passes tools to an API, and the loop answers in text"
+        )
+    return environment
