@@ -226,6 +226,22 @@ def test_every_path_that_pages_link_to_exists() -> None:
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
 
 
+def test_the_lines_of_the_rewards_page_compose_and_its_judge_is_made() -> None:
+    from hone.config import load_config
+    from hone.rewards.judge import Judge
+
+    text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```\n(reward_model\.enable=true.*?)```", text, flags=re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        assert load_config(line.split()).reward_model.enable
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", text, flags=re.S) if "Judge" in c)
+    namespace: dict[str, object] = {}
+    exec(compile(code, "docs/rewards.md", "exec"), namespace)
+    assert isinstance(namespace["judge"], Judge)
+
+
 def loop_of_the_agents_page() -> str:
     text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, flags=re.S)[0]

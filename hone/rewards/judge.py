@@ -155,6 +155,10 @@ class Judge:
     def pop_metrics(self) -> dict[str, float]:
         return self.completions.pop_metrics()
 
+    def refusal(self) -> str | None:
+        completions = self.completions
+        return completions.server.refusal() if isinstance(completions, ChatServer) else None
+
     def text(self, row: Response) -> str:
         """Returns what the judge reads for a row."""
         extra = row.extra_info

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -37,6 +38,7 @@ MAX_ANSWER_BYTES = 1 << 26
 MAX_CACHED = 100_000
 """Answers that the cache in memory holds; the oldest are dropped."""
 FIRST_PAUSE_S = 0.5
+CONNECT_S = 5.0
 _KEY = "reward_model.server"
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -107,6 +109,17 @@ class ScoringServer:
         self._sent = 0
         self.cache = AnswerCache(settings.cache)
         self.counts: Counter[str] = Counter()
+
+    def refusal(self) -> str | None:
+        """Returns why no connection to a server can be made, or None."""
+        for url in self._urls:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            try:
+                socket.create_connection((str(parts.hostname), port), CONNECT_S).close()
+            except OSError as error:
+                return f"{shown_url(url)}: {error}"
+        return None
 
     async def ask(self, body: JsonObject, read: Callable[[Row], T]) -> T:
         """Returns what `read` finds in the answer; raises RemoteError when all attempts failed."""

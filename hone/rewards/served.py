@@ -51,6 +51,9 @@ class ServedClassifier:
     def pop_metrics(self) -> dict[str, float]:
         return self.server.pop_metrics()
 
+    def refusal(self) -> str | None:
+        return self.server.refusal()
+
     def _text(self, prompt: Any, answer: str) -> tuple[str, ...]:
         answer = defused(answer, self._tokenizer)
         if self.kind == "score":

@@ -24,6 +24,9 @@ class ModelScorer(Protocol):
 
     def pop_metrics(self) -> dict[str, float]: ...
 
+    def refusal(self) -> str | None:
+        """Returns why the server of the model cannot be reached, or None."""
+
 
 class ModelRewardManager(RuleRewardManager):
     """Scores all rows of a batch concurrently with a `ModelScorer`."""

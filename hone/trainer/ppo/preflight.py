@@ -124,7 +124,9 @@ class _Preflight:
         if tokenizer is not None:
             self._add(self._prompt_problems(datasets))
             if plan is not None and plan.is_outside:
-                attempt(lambda: outside_model(config, tokenizer, None))
+                outside = attempt(lambda: outside_model(config, tokenizer, None))
+                if outside is not None and (why := outside.scorer.refusal()):
+                    self.warnings.append(f"the reward model's server cannot be reached ({why})")
         self._try_scorers(datasets)
         trainer = self._assembled(tokenizer, datasets)
         self._raise_all()

@@ -42,6 +42,7 @@ from hone.workers.reward_model import RewardModelWorker
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
 STYLE = "reward_model.style=model"
 if TYPE_CHECKING:
+    from hone.rewards.managers.model import ModelRewardManager
     from hone.workers.judge import JudgeWorker
 
 Extras: TypeAlias = Mapping[str, Sequence[Any]]
@@ -377,7 +378,7 @@ def reward_model_of(
 
 def outside_model(
     config: PPOTrainerConfig, tokenizer: Tokenizer, group: WorkerGroup[JudgeWorker] | None
-) -> RuleRewardManager:
+) -> ModelRewardManager:
     """Return the manager of a served reward model, or of a judge, for which `group` may generate."""
     from hone.models.load import load_tokenizer
     from hone.rewards.loading import load_model_manager

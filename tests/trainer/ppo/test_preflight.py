@@ -89,3 +89,22 @@ def test_a_folder_without_weights_is_refused_before_models_load(task: Task, tmp_
     (bare / weights.name).write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UnsupportedModel, match="is truncated or damaged"):
         dry_run(task, tmp_path / "run", f"actor_rollout_ref.model.path={bare}")
+
+
+def test_a_reward_model_that_cannot_score_stops_before_a_model_loads(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    enabled = ("reward_model.enable=true", f"reward_model.model.path={task.model}")
+    with pytest.raises(ValueError, match=r"writes text and has no score head.*type=judge"):
+        dry_run(task, tmp_path / "run", *enabled)
+    judge = (*enabled, "reward_model.type=judge")
+    with pytest.raises(ValueError, match=r"judge\.template='rate it' has no \{response\}"):
+        dry_run(task, tmp_path / "run", *judge, "reward_model.judge.template='rate it'")
+    served = (*judge, "reward_model.server.url=http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="api_key_env=NO_SUCH_KEY"):
+        dry_run(task, tmp_path / "run", *served, "reward_model.server.api_key_env=NO_SUCH_KEY")
+    dry_run(task, tmp_path / "run", *judge)
+    assert "cannot be reached" not in (told := capsys.readouterr()).out + told.err
+    dry_run(task, tmp_path / "run", *served)
+    told = capsys.readouterr()
+    assert "server cannot be reached (http://127.0.0.1:9/v1/chat" in told.out + told.err
