@@ -105,6 +105,9 @@ class ProcessRewardModelWorker(TrainWorker):
         columns = data.batch
         responses = columns["responses"]
         ends = step_ends(responses, columns["response_mask"], self._ends)
+        # A policy with more embeddings than tokens can write ids that no tokenizer knows.
+        known = responses < self.engine.facts.vocabulary
+        responses = torch.where(known, responses, self.tokenizer.pad_token_id)
         separated = torch.where(ends, self._separator, responses)
         rows = []
         for row, prompt in enumerate(_prompts(data)):

@@ -13,6 +13,7 @@ from hone.config.actor import ActorConfig
 from hone.config.block import Block
 from hone.config.critic import CriticConfig
 from hone.config.engine import CheckpointConfig, PlacementConfig
+from hone.config.reward import RewardModelConfig
 from hone.config.schema import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import DATA_PARALLEL
@@ -132,7 +133,9 @@ def whole_config(config: Block) -> PPOTrainerConfig:
         return replace(load_config(), actor_rollout_ref=config)
     if isinstance(config, CriticConfig):
         return replace(load_config(), critic=config)
+    if isinstance(config, RewardModelConfig):
+        return replace(load_config(), reward_model=config)
     raise TypeError(
-        f"a worker is built from a run's config, its actor_rollout_ref or its critic, not from a "
-        f"{type(config).__name__}"
+        f"a worker is built from a run's config, its actor_rollout_ref, critic or reward_model, not "
+        f"from a {type(config).__name__}"
     )

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hone.config import load_config
 from hone.controller.worker import Placement, placed
 from hone.protocol import DataProto
 from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hone.workers.process_reward_model import ProcessRewardModelWorker
 
 from .tasks import RESPONSE, config_of, prompts
 
@@ -40,6 +42,38 @@ def run_rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
         os._exit(1)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def score_rank(rank: int, world: int, port: int, judge: str, folder: str) -> None:
+    """Score this rank's rows of `folder/batch.pt` with a sharded process reward model."""
+    place = Placement(rank, world, rank, world, "127.0.0.1", port)
+    os.environ.update(place.environment())
+    torch.set_num_threads(1)
+    try:
+        with placed(place):
+            one = ProcessRewardModelWorker(load_config(judge_settings(judge)))
+        one.init_model()
+        sharded = sum(p.to_local().numel() for p in one.engine.module.parameters())
+        whole = sum(p.numel() for p in one.engine.module.parameters())
+        assert sharded < 0.6 * whole
+        rows = torch.load(Path(folder) / "batch.pt", weights_only=False)[rank]
+        scored = one.compute_rm_score(rows).batch
+        torch.save(dict(scored.items()), Path(folder) / f"rank{rank}.pt")
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def judge_settings(judge: str) -> list[str]:
+    return [
+        "reward_model.enable=true",
+        "reward_model.type=prm",
+        f"reward_model.model.path={judge}",
+        f"actor_rollout_ref.model.path={judge}",
+        "trainer.device=cpu",
+    ]
 
 
 TWO_RANK_RUNS = {

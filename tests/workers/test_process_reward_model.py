@@ -14,6 +14,7 @@ import torch
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
 from hone.config import ConfigError, load_config
+from hone.controller.worker import free_port
 from hone.data.response_steps import TokenTexts
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
@@ -21,6 +22,7 @@ from hone.protocol.rows import object_array
 from hone.workers.process_reward_model import ProcessRewardModelWorker
 from tests.algorithms.advantages.references import pure_reference, whiten
 from tests.data.tokenizers_of_bytes import byte_level_tokenizer, piece_tokenizer
+from tests.workers.ranks import judge_settings, score_rank
 
 WORDS = ("\n\n", ".\n\n")
 TEXTS = ["ab.\n\ncd\n\nef", "abc", "ab\n\n"]
@@ -49,18 +51,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def worker(judge: Path, *overrides: str) -> ProcessRewardModelWorker:
-    made = ProcessRewardModelWorker(
-        load_config(
-            [
-                "reward_model.enable=true",
-                "reward_model.type=prm",
-                f"reward_model.model.path={judge}",
-                f"actor_rollout_ref.model.path={judge}",
-                "trainer.device=cpu",
-                *overrides,
-            ]
-        )
-    )
+    made = ProcessRewardModelWorker(load_config([*judge_settings(str(judge)), *overrides]))
     made.init_model()
     return made
 
@@ -127,6 +118,21 @@ def test_scores_do_not_depend_on_the_micro_batch(judge: Path, cut: str) -> None:
     assert torch.allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_with_half_of_the_model_each_score_as_one(judge: Path, tmp_path: Path) -> None:
+    """One of them has two rows, the other one: both take part in the same forwards."""
+    import torch.multiprocessing as mp
+
+    made = worker(judge)
+    batch = batch_of(made.tokenizer)
+    torch.save([batch[:2], batch[2:]], tmp_path / "batch.pt")
+    mp.spawn(score_rank, (2, free_port(), str(judge), str(tmp_path)), nprocs=2)
+    parts = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for name, expected in made.compute_rm_score(batch).batch.items():
+        torch.testing.assert_close(torch.cat([part[name] for part in parts]), expected)
+
+
 def test_a_small_temperature_leaves_the_worst_step(judge: Path) -> None:
     raw = worker(judge, "reward_model.credit_assignment=gamma-decay")
     soft = worker(judge, "reward_model.credit_assignment=0.0001")
@@ -166,6 +172,16 @@ def test_rows_are_truncated_from_the_left_and_steps_that_are_cut_away_are_no_ste
         text = short.tokenizer.encode("1+ab\ncd\ne\n", add_special_tokens=False)[-limit:]
         (expected,) = plain_scores(judge, [text])
         assert found["process_scores"][0, 7].item() == pytest.approx(expected[-1].item(), abs=1e-5)
+
+
+def test_ids_beyond_the_vocabulary_and_a_worker_of_its_own_block(judge: Path) -> None:
+    """A policy with padded embeddings may write them; verl builds the worker from `config.reward_model`."""
+    config = load_config(judge_settings(str(judge)))
+    made = ProcessRewardModelWorker(config.reward_model)
+    made.init_model()
+    ids = made.tokenizer.encode("ab\n\nc", add_special_tokens=False)
+    batch = collated((made.tokenizer.encode("1+"), [ids[0], 10**6, *ids[2:]], [1] * 4))
+    assert made.compute_rm_score(batch).batch["step_mask"].int().tolist() == [[0, 0, 1, 1]]
 
 
 def test_a_line_break_of_the_shell_is_a_line_break(judge: Path) -> None:
