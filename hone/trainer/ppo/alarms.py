@@ -208,8 +208,9 @@ class Alarms:
     def _sentence(self, name: str, rule: Rule) -> str:
         *reference, now = self._history[name]
         return (
-            f"{rule.meaning} ({rule.metrics[0]} is {now:.4g}, its median over the {len(reference)} steps "
-            f"before was {median(reference):.4g}); trainer.alarms.{name}=null switches it off"
+            f"{rule.meaning} ({' or '.join(rule.metrics)} is {now:.4g}, its median over the "
+            f"{len(reference)} steps before was {median(reference):.4g}); trainer.alarms.{name}=null "
+            "switches it off"
         )
 
 

@@ -7,7 +7,7 @@ They are computed with a reward model, a curriculum, alarms or `reward_manager=p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from hone.protocol import DataProto
 from hone.rewards.repetition import repeatness
 from hone.tokenizer import Tokenizer
 from hone.trainer.ppo.metrics import split_attention, spread
-from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE, has_answer
+from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE, has_answer, is_for_model
 
 CORRECT_ABOVE = 0.5
 REFLECTION = re.compile(
@@ -34,25 +34,34 @@ REFLECTION = re.compile(
 
 
 def response_metrics(
-    batch: DataProto, tokenizer: Tokenizer, config: PPOTrainerConfig
+    batch: DataProto, tokenizer: Tokenizer, config: PPOTrainerConfig, *, routed: bool = False
 ) -> dict[str, float]:
-    """Return the metrics of one batch; those that need a verdict are left out where none is known."""
+    """Return the metrics of one batch; those that need a verdict are left out where none is known.
+
+    If `routed`, the reward model has scored only the rows of style `model`.
+    """
     correct = correctness(batch, config)
     known = ~correct.isnan()
     parts = {"whole": torch.ones(len(batch), dtype=torch.bool)}
     if known.any():
         parts |= {"correct": correct == 1, "incorrect": correct == 0}
-    rewards = dict(_rewards(batch, config))
+    scores = verifiable_rewards(batch, config)
     measured = {
         **_text_metrics(policy_texts(batch, tokenizer), parts, config.reward_model),
         **_length_metrics(batch, parts, config.data.max_response_length),
         **group_metrics(batch, correct, _batch_name(config)),
     }
-    for name, values in rewards.items():
-        measured |= spread(f"instant_rewards/{name}", values)
-    if "outcome_reward" in rewards and known.any():
-        agrees = (rewards["outcome_reward"] > 0) == (correct == 1)
-        measured["instant_rewards/orm_match_vr"] = agrees[known].float().mean().item()
+    if scores is not None:
+        answered = totals(batch, scores)[has_answer(batch)]
+        measured |= spread("instant_rewards/verifiable_reward", answered)
+    if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
+        styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+        judged = torch.tensor([is_for_model(style) or not routed for style in styles])
+        measured |= spread("instant_rewards/outcome_reward", outcome[judged])
+        if (known & judged).any():
+            agrees = (outcome > 0) == (correct == 1)
+            match = agrees[known & judged].float().mean().item()
+            measured["instant_rewards/orm_match_vr"] = match
     policy = next((n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)), None)
     if policy is not None and batch.has_column("ref_log_prob"):
         kl = k3(batch.batch[policy], batch.batch["ref_log_prob"])
@@ -153,15 +162,6 @@ def _batch_name(config: PPOTrainerConfig) -> str:
     """Return what the rows of the update are: all that were generated, or those that a filter keeps."""
     filters = config.algorithm.filter_groups.enable or config.curriculum_learning.enable
     return "retained_batch" if filters else "whole_batch"
-
-
-def _rewards(batch: DataProto, config: PPOTrainerConfig) -> Iterator[tuple[str, Tensor]]:
-    scores = verifiable_rewards(batch, config)
-    if scores is not None:
-        yield "verifiable_reward", totals(batch, scores)[has_answer(batch)]
-    outcome = outcome_rewards(batch, config.reward_model)
-    if outcome is not None:
-        yield "outcome_reward", outcome
 
 
 def _text_metrics(

@@ -322,7 +322,7 @@ class PPOTrainer:
         }
         if self.config.logs_response_metrics:
             with self.timers.timer("compute_additional_metrics"):
-                measured |= response_metrics(batch, self.tokenizer, self.config)
+                measured |= response_metrics(batch, self.tokenizer, self.config, routed=self.routed)
         return measured | scoring.pop_metrics(self.reward_fn, self.reward_model)
 
     # -- around a step ------------------------------------------------------------------------

@@ -134,6 +134,14 @@ def test_rows_without_a_verdict_are_neither_correct_nor_incorrect() -> None:
     assert measured["response_length/whole/mean"] == 4.5
 
 
+def test_rows_that_the_reward_model_does_not_score_are_no_outcome() -> None:
+    styles = [{"style": s} for s in ("model", "rule", "rule", "model")]
+    measured = response_metrics(batch(reward_model=styles), TOKENIZER, config(), routed=True)
+    assert measured["instant_rewards/outcome_reward/mean"] == pytest.approx((0.8 + 0.1) / 2)
+    assert "instant_rewards/orm_match_vr" not in measured
+    assert measured["response_length/incorrect/mean"] == 4
+
+
 def test_without_any_verdict_nothing_is_called_correct() -> None:
     manager = ("reward_model.reward_manager=blank",)
     measured = response_metrics(batch(), TOKENIZER, config(*manager))
