@@ -30,7 +30,8 @@ def main(python: str, seed: int, steps: int) -> bool:
         runs = {
             name: _run(Path(scratch), name, keys, seed, steps) for name, keys in engines.items()
         }
-    RESULTS.write_text(json.dumps({"seed": seed, **runs}, indent=1) + "\n")
+    lines = [f' "{name}": {json.dumps(run)}' for name, run in {"seed": seed, **runs}.items()]
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     for name, run in runs.items():
         print(name, run)
     agrees = runs["vllm"]["log_prob_abs_diff_max"] <= AGREEMENT
@@ -47,17 +48,12 @@ def _run(scratch: Path, name: str, keys: list[str], seed: int, steps: int) -> di
     lines = list(read_metrics(scratch / name / f"seed-{seed}" / "run" / "metrics.jsonl"))
     validated = [line for line in lines if ACCURACY in line]
     trained = [line for line in lines if "reward/mean" in line]
-    seconds = {
-        key: round(sum(line.get(f"timing_s/{key}", 0.0) for line in trained), 1)
-        for key in ("gen", "update_weights", "step")
-    }
     differences = [line.get("rollout_corr/log_prob_abs_diff_max", 0.0) for line in trained]
     return {
         "step": [line["step"] for line in validated],
         "accuracy": [round(line[ACCURACY], 3) for line in validated],
         "reward_mean": [round(line["reward/mean"], 3) for line in trained],
         "log_prob_abs_diff_max": max(differences),
-        "seconds": seconds,
     }
 
 

@@ -143,7 +143,7 @@ def launch(spec: RolloutSpec, max_positions: int | None, number: int) -> Launch:
         "async_scheduling": False,
     }
     return Launch(
-        os.path.abspath(config.vllm.python) if config.vllm.python else sys.executable,
+        config.vllm.python or sys.executable,
         engine,
         environment(cuda, devices),
         config.vllm.start_timeout_s,

@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -117,7 +118,10 @@ class EngineProcess:
         for source, copy in _FILES.items():
             shutil.copyfile(here / source, self._folder / copy)
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-        environment |= self._launch.environment | {"PYTHONPATH": str(self._folder)}
+        # Another interpreter has its own packages; this one may have vLLM from PYTHONPATH.
+        own = self._launch.python == sys.executable and os.environ.get("PYTHONPATH")
+        path = f"{self._folder}{os.pathsep}{own}" if own else str(self._folder)
+        environment |= self._launch.environment | {"PYTHONPATH": path}
         mine, its = socket.socketpair()
         with (self._folder / "log").open("wb") as file, its:
             self._child = subprocess.Popen(

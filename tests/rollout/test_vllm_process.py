@@ -131,14 +131,8 @@ def test_a_death_reaches_streams_and_calls_and_leaves_nothing(
         assert "RuntimeError: the kernel failed" in reason
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        signal.SIGKILL,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(None, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None])
 def test_no_process_outlives_its_parent(tmp_path: Path, end: signal.Signals | None) -> None:
     """Killed, terminated, or ended without a word."""
     code = (
