@@ -19,7 +19,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -344,5 +344,8 @@ class ServerRollout(RemoteEngine):
         for server in self._servers:
             if server.recovery is not None:
                 server.recovery.cancel()
+            if self._paused:
+                with suppress(ConnectionLost, RolloutError):
+                    await server.resume()
             await server.close()
         self._folder.close()

@@ -46,6 +46,7 @@ class VLLMServer(HttpServer):
             ) from None
         self.updates = await self.has("/is_paused")
         if self.updates:
+            await self.resume()  # a run that was killed may have left it paused
             self.weights = await self.weight_version()
             info = await self.call("/server_info?config_format=json", get=True)
             self.device = str(info["vllm_config"]["device_config"]["device"])

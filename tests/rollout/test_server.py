@@ -8,6 +8,8 @@ import copy
 import pytest
 
 from hone.rollout.contract import RolloutError, Sampling
+from hone.rollout.http_server import Limits
+from hone.rollout.sglang_server import SGLangServer
 
 from .contract_server import ContractServer
 from .models import policy, prompts, trainer_log_probs
@@ -191,5 +193,23 @@ def test_an_incomplete_update_is_refused(servers: list[ContractServer]) -> None:
             await engine.load(list(copy.deepcopy(policy()).lm.named_parameters())[1:])
             with pytest.raises(RolloutError, match="lacks"):
                 await engine.commit(1)
+
+    asyncio.run(asked())
+
+
+def test_no_server_stays_paused_after_a_run(servers: list[ContractServer]) -> None:
+    """Neither after one that closes while it is paused, nor for the next after one that was killed."""
+
+    async def asked() -> None:
+        async with opened(servers) as engine:
+            await engine.pause()
+            assert servers[0].paused == "retract"
+        assert servers[0].paused == ""
+        await servers[0].engine.pause(keep=True)
+        servers[0].paused = "retract"
+        server = SGLangServer(servers[0].url, Limits(5.0, 5.0))
+        await server.connect()
+        assert servers[0].paused == ""
+        await server.close()
 
     asyncio.run(asked())
