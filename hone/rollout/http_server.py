@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import torch
@@ -22,6 +22,7 @@ from hone.types import Settings
 if TYPE_CHECKING:
     import aiohttp
 
+T = TypeVar("T")
 Event = dict[str, Any]
 """One object of a stream, as the server wrote it."""
 _POLL_S = 0.2
@@ -198,7 +199,7 @@ class HttpServer:
         aiohttp = _aiohttp()
         try:
             work = self._exchange(method, path, body)
-            return await asyncio.wait_for(work, self.limits.call_s)
+            return await _within(self.limits.call_s, work)
         except asyncio.TimeoutError:
             raise ServerLost(
                 self, f"did not answer {path} within {self.limits.call_s:g} s"
@@ -224,7 +225,7 @@ class HttpServer:
                     raise ServerLost(self, f"answered {answer.status} to {path}: {shortened(text)}")
                 rest = b""
                 while True:
-                    part = await asyncio.wait_for(answer.content.readany(), self.limits.call_s)
+                    part = await _within(self.limits.call_s, answer.content.readany())
                     if not part:
                         raise ServerLost(self, "ended a stream without [DONE]")
                     *lines, rest = (rest + part).split(b"\n")
@@ -283,6 +284,19 @@ class HttpServer:
                 after_temperature=abs(hot - best) > 1e-4 * abs(best),
                 before_truncation=abs(cut) > 0.5 * abs(greedy),
             )
+
+
+async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
+    """Like `asyncio.wait_for`, which before Python 3.12 loses a cancellation if the work has just ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+    if task.cancelled() or not task.done():
+        raise asyncio.TimeoutError
+    return task.result()
 
 
 def shortened(text: str) -> str:

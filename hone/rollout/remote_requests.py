@@ -220,6 +220,8 @@ class RemoteEngine:
             return
         async with aclosing(self._remote_stream(request, self._rest_of(request))) as chunks:
             async for chunk in chunks:
+                if request.stop_reason is not None:  # aborted meanwhile
+                    return
                 self._append(request, chunk)
                 if request.on_tokens is not None:
                     call_in(request.owner.get_loop(), _deliver, request)

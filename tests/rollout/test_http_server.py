@@ -116,3 +116,23 @@ def test_a_server_of_another_kind_is_named(servers: list[ContractServer]) -> Non
 
     with pytest.raises(RolloutError, match="/v1/models answered 404"):
         asyncio.run(connect())
+
+
+def test_a_cancellation_is_never_lost_to_an_answer_that_comes_at_the_same_time() -> None:
+    from hone.rollout.http_server import _within
+
+    async def asked() -> None:
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def read() -> int:
+            return await answer
+
+        job = asyncio.create_task(_within(5.0, read()))
+        await asyncio.sleep(0.01)
+        answer.set_result(1)
+        await asyncio.sleep(0)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+
+    asyncio.run(asked())

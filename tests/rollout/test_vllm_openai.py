@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hone.models.tiny import save_pretrained
 from hone.rollout.contract import RolloutError
 from hone.rollout.http_server import Limits, ServerLost
 from hone.rollout.vllm_openai import VLLMServer
@@ -19,6 +22,7 @@ from . import (
     clauses_model,
     clauses_sampling,
     models,
+    vllm_openai_factory,
 )
 from .engine_contract import CLAUSES, verify
 from .models import policy
@@ -125,3 +129,34 @@ def test_what_the_server_says_of_itself_is_what_the_contract_tests_believe() -> 
     assert running.mode.after_temperature
     assert running.device == "cpu"
     asyncio.run(engine.close())
+
+
+@vllm
+@pytest.mark.usefixtures("_untied_heads_of_32_numbers")
+def test_a_run_trains_through_the_server_with_the_trainers_log_probs(tmp_path: Path) -> None:
+    from hone.trainer.main_ppo import run
+    from tests.workers.tasks import config_of
+
+    model = save_pretrained(policy(seed=3).lm, models.TOKENIZER, tmp_path / "model")
+    row = {"data_source": "arithmetic", "prompt": "a+b=", "reward_model": {"ground_truth": 2}}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    run(
+        config_of(
+            model,
+            "actor_rollout_ref.rollout.name=vllm",
+            f"actor_rollout_ref.rollout.server.urls=[{vllm_openai_factory.server_url()}/v1]",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.entropy_coeff=0.1",  # equal scores teach nothing
+            "algorithm.adv_estimator=grpo",
+            f"data.train_files={tmp_path / 'rows.jsonl'}",
+            "data.val_files=[]",
+            "data.prompt_format=raw",
+            "trainer.total_training_steps=3",
+            "trainer.logger=[jsonl]",
+            f"trainer.default_local_dir={tmp_path / 'run'}",
+        )
+    )
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    assert max(abs(line["rollout_corr/kl"]) for line in lines) < 1e-4
+    assert min(line["actor/grad_norm"] for line in lines) > 0, "the weights did not change"
