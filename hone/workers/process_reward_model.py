@@ -7,6 +7,7 @@ policy's tokens; with another one the response is decoded, split by characters a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from hone.ops.masked import split_at_response
 from hone.protocol import DataProto
 from hone.workers.engine_specs import step_model_spec
 from hone.workers.train import TrainWorker
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class ProcessRewardModelWorker(TrainWorker):
         self._ends = separator_ids(self.tokenizer, self._split)
         known = self.tokenizer.get_vocab().items()
         self._same_tokens = self._writer is None or self._writer.get_vocab().items() <= known
+        self._has_warned = False
         self.build_engine("fsdp2", step_model_spec, config.model.fsdp_config)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -69,6 +73,14 @@ class ProcessRewardModelWorker(TrainWorker):
         by_ids = self._same_tokens and len(self._ends) > 0
         rows = self._rows_of_ids(data) if by_ids else self._rows_of_text(data)
         inputs, columns = zip(*map(self._input, rows), strict=True)
+        truncated = sum(len(row.ends) - len(of) for row, of in zip(rows, columns, strict=True))
+        if truncated and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "reward_model.max_length=%s truncates %d steps of this batch, which get no reward",
+                config.max_length,
+                truncated,
+            )
         batch = collate_outputs(inputs, pad_token_id=self.tokenizer.pad_token_id)
         rewards = step_rewards(self.engine.infer(batch)["scores"])
         scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)

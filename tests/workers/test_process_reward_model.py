@@ -157,7 +157,7 @@ def test_tool_tokens_are_read_and_end_no_step(judge: Path) -> None:
 
 
 def test_rows_are_truncated_from_the_left_and_steps_that_are_cut_away_are_no_steps(
-    judge: Path,
+    judge: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = worker(judge, "reward_model.credit_assignment=gamma-decay")
     batch = batch_of(whole.tokenizer)  # the first row: 2 + 8 tokens, steps end at 2, 5 and 7
@@ -169,6 +169,8 @@ def test_rows_are_truncated_from_the_left_and_steps_that_are_cut_away_are_no_ste
         )
         found = short.compute_rm_score(batch).batch
         assert found["step_mask"][0].nonzero().squeeze(1).tolist() == ends
+        warning = f"max_length={limit} truncates {3 - len(ends)} steps" if limit < 9 else ""
+        assert warning in caplog.text
         text = short.tokenizer.encode("1+ab\ncd\ne\n", add_special_tokens=False)[-limit:]
         (expected,) = plain_scores(judge, [text])
         assert found["process_scores"][0, 7].item() == pytest.approx(expected[-1].item(), abs=1e-5)
