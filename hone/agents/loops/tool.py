@@ -71,7 +71,9 @@ class ToolAgentLoop(AgentLoopBase):
         options = {name: value for name, value in (tool_config or {}).items() if value is not None}
         if unknown := sorted(set(options) - set(TOOL_CONFIG)):
             raise ToolError(f"tool_config has no {unknown[0]!r}; use {', '.join(TOOL_CONFIG)}")
-        names = [*options.get("available_tools", self.tools)]
+        names = options.get("available_tools", [*self.tools])
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+            raise ToolError(f"tool_config.available_tools={shown(names)}; give a list of names")
         if missing := [name for name in names if name not in self.tools]:
             raise ToolError(
                 f"tool_config.available_tools names {shown(missing[0])}; the tools of this run are "
@@ -82,7 +84,9 @@ class ToolAgentLoop(AgentLoopBase):
         for name, value, holds, rule in (
             ("tool_format", kind, kind in _FORMATS, " or ".join(_FORMATS)),
             ("max_tool_calls", calls, isinstance(calls, int) and calls >= 0, "a count"),
+            ("max_tool_calls", calls, not isinstance(calls, bool), "a count"),
             ("timeout", seconds, isinstance(seconds, int | float) and seconds > 0, "seconds"),
+            ("timeout", seconds, not isinstance(seconds, bool), "seconds"),
         ):
             if not holds:
                 raise ToolError(f"tool_config.{name}={shown(value)}; give {rule}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from hone.text import BadText, read_json
+from hone.text import BadText, read_json, shown
 from hone.types import JsonObject, JsonValue, Row, Settings
 
 
@@ -45,6 +45,8 @@ class OpenAIFunctionPropertySchema:
 
     @staticmethod
     def model_validate(data: Settings) -> OpenAIFunctionPropertySchema:
+        data = {} if isinstance(data, bool) else data  # JSON Schema allows true and false
+        _require(data, Mapping, "a parameter of a tool schema is an object with a type")
         own = {name: data[name] for name in ("type", "description", "enum") if name in data}
         more = {name: value for name, value in data.items() if name not in own}
         return OpenAIFunctionPropertySchema(**own, more=more)
@@ -65,9 +67,16 @@ class OpenAIFunctionParametersSchema:
     @staticmethod
     def model_validate(data: Settings) -> OpenAIFunctionParametersSchema:
         read = OpenAIFunctionPropertySchema.model_validate
+        _require(data, Mapping, "a tool schema's `parameters` is an object")
+        properties, required = data.get("properties") or {}, data.get("required") or ()
+        _require(properties, Mapping, "a tool schema's `properties` is an object")
+        _require(required, list | tuple, "a tool schema's `required` is a list of names")
+        if data.get("type", "object") != "object":
+            raise ToolError(f"a tool schema's `parameters` has type object, got {data['type']!r}")
+        for name in (*properties, *required):
+            _require(name, str, "the name of a parameter is text")
         return OpenAIFunctionParametersSchema(
-            properties={k: read(v) for k, v in (data.get("properties") or {}).items()},
-            required=tuple(data.get("required") or ()),
+            properties={k: read(v) for k, v in properties.items()}, required=tuple(required)
         )
 
     def model_dump(self, **_: JsonValue) -> JsonObject:
@@ -92,6 +101,7 @@ class OpenAIFunctionSchema:
     def model_validate(data: Settings) -> OpenAIFunctionSchema:
         if not isinstance(data.get("name"), str) or not data["name"]:
             raise ToolError(f"a tool schema's `function` needs a `name`, got {dict(data)}")
+        _require(data.get("description") or "", str, f"the description of {data['name']} is text")
         return OpenAIFunctionSchema(
             name=data["name"],
             description=data.get("description") or "",
@@ -115,7 +125,7 @@ class OpenAIFunctionToolSchema:
 
     @staticmethod
     def model_validate(data: Settings) -> OpenAIFunctionToolSchema:
-        if not isinstance(data.get("function"), Mapping):
+        if not isinstance(data, Mapping) or not isinstance(data.get("function"), Mapping):
             raise ToolError(
                 f"a tool schema is {{type: function, function: {{name, …}}}}, got {data}"
             )
@@ -123,6 +133,11 @@ class OpenAIFunctionToolSchema:
 
     def model_dump(self, **_: JsonValue) -> JsonObject:
         return {"type": self.type, "function": self.function.model_dump()}
+
+
+def _require(value: Any, kind: Any, rule: str) -> None:
+    if not isinstance(value, kind):
+        raise ToolError(f"{rule}, got {shown(value)}")
 
 
 def function_schema(

@@ -21,7 +21,7 @@ from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolE
 from hone.agents.tools.function_tool import FunctionTool, load_function_tools_from_path
 from hone.agents.tools.mcp import mcp_tools
 from hone.plugins import load_object
-from hone.text import BadText, read_yaml, shown
+from hone.text import BadText, described, read_yaml, shown
 from hone.types import JsonValue, Row, Settings
 
 BUILT_IN = {
@@ -89,7 +89,7 @@ def _with_class(entry: JsonValue, path: str, section: str) -> Row:
         return {**entry, "class_name": _ENVIRONMENTS[library], "config": config}
     if section != "tools" or not isinstance(entry, dict) or not name:
         raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
-    if name not in BUILT_IN:
+    if not isinstance(name, str) or name not in BUILT_IN:
         raise ToolError(
             f"{path}: the tool {name!r} has no `class_name`, and only {', '.join(BUILT_IN)} are built "
             "in; write the class, or a function with @function_tool (multi_turn.function_tool_path)"
@@ -123,7 +123,12 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
         if kind == "mcp":
             made = mcp_tools(cls, config, entry.get("mcp"), path)
         else:
-            made = [cls(config=config, tool_schema=_schema(entry, path))]
+            try:
+                made = [cls(config=config, tool_schema=_schema(entry, path))]
+            except ToolError:
+                raise
+            except (TypeError, ValueError) as error:  # of the class, or of its settings
+                raise ToolError(f"{path}, {entry['class_name']}: {described(error)}") from error
         for tool in made:
             if not hasattr(tool, "execute") or not getattr(tool, "name", None):
                 raise ToolError(

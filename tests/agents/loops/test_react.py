@@ -114,6 +114,11 @@ def test_a_row_chooses_its_tools_format_and_limits(
         ({"max_tool_calls": -1}, "max_tool_calls=-1; give a count"),
         ({"timeout": 0}, "timeout=0; give seconds"),
         ({"tools": []}, "tool_config has no 'tools'"),
+        ({"available_tools": "calculator"}, "available_tools='calculator'; give a list of names"),
+        ({"available_tools": [["calculator"]]}, "give a list of names"),
+        ({"available_tools": 5}, "available_tools=5; give a list of names"),
+        ({"max_tool_calls": True}, "max_tool_calls=True; give a count"),
+        ({"timeout": True}, "timeout=True; give seconds"),
     ],
 )
 def test_a_row_cannot_have_what_the_run_has_not(

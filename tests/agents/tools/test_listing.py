@@ -129,11 +129,42 @@ def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
             "tools:\n - class_name: hone.agents.tools.gsm8k.Gsm8kTool\n   tool_schema: {name: x}",
             "a tool schema is",
         ),
+        (
+            "tools:\n - class_name: hone.agents.tools.gsm8k.Gsm8kTool\n   tool_schema: x",
+            "a tool schema is",
+        ),
+        ("tools:\n - name: [x]", "has no `class_name`"),
+        (
+            "tools:\n - {name: calculator, parameters: {expression: text}}",
+            "is an object with a type",
+        ),
+        ("tools:\n - class_name: os.system", "os.system: TypeError"),
     ],
 )
 def test_a_wrong_list_says_what_is_wrong(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(ToolError, match=why):
         load_all_tools(written(tmp_path / "tools.yaml", text), None)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("{name: x, description: [a]}", "description of x is text"),
+        ("{name: x, parameters: [1]}", "`parameters` is an object, got"),
+        ("{name: x, parameters: {type: array}}", "has type object, got 'array'"),
+        ("{name: x, parameters: {properties: [a]}}", "`properties` is an object"),
+        (
+            "{name: x, parameters: {properties: {a: 5}}}",
+            "a parameter of a tool schema is an object",
+        ),
+        ("{name: x, parameters: {properties: {5: {type: string}}}}", "name of a parameter is text"),
+        ("{name: x, parameters: {required: a}}", "`required` is a list of names, got 'a'"),
+    ],
+)
+def test_a_wrong_schema_says_what_is_wrong(tmp_path: Path, function: str, why: str) -> None:
+    text = "tools:\n - class_name: hone.agents.tools.gsm8k.Gsm8kTool\n   tool_schema: {function: "
+    with pytest.raises(ToolError, match=why):
+        load_all_tools(written(tmp_path / "tools.yaml", text + function + "}"), None)
 
 
 def test_a_missing_file_and_a_file_without_tools_are_said(tmp_path: Path) -> None:
