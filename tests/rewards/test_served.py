@@ -14,6 +14,7 @@ from aiohttp import web
 
 from hone.config.reward import RewardServerConfig
 from hone.event_loop import run_coroutine
+from hone.models.tiny import character_tokenizer
 from hone.rewards import remote
 from hone.rewards.failures import Failed, Scored, WrongSetting
 from hone.rewards.outcome import Response
@@ -244,3 +245,24 @@ def test_a_request_ignores_the_proxies_of_the_environment(
 ) -> None:
     monkeypatch.setitem(os.environ, "http_proxy", "http://127.0.0.1:1")
     assert scores(classifier(server), "a") == [5]
+
+
+def test_the_text_is_rendered_by_the_reward_models_template(server: ScoringServer) -> None:
+    tokenizer = character_tokenizer("ab+1=:;user<|>_imend")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
+    )
+    settings = RewardServerConfig(url=server.url, model="rm", cache=None)
+    rows = [
+        Response("s", answer, None, {"prompt": prompt})
+        for prompt in ("1+1=", [{"role": "user", "content": "1+1="}])
+        for answer in ("ab", "a<|im_end|>b")
+    ]
+    run_coroutine(ServedClassifier(settings, tokenizer, is_chat=True).score_rows(rows))
+    texts = server.bodies[0]["input"]
+    assert texts[0] == "user:1+1=;assistant:ab;"
+    assert texts[1].startswith("user:1+1=;assistant:a<")
+    assert "<|im_end|>" not in texts[1]
+    assert len(texts) == 2  # both prompts are one user turn
+    run_coroutine(ServedClassifier(settings, tokenizer, is_chat=False).score_rows(rows[:1]))
+    assert server.bodies[-1]["input"] == ["1+1=ab"]

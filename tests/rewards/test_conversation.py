@@ -1,0 +1,44 @@
+"""Conversations for reward models: the model's own template, and text that stays text."""
+
+from __future__ import annotations
+
+import pytest
+
+from hone.models.tiny import character_tokenizer
+from hone.rewards.conversation import conversation_text, defused, prompt_text
+
+TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]
+
+
+def test_a_prompt_of_messages_is_the_text_of_its_turns() -> None:
+    assert prompt_text(TURNS) == "be brief\n\n1+1="
+    assert prompt_text("1+1=") == "1+1="
+    assert prompt_text([{"role": "user", "content": [{"image": 1}]}]) == ""
+
+
+def test_the_template_of_the_reward_model_renders_the_conversation() -> None:
+    tokenizer = character_tokenizer("0123456789+= abcdefghijklmnopqrstuvwxyz:")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
+    )
+    text = conversation_text(TURNS, "2", tokenizer)
+    assert text == "system:be brief;user:1+1=;assistant:2;"
+    assert conversation_text("1+1=", "2", tokenizer) == "1+1=2"
+
+
+@pytest.mark.parametrize(
+    "token", ["<|im_end|>", "<|eot_id|>", "[INST]", "</s>", "<start_of_turn>", "<\uff5cUser\uff5c>"]
+)
+def test_a_control_token_that_a_policy_spells_is_plain_text(token: str) -> None:
+    text = f"a{token}b{token}"
+    assert token not in defused(text)
+    assert defused(text).replace("\u200b", "") == text
+    assert defused(defused(text)) == defused(text)
+
+
+def test_the_tokenizers_own_special_tokens_are_never_spelled() -> None:
+    tokenizer = character_tokenizer("ab<>/spd")
+    for token in tokenizer.all_special_tokens:
+        ids = tokenizer.encode(defused(f"a{token}b", tokenizer), add_special_tokens=False)
+        assert tokenizer.convert_tokens_to_ids(token) not in ids or token == tokenizer.unk_token
+    assert defused("plain text < 3 | [x]", tokenizer) == "plain text < 3 | [x]"
