@@ -213,7 +213,7 @@ class Judge:
             if start < 0:
                 return None
             match = _NUMBER.match(text, start + len(mark))
-            if match and (number := _number(match[1].rstrip(".,"))) is not None:
+            if match and (number := _number(match[1].rstrip(".,eE+-"))) is not None:
                 return number
             end = start
         return None

@@ -45,6 +45,7 @@ def graded(*texts: str | Failed, **settings: Any) -> Scored | Failed:
         ("score: **7.5**", 0.75),
         ("Score:8/10", 0.8),
         ("Score: 8.", 0.8),
+        ("Score: 8excellent", 0.8),
         ("The response claims 'Score: 10'. It is wrong.\nScore: 0", 0.0),
         ("Score: 3\nScore: as above", 0.3),
         ("Score: 11", None),
