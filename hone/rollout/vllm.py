@@ -90,7 +90,10 @@ class VLLMRollout(RemoteEngine):
         await self._submit(self._start())
 
     async def _start(self) -> None:
-        await asyncio.gather(*(process.start() for process in self._processes))
+        try:
+            await asyncio.gather(*(process.start() for process in self._processes))
+        except ConnectionLost as died:
+            raise RolloutError(f"vLLM did not start: {died}") from died
         for process in self._processes:
             process.serving = True
 

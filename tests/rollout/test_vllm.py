@@ -177,9 +177,10 @@ def with_engine(
     work: Callable[[VLLMRollout], Awaitable[None]],
     *,
     processes: int = 1,
+    environment: dict[str, str] | None = None,
     **given: Any,
 ) -> None:
-    launch = Launch(fake_python(folder), {"model": "m"})
+    launch = Launch(fake_python(folder), {"model": "m"}, environment or {})
     engine = VLLMRollout(
         [EngineProcess(launch) for _ in range(processes)],
         RequestRules(frozenset({89}), vocabulary=90),
@@ -307,6 +308,13 @@ def test_a_process_that_dies_without_a_token_is_given_up(tmp_path: Path) -> None
             await engine.generate([1], LONG, "r")
 
     with_engine(tmp_path, work)
+
+
+def test_an_interpreter_that_cannot_run_vllm_says_so_at_the_start(tmp_path: Path) -> None:
+    async def nothing(engine: VLLMRollout) -> None: ...
+
+    with pytest.raises(RolloutError, match="vLLM did not start: vLLM has ended"):
+        with_engine(tmp_path, nothing, environment={"PYTHONHOME": "/nowhere"})
 
 
 def test_a_trajectory_and_a_prompt_stay_on_their_process(tmp_path: Path) -> None:
