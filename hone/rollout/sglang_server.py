@@ -26,8 +26,6 @@ class SGLangServer(HttpServer):
 
     eos_ids: tuple[int, ...] = ()
     tensor_parallel: int = 1
-    adapter: str | None = None
-    """The LoRA adapter of every request."""
 
     kind = "SGLang"
     log_prob_hint = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -82,8 +80,6 @@ class SGLangServer(HttpServer):
         }
         if self.seeded:
             body["sampling_params"]["sampling_seed"] = sampling.seed
-        if self.adapter is not None:
-            body["lora_path"] = self.adapter
         ended = False
         tokens: list[int] = []  # of this stream
         try:
