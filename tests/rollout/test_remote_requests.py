@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,3 +137,29 @@ def test_a_refused_commit_needs_a_new_update() -> None:
         await engine.close()
 
     asyncio.run(update())
+
+
+def test_an_abort_comes_before_tokens_that_wait_in_a_buffer() -> None:
+    class Buffered(Counting):
+        async def _remote_stream(
+            self, request: Request, sampling: Sampling
+        ) -> AsyncGenerator[Chunk, None]:
+            while True:  # never waits, as with a stream whose tokens have all arrived
+                yield Chunk([5], [-0.5])
+                time.sleep(1e-4)
+
+    async def asked() -> TokenOutput:
+        engine, some = Buffered(), asyncio.Event()
+        many = replace(FIVE, max_tokens=20000)
+        job = asyncio.create_task(
+            engine.generate([1], many, "many", on_tokens=lambda delta: some.set())
+        )
+        await some.wait()
+        await engine.abort()
+        out = await job
+        await engine.close()
+        return out
+
+    out = asyncio.run(asked())
+    assert out.stop_reason is StopReason.ABORT
+    assert 0 < len(out) < 20000

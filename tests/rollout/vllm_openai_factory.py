@@ -84,7 +84,7 @@ class VLLMServerFactory(Factory):
     )
     probes = frozenset({"model"})
     draws = 300
-    long_tokens = 400
+    long_tokens = 600
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         lm: Any = policy.lm
