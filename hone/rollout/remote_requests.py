@@ -233,9 +233,8 @@ class RemoteEngine:
                         f"{len(request.token_ids)} tokens, but the last is no end token, no stop and not "
                         f"number {request.sampling.max_tokens}"
                     )
-                await asyncio.sleep(
-                    0
-                )  # an abort or a pause comes before tokens that wait in a buffer
+                # An abort or a pause comes before tokens that wait in a buffer.
+                await asyncio.sleep(0)
         raise ConnectionLost("the stream ended without a finish reason")
 
     def _rest_of(self, request: Request) -> Sampling:
