@@ -172,7 +172,8 @@ def draw(cells: list[dict[str, Any]], out: Path) -> None:
             panel.set_title(title if judge == JUDGES[0] else "", fontsize=9, loc="left")
             panel.grid(alpha=0.25, linewidth=0.6)
             panel.spines[["top", "right"]].set_visible(False)
-        row[0].legend(frameon=False, fontsize=7)
+        if row[0].lines:
+            row[0].legend(frameon=False, fontsize=7)
     for panel in panels[-1]:
         panel.set_xlabel("step")
     figure.savefig(out, dpi=110)

@@ -27,28 +27,22 @@ OUT=$1 CELLS=${CELLS:-$all}
 shift
 mkdir -p "$OUT/logs"
 started=$SECONDS
-log() { echo "$1 at $((SECONDS - started)) s"; }
+log() { echo "$1 at $((SECONDS - started)) s" >&2; }
 
 [ -d "$OUT/world/base" ] || "$PYTHON" "$HERE/world.py" "$OUT/world" "${small[@]}" ${WORLD:-}
-if [ ! -d "$OUT/sft" ]; then
-    "$PYTHON" -m hone.trainer.main_sft --config-path "$HERE" --config-name sft model.path="$OUT/world/base" \
-        data.train_files="$OUT/world/sft.jsonl" trainer.default_local_dir="$OUT/sft_run" "${sft[@]}" \
-        ${SFT:-} >"$OUT/logs/sft.log" 2>&1
-    cp -r "$OUT"/sft_run/global_step_*/huggingface "$OUT/sft"
-fi
+"$PYTHON" -m hone.trainer.main_sft --config-path "$HERE" --config-name sft model.path="$OUT/world/base" \
+    data.train_files="$OUT/world/sft.jsonl" trainer.default_local_dir="$OUT/sft" "${sft[@]}" ${SFT:-} \
+    >"$OUT/logs/sft.log" 2>&1
 log "SFT"
-if [ ! -d "$OUT/prm" ]; then
-    "$PYTHON" -m hone.trainer.main_generation model.path="$OUT/sft" data.path="$OUT/world/train.jsonl" \
-        data.prompt_format=raw data.output_path="$OUT/samples.parquet" data.n_samples=4 data.batch_size=256 \
-        data.max_samples="${SAMPLES:-$samples}" rollout.temperature=1.0 rollout.top_p=1.0 rollout.top_k=-1 \
-        rollout.response_length=160 >"$OUT/logs/samples.log" 2>&1
-    "$PYTHON" "$HERE/world.py" --label "$OUT/samples.parquet" "$OUT/steps.jsonl" ${LABEL:-}
-    log "samples"
-    "$PYTHON" -m hone.trainer.main_prm --config-path "$HERE" --config-name prm model.path="$OUT/sft" \
-        data.train_files="$OUT/steps.jsonl" trainer.default_local_dir="$OUT/prm_run" "${prm[@]}" \
-        ${PRM:-} >"$OUT/logs/prm.log" 2>&1
-    cp -r "$OUT"/prm_run/global_step_*/huggingface "$OUT/prm"
-fi
+"$PYTHON" -m hone.trainer.main_generation model.path="$OUT/sft" data.path="$OUT/world/train.jsonl" \
+    data.prompt_format=raw data.output_path="$OUT/samples.parquet" data.n_samples=4 data.batch_size=256 \
+    data.max_samples="${SAMPLES:-$samples}" rollout.temperature=1.0 rollout.top_p=1.0 rollout.top_k=-1 \
+    rollout.response_length=160 >"$OUT/logs/samples.log" 2>&1
+"$PYTHON" "$HERE/world.py" --label "$OUT/samples.parquet" "$OUT/steps.jsonl" ${LABEL:-}
+log "samples"
+"$PYTHON" -m hone.trainer.main_prm --config-path "$HERE" --config-name prm model.path="$OUT/sft" \
+    data.train_files="$OUT/steps.jsonl" trainer.default_local_dir="$OUT/prm" "${prm[@]}" ${PRM:-} \
+    >"$OUT/logs/prm.log" 2>&1
 log "process reward model"
 
 names=() jobs=() failed=0
