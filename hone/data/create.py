@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
-from hone.config.data import DataConfig
+from hone.config.data import DataConfig, RowsConfig
 from hone.config.sft import SFTDataConfig
 from hone.data.dataset import RLHFDataset
 from hone.data.dynamic import DynamicGenDataset, load_object
+from hone.data.encoded import EncodedDataset
 from hone.data.loader import Dataset, PromptLoader
 from hone.data.reading import rows_of
 from hone.data.rows import BadRows, DataError, Files, expand_files, read_file
@@ -72,6 +74,18 @@ def run_dataset(
         return create_rl_dataset(files, config, tokenizer, processor, False, count)
     except DataError as error:
         raise DataError(f"{error}; data.val_files=[] trains without validation") from error
+
+
+D = TypeVar("D", bound=EncodedDataset)
+
+
+def class_of(data_config: RowsConfig, default: type[D]) -> type[D]:
+    """Returns the user's dataset class (data.custom_cls), or the default."""
+    custom = data_config.custom_cls
+    if not custom.path:
+        return default
+    cls: type[D] = load_object(custom.path, custom.name, "data.custom_cls")
+    return cls
 
 
 def create_sft_dataset(

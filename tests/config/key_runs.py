@@ -14,6 +14,8 @@ from hone.config import load_config
 
 SOURCES = """
 from hone.data import AbstractDataGenerator, AbstractSampler, RLHFDataset, SFTDataset
+from hone.data.pairs import PairDataset
+from hone.data.steps import StepDataset
 from hone.rewards.managers.naive import NaiveRewardManager
 
 
@@ -22,6 +24,14 @@ class Own(RLHFDataset):
 
 
 class OwnAnswers(SFTDataset):
+    pass
+
+
+class OwnSteps(StepDataset):
+    pass
+
+
+class OwnPairs(PairDataset):
     pass
 
 
@@ -124,6 +134,12 @@ def prepare(folder: Path) -> Ground:
         {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
     ]
     _write(ground.at("talks.jsonl"), talks * 4)
+    steps = [
+        {"prompt": f"{i}", "completions": ["1", "2"], "labels": [True, False]} for i in range(8)
+    ]
+    _write(ground.at("steps.jsonl"), steps)
+    pairs = [{"prompt": f"{i}", "chosen": f"{i}1", "rejected": f"{i}2"} for i in range(8)]
+    _write(ground.at("pairs.jsonl"), pairs)
     _write(ground.at("responses.jsonl"), [_row(i) | {"responses": ["1", "2"]} for i in range(4)])
     return ground
 
@@ -243,6 +259,23 @@ def process_rewards(ground: Ground) -> None:
     )
 
 
+def implicit_rewards(ground: Ground) -> None:
+    """PRIME, with both schedules of its reward model."""
+    for name in ("cosine", "wsd"):
+        ground.train(
+            f"prime_{name}",
+            "algorithm.adv_estimator=rloo",
+            "reward_model.enable=true",
+            "reward_model.type=prime",
+            f"reward_model.model.path={ground.at('model')}",
+            f"reward_model.model.optim.lr_scheduler_type={name}",
+            "data.filter_accuracy=true",
+            "data.oversample_factor=2",
+            "data.accuracy_lower_bound=0",
+            "data.accuracy_upper_bound=1",
+        )
+
+
 def tools(ground: Ground) -> None:
     """The tool loop."""
     limits = "actor_rollout_ref.rollout.multi_turn"
@@ -284,10 +317,10 @@ def every_algorithm(ground: Ground) -> None:
 
 
 def supervised(ground: Ground) -> None:
-    """`hone sft`, single and multi-turn, with validation and a checkpoint, resumed."""
-    from hone.trainer.main_sft import main
+    """`hone sft`, `train-prm` and `train-rm` with validation and a checkpoint, resumed; multi-turn SFT."""
+    from hone.trainer import main_prm, main_rm, main_sft
 
-    def train(rows: str, *overrides: str) -> None:
+    def train(main: Callable[[list[str]], None], rows: str, *overrides: str) -> None:
         settings = [
             f"data.train_files={ground.at(rows)}",
             f"data.val_files={ground.at(rows)}",
@@ -298,26 +331,37 @@ def supervised(ground: Ground) -> None:
             "trainer.save_freq=1",
             "trainer.logger=[jsonl]",
             "trainer.device=cpu",
-            f"trainer.default_local_dir={ground.at('sft_' + rows)}",
+            f"trainer.default_local_dir={ground.at('run_' + rows)}",
             *overrides,
         ]
         main(settings)
 
-    train("answers.jsonl", "optim.lr_scheduler_type=cosine")
-    train("answers.jsonl", "trainer.total_training_steps=2", "optim.lr_scheduler_type=wsd")
-    train(
-        "answers.jsonl",
-        "trainer.total_training_steps=3",
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={ground.at('sft_answers.jsonl')}/global_step_2",
-        f"data.custom_cls.path={ground.at('own.py')}",
-        "data.custom_cls.name=OwnAnswers",
-        "engine.full_determinism=true",
-        "data.use_dynamic_bsz=false",
-        "data.micro_batch_size_per_gpu=2",
-    )
     epochs = ("trainer.total_training_steps=null", "trainer.total_epochs=1")
-    train("talks.jsonl", "model.lora_rank=2", "data.multiturn.enable=true", *epochs)
+    programs = {
+        "answers.jsonl": (main_sft.main, "OwnAnswers"),
+        "steps.jsonl": (main_prm.main, "OwnSteps"),
+        "pairs.jsonl": (main_rm.main, "OwnPairs"),
+    }
+    for rows, (main, own_class) in programs.items():
+        train(main, rows, "optim.lr_scheduler_type=cosine")
+        train(main, rows, "trainer.total_training_steps=2", "optim.lr_scheduler_type=wsd")
+        train(
+            main,
+            rows,
+            "trainer.total_training_steps=3",
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={ground.at('run_' + rows)}/global_step_2",
+            f"data.custom_cls.path={ground.at('own.py')}",
+            f"data.custom_cls.name={own_class}",
+            "engine.full_determinism=true",
+            "data.use_dynamic_bsz=false",
+            "data.micro_batch_size_per_gpu=2",
+        )
+        lora = ("model.lora_rank=2", f"trainer.default_local_dir={ground.at('lora_' + rows)}")
+        if main is not main_sft.main:
+            train(main, rows, *lora, *epochs)
+    talks = ("model.lora_rank=2", "data.multiturn.enable=true", *epochs)
+    train(main_sft.main, "talks.jsonl", *talks)
 
 
 def generation(ground: Ground) -> None:
@@ -355,6 +399,7 @@ RUNS: tuple[Callable[[Ground], None], ...] = (
     actor_and_critic,
     filters_and_correction,
     process_rewards,
+    implicit_rewards,
     tools,
     every_algorithm,
     supervised,

@@ -60,6 +60,27 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     # a served reward model
     "reward_model.server.*": ("rewards/loading.py", "model.server"),
     "reward_model.judge.*": ("rewards/loading.py", "model.judge"),
+    # engines in other processes
+    "**.rollout.vllm.python": ("rollout/vllm_build.py", "config.vllm.python"),
+    "**.rollout.vllm.start_timeout_s": ("rollout/vllm_build.py", "config.vllm.start_timeout_s"),
+    "**.rollout.vllm.stall_timeout_s": ("rollout/vllm_build.py", "config.vllm.stall_timeout_s"),
+    "**.engine_kwargs.vllm": ("rollout/vllm_build.py", "config.engine_kwargs.vllm"),
+    "**.rollout.data_parallel_size": ("rollout/vllm_build.py", "config.data_parallel_size"),
+    "**.tensor_model_parallel_size": (
+        "rollout/vllm_build.py",
+        "config.tensor_model_parallel_size",
+    ),
+    "**.pipeline_model_parallel_size": (
+        "rollout/vllm_build.py",
+        "config.pipeline_model_parallel_size",
+    ),
+    "**.rollout.server.*": ("rollout/server_build.py", "spec.config.server"),
+    "**.rollout.sglang.python": ("rollout/sglang_process.py", "config.sglang.python"),
+    "**.engine_kwargs.sglang": ("rollout/sglang_process.py", "config.engine_kwargs.sglang"),
+    # labels of PRM800K
+    "data.neutral_label": ("data/steps.py", "config.neutral_label"),
+    # a run of many steps
+    "trainer.alarms.deviations": ("trainer/ppo/alarms.py", "self.config.deviations"),
     # a code-running service
     "**.sandbox_fusion.max_concurrent": ("rewards/loading.py", "sandbox.max_concurrent"),
 }
