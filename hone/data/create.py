@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from hone.config.data import DataConfig, RowsConfig
 from hone.config.sft import SFTDataConfig
@@ -76,16 +75,12 @@ def run_dataset(
         raise DataError(f"{error}; data.val_files=[] trains without validation") from error
 
 
-D = TypeVar("D", bound=EncodedDataset)
-
-
-def class_of(data_config: RowsConfig, default: type[D]) -> type[D]:
+def class_of(
+    data_config: RowsConfig, default: Callable[..., EncodedDataset]
+) -> Callable[..., EncodedDataset]:
     """Returns the user's dataset class (data.custom_cls), or the default."""
     custom = data_config.custom_cls
-    if not custom.path:
-        return default
-    cls: type[D] = load_object(custom.path, custom.name, "data.custom_cls")
-    return cls
+    return load_object(custom.path, custom.name, "data.custom_cls") if custom.path else default
 
 
 def create_sft_dataset(
