@@ -12,12 +12,22 @@ from hone.controller import Dispatch, Execute, Worker
 from hone.controller.decorator import MethodSpec, registered_methods
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.critic import CriticWorker
+from hone.workers.implicit_reward_model import ImplicitRewardModelWorker
 from hone.workers.reward_model import RewardModelWorker
 from hone.workers.rollout_worker import RolloutWorker
+from hone.workers.train import TrainWorker
 
 WORKERS: dict[str, type[Worker]] = {
     cls.__name__: cls
-    for cls in (ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker, RolloutWorker)
+    for cls in (
+        ActorWorker,
+        CriticWorker,
+        ImplicitRewardModelWorker,
+        ReferenceWorker,
+        RewardModelWorker,
+        RolloutWorker,
+        TrainWorker,
+    )
 }
 CALL = re.compile(r"\.(call|call_all|call_each|begin)\(\s*(\w+Worker)\.(\w+)")
 
