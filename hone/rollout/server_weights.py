@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import io
 import json
 import pickle
@@ -11,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import IO
 
 import torch
 from safetensors import safe_open
@@ -21,6 +24,7 @@ from hone.rollout.contract import RolloutError
 
 Weights = Iterable[tuple[str, Tensor]]
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "hone-server-weights-"
 
 
 class WeightFolder:
@@ -30,8 +34,11 @@ class WeightFolder:
         """`parent` is a folder that trainer and servers share; None is one in shared memory."""
         self._made_here = parent is None
         if parent is None:
-            memory = str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
-            self.root = Path(tempfile.mkdtemp(prefix="hone-server-weights-", dir=memory))
+            memory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+            _delete_abandoned(memory)
+            hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=memory))
+            self._lock = _locked(hidden)
+            self.root = hidden.rename(memory / hidden.name[1:])
         else:
             self.root = Path(parent).expanduser().absolute()
             self.root.mkdir(parents=True, exist_ok=True)
@@ -90,6 +97,7 @@ class WeightFolder:
     def close(self) -> None:
         if self._made_here:
             shutil.rmtree(self.root, ignore_errors=True)
+            self._lock.close()
         else:
             for folder in (self.current, self._next):
                 if folder is not None:
@@ -132,3 +140,21 @@ def meta_parameters(model_path: str) -> dict[str, Tensor]:
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(load_config(model_path))
     return dict(lm.named_parameters(remove_duplicate=False))
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """Locks a folder until the file is closed or this process ends; raises OSError if it is locked."""
+    file = (folder / "lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _delete_abandoned(memory: Path) -> None:
+    """Deletes folders of processes that were killed: their locks are free."""
+    for folder in memory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(folder):
+            shutil.rmtree(folder, ignore_errors=True)
