@@ -6,6 +6,8 @@ import asyncio
 import os
 import tempfile
 import threading
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 
 from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
-from hone.rollout.contract import RolloutEngine, Traits
+from hone.rollout.contract import RolloutEngine, Sampling, Traits
+from hone.rollout.remote_requests import Chunk
 from hone.rollout.requests import Request, RequestRules
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_process import EngineProcess, Launch
@@ -89,8 +92,10 @@ def process() -> EngineProcess:
 class SharedVLLM(VLLMRollout):
     """An engine of its own over the process of all tests, with the policy's weights."""
 
-    def __init__(self, model: PolicyModel) -> None:
+    def __init__(self, model: PolicyModel, max_num_seqs: int) -> None:
+        """The process has one limit for all tests; `max_num_seqs` is held here."""
         lm: Any = model.lm
+        self._slots = asyncio.Semaphore(max_num_seqs)
         super().__init__(
             [process()],
             RequestRules.of(lm.config, (EOS,), TOKENIZER),
@@ -100,6 +105,13 @@ class SharedVLLM(VLLMRollout):
         )
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = loop()
+
+    async def _remote_stream(
+        self, request: Request, sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        async with self._slots, aclosing(super()._remote_stream(request, sampling)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def prepare(self, model: PolicyModel) -> None:
         await VLLMRollout.begin_update(self)
@@ -127,7 +139,7 @@ class VLLMFactory(Factory):
     engine_class: type[SharedVLLM] = SharedVLLM
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
-        engine = self.engine_class(policy)
+        engine = self.engine_class(policy, max_num_seqs)
         run_coroutine(engine.prepare(policy))
         return engine
 
