@@ -199,6 +199,7 @@ def test_a_program_that_is_not_there_says_so_in_a_sentence(path: str) -> None:
     assert told.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_recipes_program_has_the_recipes_config_and_takes_the_users() -> None:
     code, shown = run("recipe.dapo.main_dapo", "data.seed=7", "--cfg", "job", "-p", "data")
     assert (code, "seed: 7" in shown) == (0, True)
@@ -210,6 +211,7 @@ def test_a_recipes_program_has_the_recipes_config_and_takes_the_users() -> None:
     assert (code, "type: prime" in shown, "reward_manager: prime" in shown) == (0, True, True)
 
 
+@pytest.mark.slow
 def test_the_search_program_with_format_scores_scores_the_format() -> None:
     code, shown = run("hone.trainer.main_ppo_format", "--cfg", "job", "-p", "reward_model.scores")
     assert code == 0

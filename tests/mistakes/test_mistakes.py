@@ -131,7 +131,12 @@ def test_a_mistake_is_told_in_a_few_words_before_models_load(
 
 
 @pytest.mark.parametrize(
-    "title", ["a misspelt verb", "a misspelt estimator", "a data file that is not there"]
+    "title",
+    [
+        "a misspelt verb",
+        pytest.param("a misspelt estimator", marks=pytest.mark.slow),
+        pytest.param("a data file that is not there", marks=pytest.mark.slow),
+    ],
 )
 def test_the_command_in_a_process_of_its_own_says_the_same(
     title: str, answers: Any, model: Path, tmp_path: Path
