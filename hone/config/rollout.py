@@ -149,7 +149,8 @@ class ServerConfig(SchemaBlock):
     max_attempts: Count = 3
     """Streams in a row that may break off without a new token before a request fails."""
     max_start_wait_time: Positive = 300.0
-    """Seconds until a server must be healthy, at the start and after it was lost."""
+    """Seconds until a server must be healthy, at the start and after it was lost, and until the first token
+    of a request, which may wait in the server's queue."""
 
 
 class SGLangConfig(SchemaBlock):

@@ -77,12 +77,15 @@ def copy_to_local(
     if not is_non_local(src):
         return str(src)
     cache = Path(cache_dir or os.path.join(tempfile.gettempdir(), f"hone-remote-{os.getuid()}"))
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if cache_dir is None and (cache.is_symlink() or cache.stat().st_uid != os.getuid()):
+        raise OSError(f"{cache} belongs to another user; set TMPDIR to a folder of your own")
     version = ",".join(f"{name} {facts}" for name, facts in sorted(_versions(src).items()))
     target = Path(get_local_temp_path(src, cache / md5_encode(version)))
     if always_recopy:
         shutil.rmtree(target.parent, ignore_errors=True)
     if not target.exists():
-        target.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        target.parent.parent.mkdir(exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=target.parent.parent))
         copy(src, part / target.name)
         try:
@@ -118,8 +121,8 @@ def _versions(url: StrPath) -> dict[str, str]:
 def glob_remote(pattern: str) -> list[str]:
     """Returns the remote paths that match a pattern, with their scheme."""
     system, path = file_system(pattern)
-    scheme = pattern.partition("://")[0]
-    return sorted(f"{scheme}://{match.lstrip('/')}" for match in system.glob(path))
+    start = pattern.removesuffix(path)  # scheme and host
+    return sorted(f"{start}{match}" for match in system.glob(path))
 
 
 def copy(src: StrPath, dst: StrPath) -> bool:
@@ -132,6 +135,8 @@ def copy(src: StrPath, dst: StrPath) -> bool:
     elif is_non_local(src):
         system, _ = file_system(src)
         for name, path in remote_files(src).items():
+            if ".." in name.split("/"):
+                raise OSError(f"{src} has a file whose name leads out of it: {name!r}")
             local = os.path.join(dst, *name.split("/")) if name else str(dst)
             Path(local).parent.mkdir(parents=True, exist_ok=True)
             system.get_file(path, local)

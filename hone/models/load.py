@@ -226,6 +226,10 @@ def load_classifier(
             f"{path} is a {architecture} with {config.num_labels} labels, and a {kind} with "
             f"{len(labels)} ({', '.join(labels)}) is needed; give one, or a language model"
         )
+    if "Classification" not in architecture:
+        log.warning(
+            "%s (%s) has no classification head; it gets an untrained one", path, architecture
+        )
     config.id2label, config.label2id = dict(enumerate(labels)), {x: i for i, x in enumerate(labels)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -33,10 +33,19 @@ def prompt_text(prompt: Prompt) -> str:
     return "\n\n".join(content for content in contents if isinstance(content, str))
 
 
+def has_template(tokenizer: Tokenizer | None) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
 def conversation_text(prompt: Prompt, answer: str, tokenizer: Tokenizer) -> str:
-    """Renders the conversation with the chat template; a plain prompt stays plain text."""
+    """Renders the conversation with the chat template; a plain prompt stays plain text.
+
+    Without a template the contents are joined by blank lines.
+    """
     if isinstance(prompt, str):
         return prompt + answer
+    if not has_template(tokenizer):
+        return f"{prompt_text(prompt)}\n\n{answer}"
     turns = [*prompt, {"role": "assistant", "content": answer}]
     return str(apply_template(turns, tokenizer, tokenize=False))
 

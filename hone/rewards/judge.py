@@ -107,6 +107,9 @@ class Judge:
     The settings are the keys of `reward_model.judge` and `reward_model.server`.
     """
 
+    keeps_time = True
+    """Each request has its own deadline, so that waiting for a slot is not late."""
+
     def __init__(self, completions: Completions | None = None, **settings: Any) -> None:
         own = {field.name for field in fields(JudgeConfig)}
         others = {field.name for field in fields(RewardServerConfig)} - NOT_OF_JUDGES

@@ -77,7 +77,7 @@ def load_reward_manager(
     if is_rule:
         settings = {**_score_options(config, scorer), "policy": _policy(config), **settings}
         # PRIME trains its model on the rule's score, so a row without one is a failure there.
-        if model.enable and model.type in ("orm", "prm"):
+        if model.enable and model.type != "prime":
             settings["masks_missing"] = True
         if model.repeatness_punishment:
             settings["repeat_threshold"] = model.high_repeat_threshold

@@ -81,6 +81,8 @@ def read_result(result: Any) -> Scored | Failed:
         score = float(value)
     except (TypeError, ValueError):
         return Failed("bad_return", f"{value!r:.80} of type {type(value).__name__}, not a number")
+    except OverflowError:
+        return Failed("inf", "the score is larger than any float")
     if math.isnan(score):
         return Failed("nan", "the score is NaN")
     if math.isinf(score):

@@ -97,9 +97,10 @@ class ScoringServer:
     def __init__(self, settings: RewardServerConfig, path: str) -> None:
         urls = settings.url if isinstance(settings.url, tuple) else (settings.url,)
         self._urls = [_address(str(url), path) for url in urls]
+        self.address = shown_url(self._urls[0])
         self._settings = settings
         name = settings.api_key_env
-        self._key = os.environ.get(name, "") if name else ""
+        self._key = os.environ.get(name, "").strip() if name else ""
         if name and not self._key:
             raise WrongSetting(f"{_KEY}.api_key_env={name}: the environment has no such variable")
         rate = settings.requests_per_minute
@@ -123,10 +124,13 @@ class ScoringServer:
 
     async def ask(self, body: JsonObject, read: Callable[[Row], T]) -> T:
         """Returns what `read` finds in the answer; raises RemoteError when all attempts failed."""
-        pause_s, attempt = FIRST_PAUSE_S, 0
+        pause_s, attempt, turn = FIRST_PAUSE_S, 0, self._sent
+        self._sent += 1
         while True:
             try:
-                value = await self._attempt(body, read)
+                value = await self._attempt(
+                    body, read, self._urls[(turn + attempt) % len(self._urls)]
+                )
             except RemoteError as error:
                 # While the server is down, a request is not retried, so that pauses do not add up.
                 attempts = self._settings.retries + 1 if self._answers else 1
@@ -137,7 +141,7 @@ class ScoringServer:
                     await asyncio.sleep(min(wait_s, self._settings.timeout_s))
                     pause_s *= 2
                     continue
-                if self._answers and error.reason == "unreachable":
+                if self._answers and error.reason in ("unreachable", "timeout"):
                     logger.warning("%s; until it answers, requests are not retried", error)
                     self._answers = False
                 raise
@@ -146,15 +150,13 @@ class ScoringServer:
             self._answers = True
             return value
 
-    async def _attempt(self, body: JsonObject, read: Callable[[Row], T]) -> T:
+    async def _attempt(self, body: JsonObject, read: Callable[[Row], T], url: str) -> T:
         if self._bucket is not None:
             await self._bucket.acquire()
         loop, timeout_s = asyncio.get_running_loop(), self._settings.timeout_s
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._settings.max_concurrency)
         async with self._slots[1]:
-            url = self._urls[self._sent % len(self._urls)]
-            self._sent += 1
             self.counts["requests"] += 1
             call = functools.partial(self._send, url, json.dumps(body).encode())
             try:
@@ -164,7 +166,7 @@ class ScoringServer:
                 raise RemoteError("timeout", detail) from None
         try:
             return read(json.loads(text))
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except Exception as error:  # an answer may be anything
             detail = f"{shown_url(url)} answered {self._clean(text)!r}: {described(error)}"
             raise RemoteError("bad_answer", detail) from error
 
@@ -178,8 +180,11 @@ class ScoringServer:
             with _opener(url).open(request, timeout=self._settings.timeout_s) as answer:
                 text: bytes = answer.read(MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
-            with error:
-                said = self._clean(error.read(4096))
+            try:
+                with error:
+                    said = self._clean(error.read(4096))
+            except Exception:  # the body broke off; the status says enough
+                said = ""
             busy = error.code in _BUSY
             raise RemoteError(
                 "busy" if error.code == 429 else "http_error",
@@ -199,7 +204,9 @@ class ScoringServer:
 
     def _clean(self, text: bytes) -> str:
         shown = clean_text(text[:4096].decode("utf-8", "replace"))
-        return (shown.replace(self._key, "***") if self._key else shown)[:200]
+        for secret in (self._key, repr(self._key)[1:-1]) if self._key else ():
+            shown = shown.replace(secret, "***")
+        return shown[:200]
 
     def pop_metrics(self) -> dict[str, float]:
         """Returns requests, retries and cache hits since the last call."""

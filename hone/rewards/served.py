@@ -17,7 +17,7 @@ from typing import Any
 
 from hone.config.reward import RewardServerConfig
 from hone.data.prompts import as_messages
-from hone.rewards.conversation import conversation_text, defused, prompt_text
+from hone.rewards.conversation import conversation_text, defused, has_template, prompt_text
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Response, read_result
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
@@ -25,8 +25,8 @@ from hone.tokenizer import Tokenizer
 from hone.types import JsonObject, JsonValue, Row
 
 PATHS = {"classify": "/classify", "pooling": "/pooling", "score": "/score", "texts": ""}
-_RAW = {"use_activation": False, "activation": False, "add_special_tokens": False}
-"""Asks for the head's output itself, of text that already has its special tokens."""
+_RAW = {"use_activation": False, "activation": False}
+"""Asks for the head's output itself."""
 
 
 class ServedClassifier:
@@ -41,6 +41,8 @@ class ServedClassifier:
         self.kind, self.model = settings.kind, settings.model
         self.server = ScoringServer(settings, PATHS[settings.kind])
         self._size, self._tokenizer, self._is_chat = settings.batch_size, tokenizer, is_chat
+        # A chat template writes the special tokens itself.
+        self._is_rendered = is_chat and has_template(tokenizer)
 
     async def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """Returns one result per row, in order."""
@@ -69,7 +71,8 @@ class ServedClassifier:
         A text is a tuple of one rendered conversation, or of prompt and response (`kind` score).
         """
         cache = self.server.cache
-        keys = {text: cache_key(self.kind, self.model, list(text)) for text in texts}
+        name = self.model or self.server.address
+        keys = {text: cache_key(self.kind, name, list(text)) for text in texts}
         known: dict[tuple[str, ...], float | Failed] = {}
         for text, key in keys.items():
             if isinstance(answer := cache.get(key), int | float):
@@ -92,7 +95,12 @@ class ServedClassifier:
         if self.kind == "score":
             body |= {"text_1": first, "text_2": [text[1] for text in texts]}
         else:
-            body = {"texts": first} if self.kind == "texts" else body | {"input": first, **_RAW}
+            special = {"add_special_tokens": not self._is_rendered}
+            body = (
+                {"texts": first}
+                if self.kind == "texts"
+                else body | {"input": first, **_RAW, **special}
+            )
         try:
             return await self.server.ask(body, lambda answer: self._read(answer, len(texts)))
         except RemoteError as error:

@@ -214,8 +214,13 @@ class HttpServer:
     async def events(self, path: str, body: Settings) -> AsyncGenerator[Event, None]:
         """Yields the objects of a stream of `data:` lines, up to `[DONE]`."""
         aiohttp = _aiohttp()
+        # Until the first part a request may wait for its turn in the server's queue.
+        limit_s = self.limits.start_s
+        wait = aiohttp.ClientTimeout(
+            total=None, sock_connect=self.limits.call_s, sock_read=self.limits.start_s
+        )
         try:
-            async with self.session().post(self.url + path, json=body) as answer:
+            async with self.session().post(self.url + path, json=body, timeout=wait) as answer:
                 if answer.status != 200:
                     text = await answer.text()
                     if answer.status < 500:
@@ -225,7 +230,8 @@ class HttpServer:
                     raise ServerLost(self, f"answered {answer.status} to {path}: {shortened(text)}")
                 rest = b""
                 while True:
-                    part = await _within(self.limits.call_s, answer.content.readany())
+                    part = await _within(limit_s, answer.content.readany())
+                    limit_s = self.limits.call_s
                     if not part:
                         raise ServerLost(self, "ended a stream without [DONE]")
                     *lines, rest = (rest + part).split(b"\n")
@@ -236,7 +242,7 @@ class HttpServer:
                         if text.startswith("data:"):
                             yield self._event(text.removeprefix("data:"))
         except asyncio.TimeoutError:
-            raise ServerLost(self, f"sent nothing for {self.limits.call_s:g} s") from None
+            raise ServerLost(self, f"sent nothing for {limit_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(self, f"broke off a stream ({_named(error)})") from error
 

@@ -176,11 +176,17 @@ class ServerRollout(RemoteEngine):
 
     async def _repair(self, server: HttpServer) -> None:
         server.healthy = False
-        await server.wait_until_healthy()
-        if self._update.under_way:  # the commit repairs it
-            self._stale.add(server)
-        elif self._expected is not None and await server.weight_version() != self._expected:
-            await self._republish(server)
+        for attempt in range(self.retries):
+            await server.wait_until_healthy()
+            try:
+                if self._update.under_way:  # the commit repairs it
+                    self._stale.add(server)
+                elif self._expected is not None and await server.weight_version() != self._expected:
+                    await self._republish(server)
+                break
+            except ServerLost as error:
+                if attempt == self.retries - 1:
+                    raise RolloutError(f"{error} again while it was repaired") from error
         server.healthy = True
 
     async def _republish(self, server: HttpServer) -> None:

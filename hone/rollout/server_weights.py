@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -60,7 +60,7 @@ class WeightFolder:
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in bucket.items()}
         try:
             save_file(tensors, self._next / name, metadata={"format": "pt"})
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise RolloutError(
                 f"new weights do not fit into {self.root} ({error}); set rollout.server.weights_folder"
             ) from error

@@ -141,7 +141,7 @@ def launch_arguments(spec: RolloutSpec) -> tuple[list[str], dict[str, str]]:
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             command.append(flag)
-        elif value not in (False, None):
+        elif value is not False and value is not None:
             values = value if isinstance(value, list | tuple) else [value]
             command += [flag, *map(str, values)]
     environment = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}

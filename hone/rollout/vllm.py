@@ -95,7 +95,8 @@ class VLLMRollout(RemoteEngine):
         except ConnectionLost as died:
             raise RolloutError(f"vLLM did not start: {died}") from died
         for process in self._processes:
-            process.serving = True
+            process.serving = process.alive  # one may have died while another started
+            await self._revive(process)
 
     def _refuse(self, sampling: Sampling, request_id: str) -> None:
         if 0 < sampling.temperature < _COOLEST:
@@ -180,7 +181,8 @@ class VLLMRollout(RemoteEngine):
             await process.delivered()
 
     async def _remote_resume(self) -> None:
-        await self._call_all("resume")
+        async with self._reviving:  # a process that starts meanwhile would stay paused
+            await self._call_all("resume")
 
     async def _call_all(self, verb: str, **arguments: object) -> None:
         """Runs a command in every process; a dead one gets its state when it starts again."""
@@ -190,8 +192,9 @@ class VLLMRollout(RemoteEngine):
                 raise result
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
+        # A request that is cancelled meanwhile does not end the start that the others wait for.
         for process in self._processes:
-            await self._revive(process)
+            await asyncio.shield(asyncio.ensure_future(self._revive(process)))
 
     async def _revive(self, process: EngineProcess) -> None:
         """Starts a dead process with the current weights; within an update, `commit` loads them."""
@@ -211,7 +214,7 @@ class VLLMRollout(RemoteEngine):
                     process.stale, process.missed = True, self._update.under_way
                     if not self._update.under_way:
                         await self._restore(process)
-                    process.serving = True
+                    process.serving = process.alive
                 except ConnectionLost as died:
                     log.warning("%s", died)
 
@@ -247,9 +250,14 @@ class VLLMRollout(RemoteEngine):
             if self._slept:
                 await self._call_all("wake_up")
             for process in self._processes:
-                await self._revive(process)
-                if process.stale and not self._update.under_way:
-                    await self._restore(process)
+                while True:
+                    await self._revive(process)
+                    if not process.stale or self._update.under_way:
+                        break
+                    try:
+                        await self._restore(process)
+                    except ConnectionLost as died:
+                        log.warning("%s", died)
             self._slept = None
 
     async def _close(self) -> None:

@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 def judge(config: PRMConfig, options: argparse.Namespace) -> Row:
     """Return every requested result of one model."""
+    from hone.data.steps import typed_text
     from hone.trainer import prm_evaluation as by
 
     scorer = by.StepScorer(config)
@@ -73,7 +74,7 @@ def judge(config: PRMConfig, options: argparse.Namespace) -> Row:
     if options.processbench:
         results["processbench"] = by.process_bench(scorer, options.processbench)
     if options.best_of_n:
-        file, split = options.best_of_n, options.split
+        file, split = options.best_of_n, typed_text(options.split)
         results["best_of_n"] = by.best_of_n(scorer, file, options.aggregate, split)
     if config.data.val_files:
         results["labelled_steps"] = by.labelled_steps(scorer)

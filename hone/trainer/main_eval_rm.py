@@ -109,7 +109,10 @@ def cross_validate(config: RMConfig, folds: int) -> Row:
         for row, opening in zip(clean, openings, strict=True):
             parts["test" if fold_of[opening] == fold else "train"].append(row)
         folder = out / f"fold_{fold}"
-        changes: Row = {"trainer.default_local_dir": str(folder)}
+        changes: Row = {
+            "trainer.default_local_dir": str(folder),
+            "trainer.default_hdfs_dir": None,
+        }
         for part, key in (("train", "data.train_files"), ("test", "data.val_files")):
             changes[key] = (str(_write(folder / f"{part}.jsonl", parts[part])),)
         own = config

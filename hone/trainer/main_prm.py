@@ -60,6 +60,9 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
     }
     if trainer.total_epochs:
         changes["trainer.default_local_dir"] = str(folder)
+        if trainer.default_hdfs_dir:
+            store = trainer.default_hdfs_dir.rstrip("/")
+            changes["trainer.default_hdfs_dir"] = f"{store}/{HEAD_FOLDER}"
     first = config
     for key, value in changes.items():
         first = replace(first, key, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from hone.config import ConfigError
 from hone.config.reward_training import RMConfig
 from hone.trainer.command_line import composed_of, require_given, run_module, run_ranks
 from hone.trainer.main_sft import run_stages
@@ -26,6 +27,8 @@ def run(config: RMConfig, origins: Mapping[str, str] | None = None) -> None:
     """Train as configured, as one rank."""
     from hone.trainer.sft.tasks import PairTask
 
+    if "hf_model" not in config.checkpoint.save_contents:
+        raise ConfigError("checkpoint.save_contents needs hf_model: RL starts from the export")
     run_stages([(config, PairTask())], origins)
 
 

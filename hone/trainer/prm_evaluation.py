@@ -82,6 +82,7 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> Row:
         solutions = scorer.read([file], format="processbench")
         labels = [s.labels.index(0.0) if 0.0 in s.labels else -1 for s in solutions]
         name = Path(file).name.partition(".")[0]
+        name = file if name in subsets else name
         subsets[name] = scorer.score(solutions), np.array(labels)
     tuned_on = TUNED_ON if TUNED_ON in subsets else next(iter(subsets))
     threshold = metrics.best_threshold(*subsets[tuned_on])
@@ -153,7 +154,9 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, split: str) -> Row:
             raise DataError(f"{file}, row {number}: 'responses' and 'scores' must be equally long")
         for text in row["responses"]:
             steps = [step for step in text.split(split) if step.strip()] or ["(empty)"]
-            solutions.append(Solution(row.get("prompt"), steps, [None] * len(steps)))
+            solutions.append(
+                Solution(row.get(scorer.config.data.prompt_key), steps, [None] * len(steps))
+            )
     chances = iter(scorer.score(solutions))
     ranked = [[metrics.AGGREGATES[aggregate](next(chances)) for _ in row["scores"]] for row in rows]
     fewest = min(len(row["scores"]) for row in rows)

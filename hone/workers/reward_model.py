@@ -8,6 +8,7 @@ by its own pooling. Encoders read prompt and response as a pair of texts.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from hone.models.from_config import import_external
 from hone.models.load import load_tokenizer, refusals_in_words, resolve_model_path
 from hone.ops.masked import split_at_response
 from hone.protocol import DataProto
-from hone.rewards.conversation import conversation_text, defused, prompt_text
+from hone.rewards.conversation import conversation_text, defused, has_template, prompt_text
 from hone.rewards.managers.reading import on_last_policy_token
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
@@ -158,6 +159,11 @@ class RewardModelWorker(FrozenClassifier):
                 batch_scores = self._score([rows[i] for i in part])
                 for row, score in zip(part, batch_scores.tolist(), strict=True):
                     scores[row] = score
+        if not all(map(math.isfinite, scores)):
+            raise ValueError(
+                f"reward_model.model.path={self.config.reward_model.model.path} gave a score that is not "
+                "finite; check its weights, or use reward_model.model.fsdp_config.dtype=fp32"
+            )
         return DataProto.from_dict({"rm_scores": on_last_policy_token(data, scores)})
 
     def _truncated(self, ids: list[int]) -> list[int]:
@@ -196,7 +202,8 @@ class RewardModelWorker(FrozenClassifier):
             pair = prompt_text(prompt), answer
             return list(self.tokenizer(*pair, **length if self._limit else {})["input_ids"])
         text = conversation_text(prompt, answer, self.tokenizer)
-        return list(self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)))
+        is_rendered = not isinstance(prompt, str) and has_template(self.tokenizer)
+        return list(self.tokenizer.encode(text, add_special_tokens=not is_rendered))
 
     @torch.no_grad()
     def _score(self, rows: list[list[int]]) -> Tensor:  # [len(rows)]

@@ -187,8 +187,12 @@ def main() -> None:
             cell, _, seed = word.rpartition("-")
             if cell not in CELLS:
                 sys.exit(f"there is no cell {cell!r}; there are {', '.join(CELLS)}")
+            done = out / "runs" / word / "done"
+            if done.exists():
+                continue
             try:
                 run_cell(cell, seed, out, more)
+                done.touch()
             except Exception:
                 failed = True
                 traceback.print_exc()

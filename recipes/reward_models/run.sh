@@ -53,7 +53,7 @@ generated() {
 hh() {
     "$PYTHON" -m hone.trainer.main_eval_rm --folds 5 --baseline "$MODEL" --out "$OUT/rm_hh.json" \
         "${RM[@]}" "${COMMON[@]}" data.train_files="$DATA/hh_rlhf/harmless_base_test.jsonl.gz" \
-        data.on_bad_row=skip data.drop_duplicates=true checkpoint.save_contents='[hf_model]' \
+        data.on_bad_row=skip data.drop_duplicates=true checkpoint.save_contents='[model]' \
         trainer.default_local_dir="$OUT/rm_hh"
 }
 

@@ -125,3 +125,23 @@ def test_a_config_is_looked_for_here_and_beside_the_package(
     assert files.resolve_config_path("hone/cli.py").endswith("hone/cli.py")
     with pytest.raises(FileNotFoundError, match="give an absolute path"):
         files.resolve_config_path("b.yaml")
+
+
+def test_a_name_that_leads_out_of_the_store_is_not_written(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(f"{store}/a", "x", tmp_path)
+    monkeypatch.setattr(files, "remote_files", lambda url: {"../../out": f"{store}/a"})
+    with pytest.raises(OSError, match="leads out of it"):
+        files.copy(store, tmp_path / "deep" / "in")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cache_of_another_user_is_refused(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(f"{store}/a", "x", tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"hone-remote-{files.os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="belongs to another user"):
+        files.copy_to_local(f"{store}/a")

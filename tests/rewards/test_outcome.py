@@ -90,3 +90,9 @@ def test_mishaps_inside_a_scorer_travel_with_its_score() -> None:
 def test_a_policy_that_makes_no_sense_is_refused(on_failure: str, timeout_s: float) -> None:
     with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs\."):
         FailurePolicy(on_failure, 0.0, timeout_s)
+
+
+def test_a_number_beyond_every_float_is_a_failure() -> None:
+    result = read_result(10**400)
+    assert isinstance(result, Failed)
+    assert result.reason == "inf"

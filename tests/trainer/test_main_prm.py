@@ -12,6 +12,7 @@ import torch
 from hone import cli
 from hone.config import ConfigError, load_config, replace
 from hone.config.reward_training import PRMConfig
+from hone.data.files import remote_files
 from hone.models.load import ModelNotFound, UnsupportedModel, load_classifier, resolve_model_path
 from hone.trainer import main_prm
 from hone.trainer.ranks import Ranks, launch
@@ -261,3 +262,11 @@ def test_two_ranks_give_the_numbers_of_one(train: Run, settings: list[str], tmp_
             assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
     for name, tensor in weights(one).items():
         assert torch.allclose(tensor, weights(two)[name], atol=1e-4), name
+
+
+def test_each_stage_has_its_own_place_in_a_store(settings: list[str], tmp_path: Path) -> None:
+    store = f"memory://{tmp_path.name}/prm"
+    config = config_of(settings, tmp_path / "run", f"trainer.default_hdfs_dir={store}")
+    main_prm.run(config)
+    whole = {name for name in remote_files(store) if name.endswith("manifest.json")}
+    assert whole == {"global_step_4/manifest.json", "head/global_step_3/manifest.json"}

@@ -205,7 +205,7 @@ def prune(run: RunFolder, keep: int | None, spared: Collection[int] = ()) -> Non
     for step, folder in checkpoints[:-keep]:  # 0 keeps all
         if step not in spared:
             _remove(folder)
-    remote_checkpoints.push(run, prunes=keep > 0)
+    remote_checkpoints.push(run, keep, spared)
 
 
 def write_state(folder: Path, state: Settings) -> None:

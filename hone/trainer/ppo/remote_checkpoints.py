@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Collection
 
 from hone.config import ConfigError
 from hone.data.files import copy, file_system, remote_files, upload
@@ -34,8 +35,8 @@ def require_store(url: str | None) -> None:
         ) from error
 
 
-def push(run: RunFolder, prunes: bool) -> None:
-    """Copy checkpoints, config and metrics to the store; `prunes` deletes those that only the store has.
+def push(run: RunFolder, keep: int, spared: Collection[int] = ()) -> None:
+    """Copy checkpoints, config and metrics to the store; all but the newest `keep` are deleted there.
 
     A store that fails costs a warning; the next checkpoint copies everything that is missing.
     """
@@ -51,7 +52,8 @@ def push(run: RunFolder, prunes: bool) -> None:
             if file.is_file():
                 upload(file, f"{run.remote}/{file.name}")
         local = {step for step, _ in run.checkpoints()}
-        for step in set(_steps(run.remote)) - local if prunes else ():
+        stored = set(_steps(run.remote))
+        for step in stored - {*local, *spared, *sorted(stored)[-keep:]} if keep else ():
             system, path = file_system(f"{run.remote}/global_step_{step}")
             system.rm_file(f"{path}/{MANIFEST}")
             system.rm(path, recursive=True)
@@ -80,7 +82,8 @@ def pull(run: RunFolder) -> None:
             shutil.rmtree(final, ignore_errors=True)
             rename_folder(temporary, final)
             for file in (run.config_file, run.metrics_file):
-                if not file.exists() and remote_files(f"{run.remote}/{file.name}"):
+                newer = file == run.metrics_file or not file.exists()
+                if newer and remote_files(f"{run.remote}/{file.name}"):
                     copy(f"{run.remote}/{file.name}", file)
             log.warning("fetched %s, which is newer than what is in %s", url, run.path)
             return

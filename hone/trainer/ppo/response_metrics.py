@@ -23,7 +23,7 @@ from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
 from hone.rewards.repetition import repeatness
 from hone.tokenizer import Tokenizer
-from hone.trainer.ppo.metrics import split_attention, spread
+from hone.trainer.ppo.metrics import are_numbers, split_attention, spread
 from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE, has_answer, is_for_model
 
 CORRECT_ABOVE = 0.5
@@ -57,9 +57,12 @@ def response_metrics(
     if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
         judged = torch.tensor([is_for_model(style) or not routed for style in styles])
+        if batch.has_column(reward_column(MODEL)) and (last := last_rows(batch)) is not None:
+            judged &= torch.zeros_like(judged).index_fill(0, last, True)
         measured |= spread("instant_rewards/outcome_reward", outcome[judged])
         if (known & judged).any():
-            agrees = (outcome > 0) == (correct == 1)
+            bound = CORRECT_ABOVE if config.reward_model.type == "judge" else 0.0
+            agrees = (outcome > bound) == (correct == 1)
             match = agrees[known & judged].float().mean().item()
             measured["instant_rewards/orm_match_vr"] = match
     policy = next((n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)), None)
@@ -121,7 +124,7 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
     if scores is None:
         return torch.full((len(batch),), torch.nan)
     numbers = scores.tolist()
-    if "acc" in batch.meta_info.get("reward_extra_names", ()):
+    if "acc" in batch.meta_info.get("reward_extra_names", ()) and are_numbers(facts["acc"]):
         numbers = [s if a is None else float(a) for a, s in zip(facts["acc"], numbers, strict=True)]
     verdicts = (torch.tensor(numbers) > CORRECT_ABOVE).float()
     nothing = [None] * len(batch)

@@ -251,7 +251,8 @@ def build_engine(
 
     def rule(count: int) -> MicroBatchRule:
         sequences = data.sequences_per_micro_batch(count)
-        return MicroBatchRule(sequences, data.max_token_len_per_gpu, task.rows_together)
+        extra = 0 if task.head == "policy" else task.rows_together  # one padding token per sequence
+        return MicroBatchRule(sequences, data.max_token_len_per_gpu + extra, task.rows_together)
 
     spec = EngineSpec(
         head=task.head,
