@@ -1,4 +1,4 @@
-"""The runs of run.sh as one JSON file and a table: accuracy on the test problems, with intervals.
+"""The runs of run.sh as one JSON file, a picture and a table: accuracy on the test problems, with intervals.
 
 Usage: python recipes/gsm8k/results.py RUNS OUT.json
 """
@@ -51,6 +51,34 @@ def run_of(folder: Path) -> dict[str, Any]:
     }
 
 
+def draw(runs: dict[str, Any], out: Path) -> None:
+    """Draw the accuracy on the test problems by step, with its interval, and the score in training."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    test, training = figure.subplots(1, 2)
+    for name, run in runs.items():
+        if len(run["test_accuracy"]) > 1:
+            steps, values = zip(*run["test_accuracy"], strict=True)
+            low, high = zip(*map(interval, values), strict=True)
+            (line,) = test.plot(steps, [100 * v for v in values], marker="o", ms=3, label=name)
+            test.fill_between(
+                steps, [100 * v for v in low], [100 * v for v in high], alpha=0.12, lw=0
+            )
+            training.plot([100 * v for v in run["by_step"]["score"]], color=line.get_color())
+    test.set_title("test problems solved, greedy (%), 95 % intervals", fontsize=10, loc="left")
+    training.set_title("responses right in training (%)", fontsize=10, loc="left")
+    test.legend(frameon=False, loc="lower right")
+    for panel in (test, training):
+        panel.set_xlabel("step")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(out, dpi=130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path)
@@ -72,6 +100,7 @@ def main() -> None:
             )
             sys.stdout.write(f"{name:18} {said}\n")
     atomic_write_text(arguments.out, json.dumps(runs, indent=1) + "\n")
+    draw(runs, arguments.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
