@@ -217,7 +217,9 @@ class EngineProcess:
             except asyncio.TimeoutError:
                 log.error("%s has not answered for %.0f s; it is killed", self._name, _PONG_S)
                 break
-            limit_s = max(self._launch.stall_timeout_s, self._launch.start_timeout_s)
+            limit_s = self._launch.stall_timeout_s
+            if not self.serving:  # it starts, or gets all weights again
+                limit_s = max(limit_s, self._launch.start_timeout_s)
             if busy_s > limit_s:
                 log.error("%s works on one step for %.0f s; it is killed", self._name, busy_s)
                 break

@@ -124,7 +124,7 @@ def test_a_death_reaches_streams_and_calls_and_leaves_nothing(
         return pid, str(item)
 
     monkeypatch.setattr(vllm_process, "_PING_S", 0.05 if death == "stall" else 15.0)
-    limits = {"start_timeout_s": 0.5, "stall_timeout_s": 0.5} if death == "stall" else {}
+    limits = {"stall_timeout_s": 0.5} if death == "stall" else {}
     pid, reason = with_process(tmp_path, work, **limits)
     assert gone(pid)
     if death == "step":
