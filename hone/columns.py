@@ -169,7 +169,7 @@ _DECLARED = {  # (step, when): columns
     """,
     (
         "advantages",
-        "algorithm.rollout_correction has rollout_is or rollout_rs, without bypass_mode",
+        "algorithm.rollout_correction weighs or rejects tokens, without bypass_mode",
     ): "loss_mask mask [B, T]: tokens the policy loss reads where they are not those of response_mask",
     ("advantages", "algorithm.rollout_correction.rollout_is is set, without bypass_mode"): """
         rollout_is_weights float [B, T]: importance weight of each token, trainer over rollout

@@ -16,7 +16,13 @@ from hone.algorithms.correction_metrics import (
     rejection_metrics,
     weight_metrics,
 )
-from hone.algorithms.rejection import EXPONENT_BOUND, Bound, bound_numbers, rejection_mask
+from hone.algorithms.rejection import (
+    EXPONENT_BOUND,
+    Bound,
+    bound_numbers,
+    catastrophic,
+    rejection_mask,
+)
 from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
@@ -60,6 +66,12 @@ def correct(
     )
     if verdicts:
         metrics |= rejection_metrics(verdicts, keep, mask)
+    if (veto := option("rollout_token_veto_threshold")) is not None:
+        flags = catastrophic(log_ratio, mask, veto)
+        vetoed = flags.any(-1)
+        keep = keep & ~vetoed[:, None]
+        metrics["rollout_is_veto_fraction"] = masked_mean(vetoed.float(), mask.any(-1))
+        metrics["rollout_is_catastrophic_token_fraction"] = masked_mean(flags.float(), mask)
     narrowed = (response_mask if loss_mask is None else loss_mask) * keep
     return weights, narrowed, {_PREFIX + key: float(value) for key, value in metrics.items()}
 

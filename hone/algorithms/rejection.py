@@ -57,6 +57,11 @@ def rejection_mask(
     return keep, verdicts
 
 
+def catastrophic(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:  # [B, T] bool
+    """Returns the tokens whose ratio train/rollout is below `threshold`; one vetoes its whole row."""
+    return mask.bool() & (log_ratio < math.log(threshold))
+
+
 def _pair(options: Options, bounds: Bounds) -> list[tuple[str, Bound]]:
     names, given = [str(name) for name in split_list(options)], split_list(bounds)
     for option in names:

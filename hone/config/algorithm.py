@@ -43,12 +43,20 @@ class RolloutCorrectionConfig(SchemaBlock):
     """Rejection options, comma separated: token_k1…k3, seq_sum_k1…, seq_mean_k1…, seq_max_k2|k3."""
     rollout_rs_threshold: float | str | None = None
     """Bounds of the rejection options: one number, or `lo_hi` for k1, comma separated."""
+    rollout_token_veto_threshold: Positive | None = None
+    """Reject a whole response if the ratio train/rollout of one of its tokens is below this number."""
     bypass_mode: bool = False
     """Use rollout log-probs as the old log-probs instead of recomputing them."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """bypass: the loss."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their batch mean."""
+
+    @property
+    def narrows_loss(self) -> bool:
+        """Whether weights or a reduced loss mask are written before the update."""
+        options = (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
+        return not self.bypass_mode and any(option is not None for option in options)
 
 
 class FilterGroupsConfig(SchemaBlock):

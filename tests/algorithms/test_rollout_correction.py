@@ -37,6 +37,16 @@ def test_all_at_once_equals_the_correction():
     assert torch.equal(same, MASK)
 
 
+def test_one_token_below_the_veto_threshold_rejects_its_whole_row():
+    settings = {"rollout_token_veto_threshold": 0.95}
+    _, mask, metrics = correct(OLD, ROLLOUT, MASK, settings)
+    assert mask.tolist() == [[0, 0, 0], [1, 1, 1]]  # exp(-0.1) = 0.905
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == 0.5
+    assert metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == pytest.approx(1 / 5)
+    _, untouched, _ = correct(OLD, ROLLOUT, MASK, {"rollout_token_veto_threshold": 0.9})
+    assert torch.equal(untouched, MASK)
+
+
 def test_the_parts_take_a_log_ratio():
     weights, metrics = functions.compute_rollout_correction_weights(OLD - ROLLOUT, MASK, "token", 2)
     assert weights[0, 0] == 2.0

@@ -21,6 +21,7 @@ RENAMED_CASES: dict[str, Any] = {
     "algorithm.group_size": 4,
     "trainer.run_name": "exp1",
     "algorithm.rollout_is_threshold": 3.0,
+    "algorithm.rollout_is_veto_threshold": 1e-4,
     "trainer.profile_steps": [2, 3],
     "sampling_params.max_tokens": 2048,
     "sampling_params.timeout": 30,

@@ -17,7 +17,7 @@ from hone.algorithms.correction import importance_weights
 from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Tokens
 from hone.algorithms.policy_losses.token_ratio import policy_gradient
 from hone.algorithms.policy_losses.vanilla import ppo_clip
-from hone.algorithms.rejection import rejection_mask
+from hone.algorithms.rejection import catastrophic, rejection_mask
 from hone.algorithms.settings import given, setting
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.types import Settings
@@ -41,6 +41,8 @@ def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
     keep, _ = rejection_mask(
         log_ratio, tokens.mask, option("rollout_rs"), option("rollout_rs_threshold")
     )
+    if (veto := option("rollout_token_veto_threshold")) is not None:
+        keep = keep & ~catastrophic(log_ratio, tokens.mask, veto).any(-1, keepdim=True)
     kind, level = option("loss_type"), option("rollout_is")
     weights = None
     if level is not None:

@@ -60,7 +60,7 @@ def kl_penalised(
 def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Write importance weights and the reduced `loss_mask`, if correction is configured."""
     settings = algorithm.rollout_correction
-    if settings.bypass_mode or (settings.rollout_is is None and settings.rollout_rs is None):
+    if not settings.narrows_loss:
         return {}
     weights, mask, metrics = correct(
         require(batch, "old_log_probs"),

@@ -219,7 +219,7 @@ def _readers(
         yield Reader("actor_rollout_ref.actor.use_kl_loss=true", ("ref_log_prob",), updates=True)
     if correction.bypass_mode:
         yield Reader(f"{key}.bypass_mode=true", ("rollout_log_probs",))
-    elif correction.rollout_is is not None or correction.rollout_rs is not None:
+    elif correction.narrows_loss:
         yield Reader(key, ("old_log_probs", "rollout_log_probs"))
     if actor.calculate_sum_pi_squared:
         reader = "actor_rollout_ref.actor.calculate_sum_pi_squared=true"
@@ -231,14 +231,13 @@ def _readers(
 def _remedies(config: PPOTrainerConfig) -> dict[str, str]:
     """Return the columns that this configuration does not write, with the setting that would."""
     model, correction = config.reward_model, config.algorithm.rollout_correction
-    weights, rejects = correction.rollout_is is not None, correction.rollout_rs is not None
     corrects = "algorithm.rollout_correction"
     remedies: dict[str, str] = {}
     if not config.actor_rollout_ref.rollout.calculate_log_probs:
         remedies["rollout_log_probs"] = "actor_rollout_ref.rollout.calculate_log_probs=true"
-    if correction.bypass_mode or not weights:
+    if correction.bypass_mode or correction.rollout_is is None:
         remedies["rollout_is_weights"] = f"{corrects}.rollout_is=token, without bypass_mode"
-    if correction.bypass_mode or not (weights or rejects):
+    if not correction.narrows_loss:
         remedies["loss_mask"] = f"{corrects}.rollout_rs, without bypass_mode"
     if config.critic.enable is False:
         remedies["values"] = "critic.enable=null or true"

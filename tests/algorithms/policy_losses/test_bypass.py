@@ -45,6 +45,13 @@ def test_ppo_clip_rejects_tokens_but_takes_no_weights():
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 2 + 0.9 + 1.1) / 4)
 
 
+def test_a_token_below_the_veto_threshold_takes_its_row_out_of_the_loss():
+    loss, gradient, metrics = call(rollout_token_veto_threshold=0.95)
+    assert loss == pytest.approx(-(1.0 + 1.2) / 4)
+    assert (gradient[1] == 0).all()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
+
+
 def test_settings_in_the_policy_loss_config_are_honoured():
     """verl's trainer puts them there; they must not fall back to the defaults in silence."""
     settings = {"loss_type": "reinforce", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
