@@ -92,12 +92,6 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
                 f"a rank's budget must hold {times}data.max_length={config.data.max_length} tokens"
             )
             yield "data.max_token_len_per_gpu", longest, why
-    if (
-        isinstance(config, SupervisedConfig)
-        and config.data.max_token_len_per_gpu < config.data.max_length
-    ):
-        why = f"a rank's budget must hold data.max_length={config.data.max_length} tokens"
-        yield "data.max_token_len_per_gpu", config.data.max_length, why
     if isinstance(config, GenerationConfig):
         yield from _missing_engine("rollout", config.rollout)
     if not isinstance(config, PPOTrainerConfig):

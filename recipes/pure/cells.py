@@ -1,14 +1,17 @@
-"""Runs cells of the recipe one after another in this process, and makes one JSON file and a picture of them.
+"""Runs cells of the recipe one after another in this process, and makes a table and a picture of them.
 
 Usage: python recipes/pure/cells.py run OUT CELL-SEED… [key=value…] (OUT has world/, sft/ and prm/)
-       python recipes/pure/cells.py collect RESULT OUT… (writes RESULT.json and, with matplotlib, RESULT.png)
+       python recipes/pure/cells.py collect RESULT OUT… (writes RESULT/CELL-SEED.json of every finished run,
+       prints a table of them, and draws RESULT.png with matplotlib; OUT may be such a RESULT)
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -128,16 +131,44 @@ def curves(folder: Path) -> dict[str, Any]:
             for name, key in ({"accuracy": accuracy} | TRAINING).items()
             if steps and key in steps[0]
         },
-        "seconds": round(sum(line["timing_s/step"] for line in steps), 1),
+        "seconds": float((folder / "done").read_text()),  # workers' start and steps
     }
 
 
 def collect(place: Path) -> list[dict[str, Any]]:
-    """The cells of a folder of runs, or of a file that an earlier call wrote."""
-    if place.is_file():
-        cells: list[dict[str, Any]] = json.loads(place.read_text(encoding="utf-8"))["cells"]
-        return cells
-    return [curves(file.parent) for file in sorted(place.glob("runs/*/metrics.jsonl"))]
+    """The finished runs of a folder of runs, or of a folder that an earlier call wrote."""
+    written = sorted(place.glob("*-*.json"))
+    if written:
+        return [json.loads(file.read_text(encoding="utf-8")) for file in written]
+    return [curves(file.parent) for file in sorted(place.glob("runs/*/done"))]
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """One line per cell: means over the first and the last five steps of training, seed by seed."""
+    lines = defaultdict(list)
+    for cell in cells:
+        lines[cell["cell"].rpartition("-")[0]].append(cell)
+    text = "| Cell | Accuracy (%) | Held out (%) | Judge's reward | Steps | Tokens | Seconds |\n"
+    text += "|---|---|---|---|---|---|---|\n"
+    for name in (name for name in CELLS if name in lines):
+        runs = lines[name]
+
+        def change(key: str, form: str, factor: float = 1.0, runs: Any = runs) -> str:
+            series = [run["training"][key] for run in runs if key in run["training"]]
+            if not series:
+                return ""
+            first = sum(sum(values[:5]) / len(values[:5]) for values in series) / len(series)
+            last = (format(factor * sum(v[-5:]) / len(v[-5:]), form) for v in series)
+            return f"{factor * first:{form}} → {', '.join(last)}"
+
+        held = ", ".join(f"{100 * run['held_out'][-1]['accuracy']:.0f}" for run in runs)
+        cells_of_line = [
+            f"`{name}`", change("accuracy", ".0f", 100), held, change("prm_reward", ".2f"),
+            change("steps", ".1f"), change("length", ".0f"),
+            f"{max(run['seconds'] for run in runs):.0f}",
+        ]  # fmt: skip
+        text += f"| {' | '.join(cells_of_line)} |\n"
+    return text
 
 
 def draw(cells: list[dict[str, Any]], out: Path) -> None:
@@ -191,23 +222,20 @@ def main() -> None:
             if done.exists():
                 continue
             try:
+                started = time.monotonic()
                 run_cell(cell, seed, out, more)
-                done.touch()
+                done.write_text(f"{time.monotonic() - started:.1f}\n", encoding="utf-8")
             except Exception:
                 failed = True
                 traceback.print_exc()
         sys.exit(failed)
     cells = [cell for place in words for cell in collect(Path(place))]
     result = Path(target)
-    result.with_suffix(".json").write_text(json.dumps({"cells": cells}) + "\n", encoding="utf-8")
+    result.mkdir(parents=True, exist_ok=True)
     for cell in cells:
-        first, last, seen = cell["held_out"][0], cell["held_out"][-1], cell["training"]
-        best = max(point["accuracy"] for point in cell["held_out"])
-        sys.stdout.write(
-            f"{cell['cell']:16} accuracy {100 * first['accuracy']:.1f} -> {100 * last['accuracy']:.1f} % "
-            f"(best {100 * best:.1f}), steps {first['steps']:.1f} -> {last['steps']:.1f}, "
-            f"length {seen['length'][0]:.0f} -> {seen['length'][-1]:.0f}, {cell['seconds']} s\n"
-        )
+        file = result / f"{cell['cell']}.json"
+        file.write_text(json.dumps(cell) + "\n", encoding="utf-8")
+    sys.stdout.write(table(cells))
     try:
         draw(cells, result.with_suffix(".png"))
     except ModuleNotFoundError as missing:

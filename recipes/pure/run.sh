@@ -9,9 +9,9 @@
 set -euo pipefail
 # shellcheck disable=SC2086
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-PYTHON=${PYTHON:-python3} SEEDS=${SEEDS:-1} JOBS=${JOBS:-8}
+PYTHON=${PYTHON:-python3} SEEDS=${SEEDS:-1} JOBS=${JOBS:-9}
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-small=() sft=() prm=() rl=() samples=4000
+small=() sft=() prm=() rl=() samples=6000
 all="gamma-prm soft-prm strict-prm vr gamma-prmvr soft-prmvr strict-prmvr prime"
 all+=" gamma-oracle soft-oracle gamma-noisy soft-noisy"
 if [ "${1:?OUT, or --small OUT}" = --small ]; then
@@ -29,21 +29,25 @@ mkdir -p "$OUT/logs"
 started=$SECONDS
 log() { echo "$1 at $((SECONDS - started)) s" >&2; }
 
-[ -d "$OUT/world/base" ] || "$PYTHON" "$HERE/world.py" "$OUT/world" "${small[@]}" ${WORLD:-}
-"$PYTHON" -m hone.trainer.main_sft --config-path "$HERE" --config-name sft model.path="$OUT/world/base" \
-    data.train_files="$OUT/world/sft.jsonl" trainer.default_local_dir="$OUT/sft" "${sft[@]}" ${SFT:-} \
-    >"$OUT/logs/sft.log" 2>&1
-log "SFT"
-"$PYTHON" -m hone.trainer.main_generation model.path="$OUT/sft" data.path="$OUT/world/train.jsonl" \
-    data.prompt_format=raw data.output_path="$OUT/samples.parquet" data.n_samples=4 data.batch_size=256 \
-    data.max_samples="${SAMPLES:-$samples}" rollout.temperature=1.0 rollout.top_p=1.0 rollout.top_k=-1 \
-    rollout.response_length=160 >"$OUT/logs/samples.log" 2>&1
-"$PYTHON" "$HERE/world.py" --label "$OUT/samples.parquet" "$OUT/steps.jsonl" ${LABEL:-}
-log "samples"
-"$PYTHON" -m hone.trainer.main_prm --config-path "$HERE" --config-name prm model.path="$OUT/sft" \
-    data.train_files="$OUT/steps.jsonl" trainer.default_local_dir="$OUT/prm" "${prm[@]}" ${PRM:-} \
-    >"$OUT/logs/prm.log" 2>&1
-log "process reward model"
+if [ ! -f "$OUT/prm.json" ]; then # the world, the policy and the process reward model of all cells and seeds
+    [ -d "$OUT/world/base" ] || "$PYTHON" "$HERE/world.py" "$OUT/world" "${small[@]}" ${WORLD:-}
+    "$PYTHON" -m hone.trainer.main_sft --config-path "$HERE" --config-name sft model.path="$OUT/world/base" \
+        data.train_files="$OUT/world/sft.jsonl" trainer.default_local_dir="$OUT/sft" "${sft[@]}" ${SFT:-} \
+        >"$OUT/logs/sft.log" 2>&1
+    log "SFT"
+    "$PYTHON" -m hone.trainer.main_generation model.path="$OUT/sft" data.path="$OUT/world/train.jsonl" \
+        data.prompt_format=raw data.output_path="$OUT/samples.parquet" data.n_samples=4 data.batch_size=512 \
+        data.max_samples="${SAMPLES:-$samples}" rollout.temperature=1.0 rollout.top_p=1.0 rollout.top_k=-1 \
+        rollout.response_length=128 >"$OUT/logs/samples.log" 2>&1
+    "$PYTHON" "$HERE/world.py" --label "$OUT/samples.parquet" "$OUT/steps" ${LABEL:-}
+    log "samples"
+    "$PYTHON" -m hone.trainer.main_prm --config-path "$HERE" --config-name prm model.path="$OUT/sft" \
+        data.train_files="$OUT/steps/train.jsonl" trainer.default_local_dir="$OUT/prm" "${prm[@]}" ${PRM:-} \
+        >"$OUT/logs/prm.log" 2>&1
+    "$PYTHON" -m hone.trainer.main_eval_prm --config-path "$HERE" --config-name prm model.path="$OUT/prm" \
+        data.val_files="$OUT/steps/test.jsonl" --out "$OUT/prm.json"
+    log "process reward model"
+fi
 
 names=() jobs=() failed=0
 for seed in $SEEDS; do for cell in $CELLS; do

@@ -1,7 +1,8 @@
 """Arithmetic chains with checkable steps: prompts, demonstrations, true step labels and the answer's score.
 
 Usage: python recipes/pure/world.py OUT (writes train, test and sft .jsonl, and an untrained model base/)
-       python recipes/pure/world.py OUT --label RESPONSES (labels the steps of responses for `hone train-prm`)
+       python recipes/pure/world.py OUT --label RESPONSES (labels the steps of responses for `hone train-prm`
+       in OUT/train.jsonl; the responses to every tenth prompt are held out in OUT/test.jsonl)
 
 `7a+5b+4=` is added modulo 10 from left to right, in steps apart by a blank line: `a7+5=2`, `b2+4=6` and
 `\\boxed{6}`. Some demonstrations restate a value (`2=2`): such a step is right and brings nothing. Some steps
@@ -21,6 +22,8 @@ from typing import Any
 
 SEPARATOR = "\n\n"
 NAMES = "abcdefgh"
+LENGTHS = (3, 4, 5)
+"""Additions per chain; every file has equally many chains of each length."""
 RESTATED, SLIP = 0.06, 0.1
 """Probabilities that a demonstration restates the value after a step, and that a step has a wrong result."""
 _OPERATION = re.compile(r"([a-h])(\d)\+(\d)=(\d)")
@@ -100,14 +103,14 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in rows), encoding="utf-8")
 
 
-def make(out: Path, counts: dict[str, int], lengths: tuple[int, int], seed: int) -> None:
+def make(out: Path, counts: dict[str, int], seed: int) -> None:
     """Writes the rows of every file; no chain is in two of them."""
     rng, seen = random.Random(seed), set()
     for name, count in counts.items():
         rows: list[dict[str, Any]] = []
         while len(rows) < count:
             start = rng.randrange(10)
-            terms = [rng.randrange(1, 10) for _ in range(rng.randint(*lengths))]
+            terms = [rng.randrange(1, 10) for _ in range(LENGTHS[len(rows) % len(LENGTHS)])]
             line = row(len(rows), start, terms)
             if line["prompt"] in seen:
                 continue
@@ -135,19 +138,22 @@ def label(responses: Path, out: Path, least: float) -> None:
     """Labels sampled responses (`hone generate`): one row per response with `completions` and `labels`."""
     import pyarrow.parquet as pq
 
-    rows = []
-    for line in pq.read_table(responses).to_pylist():
+    rows: list[dict[str, Any]] = []
+    held_out: list[dict[str, Any]] = []
+    for number, line in enumerate(pq.read_table(responses).to_pylist()):
         for response in line["responses"]:
             steps = list(takewhile(bool, response.split(SEPARATOR)))  # an empty step has no token
             if steps:
                 labels = step_labels(line["prompt"], steps)
-                rows.append({"prompt": line["prompt"], "completions": steps, "labels": labels})
-    write(out, rows)
+                part = rows if number % 10 else held_out
+                part.append({"prompt": line["prompt"], "completions": steps, "labels": labels})
+    write(out / "train.jsonl", rows)
+    write(out / "test.jsonl", held_out)
+    rows += held_out
     labels = [label for row in rows for label in row["labels"]]
     steps_right = sum(labels) / len(labels)
-    solved = sum(row["labels"][-1] and "boxed" in row["completions"][-1] for row in rows) / len(
-        rows
-    )
+    solved = sum(row["labels"][-1] and "boxed" in row["completions"][-1] for row in rows)
+    solved /= len(rows)
     sys.stdout.write(
         f"{len(rows)} responses, {solved:.1%} solved, {steps_right:.1%} of the steps right\n"
     )
@@ -160,9 +166,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--label", type=Path, metavar="RESPONSES")
     parser.add_argument("--least", type=float, default=0.3, help="share that must be solved")
-    parser.add_argument("--train", type=int, default=20000)
-    parser.add_argument("--test", type=int, default=256)
-    parser.add_argument("--demonstrations", type=int, default=20000)
+    parser.add_argument("--train", type=int, default=9000)
+    parser.add_argument("--test", type=int, default=300)
+    parser.add_argument("--demonstrations", type=int, default=12000)
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
@@ -171,7 +177,7 @@ def main() -> None:
         label(given.label, given.out, given.least)
         return
     counts = {"test": given.test, "train": given.train, "sft": given.demonstrations}
-    make(given.out, counts, (2, 4), given.seed)
+    make(given.out, counts, given.seed)
     base_model(given.out / "base", given.hidden, given.layers)
 
 

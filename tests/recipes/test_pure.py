@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,20 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_demonstrations_have_errors_and_restatements_at_their_rates(
     world: Any, tmp_path: Path
 ) -> None:
-    world.make(tmp_path, {"test": 20, "train": 20, "sft": 300}, (2, 4), seed=1)
+    world.make(tmp_path, {"test": 21, "train": 21, "sft": 300}, seed=1)
     rows = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
     steps = [row["response"].split("\n\n") for row in rows]
     labels = [world.step_labels(row["prompt"], s) for row, s in zip(rows, steps, strict=True)]
-    assert 0.6 < sum(map(all, labels)) / len(rows) < 0.85  # 0.9 to the power of 2 … 4
+    assert 0.55 < sum(map(all, labels)) / len(rows) < 0.77  # 0.9 to the power of 3 … 5
     restated = sum(step[1:2] == "=" for response in steps for step in response)
     assert 0.03 < restated / sum(map(len, steps)) < 0.09
-    prompts = [
-        json.loads(line)["prompt"]
-        for name in ("test", "train", "sft")
-        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
-    ]
+    prompts: list[str] = []
+    for name in ("test", "train", "sft"):
+        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        mine = [json.loads(line)["prompt"] for line in lines]
+        lengths = Counter(prompt.count("+") for prompt in mine)
+        assert lengths == dict.fromkeys((3, 4, 5), len(mine) // 3)
+        prompts += mine
     assert len(set(prompts)) == len(prompts)
 
 
@@ -136,8 +139,17 @@ def test_the_whole_recipe_runs_at_a_tiny_size(tmp_path: Path) -> None:
     )  # fmt: skip
     logs = "".join(f.read_text()[-800:] for f in (tmp_path / "out" / "logs").glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
-    cells = json.loads((tmp_path / "out" / "curves.json").read_text())["cells"]
+    cells = [json.loads(f.read_text()) for f in sorted((tmp_path / "out" / "curves").iterdir())]
     assert [cell["cell"] for cell in cells] == ["gamma-noisy-1", "prime-1", "soft-prm-1"]
-    assert all(len(cell["held_out"]) == 2 for cell in cells)
+    assert all(len(cell["held_out"]) == 2 and cell["seconds"] > 0 for cell in cells)
     assert "implicit_reward" in cells[1]["training"]
     assert "prm_reward" in cells[2]["training"]
+    assert "labelled_steps" in json.loads((tmp_path / "out" / "prm.json").read_text())["model"]
+    again = subprocess.run(
+        [sys.executable, str(FOLDER / "cells.py"), "collect", str(tmp_path / "again"),
+         str(tmp_path / "out" / "curves")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert [line.split("|")[1] for line in again.stdout.splitlines()[2:5]] == [
+        " `prime` ", " `soft-prm` ", " `gamma-noisy` "
+    ]  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 
 from hone import cli
 from hone.config import load_config
+from hone.data.rows import DataError
 from hone.models.load import load_classifier, resolve_model_path
 from hone.trainer import main_rm
 from hone.trainer.ranks import launch
@@ -232,6 +233,27 @@ def test_what_is_missing_is_named(
 ) -> None:
     assert cli.main(words) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_a_budget_below_the_longest_pair_is_raised_before_the_run(
+    settings: list[str], tmp_path: Path
+) -> None:
+    long = [{"prompt": "1+1=", "chosen": "n" * 90, "rejected": "y" * 90}] * 2
+    file = write_jsonl(tmp_path / "long.jsonl", long)
+    words = [*settings, f"data.train_files={file}", "data.max_length=60", "data.val_files=null"]
+    config: Any = load_config(
+        [*words, "data.max_token_len_per_gpu=64", "data.on_bad_row=skip"], config_name="rm_trainer"
+    )
+    assert config.data.max_token_len_per_gpu == 120
+    with pytest.raises(DataError, match="no prompt is left"):
+        main_rm.run(config)
+    for row in long:
+        row |= {"prompt": "1" * 50, "chosen": "n" * 50, "rejected": "y" * 49}
+    write_jsonl(tmp_path / "long.jsonl", long)
+    last = f"trainer.default_local_dir={tmp_path / 'long'}"
+    words = [*words, "data.max_token_len_per_gpu=64", "data.train_batch_size=2", last]
+    main_rm.run(load_config([*words, "trainer.total_training_steps=1"], config_name="rm_trainer"))
+    assert numbers(tmp_path / "long")[-1]["train/loss"] > 0
 
 
 @pytest.mark.slow
