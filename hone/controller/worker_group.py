@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -22,6 +23,7 @@ from hone.controller.decorator import (
     registered_methods,
 )
 from hone.controller.resource_pool import Role
+from hone.controller.traffic import counted, payload_bytes
 from hone.protocol import DataProtoFuture
 from hone.types import Function, Settings
 
@@ -88,6 +90,8 @@ class WorkerGroup(Generic[W]):
         self._role = role
         self._meshes: dict[str, Mesh] = {}
         self.name = name
+        self.traffic: Counter[str] = Counter()
+        """Payload bytes of arguments and results, by `role/method`."""
         self._bound: dict[str, Function] = {}
         self._specs: dict[str, MethodSpec] = {}
         members = made_of.members if isinstance(made_of, ColocatedClass) else fused_members(made_of)
@@ -153,7 +157,7 @@ class WorkerGroup(Generic[W]):
         for rank in range(1 if rank_zero else self.world_size):
             rank_args = tuple(values[rank] for values in split_args)
             rank_kwargs = {key: values[rank] for key, values in split_kwargs.items()}
-            handles.append(self._crew.submit(rank, Call(self._role, name, rank_args, rank_kwargs)))
+            handles.append(self._submit(rank, Call(self._role, name, rank_args, rank_kwargs)))
         # A future may be resolved in another process, which has no group, so it carries a view.
         group = self if spec.blocking else GroupView(self.world_size, dict(self._meshes))
         collect: Function = functools.partial(mode.collect_fn, group)
@@ -161,8 +165,17 @@ class WorkerGroup(Generic[W]):
             collect = _only
         elif mode.by_slot:
             collect = functools.partial(_of_slots, collect, self.mesh(DATA_PARALLEL))
-        future = DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, name))
+        future = self._future(collect, handles, name)
         return future.get() if spec.blocking else future
+
+    def _submit(self, rank: int, call: Call) -> Any:
+        self.traffic[f"{self.name}/{call.method}"] += payload_bytes((call.args, call.kwargs))
+        return self._crew.submit(rank, call)
+
+    def _future(self, collect: Function, handles: list[Any], method: str) -> DataProtoFuture:
+        key = f"{self.name}/{method}"
+        collect = functools.partial(counted, self.traffic, key, collect)
+        return DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, method))
 
     def call_all(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -209,8 +222,7 @@ class WorkerGroup(Generic[W]):
         kwargs: Settings,
     ) -> DataProtoFuture:
         call = Call(self._role, method, args, kwargs)
-        handles = [self._crew.submit(rank, call) for rank in ranks]
-        return DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, method))
+        return self._future(collect, [self._submit(rank, call) for rank in ranks], method)
 
     def spawn(self, prefix_set: Iterable[str | Role]) -> dict[str, WorkerGroup[Any]]:
         """Returns a group for each of these colocated roles, on the same processes."""

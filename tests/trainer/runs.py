@@ -20,7 +20,8 @@ from hone.tracking import read_metrics
 
 ALPHABET = "abcdefghijklmnopqrstuvwx0123456789+=: \n"
 REWARDS = Path(__file__).with_name("rewards.py")
-TIMINGS = ("timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput")
+TIMINGS = ("timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput", "traffic/")
+"""Metrics of a clock, and those of the layout: how many bytes which rank got."""
 
 
 def task_row(index: int, number: int, **changes: Any) -> dict[str, Any]:

@@ -62,6 +62,11 @@ def test_one_rank_on_ray_has_the_metrics_of_one_process(
     assert len(local.metrics) == 3
     assert remote.numbers == local.numbers
     assert remote.rollouts(2) == local.rollouts(2)
+    for there, here in zip(remote.steps, local.steps, strict=True):
+        traffic = [name for name in here if name.startswith("traffic/")]
+        assert traffic == [name for name in there if name.startswith("traffic/")]
+        assert {name: there[name] for name in traffic} == {name: here[name] for name in traffic}
+        assert here["traffic/actor/update_actor_bytes"] > 0
 
 
 @pytest.mark.parametrize("name", sorted(SHARED_OUT))
@@ -216,6 +221,8 @@ def test_a_rollout_pool_of_its_own_gives_the_numbers_of_a_shared_one(
     assert len(set(sent)) == 1
     assert sent[0] > 0
     assert set(together.series("perf/weight_bytes")) == {0.0}
+    assert apart.series("traffic/weights_bytes") == sent
+    assert set(together.series("traffic/weights_bytes")) == {0.0}
     keys = ("perf/weight_bytes",)
     assert [_without(line, keys) for line in apart.numbers] == [
         _without(line, keys) for line in together.numbers

@@ -39,7 +39,6 @@ class Publisher:
         """Send the new weights, all or none; return the bytes sent as a metric."""
         trainer, rollout = self._trainer, self._rollout
         version = trainer.call(ActorWorker.version)
-        sent = 0
         if self.path == "streamed":
             receivers = rollout.world_size
             address = trainer.call(ActorWorker.offer_weights, self._transport, receivers)
@@ -50,8 +49,10 @@ class Publisher:
                 receiving.get()  # raises the receiver's error, if it is the cause
                 raise
             receiving.get()
+            rollout.traffic["weights"] += sent * receivers
         else:
             sent = sum(rollout.call_all(RolloutWorker.announce_weights, version))
+            rollout.traffic["weights"] += sent
         self._learns_from = self.published
         self.published += 1
         self._numbers[version] = self.published

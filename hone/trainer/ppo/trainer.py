@@ -16,6 +16,7 @@ from hone.algorithms.kl import get_kl_controller
 from hone.columns import adopt, require, write
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
+from hone.controller.traffic import traffic_metrics
 from hone.data.create import create_train_loader, create_val_loader, run_dataset
 from hone.data.loader import Dataset
 from hone.protocol import DataProto
@@ -111,6 +112,7 @@ class PPOTrainer:
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
         groups = roles.start_workers(config, self.roles, self.pools, self.group_cls, self._running)
         self.profiler = StepProfiler(config.global_profiler, groups)
+        self.traffic = [group.traffic for group in groups.values()]
         roles.load_models(groups)
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
         refuse_uneven(config, self.actor.data_parallel_size)
@@ -180,6 +182,7 @@ class PPOTrainer:
     def step(self) -> tuple[DataProto, dict[str, float]]:
         """Run one step of the loop."""
         self.global_step += 1
+        traffic_metrics(self.traffic)  # that of validation and checkpoints is not the step's
         batch = self.collect()
         batch = self.estimate(batch)
         batch = self.assign_credit(batch)
@@ -318,6 +321,7 @@ class PPOTrainer:
             **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
             **self.warnings.group_signal(batch, self.global_step),
             **self.publisher.staleness(batch),
+            **traffic_metrics(self.traffic),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
         if self.config.logs_response_metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ class Group:
 
     def __init__(self, **answers: Any) -> None:
         self.answers = answers
+        self.traffic: Counter[str] = Counter()
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         return self.answers[method.__name__]
