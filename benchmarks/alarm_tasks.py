@@ -153,7 +153,7 @@ def base_policy(task: Task, folder: Path, seed: int) -> Path:
     )
     engine = build_engine(
         PolicyModel(lm), optim=optim, grad_clip=1.0, fsdp=FSDPConfig(), train_rule=rule,
-        infer_rule=rule, response_width=8, world_size=1,
+        infer_rule=rule, response_width=8,
     )  # fmt: skip
     draw = random.Random(seed)
     rows = []

@@ -61,7 +61,7 @@ def main() -> None:
     policy = PolicyModel(lm)
     engine = build_engine(
         policy, optim=actor.optim, grad_clip=1.0, fsdp=actor.fsdp_config, train_rule=rule,
-        infer_rule=rule, response_width=256, world_size=1,
+        infer_rule=rule, response_width=256,
     )  # fmt: skip
     policy.exact = ExactDecoder(policy) if arguments.exact else None
     batch = gpu_train._rows(42, 131, 256, shape.vocabulary)

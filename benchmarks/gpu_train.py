@@ -44,7 +44,6 @@ def update(
         train_rule=rule,
         infer_rule=rule,
         response_width=response,
-        world_size=1,
     )
     policy.exact = ExactDecoder(policy) if exact else None
     batch = _rows(rows, prompt, response, shape.vocabulary)

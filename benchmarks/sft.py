@@ -124,7 +124,6 @@ class Ours:
             train_rule=rule,
             infer_rule=rule,
             response_width=MAX_LENGTH,
-            world_size=1,
         )
         self._trainer = SFTTrainer(
             engine, encoded, pad_token_id=pad, batch_rows=BATCH_ROWS, seed=0, shuffle=False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from hone.config.block import AboveOne, NotNegative, Positive, SchemaBlock, block, follows
+from hone.config.block import AboveOne, Count, NotNegative, Positive, SchemaBlock, block, follows
 from hone.config.engine import FSDPConfig, LogProbConfig, UpdateConfig
 from hone.types import Settings
 
@@ -66,6 +66,10 @@ class ActorConfig(UpdateConfig):
     calculate_sum_pi_squared: bool = False
     """Also compute the sum of squared probabilities; it is automatic for estimators that need it."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
+    ulysses_sequence_parallel_size: Count = follows(
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    )
+    """Ranks that split each sequence in updates and log-prob passes; token budgets grow by it."""
 
     @property
     def global_batch_info(self) -> Settings:
@@ -81,3 +85,7 @@ class RefConfig(LogProbConfig):
     use_torch_compile: bool = follows("actor_rollout_ref.actor.use_torch_compile")
     """Compile each decoder block; follows the actor."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
+    ulysses_sequence_parallel_size: Count = follows(
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    )
+    """Ranks that split each sequence; follows the actor."""

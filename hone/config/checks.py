@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 
+from hone.config.block import SchemaBlock
 from hone.config.convert import Value, show_value
+from hone.config.engine import FSDPConfig, sequence_parallel
 from hone.config.errors import did_you_mean, nearest
 from hone.config.generation import GenerationConfig
 from hone.config.keys import get, leaves
@@ -28,17 +30,32 @@ _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "cri
 _VALUE = re.compile(r"\{([\w.]+)\}")
 _SAME_CHECKS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
 """Trees whose rows in checks.txt are those of another tree."""
+_SIZES = ("ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size")
+"""Parallel sizes, which do not change the training."""
 _BELONGS = re.compile(r"([a-z_]+): ")
 
 
 def find_problems(tree: str, config: Value) -> Iterator[str]:
     """Yields one sentence for each problem of a tree."""
     if isinstance(config, SupervisedConfig):
-        yield from _indivisible(config.data.train_batch_size, config.world_size)
+        uneven: list[str] = []
+        ranks = config.world_size
+        if ranks > 1:  # otherwise torchrun may start more ranks
+            uneven += uneven_mesh(ranks, "", config, "engine", config.engine)
+        if not uneven:
+            slots = max(1, ranks // config.ranks_per_slot)
+            uneven += _indivisible(config.data.train_batch_size, slots)
+        yield from uneven
     if isinstance(config, PPOTrainerConfig):
         if ":" not in config.actor_rollout_ref.actor.strategy:
-            # Built-in engines use every rank for data parallelism; other engines define their own mesh.
-            yield from uneven_batches(config, config.world_size)
+            # Other engines than the built-in ones define their own mesh.
+            actor, ranks = config.actor_rollout_ref.actor, config.world_size
+            block = f"{_ACTOR}.fsdp_config"
+            if not (uneven := list(uneven_mesh(ranks, _ACTOR, actor, block, actor.fsdp_config))):
+                size = sequence_parallel(actor, actor.fsdp_config)
+                slots = ranks // (size * actor.fsdp_config.tensor_parallel_size)
+                uneven += uneven_batches(config, slots)
+            yield from uneven
         for check in (_rewards, _data, _shards):
             yield from check(config)
     tree = _SAME_CHECKS.get(tree, tree)
@@ -99,13 +116,24 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     rollout = config.actor_rollout_ref.rollout
     yield from _missing_engine("actor_rollout_ref.rollout", rollout)
     longest = rollout.prompt_length + rollout.response_length
-    for block in (_ACTOR, _CRITIC):
-        if get(config, f"{block}.ppo_max_token_len_per_gpu") < longest:
-            why = f"a rank's budget must hold the longest prompt plus response, so it is {longest}"
-            yield f"{block}.ppo_max_token_len_per_gpu", longest, why
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    for block, role, sharding in (
+        (_ACTOR, actor, actor.fsdp_config),
+        (_CRITIC, critic, critic.model.fsdp_config),
+    ):
+        size = sequence_parallel(role, sharding) if config.world_size > 1 else 1
+        share = -(-longest // size)
+        if get(config, f"{block}.ppo_max_token_len_per_gpu") < share:
+            why = f"a rank's budget must hold the longest prompt plus response, so it is {share}"
+            yield f"{block}.ppo_max_token_len_per_gpu", share, why
         if get(config, f"{block}.rollout_n") != rollout.n:
             why = f"a prompt has actor_rollout_ref.rollout.n={rollout.n} responses"
             yield f"{block}.rollout_n", rollout.n, why
+    if config.world_size == 1:
+        for key in leaves(PPOTrainerConfig):
+            on_pool = key.startswith("reward_model.") and config.reward_pool
+            if key.endswith(_SIZES) and get(config, key) > 1 and not on_pool:
+                yield key, 1, "one rank computes whole sequences and whole layers"
     buffer = config.reward_model.reward_kwargs.overlong_buffer_cfg
     if buffer.enable and buffer.len == 0:
         key = "reward_model.reward_kwargs.overlong_buffer_cfg.enable"
@@ -138,6 +166,19 @@ def divisors(value: int, near: int) -> str:
     every = [d for d in range(1, value + 1) if value % d == 0]
     around = [*[d for d in every if d <= near][-1:], *[d for d in every if d > near][:1]]
     return "use " + " or ".join(map(str, around))
+
+
+def uneven_mesh(
+    ranks: int, role_key: str, role: SchemaBlock, block_key: str, sharding: FSDPConfig
+) -> Iterator[str]:
+    """Yields parallel sizes of a role whose product does not divide the ranks."""
+    sequence, tensor = sequence_parallel(role, sharding), sharding.tensor_parallel_size
+    if ranks % (sequence * tensor):
+        key = f"{role_key}.ulysses_sequence_parallel_size".lstrip(".")
+        sizes = [f"{key}={sequence}"] * (sequence > 1)
+        sizes += [f"{block_key}.tensor_parallel_size={tensor}"] * (tensor > 1)
+        advice = divisors(ranks, sequence * tensor).removeprefix("use ")
+        yield f"{' times '.join(sizes)} does not divide {ranks} ranks; use {advice}"
 
 
 def _indivisible(prompts: int, ranks: int, n: int = 1) -> Iterator[str]:
@@ -219,10 +260,10 @@ def _unknown_names(tree: str, config: Value) -> Iterator[str]:
 
 
 def _shards(config: PPOTrainerConfig) -> Iterator[str]:
-    ranks = config.world_size
     for block in (_ACTOR, _REF, "critic.model"):
         key = f"{block}.fsdp_config.fsdp_size"
         size: int = get(config, key)
+        ranks = config.world_size // get(config, f"{block}.fsdp_config.tensor_parallel_size")
         if size != -1 and (size < 1 or ranks % size):
             advice = divisors(ranks, max(size, 1)).removeprefix("use ")
             yield f"{key}={size} does not divide {ranks} ranks; use -1, or {advice}"

@@ -37,3 +37,7 @@ class CriticConfig(UpdateConfig):
     """Maximum gradient norm; follows the optimizer block."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)
     model: CriticModelConfig = block(CriticModelConfig)
+    ulysses_sequence_parallel_size: Count = follows(
+        "critic.model.fsdp_config.ulysses_sequence_parallel_size"
+    )
+    """Ranks that split each sequence; token budgets grow by this factor."""

@@ -84,6 +84,10 @@ class FSDPConfig(PlacementConfig):
     """Ranks over which one model copy is sharded; -1 is all ranks, fewer is HSDP."""
     use_torch_compile: bool = False
     """Compile each decoder block with torch.compile."""
+    ulysses_sequence_parallel_size: Count = 1
+    """Ranks that split each sequence (Ulysses); if above 1, the role's key of the same name overrides it."""
+    tensor_parallel_size: Count = 1
+    """Ranks that split the matrices of each layer; FSDP2 shards over the other ranks."""
 
 
 class SFTEngineConfig(FSDPConfig):
@@ -100,6 +104,12 @@ class CheckpointConfig(SchemaBlock):
     """Parts to write: model, optimizer, extra (scheduler, random state), hf_model (safetensors)."""
     load_contents: tuple[str, ...] | None = None
     """Parts to load on resume; null loads all saved parts."""
+
+
+def sequence_parallel(role: SchemaBlock, sharding: FSDPConfig) -> int:
+    """Returns the role's ulysses_sequence_parallel_size if above 1, else that of its sharding block."""
+    size: int = role["ulysses_sequence_parallel_size"]
+    return size if size > 1 else sharding.ulysses_sequence_parallel_size
 
 
 class MicroBatches(SchemaBlock):

@@ -203,6 +203,10 @@ class RewardModelConfig(MicroBatches):
     """Form micro-batches by token budget; follows the critic."""
     forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
     """Token budget of one forward on one rank; follows the critic."""
+    ulysses_sequence_parallel_size: Count = follows(
+        "reward_model.model.fsdp_config.ulysses_sequence_parallel_size"
+    )
+    """Ranks that split each sequence, for the types prm and prime; the token budget grows by this factor."""
     reward_manager: str = "naive"
     """naive, batch, prime, dapo, blank, or a registered name."""
     sandbox_fusion: SandboxFusionConfig = block(SandboxFusionConfig)

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hone.config.block import Count, SchemaBlock, at_least, block
+from hone.config.block import Count, SchemaBlock, at_least, block, follows
 from hone.config.data import RowsConfig
-from hone.config.engine import CheckpointConfig, MicroBatches, OptimConfig, SFTEngineConfig
+from hone.config.engine import (
+    CheckpointConfig,
+    MicroBatches,
+    OptimConfig,
+    SFTEngineConfig,
+    sequence_parallel,
+)
 from hone.config.model import ModelConfig
 from hone.config.trainer import RunTree, TrainingRunConfig
 
@@ -96,6 +102,13 @@ class SupervisedConfig(RunTree):
     engine: SFTEngineConfig = block(SFTEngineConfig)
     checkpoint: CheckpointConfig = block(CheckpointConfig)
     trainer: SFTTrainerSection = block(SFTTrainerSection)
+    ulysses_sequence_parallel_size: Count = follows("engine.ulysses_sequence_parallel_size")
+    """Ranks that split each sequence; the token budget grows by this factor."""
+
+    @property
+    def ranks_per_slot(self) -> int:
+        """The number of ranks that get the same rows."""
+        return sequence_parallel(self, self.engine) * self.engine.tensor_parallel_size
 
 
 class SFTConfig(SupervisedConfig):

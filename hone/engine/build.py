@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from hone.config.engine import FSDPConfig, OptimConfig
-from hone.engine.contract import EngineSpec, TrainEngine
+from hone.engine.contract import EngineSpec, Mesh, TrainEngine
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import offload_of
@@ -43,18 +44,45 @@ def build_strategy(name: str, spec: EngineSpec) -> TrainEngine:
 
 def build(spec: EngineSpec) -> Engine:
     """Builds the engine of `strategy=fsdp2`: a Hugging Face decoder, sharded by FSDP2 on several ranks."""
-    ranks = spec.world_size
+    mesh = Mesh()
+    if spec.world_size > 1 or spec.sequence_parallel > 1 or spec.tensor_parallel > 1:
+        from hone.engine.mesh import mesh_of
+
+        mesh = mesh_of(
+            spec.rank,
+            spec.world_size,
+            sequence=spec.sequence_parallel,
+            tensor=spec.tensor_parallel,
+        )
+    refuse_unbuilt(spec)
+    slots = mesh.data_parallel_size
+    rules = [rule(slots) for rule in (spec.train_rule, spec.infer_rule)]
+    train_rule, infer_rule = (replace(r, tokens=r.tokens * mesh.sequence_size) for r in rules)
     return build_engine(
         load_module(spec),
         optim=spec.optim,
         grad_clip=spec.grad_clip,
         fsdp=spec.fsdp,
-        train_rule=spec.train_rule(ranks),
-        infer_rule=spec.infer_rule(ranks),
+        train_rule=train_rule,
+        infer_rule=infer_rule,
         response_width=spec.response_width,
-        world_size=ranks,
+        mesh=mesh,
         compile_blocks=spec.compile_blocks,
     )
+
+
+def refuse_unbuilt(spec: EngineSpec) -> None:
+    """Raises for parallel sizes of the spec that this engine does not have, before a model is loaded."""
+    if spec.tensor_parallel > 1:
+        raise ValueError(
+            f"fsdp_config.tensor_parallel_size={spec.tensor_parallel}: strategy=fsdp2 computes whole "
+            "layers; use 1"
+        )
+    if spec.sequence_parallel > 1:
+        raise ValueError(
+            f"ulysses_sequence_parallel_size={spec.sequence_parallel}: strategy=fsdp2 computes whole "
+            "sequences; use 1"
+        )
 
 
 def load_module(spec: EngineSpec) -> Model:
@@ -95,10 +123,10 @@ def build_engine(
     train_rule: MicroBatchRule,
     infer_rule: MicroBatchRule,
     response_width: int,
-    world_size: int,
+    mesh: Mesh | None = None,
     compile_blocks: bool = False,
 ) -> Engine:
-    """Shards the module if there are several ranks, and creates the optimizer of a trained model."""
+    """Shards the module if the mesh has several ranks, and creates the optimizer of a trained model."""
     device = next(module.parameters()).device
     compile_blocks |= fsdp.use_torch_compile
     if device.type == "cuda":
@@ -106,11 +134,11 @@ def build_engine(
     if compile_blocks:
         compile_layers(module)
     shards = None
-    if world_size > 1:
+    if mesh is not None and mesh.data_parallel_size * mesh.ranks_per_slot > 1:
         from hone.engine.sharding import join_group, shard
 
         join_group(device)
-        shards = shard(module, fsdp, device)
+        shards = shard(module, fsdp, device, mesh)
     optimizer = None
     if optim is not None:
         optimizer = Optimizer(

@@ -141,6 +141,10 @@ class EngineSpec:
     """Whether a classifier's decoder is trained too, or stays frozen under its head."""
     rank: int = 0
     world_size: int = 1
+    sequence_parallel: int = 1
+    """Ranks that split each packed row of a data-parallel slot (Ulysses); token budgets grow by it."""
+    tensor_parallel: int = 1
+    """Ranks that split the matrices of each layer."""
 
 
 class Options(TypedDict, total=False):

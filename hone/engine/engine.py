@@ -55,6 +55,10 @@ class Engine(ModelState):
         self._response_width = response_width
         self._share_prompts = True  # identical prompts in a micro-batch are computed once
         self._seed = seed
+        mesh = self.mesh
+        # Ranks of one sequence compute different tokens, those of one tensor the same tokens.
+        self._tokens_rank = mesh.data_parallel_rank * mesh.sequence_size + mesh.sequence_rank
+        self._averaged_ranks = mesh.data_parallel_size * mesh.sequence_size
         self._drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
@@ -65,7 +69,7 @@ class Engine(ModelState):
             batch = _selected(batch, {*_INPUTS, "step_row", *reads})
             local = BatchCounts.of(objective.mask(batch))
             sums = {"tokens": local.tokens, "sequences": local.sequences}
-            sums = self._over_ranks(sums, dist.ReduceOp.SUM)
+            sums = self._over_slots(sums, dist.ReduceOp.SUM)
             counts = BatchCounts(**sums, width=float(self._response_width))
             if objective.needs_batch_statistics:
                 prepared = self._prepared(batch, objective)
@@ -75,7 +79,7 @@ class Engine(ModelState):
             self.module.train()
             if self._drops_out:  # a resumed run must draw the same masks
                 number = self.optimizer.updates + self.optimizer.skipped
-                torch.manual_seed(fold_seed(self._seed, number, self.mesh.data_parallel_rank))
+                torch.manual_seed(fold_seed(self._seed, number, self._tokens_rank))
             # Each with its share of the mini-batch tokens.
             per_micro_batch: list[tuple[Terms, float]] = []
             with counted(counts):
@@ -83,8 +87,8 @@ class Engine(ModelState):
                     weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
                     outputs = self._forward(micro, objective.options)
                     terms = objective(outputs, _moved(_selected(micro, reads), self.device))
-                    # FSDP averages gradients over ranks, but the shares must be summed.
-                    (terms.loss * self.mesh.data_parallel_size).backward()
+                    # FSDP averages gradients over data × sequence, but the shares must be summed.
+                    (terms.loss * self._averaged_ranks).backward()
                     self.optimizer.gather_gradients()
                     per_micro_batch.append((replace(terms, loss=terms.loss.detach()), weight))
                     del outputs, terms  # free the graph before the next forward
@@ -98,8 +102,8 @@ class Engine(ModelState):
                     totals[name] = totals.get(name, 0.0) + float(share)
                 for name, mean in terms.means.items():
                     totals[name] = totals.get(name, 0.0) + float(mean) * weight
-            totals = self._over_ranks(totals, dist.ReduceOp.SUM)
-            maxima = self._over_ranks(maxima, dist.ReduceOp.MAX)
+            totals = self._over_slots(totals, dist.ReduceOp.SUM)
+            maxima = self._over_slots(maxima, dist.ReduceOp.MAX)
             return totals | maxima | self.optimizer.step()
 
     def infer(

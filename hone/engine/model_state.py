@@ -56,9 +56,9 @@ class ModelState:
         )
         self.optimizer = optimizer
         self.offload = offload
-        self.mesh = Mesh(shards.rank, shards.ranks) if shards is not None else Mesh()
+        self.mesh = shards.groups.mesh if shards is not None else Mesh()
         self._shards = shards
-        self._group = shards.group if shards is not None else None
+        self._group = shards.groups.data if shards is not None else None
         self._gathers = self._loads = 0
 
     @functools.cached_property
@@ -159,7 +159,7 @@ class ModelState:
                 copies[name] = tensor.cpu().contiguous().clone()
         return copies
 
-    def _over_ranks(
+    def _over_slots(
         self, values: dict[str, float], how: dist.ReduceOp.RedOpType
     ) -> dict[str, float]:
         if self._group is None or not values:

@@ -1,4 +1,4 @@
-"""Shards one model over several ranks: FSDP2 over the data-parallel ranks, or HSDP with replicas.
+"""Shards one model over several ranks: FSDP2 over data × sequence ranks, or HSDP with replicas.
 
 The process group is gloo on CPUs; on GPUs, NCCL transfers the model and gloo the ranks' small objects.
 Every wait has the group's timeout.
@@ -15,7 +15,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -26,6 +25,8 @@ from torch.distributed.fsdp import (
 )
 
 from hone.config.engine import FSDPConfig
+from hone.engine.contract import Mesh
+from hone.engine.mesh import Groups, join_groups
 from hone.engine.rendezvous import meeting_place
 from hone.protocol import DataProto
 
@@ -37,20 +38,12 @@ _ENTER = "enter_as_root"
 
 @dataclass(frozen=True)
 class Shards:
-    """A module that is sharded over the ranks of a group."""
+    """A module that is sharded over the ranks of a mesh."""
 
     module: nn.Module
     device: torch.device
-    group: dist.ProcessGroup
+    groups: Groups
     reshard_after_forward: bool
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
-
-    @property
-    def ranks(self) -> int:
-        return dist.get_world_size(self.group)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -75,14 +68,16 @@ class Shards:
     def concat_rows(
         self, batch: DataProto, outputs: Mapping[str, Tensor]
     ) -> tuple[DataProto, dict[str, Tensor], slice]:
-        """Returns the rows of all ranks in rank order, and the slice of this rank's rows."""
-        everyone: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * self.ranks
-        dist.all_gather_object(everyone, (dict(batch.batch.items()), dict(outputs)), self.group)
+        """Returns the rows of all data-parallel slots in order, and the slice of this slot's rows."""
+        slot, slots = self.groups.mesh.data_parallel_rank, self.groups.mesh.data_parallel_size
+        everyone: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * slots
+        columns = (dict(batch.batch.items()), dict(outputs))
+        dist.all_gather_object(everyone, columns, self.groups.data)
         counts = [len(columns["responses"]) for columns, _ in everyone]
-        start = sum(counts[: self.rank])
+        start = sum(counts[:slot])
         whole = {name: torch.cat([c[name] for c, _ in everyone]) for name in everyone[0][0]}
         joined = {name: torch.cat([o[name] for _, o in everyone]) for name in everyone[0][1]}
-        rows = slice(start, start + counts[self.rank])
+        rows = slice(start, start + counts[slot])
         return DataProto.from_dict(whole, meta_info=dict(batch.meta_info)), joined, rows
 
     def _parts(self) -> list[FSDPModule]:
@@ -102,15 +97,15 @@ def join_group(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
         )
 
 
-def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> Shards:
+def shard(module: nn.Module, config: FSDPConfig, device: torch.device, mesh: Mesh) -> Shards:
     """Shards every decoder layer, then the rest, in place."""
     # Pinning needs an accelerator.
     on_host = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    mesh = _mesh(config.fsdp_size, device)
+    groups = join_groups(mesh, config.fsdp_size, device)
     for part in (*decoder_layers(module), module):
         fully_shard(
             part,
-            mesh=mesh,
+            mesh=groups.shards,
             reshard_after_forward=config.reshard_after_forward,
             # Parameters are already in the compute dtype; gradients are summed in float32.
             mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
@@ -118,25 +113,11 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> Shards
         )
     setattr(module, _ENTER, _nothing)
     register_fsdp_forward_method(module, _ENTER)
-    group = dist.group.WORLD
-    assert group is not None
-    return Shards(module, device, group, config.reshard_after_forward)
+    return Shards(module, device, groups, config.reshard_after_forward)
 
 
 def _nothing() -> None:
     """A forward that computes nothing, so that FSDP2 sees the root first."""
-
-
-def _mesh(shard_size: int, device: torch.device) -> DeviceMesh:
-    world = dist.get_world_size()
-    if shard_size in (-1, world):
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    if shard_size < 1 or world % shard_size:
-        raise ValueError(
-            f"fsdp_size={shard_size} does not divide {world} ranks; use a divisor or -1 for all"
-        )
-    shape = (world // shard_size, shard_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:

@@ -164,7 +164,6 @@ def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code
         train_rule=rule,
         infer_rule=rule,
         response_width=1,
-        world_size=1,
     )
     engine.load(source, ["model"])
     engine.export(out, tokenizer)

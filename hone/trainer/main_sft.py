@@ -37,7 +37,7 @@ def run_stages(
     stages: Sequence[tuple[SupervisedConfig, Task | None]], origins: Mapping[str, str] | None = None
 ) -> None:
     """Train the stages one after the other, as one rank; a finished stage is not repeated."""
-    from hone.trainer.sft.order import refuse_uneven
+    from hone.trainer.sft.order import refuse_uneven, slots_of
 
     ranks = Ranks.here()
     try:
@@ -45,7 +45,7 @@ def run_stages(
             if (
                 ":" not in config.engine.strategy
             ):  # a custom engine's mesh is known only after it is built
-                refuse_uneven(config.data.train_batch_size, ranks.world_size)
+                refuse_uneven(config.data.train_batch_size, slots_of(config, ranks.world_size))
             folder = config.trainer.default_local_dir
             require_folder(folder, "trainer.default_local_dir")
             require_store(config.trainer.default_hdfs_dir)

@@ -134,7 +134,6 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
         train_rule=rule,
         infer_rule=rule,
         response_width=8,
-        world_size=1,
     )
     train, _ = split_problems(seed)
     trainer = SFTTrainer(

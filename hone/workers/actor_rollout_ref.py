@@ -20,7 +20,13 @@ from hone.agents.trajectory import loop_metrics
 from hone.config.block import Block
 from hone.config.rollout import RolloutConfig
 from hone.controller import Dispatch, Worker, register
-from hone.controller.decorator import DATA_PARALLEL, Batch, Group, PerRank, split_batches
+from hone.controller.decorator import (
+    DATA_PARALLEL,
+    Batch,
+    Group,
+    PerRank,
+    dispatch_nd_compute_dataproto,
+)
 from hone.engine.contract import Mesh
 from hone.protocol import DataProto, object_array
 from hone.types import Function, Row, Settings
@@ -31,9 +37,13 @@ from hone.workers.train import TrainWorker, whole_config
 MADE_UID = "made_uid"
 
 
+ROLLOUT = "rollout"
+"""The mesh on which every rank decodes rows of its own, also where ranks share the work of an update."""
+
+
 def split_numbered(group: Group, prompts: DataProto) -> PerRank[Batch]:
     """Dispatch function that numbers rows before they are split, so that no two rows share a seed."""
-    return split_batches(group, numbered(prompts))
+    return dispatch_nd_compute_dataproto(ROLLOUT, group, numbered(prompts))
 
 
 def numbered(prompts: DataProto) -> DataProto:
@@ -106,6 +116,7 @@ class ActorRolloutRefWorker(Worker):
         super().__init__()
         self.config = config = whole_config(config)
         self._calls = 0
+        self.register_mesh(ROLLOUT, self.rank, True)
         lora = config.actor_rollout_ref.model.uses_lora and "actor" in role
         self.members: dict[str, Worker] = {}
         if "actor" in role:
@@ -157,7 +168,10 @@ class ActorRolloutRefWorker(Worker):
 
     @register(
         dispatch_mode=replace(
-            Dispatch.DP_COMPUTE_PROTO, dispatch_fn=split_numbered, collect_fn=join_ranks
+            Dispatch.DP_COMPUTE_PROTO,
+            dispatch_fn=split_numbered,
+            collect_fn=join_ranks,
+            by_slot=False,
         )
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hone.config import PPOTrainerConfig
-from hone.config.engine import FSDPConfig, MicroBatches
+from hone.config.engine import FSDPConfig, MicroBatches, sequence_parallel
 from hone.controller import Worker
 from hone.engine.contract import EngineSpec, RowsPerRank
 from hone.engine.microbatch import MicroBatchRule
@@ -25,6 +25,7 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
         config,
         worker,
         device,
+        actor,
         actor.fsdp_config,
         train_rule=_rule(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
         infer_rule=_rule(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
@@ -43,6 +44,7 @@ def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.devic
         config,
         worker,
         device,
+        ref,
         ref.fsdp_config,
         train_rule=rule,
         infer_rule=rule,
@@ -62,6 +64,7 @@ def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) 
         config,
         worker,
         device,
+        critic,
         model.fsdp_config,
         head="value",
         model_path=model.path or config.actor_rollout_ref.model.path,
@@ -85,6 +88,7 @@ def implicit_reward_spec(
         config,
         worker,
         device,
+        reward,
         model.fsdp_config,
         model_path=(model.ref_path if frozen else None) or model.path,
         override_config=model.override_config,
@@ -110,8 +114,9 @@ def _spec(
     config: PPOTrainerConfig,
     worker: Worker,
     device: torch.device,
+    role: MicroBatches,
     fsdp: FSDPConfig,
-    **role: Any,
+    **changes: Any,
 ) -> EngineSpec:
     model = config.actor_rollout_ref.model
     policy = {
@@ -128,5 +133,7 @@ def _spec(
         seed=config.trainer.seed,
         rank=worker.rank,
         world_size=worker.world_size,
-        **{**policy, **role},
+        sequence_parallel=sequence_parallel(role, fsdp),
+        tensor_parallel=fsdp.tensor_parallel_size,
+        **{**policy, **changes},
     )

@@ -157,7 +157,7 @@ def test_check_accepts_a_good_file_and_lists_its_notes(tmp_path: Path) -> None:
     file.write_text(f"trainer: {{seed: 2}}\nactor_rollout_ref: {{actor: {actor}}}\n")
     code, text = check(file)
     assert code == 0
-    assert text.startswith(f"{file}: fine, a ppo_trainer config that sets 2 keys\n- ")
+    assert text.startswith(f"{file}: fine, a ppo_trainer config that sets 3 keys\n- ")
 
 
 @pytest.mark.parametrize(

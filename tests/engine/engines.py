@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hone.config.actor import ActorConfig, PolicyLossConfig
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.build import build_engine
 from hone.engine.engine import Engine
+from hone.engine.mesh import mesh_of
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel, ValueModel
 from hone.models.tiny import tiny_lm
@@ -42,6 +44,8 @@ def engine(
     grad_clip: float = 0.0,
     fsdp: FSDPConfig | None = None,
     world_size: int = 1,
+    sequence: int = 1,
+    tensor: int = 1,
 ) -> Engine:
     made = build_engine(
         module,
@@ -51,7 +55,9 @@ def engine(
         train_rule=rule,
         infer_rule=rule,
         response_width=WIDTH,
-        world_size=world_size,
+        mesh=mesh_of(int(os.environ["RANK"]), world_size, sequence=sequence, tensor=tensor)
+        if world_size > 1
+        else None,
     )
     made._share_prompts = share
     return made

@@ -35,7 +35,6 @@ def made_with(fsdp: FSDPConfig, dtype: torch.dtype = torch.bfloat16):
         train_rule=RULE,
         infer_rule=RULE,
         response_width=WIDTH,
-        world_size=1,
     )
 
 
@@ -120,7 +119,6 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_pat
         train_rule=RULE,
         infer_rule=RULE,
         response_width=WIDTH,
-        world_size=1,
     )
     with made.present():
         decoding = build_rollout(

@@ -135,7 +135,6 @@ def test_a_critic_is_refused_by_what_it_holds(tmp_path: Path) -> None:
         train_rule=rule,
         infer_rule=rule,
         response_width=1,
-        world_size=1,
     )
     folder = tmp_path / "global_step_1" / "renamed"
     engine.save(folder, ["model"])

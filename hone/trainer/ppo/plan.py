@@ -23,7 +23,7 @@ from hone.columns import COLUMNS, declared
 from hone.config import ConfigError, PPOTrainerConfig, replace
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import Block
-from hone.config.checks import mini_batch_problems
+from hone.config.checks import mini_batch_problems, uneven_mesh
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get
 from hone.config.states import topics
@@ -302,6 +302,18 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
     mini = config.critic.ppo_mini_batch_size
     if plan.critic and mini != config.actor_rollout_ref.actor.ppo_mini_batch_size:
         yield from mini_batch_problems(config, "critic", mini)
+    ref, critic, reward = config.actor_rollout_ref.ref, config.critic, config.reward_model
+    critic_block, reward_block = critic.model.fsdp_config, reward.model.fsdp_config
+    on_engine = plan.reward_model in ("prm", "prime") and not plan.served
+    for is_built, key, role, block, ranks in (
+        (plan.reference, "actor_rollout_ref.ref", ref, ref.fsdp_config, 0),
+        (plan.critic, "critic", critic, critic_block, 0),
+        (on_engine, "reward_model", reward, reward_block, sum(config.reward_pool)),
+    ):
+        if is_built:
+            yield from uneven_mesh(
+                ranks or config.world_size, key, role, f"{key}.fsdp_config", block
+            )
 
 
 def _idle(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 
 from hone.config import ConfigError
+from hone.config.checks import uneven_mesh
+from hone.config.sft import SupervisedConfig
 from hone.data.rows import DataError
 from hone.types import Settings
 
@@ -25,6 +27,13 @@ def refuse_uneven(rows: int, ranks: int) -> None:
             f"data.train_batch_size={rows} is not divisible by {ranks} data-parallel ranks; "
             f"use {rows // ranks * ranks or ranks} or {(rows // ranks + 1) * ranks}"
         )
+
+
+def slots_of(config: SupervisedConfig, ranks: int) -> int:
+    """Return the number of data-parallel slots; raise an error if parallel sizes do not divide the ranks."""
+    if problems := list(uneven_mesh(ranks, "", config, "engine", config.engine)):
+        raise ConfigError(problems)
+    return ranks // config.ranks_per_slot
 
 
 def batches_in(rows: int, batch_rows: int) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from hone.config import config_to_dict, replace
+from hone.config.engine import sequence_parallel
 from hone.config.sft import SupervisedConfig
 from hone.controller.threads import fix_threads
 from hone.data.encoded import EncodedDataset
@@ -272,5 +273,7 @@ def build_engine(
         seed=config.trainer.seed,
         rank=ranks.rank,
         world_size=ranks.world_size,
+        sequence_parallel=sequence_parallel(config, config.engine),
+        tensor_parallel=config.engine.tensor_parallel_size,
     )
     return build_strategy(config.engine.strategy, spec)

@@ -1,0 +1,81 @@
+"""The mesh of the ranks: data, sequence and tensor parallel, and the process groups along its dimensions.
+
+Neighbouring ranks differ in the tensor coordinate first, then in the sequence coordinate, then in the
+data-parallel slot. FSDP2 shards over data × sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hone.engine.contract import Mesh
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The coordinates of this rank, and the groups that it shares with other ranks."""
+
+    mesh: Mesh
+    data: dist.ProcessGroup
+    """One rank per data-parallel slot; the other coordinates are equal."""
+    sequence: dist.ProcessGroup | None
+    """The ranks that split the sequences of a slot; None if there is one."""
+    shards: DeviceMesh
+    """The dimension (shard) over which FSDP2 shards, or (replicate, shard) for HSDP."""
+    tensor: DeviceMesh | None
+    """The ranks that split a layer's matrices, in the same root mesh as `shards`; None if there is one."""
+
+
+def mesh_of(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -> Mesh:
+    """Returns the coordinates of a rank; raises if the sizes do not divide the ranks."""
+    if world_size % (sequence * tensor):
+        raise ValueError(
+            f"ulysses_sequence_parallel_size={sequence} times tensor_parallel_size={tensor} does not "
+            f"divide {world_size} ranks; use sizes whose product does"
+        )
+    within, tensor_rank = divmod(rank, tensor)
+    slot, sequence_rank = divmod(within, sequence)
+    return Mesh(
+        data_parallel_rank=slot,
+        data_parallel_size=world_size // (sequence * tensor),
+        sequence_rank=sequence_rank,
+        sequence_size=sequence,
+        tensor_rank=tensor_rank,
+        tensor_size=tensor,
+    )
+
+
+def join_groups(mesh: Mesh, shard_size: int, device: torch.device) -> Groups:
+    """Creates the process groups of the mesh; all ranks call it together.
+
+    `shard_size` is the number of ranks that hold one copy of the model, or -1 for data × sequence.
+    """
+    ranks = mesh.data_parallel_size * mesh.sequence_size
+    if shard_size != -1 and (shard_size < 1 or ranks % shard_size):
+        raise ValueError(
+            f"fsdp_size={shard_size} does not divide {ranks} ranks; use a divisor or -1 for all"
+        )
+    copies = 1 if shard_size == -1 else ranks // shard_size
+    dims = {"replicate": copies, "shard": ranks // copies, "tensor": mesh.tensor_size}
+    names = tuple(name for name, size in dims.items() if size > 1 or name == "shard")
+    whole = init_device_mesh(device.type, tuple(dims[n] for n in names), mesh_dim_names=names)
+    over = tuple(name for name in names if name != "tensor")
+    split = mesh.tensor_size > 1
+    data, sequence = dist.group.WORLD, None
+    assert data is not None
+    if mesh.ranks_per_slot > 1:
+        shape = (mesh.data_parallel_size, mesh.sequence_size, mesh.tensor_size)
+        slots = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence", "inside"))
+        data = slots.get_group("data")
+        sequence = slots.get_group("sequence") if mesh.sequence_size > 1 else None
+    return Groups(
+        mesh,
+        data,
+        sequence,
+        shards=whole[over] if split else whole,
+        tensor=whole["tensor"] if split else None,
+    )

@@ -1,0 +1,61 @@
+"""Where each rank stands: tensor fastest, then sequence, then data; every coordinate once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from hone.config import ConfigError, load_config
+from hone.engine.contract import Mesh
+from hone.engine.mesh import mesh_of
+
+
+@pytest.mark.parametrize(("world", "sequence", "tensor"), [(1, 1, 1), (4, 2, 1), (8, 2, 2)])
+def test_every_coordinate_is_taken_once_and_one_rank_per_slot_collects(world, sequence, tensor):
+    meshes = [mesh_of(rank, world, sequence=sequence, tensor=tensor) for rank in range(world)]
+    assert len(set(meshes)) == world
+    slots = Counter(mesh.data_parallel_rank for mesh in meshes if mesh.collects)
+    assert slots == dict.fromkeys(range(world // (sequence * tensor)), 1)
+    assert [mesh.writes for mesh in meshes] == [True] + [False] * (world - 1)
+    assert {mesh.ranks_per_slot for mesh in meshes} == {sequence * tensor}
+
+
+def test_neighbours_share_a_layer_then_a_sequence_then_nothing():
+    places = [mesh_of(rank, 8, sequence=2, tensor=2) for rank in range(8)]
+    found = [(m.data_parallel_rank, m.sequence_rank, m.tensor_rank) for m in places]
+    assert found == [(d, s, t) for d in range(2) for s in range(2) for t in range(2)]
+    assert mesh_of(1, 2) == Mesh(1, 2)
+
+
+def test_sizes_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"size=2 times tensor_parallel_size=2 does not divide 6"):
+        mesh_of(0, 6, sequence=2, tensor=2)
+
+
+ACTOR = "actor_rollout_ref.actor"
+KEYS = {
+    f"{ACTOR}.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size=4",
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_",
+    f"{ACTOR}.fsdp_config.tensor_parallel_size": f"{ACTOR}.fsdp_config.tensor_parallel_size=4",
+}
+
+
+@pytest.mark.parametrize("key", list(KEYS))
+def test_the_config_refuses_such_sizes_by_key(key):
+    settings = ["trainer.n_gpus_per_node=2", "data.train_batch_size=4"]
+    with pytest.raises(ConfigError, match=f"{KEYS[key]}.*does not divide 2 ranks; use 2"):
+        load_config([*settings, f"{key}=4"])
+
+
+def test_rows_must_be_even_over_the_slots_not_over_the_ranks():
+    settings = [
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.rollout.n=1",
+        "data.train_batch_size=2",
+    ]
+    with pytest.raises(ConfigError, match="4 data-parallel ranks"):
+        load_config(settings)
+    config = load_config([*settings, f"{ACTOR}.ulysses_sequence_parallel_size=2"])
+    assert config.actor_rollout_ref.ref.ulysses_sequence_parallel_size == 2
+    assert config.critic.ulysses_sequence_parallel_size == 1
