@@ -224,7 +224,11 @@ class RewardModelConfig(MicroBatches):
     split_step_char: str = "\n\n"
     """Process rewards: a token whose text ends with this string ends a step."""
     step_separator: str = "\n"
-    """Process rewards: the single token that marks the end of a step for the reward model."""
+    """Process rewards: the single token that marks the end of a step for the reward model; for a causal
+    model its text may be several tokens, and the step is scored at the last one that is no blank."""
+    step_labels: tuple[str, str] | None = None
+    """Process rewards by a causal language model, as Math-Shepherd's: the tokens of a good and of a bad step,
+    such as [+,-], whose logits after `step_separator` (there ки) are compared. null is a token classifier."""
     prime_granularity: Literal["token", "whole"] = "token"
     """PRIME: reward each token, or the last token with the sum."""
     prime_norm: Literal["batch_norm", "none"] = "batch_norm"

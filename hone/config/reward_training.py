@@ -27,6 +27,8 @@ class StepDataConfig(PackedDataConfig):
     """steps format: column of the labels: true or false, a probability, or null for no label."""
     step_separator: str = "\n"
     """Text of the token after each step, which is scored; `reward_model.step_separator` in RL."""
+    step_labels: tuple[str, str] | None = None
+    """hone eval-prm: `reward_model.step_labels` of a causal process reward model; null is a classifier."""
     neutral_label: Share | None = 1.0
     """prm800k format: label of steps rated 0 (neither good nor bad); null leaves them unlabelled."""
     max_length: Count = 2048

@@ -28,6 +28,7 @@ from hone.data.prompts import (
     truncate,
     without_nulls,
 )
+from hone.data.question_answer import in_verls_schema
 from hone.data.reading import rows_of, settings_of
 from hone.data.rows import (
     BadRows,
@@ -224,7 +225,8 @@ class RLHFDataset:
 
     def _read_files_and_tokenize(self) -> None:
         """Reads `self.data_files`; an override must set `self.dataframe`."""
-        self.store = read_rows(self.data_files, self.bad_rows)
+        store = read_rows(self.data_files, self.bad_rows)
+        self.store = in_verls_schema(store, self.prompt_key)
         if self._overrides("maybe_filter_out_long_prompts"):
             self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 

@@ -57,6 +57,34 @@ def separator_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separato
     return int(ids[0])
 
 
+@dataclass(frozen=True)
+class StepMark:
+    """What follows each step, and where the step is scored."""
+
+    tokens: list[int]
+    scored: int
+    """Index in `tokens` of the token after which the step is scored."""
+    labels: tuple[int, int] | None
+    """The tokens of a bad and of a good step for a causal model; None for a token classifier."""
+
+
+def step_mark(
+    tokenizer: Tokenizer, separator: str, labels: tuple[str, str] | None, block: str = "data"
+) -> StepMark:
+    """Returns the separator's tokens, of which a token classifier has one and a causal model any number."""
+    key = f"{block}.step_separator"
+    if labels is None:
+        return StepMark([separator_id(tokenizer, separator, key)], 0, None)
+    good, bad = (separator_id(tokenizer, label, f"{block}.step_labels") for label in labels)
+    tokens = list(map(int, tokenizer.encode(typed_text(separator), add_special_tokens=False)))
+    marks = [i for i, token in enumerate(tokens) if tokenizer.decode([token]).strip()]
+    if not tokens or good == bad:
+        raise ConfigError(
+            f"{key}={separator!r} must have a token, and {block}.step_labels={list(labels)} two of them"
+        )
+    return StepMark(tokens, marks[-1] if marks else len(tokens) - 1, (bad, good))
+
+
 def typed_text(text: str) -> str:
     r"""Returns the text with line breaks for `\n`, which a shell passes on as a backslash and an n."""
     return text.replace("\\n", "\n")
@@ -73,7 +101,8 @@ class StepDataset(EncodedDataset):
 
     def read(self, files: Files) -> RowStore:
         """Reads the files; a row of PRM800K's own layout becomes one row per rated step."""
-        self.separator = separator_id(self.tokenizer, self.config.step_separator)
+        config = self.config
+        self.mark = step_mark(self.tokenizer, config.step_separator, config.step_labels)
         # Rows of one problem share their prompt and most of their steps.
         self._prompt_ids = lru_cache(CACHED_TEXTS)(self._render)
         self._step_ids = lru_cache(CACHED_TEXTS)(self._tokenise)
@@ -124,10 +153,11 @@ class StepDataset(EncodedDataset):
             raise PromptError("the prompt is empty")
         ids, mask, labels = list(prompt), [0] * len(prompt), [0.0] * len(prompt)
         for step, label in zip(solution.steps, solution.labels, strict=True):
-            tokens = self._step_ids(step.strip())
-            ids += [*tokens, self.separator]
-            mask += [*[0] * len(tokens), int(label is not None)]
-            labels += [*[0.0] * len(tokens), label or 0.0]
+            tokens, mark = self._step_ids(step.strip()), self.mark
+            before, after = len(tokens) + mark.scored, len(mark.tokens) - mark.scored - 1
+            ids += [*tokens, *mark.tokens]
+            mask += [*[0] * before, int(label is not None), *[0] * after]
+            labels += [*[0.0] * before, label or 0.0, *[0.0] * after]
         self.refuse_too_long(len(ids))
         length, how = self.max_length, self.truncation
         surplus = max(0, len(ids) - length) if how == "left" else 0

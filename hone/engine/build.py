@@ -12,7 +12,7 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import offload_of
 from hone.engine.optimizer import Optimizer
 from hone.models.fused import compile_layers, fuse
-from hone.models.load import LoadOptions, load_causal_lm, load_classifier
+from hone.models.load import LoadOptions, load_causal_lm, load_classifier, load_step_labels
 from hone.models.lora import draw_adapters
 from hone.models.policy import Model, PolicyModel, ScoreModel, ValueModel
 from hone.plugins import PluginError, Table
@@ -93,7 +93,9 @@ def load_module(spec: EngineSpec) -> Model:
         "device": spec.device,
     }
     labels = LABELS.get(spec.head)
-    if labels is None:
+    if spec.label_tokens is not None:
+        lm = load_step_labels(spec.model_path, spec.label_tokens, **options)
+    elif labels is None:
         lm = load_causal_lm(spec.model_path, **options)
     else:
         lm = load_classifier(spec.model_path, labels, seed=spec.seed, **options)

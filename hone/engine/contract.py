@@ -137,6 +137,8 @@ class EngineSpec:
     seed: int = 0
     """The seed of newly initialized weights."""
     compile_blocks: bool = False
+    label_tokens: tuple[int, int] | None = None
+    """The tokens of a bad and of a good step, if the steps head is two rows of a causal model's LM head."""
     trains: Literal["all", "head"] = "all"
     """Whether a classifier's decoder is trained too, or stays frozen under its head."""
     rank: int = 0

@@ -20,7 +20,7 @@ from typing_extensions import Required, Unpack
 
 from hone.data.files import copy_to_local
 from hone.models import attention
-from hone.models.families import UnsupportedModel, refuse_config, refuse_family
+from hone.models.families import UnsupportedModel, logit_rule, refuse_config, refuse_family
 from hone.tracking.manifest import MANIFEST, checkpoint_of, damage
 from hone.types import Settings
 
@@ -236,6 +236,27 @@ def load_classifier(
         lm = _load(auto_class, path, config, options["dtype"])
     if not isinstance(getattr(lm, "score", None), torch.nn.Linear):
         raise UnsupportedModel(f"{path}: a {type(lm).__name__} has no linear head `score`")
+    return lm
+
+
+def load_step_labels(
+    path: str, tokens: tuple[int, int], **options: Unpack[LoadOptions]
+) -> PreTrainedModel:
+    """Loads a causal language model with the LM head's rows of two tokens as its head `score`."""
+    lm = load_causal_lm(path, **options)
+    head = lm.get_output_embeddings()
+    if logit_rule(lm.config) != (None, 1.0):
+        raise UnsupportedModel(
+            f"{path} caps or scales its logits, which is not supported for a process reward model; use "
+            "another one"
+        )
+    rows, width = list(tokens), head.weight.shape[1]
+    lm.score = torch.nn.Linear(width, 2, bias=head.bias is not None, dtype=head.weight.dtype)
+    with torch.no_grad():
+        lm.score.weight.copy_(head.weight[rows])
+        if head.bias is not None:
+            lm.score.bias.copy_(head.bias[rows])
+    lm.set_output_embeddings(None)
     return lm
 
 

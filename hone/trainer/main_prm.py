@@ -46,6 +46,10 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
         raise ConfigError(
             "head_stage.total_epochs=0 and trainer.total_epochs=0 leave nothing to train; set one"
         )
+    if config.data.step_labels is not None:
+        raise ConfigError(
+            "data.step_labels judges causal models in hone eval-prm; hone train-prm trains a token classifier"
+        )
     if "hf_model" not in config.checkpoint.save_contents:
         raise ConfigError(
             "checkpoint.save_contents needs hf_model: the second stage and RL start from the export"

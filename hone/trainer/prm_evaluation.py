@@ -12,7 +12,7 @@ import numpy as np
 from hone.config import load_config
 from hone.config.reward_training import PRMConfig
 from hone.data.rows import BadRows, DataError, read_rows
-from hone.data.steps import Solution, StepDataset
+from hone.data.steps import Solution, StepDataset, step_mark
 from hone.models.from_config import build_tokenizer
 from hone.ops.at_n import sizes
 from hone.tracking import progress
@@ -33,7 +33,9 @@ class StepScorer:
 
     def __init__(self, config: PRMConfig) -> None:
         self.config, self.tokenizer = config, build_tokenizer(config.model)
-        self._task = StepTask()
+        self._task, data = StepTask(), config.data
+        mark = step_mark(self.tokenizer, data.step_separator, data.step_labels)
+        self._task.label_tokens = mark.labels
         self._engine = build_engine(config, Ranks(), self._task, is_trained=False)
 
     def score(self, solutions: Sequence[Solution]) -> list[np.ndarray]:

@@ -100,10 +100,17 @@ def implicit_reward_spec(
     )
 
 
-def step_model_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
+def step_model_spec(
+    config: PPOTrainerConfig,
+    worker: Worker,
+    device: torch.device,
+    *,
+    label_tokens: tuple[int, int] | None = None,
+) -> EngineSpec:
     """Returns the spec of a process reward model, which is not trained."""
     spec = implicit_reward_spec(config, worker, device, frozen=True)
-    return replace(spec, head="steps", model_path=str(config.reward_model.model.path))
+    path = str(config.reward_model.model.path)
+    return replace(spec, head="steps", model_path=path, label_tokens=label_tokens)
 
 
 def _rule(role: MicroBatches, kind: str, tokens: int) -> RowsPerRank:

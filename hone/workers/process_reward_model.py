@@ -1,4 +1,5 @@
-"""The process reward model (PURE): scores every reasoning step with a token classifier of two labels.
+"""The process reward model (PURE): scores every reasoning step with a token classifier of two labels, or by
+the logits of two tokens of a causal language model (Math-Shepherd).
 
 A step ends at a token whose text ends in `split_step_char`, and at the end of the response. The model reads
 `step_separator` in place of this text and scores the step there. With the policy's vocabulary it reads the
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,7 +22,7 @@ from hone.config import ConfigError
 from hone.controller import Dispatch, register
 from hone.data.prompts import Prompt, as_messages, render_prompt
 from hone.data.response_steps import TokenTexts, separator_ids, split_steps
-from hone.data.steps import separator_id, typed_text
+from hone.data.steps import step_mark, typed_text
 from hone.models.from_config import import_external
 from hone.models.load import load_config, load_tokenizer
 from hone.ops.masked import split_at_response
@@ -51,11 +53,12 @@ class ProcessRewardModelWorker(TrainWorker):
         config = self.config.reward_model
         path, trusted = str(config.model.path), config.model.trust_remote_code
         import_external(config.model.external_lib)
-        _refuse_without_head(path)
+        _refuse_wrong_head(path, config.step_labels)
         self.tokenizer = load_tokenizer(path, trust_remote_code=trusted)
         self._split = typed_text(config.split_step_char)
-        key = "reward_model.step_separator"
-        self._separator = separator_id(self.tokenizer, config.step_separator, key)
+        self._mark = step_mark(
+            self.tokenizer, config.step_separator, config.step_labels, "reward_model"
+        )
         writer = config.model.input_tokenizer
         self._writer = load_tokenizer(writer, trust_remote_code=trusted) if writer else None
         self._texts = TokenTexts(self._writer or self.tokenizer)
@@ -63,14 +66,15 @@ class ProcessRewardModelWorker(TrainWorker):
         known = self.tokenizer.get_vocab().items()
         self._same_tokens = self._writer is None or self._writer.get_vocab().items() <= known
         self._has_warned = False
-        self.build_engine("fsdp2", step_model_spec, config.model.fsdp_config)
+        spec = partial(step_model_spec, label_tokens=self._mark.labels)
+        self.build_engine("fsdp2", spec, config.model.fsdp_config)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Returns `process_scores` [B, T] after credit assignment, and `step_mask` [B, T] of scored steps."""
         config = self.config.reward_model
         # Without a token that ends in the separator, its characters are found one by one.
-        by_ids = self._same_tokens and len(self._ends) > 0
+        by_ids = self._same_tokens and len(self._ends) > 0 and len(self._mark.tokens) == 1
         rows = self._rows_of_ids(data) if by_ids else self._rows_of_text(data)
         inputs, columns = zip(*map(self._input, rows), strict=True)
         truncated = sum(len(row.ends) - len(of) for row, of in zip(rows, columns, strict=True))
@@ -120,7 +124,7 @@ class ProcessRewardModelWorker(TrainWorker):
         # A policy with more embeddings than tokens can write ids that no tokenizer knows.
         known = responses < self.engine.facts.vocabulary
         responses = torch.where(known, responses, self.tokenizer.pad_token_id)
-        separated = torch.where(ends, self._separator, responses)
+        separated = torch.where(ends, self._mark.tokens[0], responses)
         rows = []
         for row, prompt in enumerate(_prompts(data)):
             places = ends[row].nonzero().squeeze(1).tolist()
@@ -144,8 +148,8 @@ class ProcessRewardModelWorker(TrainWorker):
                 tokens += self.tokenizer.encode(
                     step.strip(), add_special_tokens=False, split_special_tokens=True
                 )
-                tokens.append(self._separator)
-                ends.append(len(tokens) - 1)
+                ends.append(len(tokens) + self._mark.scored)
+                tokens += self._mark.tokens
                 columns.append(column)
             rows.append(StepRow(prompt, tokens, ends, columns))
         return rows
@@ -179,10 +183,16 @@ def _prompts(data: DataProto) -> list[list[int]]:
     return [ids[there].tolist() for ids, there in zip(columns["prompts"], exists, strict=True)]
 
 
-def _refuse_without_head(path: str) -> None:
+def _refuse_wrong_head(path: str, step_labels: tuple[str, str] | None) -> None:
     architecture = (load_config(path).architectures or ["model"])[0]
-    if not architecture.endswith("ForTokenClassification"):
+    if step_labels is None and not architecture.endswith("ForTokenClassification"):
         raise ConfigError(
             f"reward_model.model.path={path} is a {architecture} without the head of a process reward "
-            "model; give a token classifier of two labels (bad, good), or train one with hone train-prm"
+            "model; give a token classifier of two labels (bad, good), train one with hone train-prm, or "
+            "set reward_model.step_labels for a causal model that writes a token per label"
+        )
+    if step_labels is not None and "Classification" in architecture:
+        raise ConfigError(
+            f"reward_model.step_labels is for causal models, and reward_model.model.path={path} is a "
+            f"{architecture}; leave it null"
         )

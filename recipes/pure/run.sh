@@ -17,9 +17,9 @@ all+=" gamma-oracle soft-oracle gamma-noisy soft-noisy"
 if [ "${1:?OUT, or --small OUT}" = --small ]; then
     shift
     JOBS=1 all="gamma-prm soft-prm vr" samples=600
-    small=(--hidden 64 --layers 2 --train 4000 --test 64 --demonstrations 8000)
-    sft=(data.train_batch_size=48 optim.lr=4e-3 trainer.total_training_steps=1600)
-    prm=(data.train_batch_size=32 optim.lr=3e-3 trainer.total_training_steps=150 head_stage.total_training_steps=20)
+    small=(--hidden 96 --layers 2 --train 4000 --test 64 --demonstrations 8000)
+    sft=(data.train_batch_size=48 optim.lr=3e-3 trainer.total_training_steps=2400)
+    prm=(data.train_batch_size=32 optim.lr=2e-3 trainer.total_training_steps=400 head_stage.total_training_steps=20)
     rl=(data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.total_training_steps=40
         actor_rollout_ref.actor.optim.lr=3e-4 data.max_response_length=96)
 fi

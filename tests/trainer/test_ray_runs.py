@@ -98,21 +98,38 @@ def test_two_ranks_have_the_metrics_of_one(
             assert second[metric] == pytest.approx(first[metric], rel=1e-4, abs=1e-6), metric
 
 
-def test_primes_reward_model_on_two_ranks_has_the_metrics_of_one(train: Callable[..., Run]) -> None:
-    shared = [
-        *SGD,
-        "algorithm.adv_estimator=rloo",
-        "reward_model.enable=true",
-        "reward_model.type=prime",
+JUDGES = {
+    "prime": [
         "reward_model.model.path=${actor_rollout_ref.model.path}",
         "reward_model.model.optim.optimizer=SGD",
         "reward_model.model.optim.lr=0.5",
         "reward_model.mini_batch_size=4",
-    ]
+    ],
+    "prm": ["reward_model.split_step_char=0", "reward_model.step_separator=1"],
+}
+"""Reward models of responses' parts; the process reward model's steps end at a 0."""
+
+
+@pytest.mark.parametrize("kind", JUDGES)
+def test_a_reward_model_of_parts_on_two_ranks_has_the_metrics_of_one(
+    train: Callable[..., Run], tmp_path: Path, kind: str
+) -> None:
+    from workers.test_process_reward_model import save_judge
+
+    from hone.models.tiny import character_tokenizer
+
+    shared = [*SGD, "algorithm.adv_estimator=rloo", "reward_model.enable=true"]
+    shared += [f"reward_model.type={kind}", *JUDGES[kind]]
+    expected = {"reward_model/dpo_loss", "reward_model/reward"}
+    if kind == "prm":
+        model = save_judge(tmp_path / "judge", tokenizer=character_tokenizer(ALPHABET))
+        shared.append(f"reward_model.model.path={model}")
+        expected = {"instant_rewards/outcome_reward/mean", "num_of_steps/mean"}
     one = train(*shared, folder="one")
     two = train(*shared, *TWO_RANKS, folder="two")
-    names = [n for n in one.numbers[0] if n.startswith(("actor/", "critic/", "reward_model/"))]
-    assert {"reward_model/dpo_loss", "reward_model/reward"} <= set(names)
+    groups = ("actor/", "critic/", "reward_model/", "instant_rewards/", "num_of_steps/")
+    names = [n for n in one.numbers[0] if n.startswith(groups)]
+    assert expected <= set(names)
     for first, second in zip(one.numbers, two.numbers, strict=True):
         for metric in names:
             assert second[metric] == pytest.approx(first[metric], rel=1e-4, abs=1e-6), metric

@@ -16,6 +16,7 @@ from hone.agents.contract import AgentLoopOutput
 from hone.config import ConfigError, load_config
 from hone.controller.worker import free_port
 from hone.data.response_steps import TokenTexts
+from hone.data.steps import step_mark
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
@@ -212,6 +213,57 @@ def test_models_that_are_no_judges_of_steps_are_refused(judge: Path, tmp_path: P
         worker(judge, "reward_model.forward_max_token_len_per_gpu=8").compute_rm_score(
             batch_of(tokenizer)
         )
+
+
+def plain_odds(folder: Path, texts: list[str]) -> list[float]:
+    """p(+) − p(-) after the last token of each text, by transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    labels = tokenizer.convert_tokens_to_ids(["+", "-"])
+    odds = []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False, return_tensors="pt")
+        good, bad = model(ids).logits[0, -1, labels].softmax(-1).tolist()
+        odds.append(good - bad)
+    return odds
+
+
+@pytest.mark.parametrize("separator", ["ки", "ки\n"])
+def test_a_causal_model_scores_a_step_by_the_logits_of_two_tokens_at_its_tag(
+    tmp_path: Path, separator: str
+) -> None:
+    from hone.data.steps import Solution
+    from hone.models.tiny import save_pretrained, tiny_lm
+    from hone.trainer.prm_evaluation import StepScorer
+
+    tokenizer = character_tokenizer(words=("\n\n", ".\n\n", "ки"))
+    lm = tiny_lm(len(tokenizer), hidden=16)
+    torch.nn.init.normal_(lm.get_output_embeddings().weight)
+    folder = save_pretrained(lm, tokenizer, tmp_path / "causal")
+    tag = f"reward_model.step_separator={separator!r}"
+    made = worker(folder, tag, "reward_model.step_labels=['+','-']", SUMS)
+    found = made.compute_rm_score(batch_of(made.tokenizer)).batch["process_scores"]
+    after = separator.removeprefix("ки")
+    dot = "." * (separator != "ки")  # in place of a token, or after the step's text
+    starts = [f"1+ab{dot}ки", f"1+ab{dot}ки{after}cdки", "1+1+1+abки"]
+    for place, expected in zip(((0, 2), (0, 5), (2, 2)), plain_odds(folder, starts), strict=True):
+        assert found[place].item() == pytest.approx(expected, abs=1e-5)
+    words = [f"model.path={folder}", "data.prompt_format=raw", "data.step_labels=['+','-']"]
+    words += [f"data.step_separator={separator!r}", "trainer.device=cpu"]
+    scorer = StepScorer(load_config(words, config_name="prm_trainer"))
+    (chances,) = scorer.score([Solution("1+", ["ab", "cd"], [None, None])])
+    expected_odds = plain_odds(folder, ["1+abки", f"1+abки{after}cdки"])
+    assert (2 * chances - 1).tolist() == pytest.approx(expected_odds, abs=1e-5)
+
+
+def test_a_classifier_has_no_tokens_as_labels_and_two_labels_are_two_tokens(judge: Path) -> None:
+    with pytest.raises(ConfigError, match="is for causal models"):
+        worker(judge, "reward_model.step_labels=['+','-']")
+    for labels, reason in ((("+", "ab"), "is 2 tokens"), (("+", "+"), "two of them")):
+        with pytest.raises(ConfigError, match=reason):
+            step_mark(character_tokenizer(), "a", labels)
 
 
 def save_policy_tokenizer(folder: Path, tokenizer: Any) -> str:

@@ -258,6 +258,7 @@ def build_engine(
     spec = EngineSpec(
         head=task.head,
         trains=task.trains,
+        label_tokens=task.label_tokens,
         model_path=model.path,
         device=device,
         dtype=pick_dtype(config.engine.dtype, device),

@@ -35,6 +35,10 @@ class Task(Protocol):
     def trains(self) -> Literal["all", "head"]: ...
 
     @property
+    def label_tokens(self) -> tuple[int, int] | None:
+        """The tokens that a causal process reward model is scored by."""
+
+    @property
     def rows_together(self) -> int:
         """Sequences of one row, which stay in one micro-batch."""
 
@@ -56,6 +60,7 @@ class SupervisedTask:
 
     head: Literal["policy"] = "policy"
     trains: Literal["all"] = "all"
+    label_tokens = None
     rows_together = 1
 
     def __init__(self) -> None:
@@ -120,6 +125,7 @@ class StepTask:
 
     head: Literal["steps"] = "steps"
     rows_together = 1
+    label_tokens: tuple[int, int] | None = None
 
     def __init__(self, trains: Literal["all", "head"] = "all") -> None:
         from hone.workers.reward_objectives import StepObjective
@@ -177,6 +183,7 @@ class PairTask:
 
     head: Literal["score"] = "score"
     trains: Literal["all"] = "all"
+    label_tokens = None
     rows_together = 2
 
     def __init__(self) -> None:
