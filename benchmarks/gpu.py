@@ -42,8 +42,8 @@ def main() -> None:
 
 def _run(arguments: argparse.Namespace, device: torch.device, small: bool, out: Path) -> None:
     limits = ceilings(device)
-    result: dict[str, Any] = _facts(device) | {"ceilings": limits}
-    print(json.dumps(_facts(device)), flush=True)
+    result: dict[str, Any] = facts(device) | {"ceilings": limits}
+    print(json.dumps(facts(device)), flush=True)
     shapes = [TINY] if small else [SMALL, LARGE]
     parts = arguments.parts.split(",") if arguments.parts else PARTS
     for index, shape in enumerate(shapes[: arguments.shapes]):
@@ -128,7 +128,7 @@ def _clean(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _facts(device: torch.device) -> dict[str, Any]:
+def facts(device: torch.device) -> dict[str, Any]:
     import transformers
 
     facts: dict[str, Any] = {

@@ -23,6 +23,7 @@ class Shape:
     heads: int
     kv_heads: int
     mlp: int
+    tied: bool = True
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -35,6 +36,7 @@ class Shape:
 
 SMALL = Shape("qwen2.5-0.5b", 151_936, 896, 24, 14, 2, 4864)
 LARGE = Shape("qwen2.5-1.5b", 151_936, 1536, 28, 12, 2, 8960)
+SEVEN = Shape("qwen2.5-7b", 152_064, 3584, 28, 28, 4, 18_944, tied=False)
 TINY = Shape("tiny", 400, 64, 2, 4, 2, 128)
 
 
@@ -52,7 +54,7 @@ def build(shape: Shape, device: torch.device, implementation: str = attention.NA
         num_key_value_heads=shape.kv_heads,
         intermediate_size=shape.mlp,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape.tied,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,

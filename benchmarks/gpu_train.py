@@ -89,8 +89,8 @@ def grpo_step(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save(shape, folder / "model", device)
-        _write_prompts(folder / "train.parquet", 12 if small else 64 * (steps + 1), small)
-        (folder / "score.py").write_text(_REWARD)
+        write_prompts(folder / "train.parquet", 12 if small else 64 * (steps + 1), small)
+        (folder / "score.py").write_text(REWARD)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         command = [sys.executable, "-m", "hone.trainer.main_ppo"]
@@ -130,13 +130,13 @@ def _summary(logged: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-_REWARD = """
+REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str) % 7)
 """
 
 
-def _write_prompts(path: Path, count: int, small: bool) -> None:
+def write_prompts(path: Path, count: int, small: bool) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

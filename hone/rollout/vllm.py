@@ -9,10 +9,8 @@ come to this process through hone.weights; vLLM always runs on the machine of it
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
-import mmap
-import os
+import time
 from collections import OrderedDict
 from collections.abc import (
     AsyncGenerator,
@@ -30,6 +28,7 @@ from torch import Tensor
 from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.remote_requests import Chunk, ConnectionLost, RemoteEngine
 from hone.rollout.requests import Request, RequestRules
+from hone.rollout.vllm_buckets import buckets
 from hone.rollout.vllm_process import EngineProcess
 from hone.rollout.weights import refuse_unknown
 from hone.types import Row
@@ -41,7 +40,6 @@ _COOLEST = 0.01
 """vLLM raises lower temperatures to this one."""
 _STARTS = 3
 """Starts in a row of a process that samples no token."""
-_ALIGNMENT = 64
 _REMEMBERED = 4096
 """Trajectories and prompts whose process is remembered."""
 _SLACK = 8
@@ -222,7 +220,7 @@ class VLLMRollout(RemoteEngine):
         """Loads the current weights into a process that does not have them."""
         if self._updated:
             process.loading = False
-            for bucket in self._buckets(self._current()):
+            for bucket in buckets(self._current(), self._device, self._bucket_bytes):
                 await self._load_bucket(bucket, [process])
             await process.call("finish")
         process.stale = process.missed = process.loading = False
@@ -234,11 +232,22 @@ class VLLMRollout(RemoteEngine):
         """Frees GPU memory; the weights too where waking can restore them. A CPU's memory stays."""
         if self._running and not self._paused:
             raise RolloutError("sleep was asked for while requests run; abort them first")
-        self._slept = self._sleep_level()
+        self._slept, began, used = self._sleep_level(), time.monotonic(), self._used_gib()
         await self._call_all("sleep", level=self._slept)
+        log.info(
+            "vLLM sleeps at level %d after %.2f s: the GPU has %.1f of %.1f GiB in use",
+            *(self._slept, time.monotonic() - began, self._used_gib(), used),
+        )
         for process in self._processes:
             process.stale |= self._slept == 2
         self._updated |= self._slept == 2
+
+    def _used_gib(self) -> float:
+        """Returns the memory in use on the GPU, by all processes."""
+        if not torch.cuda.is_available():
+            return 0.0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return (total - free) / 2**30
 
     def _sleep_level(self) -> int:
         if self._device.type != "cuda":
@@ -276,7 +285,7 @@ class VLLMRollout(RemoteEngine):
             process.loading = process.missed = False
 
     async def _load(self, weights: Weights) -> None:
-        for bucket in self._buckets(self._checked(weights)):
+        for bucket in buckets(self._checked(weights), self._device, self._bucket_bytes):
             await self._submit(self._load_bucket(bucket, self._processes))
 
     def _checked(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -323,70 +332,3 @@ class VLLMRollout(RemoteEngine):
                     break
                 except ConnectionLost as died:
                     log.warning("%s", died)
-
-    def _buckets(self, weights: Weights) -> Iterator[Row]:
-        """Fills one bucket after the other, in the same memory; a tensor may exceed `bucket_bytes`."""
-        window = _Window(self._device)
-        try:
-            tensors: list[tuple[str, Tensor]] = []
-            size = 0
-            for name, tensor in weights:
-                if tensors and size + tensor.nbytes > self._bucket_bytes:
-                    yield window.filled(tensors)
-                    tensors, size = [], 0
-                tensors.append((name, tensor.detach()))
-                size += _aligned(tensor)
-            if tensors:
-                yield window.filled(tensors)
-        finally:
-            window.close()
-
-
-def _aligned(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor in a bucket."""
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class _Window:
-    """Memory that vLLM's workers can open: a memory file, or GPU memory by CUDA IPC."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._descriptor = -1 if device.type == "cuda" else os.memfd_create("hone-vllm")
-        self._memory: Tensor | None = None
-
-    def filled(self, tensors: Sequence[tuple[str, Tensor]]) -> Row:
-        """Copies tensors into the memory; returns what a worker needs to read them."""
-        memory = self._reserve(sum(_aligned(tensor) for _, tensor in tensors))
-        entries, offset = [], 0
-        for name, tensor in tensors:
-            content = tensor.contiguous().reshape(-1).view(torch.uint8)
-            memory[offset : offset + len(content)].copy_(content)
-            kind = str(tensor.dtype).removeprefix("torch.")
-            entries.append((name, kind, list(tensor.shape), offset))
-            offset += _aligned(tensor)
-        bucket: Row = {"tensors": entries, "size": len(memory)}
-        if self._device.type != "cuda":
-            return bucket | {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}"}
-        torch.cuda.synchronize(self._device)
-        shared = memory.untyped_storage()._share_cuda_()
-        parts = [
-            {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
-            for part in shared
-        ]
-        return bucket | {"cuda": parts}
-
-    def _reserve(self, size: int) -> Tensor:
-        if self._memory is None or len(self._memory) < size:
-            if self._device.type == "cuda":
-                self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-            else:
-                os.ftruncate(self._descriptor, max(size, 1))
-                mapped = mmap.mmap(self._descriptor, max(size, 1))
-                self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        return self._memory
-
-    def close(self) -> None:
-        self._memory = None
-        if self._descriptor >= 0:
-            os.close(self._descriptor)

@@ -188,9 +188,10 @@ class Server:
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self, frame: Frame) -> None:
+        """Keeps paused requests, which compute their KV cache again."""
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
         if frame["level"]:
-            self._llm.sleep(level=frame["level"])
+            self._llm.sleep(level=frame["level"], mode="keep")
 
     def wake_up(self, frame: Frame) -> None:
         self._llm.wake_up()

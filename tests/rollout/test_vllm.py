@@ -365,6 +365,20 @@ def test_requests_wait_for_no_sleeping_engine(tmp_path: Path) -> None:
     with_engine(tmp_path, work)
 
 
+def test_kept_requests_outlive_a_sleep(tmp_path: Path) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        engine._sleep_level = lambda: 1  # type: ignore[method-assign]
+        running = asyncio.ensure_future(engine.generate([1], LONG, "r"))
+        await asyncio.sleep(0.02)
+        await engine.pause(keep=True)
+        await engine.sleep()
+        await engine.wake_up()
+        await engine.resume()
+        assert (await asyncio.wait_for(running, 20)).token_ids == said([1])
+
+    with_engine(tmp_path, work)
+
+
 @pytest.mark.parametrize("publish", [True, False])
 def test_weights_given_back_in_sleep_come_once_on_waking(tmp_path: Path, publish: bool) -> None:
     """By the update that follows or, without one, from the trainer."""

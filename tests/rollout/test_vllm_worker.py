@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hone.rollout
-from hone.rollout.vllm import _Window
+from hone.rollout.vllm_buckets import _Window
 
 
 @pytest.fixture

@@ -83,7 +83,9 @@ class LLM:
         assert self.updating
         self.updating = False
 
-    def sleep(self, level):
+    def sleep(self, level, mode="abort"):
+        if mode == "abort":
+            self.llm_engine.requests.clear()
         if level == 2:
             self.llm_engine.weight = 40  # anything
 
