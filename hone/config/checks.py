@@ -102,7 +102,8 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     """Yields (key, new value, sentence) for values that can be changed without changing the training."""
     if isinstance(config, SupervisedConfig):
         sequences = 2 if isinstance(config, RMConfig) else 1  # a pair stays in one micro-batch
-        longest = sequences * config.data.max_length
+        ranks = sequence_parallel(config, config.engine)
+        longest = -(-sequences * config.data.max_length // ranks)
         if config.data.max_token_len_per_gpu < longest:
             times = f"{sequences} times " if sequences > 1 else ""
             why = (

@@ -79,10 +79,9 @@ def refuse_unbuilt(spec: EngineSpec) -> None:
             "layers; use 1"
         )
     if spec.sequence_parallel > 1:
-        raise ValueError(
-            f"ulysses_sequence_parallel_size={spec.sequence_parallel}: strategy=fsdp2 computes whole "
-            "sequences; use 1"
-        )
+        from hone.engine.mesh import refuse_split
+
+        refuse_split(spec.model_path, spec.sequence_parallel)
 
 
 def load_module(spec: EngineSpec) -> Model:

@@ -58,6 +58,7 @@ class Engine(ModelState):
         mesh = self.mesh
         # Ranks of one sequence compute different tokens, those of one tensor the same tokens.
         self._tokens_rank = mesh.data_parallel_rank * mesh.sequence_size + mesh.sequence_rank
+        self._sequence_group = shards.groups.sequence if shards is not None else None
         self._averaged_ranks = mesh.data_parallel_size * mesh.sequence_size
         self._drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
@@ -154,6 +155,10 @@ class Engine(ModelState):
             columns["response_mask"],
             share_prompts=self._share_prompts,
         )
+        if self._sequence_group is not None:
+            from hone.ops.ulysses import split_rows
+
+            packed = split_rows(packed, self._sequence_group)
         if self.device.type != "cpu":
             packed = packed.to(self.device)
         outputs: dict[str, Tensor] = self.module(packed, **options)

@@ -6,6 +6,7 @@ data-parallel slot. FSDP2 shards over data × sequence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hone.engine.contract import Mesh
+from hone.models.families import UnsupportedModel, declared
+from hone.models.load import load_config
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,18 @@ def mesh_of(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -
         tensor_rank=tensor_rank,
         tensor_size=tensor,
     )
+
+
+def refuse_split(path: str, size: int) -> None:
+    """Raises, before weights are loaded, for a model whose heads cannot be split over `size` ranks."""
+    text = load_config(path).get_text_config()
+    per_layer = declared(text, "num_attention_heads_per_layer") or ()
+    for heads in (text.num_attention_heads, *per_layer):
+        if heads % size:
+            raise UnsupportedModel(
+                f"ulysses_sequence_parallel_size={size} does not divide the {heads} attention heads of "
+                f"{path}; use a divisor of {math.gcd(text.num_attention_heads, *per_layer)}"
+            )
 
 
 def join_groups(mesh: Mesh, shard_size: int, device: torch.device) -> Groups:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Context(FunctionCtx):
@@ -17,6 +21,9 @@ class Context(FunctionCtx):
     factor: float
     softcap: float | None
     fused: bool
+    group: ProcessGroup
+    start: int
+    stop: int
     plain: Callable[[Tensor], Tensor]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:

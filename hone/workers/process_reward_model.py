@@ -169,11 +169,12 @@ class ProcessRewardModelWorker(TrainWorker):
     def _refuse_longer_than_budget(self, tokens: int) -> None:
         config = self.config.reward_model
         budget, by_rows = config.forward_max_token_len_per_gpu, config.sequences_per_micro_batch(1)
-        if by_rows is None and tokens > budget:
+        ranks = self.engine.mesh.sequence_size
+        if by_rows is None and tokens > budget * ranks:
             raise ConfigError(
                 f"a row has {tokens} tokens of the reward model, more than "
                 f"reward_model.forward_max_token_len_per_gpu={budget}; raise it, or truncate rows from "
-                f"the left with reward_model.max_length={budget - 1}"
+                f"the left with reward_model.max_length={budget * ranks - 1}"
             )
 
 

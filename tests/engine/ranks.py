@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +45,28 @@ LORA: dict[str, Any] = {
 }
 CONTENTS = ("model", "optimizer", "extra")
 BF16 = OptimConfig(lr=1e-4)
+Scenario = Callable[[int, int, Path], Any]
 
 
-def spawn(scenarios: Iterable[str], world: int, folder: Path) -> list[dict[str, Any]]:
-    """Run the scenarios on `world` ranks; returns each rank's results by scenario."""
-    names = list(scenarios)
-    mp.spawn(_main, (world, free_port(), str(folder), names), nprocs=world, join=True)
+def spawn(
+    scenarios: Iterable[str] | Mapping[str, Scenario], world: int, folder: Path
+) -> list[dict[str, Any]]:
+    """Run scenarios, or the ones named, on `world` ranks; returns each rank's results by scenario."""
+    found = (
+        dict(scenarios) if isinstance(scenarios, Mapping) else {n: SCENARIOS[n] for n in scenarios}
+    )
+    mp.spawn(_main, (world, free_port(), str(folder), found), nprocs=world, join=True)
     return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(world)]
 
 
-def _main(rank: int, world: int, port: int, folder: str, names: list[str]) -> None:
+def _main(rank: int, world: int, port: int, folder: str, scenarios: dict[str, Scenario]) -> None:
     place = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     try:
-        for name in names:
-            results[name] = SCENARIOS[name](rank, world, Path(folder))
+        for name, scenario in scenarios.items():
+            results[name] = scenario(rank, world, Path(folder))
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # the others wait in a collective: end at once so that the parent sees it
@@ -246,7 +251,7 @@ def whole_masters(made: Engine) -> dict[str, torch.Tensor]:
     }
 
 
-SCENARIOS: dict[str, Callable[[int, int, Path], Any]] = {
+SCENARIOS: dict[str, Scenario] = {
     f.__name__: f
     for f in (
         law,

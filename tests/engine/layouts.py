@@ -1,0 +1,210 @@
+"""Layouts of ranks, and the updates that every one of them must compute as one rank does.
+
+One spawn of ranks runs the cases of all layouts of its size. A new engine or dimension adds its rows here;
+`python -m benchmarks.parallel` writes the table of docs/parallel.md from the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.config.critic import CriticConfig
+from hone.config.engine import FSDPConfig
+from hone.engine.build import build_strategy
+from hone.engine.contract import EngineSpec, TrainEngine
+from hone.engine.microbatch import MicroBatchRule
+from hone.models.lora import Adapters
+from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.protocol import DataProto, split_padded
+from hone.workers.objectives import PolicyObjective, ValueObjective
+from hone.workers.reward_objectives import StepObjective
+
+from .batches import VOCABULARY, WIDTH, rows
+from .engines import SGD, actor
+
+BOUND = 1e-5
+"""Relative difference of metrics, gradient norm and weights from those of one rank, in float32."""
+CONTENTS = ("model", "optimizer", "extra")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy and the sizes of its mesh."""
+
+    strategy: str
+    data: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.sequence * self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        sizes = (self.data, self.sequence, self.tensor, self.pipeline)
+        return f"{self.strategy} {'×'.join(map(str, sizes))}"
+
+
+ONE = Layout("fsdp2")
+LAYOUTS = [
+    Layout("fsdp2", data=2),
+    Layout("fsdp2", sequence=2),
+    Layout("fsdp2", data=2, sequence=2),
+    Layout("fsdp2", sequence=4),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One update of one model, and what the engine infers before it."""
+
+    objective: Callable[[], Any]
+    head: str = "policy"
+    model: str = "qwen2"
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Fields of the EngineSpec."""
+    sequence_only: bool = False
+    """Whether layouts that split matrices leave it out."""
+    on_many_ranks: bool = False
+    """Whether layouts of more than 2 ranks have it too."""
+
+
+def _policy(**changes: Any) -> Callable[[], Any]:
+    return lambda: PolicyObjective(actor(**changes), temperature=0.8)
+
+
+def _value() -> Any:
+    return ValueObjective(CriticConfig(loss_agg_mode="token-mean", loss_scale_factor=None))
+
+
+_LORA = Adapters(4, 8.0, 0.0, "all-linear", None, None)
+CASES = {
+    "token-mean": Case(_policy(use_kl_loss=True), on_many_ranks=True),
+    "seq-mean, clipped gradient": Case(
+        _policy(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.1),
+        changes=(("grad_clip", 0.1),),
+    ),
+    "batch statistics": Case(_policy(loss_mode="kl_cov")),
+    "recomputed activations": Case(_policy(), changes=(("gradient_checkpointing", True),)),
+    "LoRA": Case(_policy(), changes=(("adapters", _LORA),)),
+    "critic": Case(_value, head="value", on_many_ranks=True),
+    "process reward model": Case(StepObjective, head="steps"),
+    "outcome reward model": Case(StepObjective, head="score"),
+    "one key head, untied": Case(_policy(), model="llama", sequence_only=True, on_many_ranks=True),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {"family": "qwen2", "kv_heads": 2},
+    "llama": {"family": "llama", "kv_heads": 1, "tie_embeddings": False},
+}
+
+
+def write_models(folder: Path) -> None:
+    for name, shape in MODELS.items():
+        lm = tiny_lm(VOCABULARY, hidden=32, mlp=48, seed=1, **shape)
+        save_pretrained(lm, character_tokenizer(), folder / name)
+
+
+def cases_of(layout: Layout) -> dict[str, Case]:
+    splits = layout.tensor > 1 or layout.pipeline > 1
+    return {
+        name: case
+        for name, case in CASES.items()
+        if not (splits and case.sequence_only) and (layout.ranks <= 2 or case.on_many_ranks)
+    }
+
+
+def build(layout: Layout, case: Case, folder: Path, rank: int, **changes: Any) -> TrainEngine:
+    def rule(slots: int) -> MicroBatchRule:
+        return MicroBatchRule(rows=3, tokens=0)
+
+    settings: dict[str, Any] = {
+        "head": case.head,
+        "model_path": str(folder / case.model),
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "fsdp": FSDPConfig(),
+        "train_rule": rule,
+        "infer_rule": rule,
+        "response_width": WIDTH,
+        "optim": SGD,
+        "rank": rank,
+        "world_size": layout.ranks,
+        "sequence_parallel": layout.sequence,
+        "tensor_parallel": layout.tensor,
+    }
+    return build_strategy(layout.strategy, EngineSpec(**settings | dict(case.changes) | changes))
+
+
+def slot_rows(engine: TrainEngine) -> DataProto:
+    batch = rows()
+    batch.batch["labels"] = (batch.batch["advantages"] > 0).float()
+    return split_padded(batch, engine.mesh.data_parallel_size)[engine.mesh.data_parallel_rank]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update of a case measured, and the weights after it."""
+
+    outputs: dict[str, torch.Tensor]
+    """Of this rank's slot, before the update."""
+    metrics: dict[str, float]
+    weights: dict[str, torch.Tensor]
+
+
+def update(engine: TrainEngine, objective: Any) -> Update:
+    batch = slot_rows(engine)
+    outputs = engine.infer(batch, **objective.options)
+    metrics = engine.train_minibatch(batch, objective)
+    named = engine.named_hf_weights()
+    return Update(outputs, metrics, {name: tensor.detach().clone() for name, tensor in named})
+
+
+def run_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Every case on every layout of this many ranks, and a checkpoint of each layout."""
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        if layout.ranks != world:
+            continue
+        for name, case in cases_of(layout).items():
+            engine = build(layout, case, folder, rank)
+            found[f"{layout} {name}"] = update(engine, case.objective())
+            if name == "token-mean":
+                engine.save(folder / f"saved {layout}", CONTENTS)
+                engine.export(folder / f"export {layout}", character_tokenizer())
+    return found
+
+
+def resume(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """One more update on every layout of this many ranks, from every checkpoint there is."""
+    found: dict[str, Any] = {}
+    case = CASES["token-mean"]
+    for saved in sorted(folder.glob("saved *")):
+        for layout in LAYOUTS if world > 1 else [ONE]:
+            if layout.ranks == world:
+                engine = build(layout, case, folder, rank)
+                engine.load(saved)
+                found[f"{saved.name} -> {layout}"] = update(engine, case.objective())
+    return found
+
+
+def largest_difference(found: Update, expected: Update) -> dict[str, float]:
+    """Relative differences of the metrics, of the gradient norm and of each weight, by norm."""
+
+    def apart(a: float, b: float) -> float:
+        return abs(a - b) / max(abs(b), 1e-2)
+
+    assert set(found.metrics) == set(expected.metrics)
+    assert set(found.weights) == set(expected.weights)
+    metrics = {n: apart(found.metrics[n], v) for n, v in expected.metrics.items()}
+    norm = metrics.pop("grad_norm")
+    weights = (
+        float((found.weights[n] - w).norm() / w.norm().clamp(min=1e-2))
+        for n, w in expected.weights.items()
+    )
+    return {"metrics": max(metrics.values()), "grad_norm": norm, "weights": max(weights)}

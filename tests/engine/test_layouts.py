@@ -1,0 +1,89 @@
+"""Every layout of ranks gives what one rank gives: metrics, gradient norm, weights, checkpoints, exports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engine import ranks
+from tests.engine.layouts import (
+    BOUND,
+    CASES,
+    LAYOUTS,
+    ONE,
+    build,
+    cases_of,
+    largest_difference,
+    resume,
+    run_cases,
+    update,
+    write_models,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """One spawn per number of ranks; that of 2 also continues from all checkpoints."""
+    folder = tmp_path_factory.mktemp("layouts")
+    write_models(folder)
+    found = {}
+    for world in sorted({layout.ranks for layout in LAYOUTS}, reverse=True):
+        scenarios = {"cases": run_cases} | ({"resumed": resume} if world == 2 else {})
+        for rank, result in enumerate(ranks.spawn(scenarios, world, folder)):
+            found[world, rank] = {k: v for part in result.values() for k, v in part.items()}
+    return found, resume(0, 1, folder), folder
+
+
+@pytest.fixture(scope="module")
+def expected(results):
+    _, _, folder = results
+    return {
+        name: update(build(ONE, case, folder, 0), case.objective()) for name, case in CASES.items()
+    }
+
+
+CELLS = [(layout, name) for layout in LAYOUTS for name in cases_of(layout)]
+
+
+@pytest.mark.parametrize(("layout", "name"), CELLS, ids=lambda x: str(x))
+def test_a_layout_computes_the_update_of_one_rank(results, expected, layout, name):
+    for rank in range(layout.ranks):
+        found = results[0][layout.ranks, rank][f"{layout} {name}"]
+        differences = largest_difference(found, expected[name])
+        assert max(differences.values()) < BOUND, (rank, differences)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_of_a_slot_infers_the_whole_rows_of_its_slot(results, expected, layout):
+    whole = expected["token-mean"].outputs
+    slots = layout.data
+    per_slot = layout.ranks // slots
+    for rank in range(layout.ranks):
+        found = results[0][layout.ranks, rank][f"{layout} token-mean"].outputs
+        assert set(found) == set(whole)
+        for name, tensor in whole.items():
+            length = -(-len(tensor) // slots)
+            part = tensor[rank // per_slot * length :][:length]
+            torch.testing.assert_close(found[name][: len(part)], part, rtol=1e-5, atol=1e-6)
+
+
+def test_checkpoints_of_any_layout_resume_under_another(results):
+    by_ranks, alone, _ = results
+    assert len(alone) == len(LAYOUTS)
+    baseline = next(iter(alone.values()))
+    for found in (alone, by_ranks[2, 0]):
+        for name, one_more in found.items():
+            if name.startswith("saved"):
+                assert max(largest_difference(one_more, baseline).values()) < BOUND, name
+
+
+def test_exports_are_equal(results, expected):
+    folder = results[2]
+    for layout in LAYOUTS:
+        path = folder / f"export {layout}" / "huggingface"
+        state = AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for name, tensor in expected["token-mean"].weights.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
