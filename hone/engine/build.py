@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,10 +13,18 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import offload_of
 from hone.engine.optimizer import Optimizer
 from hone.models.fused import compile_layers, fuse
-from hone.models.load import LoadOptions, load_causal_lm, load_classifier, load_step_labels
+from hone.models.load import (
+    LoadOptions,
+    load_causal_lm,
+    load_classifier,
+    load_config,
+    load_step_labels,
+)
 from hone.models.lora import draw_adapters
 from hone.models.policy import Model, PolicyModel, ScoreModel, ValueModel
 from hone.plugins import PluginError, Table
+
+log = logging.getLogger(__name__)
 
 STRATEGIES: Table[Callable[[EngineSpec], TrainEngine]] = Table(
     "training engine", {"fsdp": "hone.engine.build:build", "fsdp2": "hone.engine.build:build"}
@@ -74,14 +83,15 @@ def build(spec: EngineSpec) -> Engine:
 def refuse_unbuilt(spec: EngineSpec) -> None:
     """Raises for parallel sizes of the spec that this engine does not have, before a model is loaded."""
     if spec.tensor_parallel > 1:
-        raise ValueError(
-            f"fsdp_config.tensor_parallel_size={spec.tensor_parallel}: strategy=fsdp2 computes whole "
-            "layers; use 1"
-        )
+        from hone.engine.tensor_parallel import refuse_tensor_parallel
+
+        config = load_config(spec.model_path, device=spec.device)
+        has_adapters = spec.adapters is not None
+        refuse_tensor_parallel(config, spec.model_path, spec.tensor_parallel, adapters=has_adapters)
     if spec.sequence_parallel > 1:
         from hone.engine.mesh import refuse_split
 
-        refuse_split(spec.model_path, spec.sequence_parallel)
+        refuse_split(spec.model_path, spec.sequence_parallel, spec.tensor_parallel)
 
 
 def load_module(spec: EngineSpec) -> Model:
@@ -130,10 +140,16 @@ def build_engine(
     """Shards the module if the mesh has several ranks, and creates the optimizer of a trained model."""
     device = next(module.parameters()).device
     compile_blocks |= fsdp.use_torch_compile
-    if device.type == "cuda":
-        fuse(module, kernels=not compile_blocks)
-    if compile_blocks:
-        compile_layers(module)
+    if mesh is not None and mesh.tensor_size > 1:  # fused and compiled layers need whole weights
+        if compile_blocks or device.type == "cuda":
+            log.info(
+                "tensor parallel layers run through their own modules, neither fused nor compiled"
+            )
+    else:
+        if device.type == "cuda":
+            fuse(module, kernels=not compile_blocks)
+        if compile_blocks:
+            compile_layers(module)
     shards = None
     if mesh is not None and mesh.data_parallel_size * mesh.ranks_per_slot > 1:
         from hone.engine.sharding import join_group, shard

@@ -52,14 +52,18 @@ def mesh_of(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -
     )
 
 
-def refuse_split(path: str, size: int) -> None:
-    """Raises, before weights are loaded, for a model whose heads cannot be split over `size` ranks."""
+def refuse_split(path: str, size: int, tensor: int = 1) -> None:
+    """Raises, before weights are loaded, for a model whose heads cannot be split over `size` ranks.
+
+    With tensor parallel, they split the heads that one of its ranks computes.
+    """
     text = load_config(path).get_text_config()
     per_layer = declared(text, "num_attention_heads_per_layer") or ()
     for heads in (text.num_attention_heads, *per_layer):
-        if heads % size:
+        if heads % (size * tensor):
+            also = f" times tensor_parallel_size={tensor}" if tensor > 1 else ""
             raise UnsupportedModel(
-                f"ulysses_sequence_parallel_size={size} does not divide the {heads} attention heads of "
+                f"ulysses_sequence_parallel_size={size}{also} does not divide the {heads} attention heads of "
                 f"{path}; use a divisor of {math.gcd(text.num_attention_heads, *per_layer)}"
             )
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,11 @@ from hone.config.engine import FSDPConfig
 from hone.engine.contract import Mesh
 from hone.engine.mesh import Groups, join_groups
 from hone.engine.rendezvous import meeting_place
+from hone.models.policy import Model
 from hone.protocol import DataProto
+
+if TYPE_CHECKING:
+    from hone.engine.tensor_parallel import TensorParallel
 
 TIMEOUT_S = 600.0
 """Timeout of collectives where no config key sets it (SFT, tools)."""
@@ -44,6 +49,7 @@ class Shards:
     device: torch.device
     groups: Groups
     reshard_after_forward: bool
+    tensor: TensorParallel | None = None
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -54,7 +60,8 @@ class Shards:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
         try:
-            yield
+            with nullcontext() if self.tensor is None else self.tensor.whole():
+                yield
         finally:
             for part in self._parts():
                 part.set_reshard_after_forward(self.reshard_after_forward, recurse=False)
@@ -97,11 +104,16 @@ def join_group(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
         )
 
 
-def shard(module: nn.Module, config: FSDPConfig, device: torch.device, mesh: Mesh) -> Shards:
+def shard(module: Model, config: FSDPConfig, device: torch.device, mesh: Mesh) -> Shards:
     """Shards every decoder layer, then the rest, in place."""
     # Pinning needs an accelerator.
     on_host = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     groups = join_groups(mesh, config.fsdp_size, device)
+    tensor = None
+    if groups.tensor is not None:
+        from hone.engine.tensor_parallel import TensorParallel
+
+        tensor = TensorParallel(module, groups.tensor)
     for part in (*decoder_layers(module), module):
         fully_shard(
             part,
@@ -113,7 +125,7 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device, mesh: Mes
         )
     setattr(module, _ENTER, _nothing)
     register_fsdp_forward_method(module, _ENTER)
-    return Shards(module, device, groups, config.reshard_after_forward)
+    return Shards(module, device, groups, config.reshard_after_forward, tensor)
 
 
 def _nothing() -> None:

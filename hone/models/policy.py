@@ -18,6 +18,7 @@ from hone.ops.packing import PackedRows
 from hone.ops.wide_product import wide_product
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
 
@@ -49,6 +50,8 @@ class PolicyModel(nn.Module):
         self.lm = lm
         self.exact: ExactForward | None = None
         """The forward of exact mode, where rollout and trainer are bitwise equal; None otherwise."""
+        self.head_group: ProcessGroup | None = None
+        """The ranks over which the vocabulary of the LM head is sharded (hone/engine/tensor_parallel.py)."""
         self._softcap, self._logit_scale = logit_rule(lm.config)
 
     @property
@@ -91,6 +94,19 @@ class PolicyModel(nn.Module):
             "softcap": self._softcap,
             "logit_scale": self._logit_scale,
         }
+        if self.head_group is not None:
+            from hone.ops.vocab_parallel import vocab_parallel_outputs
+
+            outputs = vocab_parallel_outputs(
+                hidden,
+                head.weight,
+                packed.target,
+                group=self.head_group,
+                with_entropy=with_entropy,
+                with_sum_pi_squared=with_sum_pi_squared,
+                **options,
+            )
+            return {name: packed.unpack(values) for name, values in outputs.items()}
         if self.exact is not None:
             log_probs, entropy = self.exact.log_probs(
                 hidden, packed.target, temperature=temperature, with_entropy=with_entropy
@@ -154,7 +170,7 @@ class ScoreModel(nn.Module):
     @property
     def head(self) -> nn.Module:
         """The linear layer over the last hidden state, or PEFT's trained copy of it."""
-        return _base_of(self.lm).score
+        return base_of(self.lm).score
 
     def forward(self, packed: PackedRows) -> dict[str, Tensor]:
         hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
@@ -169,9 +185,10 @@ Model: TypeAlias = PolicyModel | ValueModel | ScoreModel
 
 def _decoder_of(lm: PreTrainedModel) -> PreTrainedModel:
     """Returns the decoder without head and without the PEFT wrapper."""
-    lm = _base_of(lm)
+    lm = base_of(lm)
     return getattr(lm, lm.base_model_prefix)
 
 
-def _base_of(lm: PreTrainedModel) -> PreTrainedModel:
+def base_of(lm: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model without the PEFT wrapper."""
     return lm.get_base_model() if hasattr(lm, "peft_config") else lm

@@ -207,7 +207,8 @@ def _plain_gradient(
         if g_log_prob is not None:
             g -= g_log_prob[:, None]
         g *= p
-    if g_log_prob is not None:
-        g.scatter_add_(-1, target[:, None], g_log_prob[:, None].to(g.dtype))
+    if g_log_prob is not None:  # a target of another rank's vocabulary is -1
+        own = g_log_prob.masked_fill(target < 0, 0.0).to(g.dtype)
+        g.scatter_add_(-1, target.clamp(min=0)[:, None], own[:, None])
     g *= factor
     return g if tanh is None else g.mul_(1 - tanh.square())

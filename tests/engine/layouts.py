@@ -57,6 +57,9 @@ LAYOUTS = [
     Layout("fsdp2", sequence=2),
     Layout("fsdp2", data=2, sequence=2),
     Layout("fsdp2", sequence=4),
+    Layout("fsdp2", tensor=2),
+    Layout("fsdp2", data=2, tensor=2),
+    Layout("fsdp2", sequence=2, tensor=2),
 ]
 
 
