@@ -7,41 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from torch import Tensor
 
-from hone.rollout.contract import OnTokens, RolloutError, Sampling, StopReason, TokenOutput
+from hone.rollout.contract import RolloutError, StopReason, TokenOutput
 from hone.rollout.requests import (
     Request,
+    RequestEngine,
     RequestRules,
     decoding_failed,
-    engine_failed,
-    refuse_media,
     select,
 )
-from hone.rollout.weights import WeightUpdate
-from hone.types import Settings
 
 
-class EventLoopEngine:
+class EventLoopEngine(RequestEngine):
     """A `RolloutEngine` without traits, sampling and weights. Methods may be called from any thread."""
 
-    name: str
-
     def __init__(self, rules: RequestRules, seconds_per_token: float = 0.0) -> None:
-        self._rules, self._seconds_per_token = rules, seconds_per_token
-        self.version = 0
+        super().__init__(rules)
+        self._seconds_per_token = seconds_per_token
         self._lock = threading.Lock()
         self._step_lock = threading.Lock()  # held while a token is sampled and while weights change
         self._running: dict[int, Request] = {}  # by id(request)
         self._deferred: dict[int, Request] = {}  # arrived while paused
         self._waiters: list[asyncio.Future[None]] = []
-        self._paused = False
-        self._closed = False
-        self._failure: BaseException | None = None
-        self._update = WeightUpdate()
 
     def _start(self, request: Request) -> None:
         """Called before the first token."""
@@ -53,18 +44,7 @@ class EventLoopEngine:
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         raise NotImplementedError
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        *,
-        on_tokens: OnTokens | None = None,
-        multi_modal_data: Settings | None = None,
-    ) -> TokenOutput:
-        refuse_media(request_id, multi_modal_data, self.name)
-        request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
-        self._rules.check(request)
+    async def _answer(self, request: Request) -> TokenOutput:
         with self._admitted(request):
             if await self._may_go_on(request):
                 with self._step(request):
@@ -171,10 +151,6 @@ class EventLoopEngine:
         with self._lock:
             self._closed = True
         await self.abort()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise engine_failed(self._failure)
 
     def _wake(self) -> None:
         with self._lock:

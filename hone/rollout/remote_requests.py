@@ -21,7 +21,6 @@ from torch import Tensor
 from hone.event_loop import call_in
 from hone.ops.counter_rng import fold_seed
 from hone.rollout.contract import (
-    OnTokens,
     RolloutError,
     Sampling,
     StopReason,
@@ -30,13 +29,11 @@ from hone.rollout.contract import (
 )
 from hone.rollout.requests import (
     Request,
+    RequestEngine,
     RequestRules,
     decoding_failed,
     engine_failed,
-    refuse_media,
 )
-from hone.rollout.weights import WeightUpdate
-from hone.types import Settings
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,7 +56,7 @@ class Chunk:
 
 @dataclass(eq=False)
 class Running:
-    """A request in the table, and the task of its current stream."""
+    """A request in the table, and the task of its current stream or recovery."""
 
     request: Request
     deferred: bool
@@ -69,24 +66,19 @@ class Running:
     """Streams in a row that broke off without a new token."""
 
 
-class RemoteEngine:
+class RemoteEngine(RequestEngine):
     """A `RolloutEngine` without transport: subclasses stream tokens and update weights.
 
     Methods that begin with `_remote` run in the event loop of the engine's thread.
     """
 
-    name: str
     traits: Traits
     retries = 3
     """How often in a row one request is issued again after a stream without tokens."""
 
     def __init__(self, rules: RequestRules) -> None:
-        self._rules = rules
-        self.version = 0
+        super().__init__(rules)
         self._running: dict[int, Running] = {}  # by id
-        self._update = WeightUpdate()
-        self._failure: BaseException | None = None
-        self._paused = self._closed = False
         self._loop = asyncio.new_event_loop()
         self._open = asyncio.Event()
         self._open.set()
@@ -126,24 +118,9 @@ class RemoteEngine:
 
     async def _remote_close(self) -> None: ...
 
-    def _refuse(self, sampling: Sampling, request_id: str) -> None:
-        """Raises for sampling parameters that the engine cannot serve as the contract says."""
-
     # -- requests -------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        *,
-        on_tokens: OnTokens | None = None,
-        multi_modal_data: Settings | None = None,
-    ) -> TokenOutput:
-        refuse_media(request_id, multi_modal_data, self.name)
-        request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
-        self._rules.check(request)
-        self._refuse(sampling, request_id)
+    async def _answer(self, request: Request) -> TokenOutput:
         request.future = asyncio.get_running_loop().create_future()
         job = self._submit(self._serve(request))
         try:
@@ -188,19 +165,7 @@ class RemoteEngine:
     async def _one_stream(self, running: Running) -> None:
         """Runs one stream to its end, to an interruption by `abort` or `pause`, or to a lost connection."""
         before = len(running.request.token_ids)
-        stream = running.stream = asyncio.ensure_future(self._follow(running.request))
-        try:
-            await asyncio.wait({stream})
-        except asyncio.CancelledError:  # the caller has cancelled the request
-            stream.cancel()
-            with suppress(BaseException):
-                await stream
-            raise
-        if self._failure is not None:
-            raise decoding_failed(self._failure)
-        if stream.cancelled():
-            return
-        error = stream.exception()
+        error = await self._outcome(running, self._follow(running.request))
         if isinstance(error, ConnectionLost):
             progress = len(running.request.token_ids) > before
             running.losses = 1 if progress else running.losses + 1
@@ -210,9 +175,26 @@ class RemoteEngine:
                     f"times, the last time because {error}"
                 )
             log.info("%s: %s; the request is issued again", self.name, error)
-            await self._remote_recover(error)
-        elif error is not None:
+            # An abort ends the wait for a server that starts again too.
+            error = await self._outcome(running, self._remote_recover(error))
+        if error is not None:
             raise error
+
+    async def _outcome(
+        self, running: Running, work: Coroutine[None, None, None]
+    ) -> BaseException | None:
+        """Returns the error of the work; None if it ended, or if `abort` or `pause` has cancelled it."""
+        task = running.stream = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:  # the caller has cancelled the request
+            task.cancel()
+            with suppress(BaseException):
+                await task
+            raise
+        if self._failure is not None:
+            raise decoding_failed(self._failure)
+        return None if task.cancelled() else task.exception()
 
     async def _follow(self, request: Request) -> None:
         await self._open.wait()
@@ -377,10 +359,6 @@ class RemoteEngine:
             for running in self._running.values():
                 if running.stream is not None:
                     running.stream.cancel()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise engine_failed(self._failure)
 
 
 def _deliver(request: Request) -> None:

@@ -18,6 +18,7 @@ from hone.rollout.contract import (
     TokenDelta,
     TokenOutput,
 )
+from hone.rollout.weights import WeightUpdate
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
 
@@ -170,3 +171,41 @@ def refuse_media(request_id: str, media: Settings | None, engine: str) -> None:
         raise RolloutError(
             f"request {request_id} carries {', '.join(media)}; the {engine} engine reads text only"
         )
+
+
+class RequestEngine:
+    """What engines outside native/ share: the state of a `RolloutEngine`, and the checks of a request."""
+
+    name: str
+
+    def __init__(self, rules: RequestRules) -> None:
+        self._rules = rules
+        self.version = 0
+        self._update = WeightUpdate()
+        self._failure: BaseException | None = None
+        self._paused = self._closed = False
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        *,
+        on_tokens: OnTokens | None = None,
+        multi_modal_data: Settings | None = None,
+    ) -> TokenOutput:
+        refuse_media(request_id, multi_modal_data, self.name)
+        request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
+        self._rules.check(request)
+        self._refuse(sampling, request_id)
+        return await self._answer(request)
+
+    def _refuse(self, sampling: Sampling, request_id: str) -> None:
+        """Raises for sampling parameters that the engine cannot serve as the contract says."""
+
+    async def _answer(self, request: Request) -> TokenOutput:
+        raise NotImplementedError
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise engine_failed(self._failure)

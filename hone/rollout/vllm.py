@@ -190,9 +190,11 @@ class VLLMRollout(RemoteEngine):
                 raise result
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
-        # A request that is cancelled meanwhile does not end the start that the others wait for.
         for process in self._processes:
-            await asyncio.shield(asyncio.ensure_future(self._revive(process)))
+            # A request that ends meanwhile does not end the start that the others wait for.
+            starting = asyncio.ensure_future(self._revive(process))
+            starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.shield(starting)
 
     async def _revive(self, process: EngineProcess) -> None:
         """Starts a dead process with the current weights; within an update, `commit` loads them."""
@@ -274,7 +276,9 @@ class VLLMRollout(RemoteEngine):
         await super()._close()
 
     async def _remote_close(self) -> None:
-        await asyncio.gather(*(process.stop() for process in self._processes))
+        await asyncio.gather(*(process.close() for process in self._processes))
+        async with self._reviving:  # a start that was under way has failed now
+            pass
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -320,8 +324,9 @@ class VLLMRollout(RemoteEngine):
                 f"{missing[0]!r}; vLLM takes all of them"
             )
         self._updated |= loaded
-        for process in self._processes:
-            while True:
+        # One may die while another commits, and then start again without the new weights.
+        while late := [p for p in self._processes if p.lacks_update]:
+            for process in late:
                 await self._revive(process)
                 try:
                     if process.loading and not process.missed:
@@ -329,6 +334,5 @@ class VLLMRollout(RemoteEngine):
                         process.stale = process.loading = False
                     elif process.stale or process.missed:
                         await self._restore(process)
-                    break
                 except ConnectionLost as died:
                     log.warning("%s", died)

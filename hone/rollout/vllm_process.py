@@ -79,6 +79,12 @@ class EngineProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
         self._pong: asyncio.Future[float] | None = None
+        self._closed = False
+
+    @property
+    def lacks_update(self) -> bool:
+        """Whether it does not serve yet, or not with the weights of the current update."""
+        return not self.serving or self.loading or self.missed or self.stale
 
     @property
     def load(self) -> int:
@@ -112,6 +118,8 @@ class EngineProcess:
         log.info("%s %s is ready after %.0f s (pid %d)", self._name, version, seconds, self.pid)
 
     async def _spawn(self) -> None:
+        if self._closed:
+            raise EngineDied(f"{self._name} was closed")
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self._folder = Path(tempfile.mkdtemp(prefix="hone-vllm-", dir=shared))
         here = Path(__file__).parent
@@ -241,6 +249,11 @@ class EngineProcess:
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Ends the process for good."""
+        self._closed = True
+        await self.stop()
 
     async def stop(self) -> None:
         """Ends the process and waits for it, so that its memory is free."""

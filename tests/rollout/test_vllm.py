@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.rollout.contract import RolloutError, Sampling, TokenDelta, TokenOutput
+from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenDelta, TokenOutput
 from hone.rollout.requests import RequestRules
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_process import EngineProcess, Launch
@@ -121,8 +121,8 @@ class UnknownTensorsAreSkipped(SharedVLLM):
 
 
 class EndTokensAreNotSent(SharedVLLM):
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, max_num_seqs: int) -> None:
+        super().__init__(model, max_num_seqs)
         self._rules = RequestRules.of(model.lm.config, (), models.TOKENIZER)
 
 
@@ -350,6 +350,55 @@ def test_both_processes_get_new_weights_and_one_death_is_enough(tmp_path: Path) 
         assert [out.token_ids for out in outs] == [said([1], 7)] * 4
 
     with_engine(tmp_path, work, processes=2)
+
+
+def test_a_process_that_dies_while_another_commits_gets_the_new_weights(tmp_path: Path) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        first, second = engine._processes
+        call = second.call
+        jobs = [asyncio.ensure_future(engine.generate([g], LONG, f"{g}")) for g in (1, 2)]
+        await asyncio.sleep(0.05)
+        assert (first.load, second.load) == (1, 1)
+        await engine.pause(keep=True)
+
+        async def after_a_death(verb: str, **arguments: object) -> object:
+            if verb == "finish":
+                first.kill()
+                for state in (False, True):  # the request that it had starts it again
+                    while first.serving is not state:
+                        await asyncio.sleep(0.005)
+            return await call(verb, **arguments)
+
+        second.call = after_a_death  # type: ignore[method-assign]
+        await update(engine, 6, 1)
+        await engine.resume()
+        for out in await asyncio.gather(*jobs):
+            old = out.versions.count(0)
+            assert 0 < old < 80
+            assert out.token_ids == said([1], 0, old) + said([1], 6)[old:]
+
+    with_engine(tmp_path, work, processes=2)
+
+
+def test_abort_and_close_do_not_wait_for_a_process_that_starts_again(tmp_path: Path) -> None:
+    async def work(engine: VLLMRollout) -> None:
+        (process,) = engine._processes
+        jobs = [asyncio.ensure_future(engine.generate([1], LONG, name)) for name in ("a", "b")]
+        await asyncio.sleep(0.05)
+        process._launch = Launch(process._launch.python, {"model": "slow"}, {})
+        pid = process.pid
+        process.kill()
+        while not process.alive or process.pid == pid:
+            await asyncio.sleep(0.005)
+        await engine.abort(["a"])
+        out = await asyncio.wait_for(jobs[0], 10)
+        assert out.stop_reason is StopReason.ABORT
+        assert 0 < len(out.token_ids) < 80
+        await asyncio.wait_for(engine.close(), 10)
+        assert (await jobs[1]).stop_reason is StopReason.ABORT
+        assert not process.alive
+
+    with_engine(tmp_path, work)
 
 
 def test_requests_wait_for_no_sleeping_engine(tmp_path: Path) -> None:
