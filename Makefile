@@ -51,7 +51,7 @@ check: setup
 
 # vLLM has an interpreter of its own: it pins packages that hone's own pins exclude. torch first, as above. As
 # installed, its vision packages do not load with torch's CPU build; text models do not need them.
-VLLM_PYTHON ?= python3.11
+VLLM_PYTHON ?= $(shell command -v python3.11 || echo $(PYTHON))
 VLLM_VENV := .venv-vllm
 setup-vllm: $(VLLM_VENV)/.ready
 
@@ -62,9 +62,10 @@ $(VLLM_VENV)/.ready: constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
-# The rollout contract, GRPO steps and kills over vLLM itself; HONE_VLLM_PYTHON names another interpreter that has it.
+# The rollout contract, GRPO steps and a kill over vLLM itself; HONE_VLLM_PYTHON names another interpreter that has
+# it. A file of tests shares one vLLM.
 test-vllm: setup $(if $(HONE_VLLM_PYTHON),,setup-vllm)
-	$(BIN)/python -m pytest -m vllm tests/rollout --timeout 1500 --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m vllm tests/rollout --timeout 1500 --durations=10
 
 # The quickstart's task through vLLM and through native; writes benchmarks/results/learn_vllm.json.
 learn-vllm: setup setup-vllm
