@@ -113,6 +113,11 @@ _DECLARED = {  # (step, when): columns
         "generate",
         "actor_rollout_ref.rollout.calculate_log_probs=True and the agent loops return them",
     ): "rollout_log_probs float [B, T]: log-prob of each token as the rollout engine sampled it",
+    (
+        "generate",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True; with router_replay.mode=R2, step "
+        "'log_probs' writes it",
+    ): "routed_experts int [B, P+T, L, k]: the experts of each token per layer that has experts, -1 for none",
     ("generate", "an agent loop scores its trajectory"): """
         reward/agent float [B, T]: reward part 'agent': the loop's own score, on the last token of the policy
     """,

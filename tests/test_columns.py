@@ -125,10 +125,10 @@ def test_a_row_may_bring_what_is_its_own_and_nothing_a_step_writes() -> None:
 def test_every_declaration_is_complete() -> None:
     for name, column in COLUMNS.items():
         assert name == column.name
-        assert column.shape in {"[B]", "[B, P]", "[B, T]", "[B, P+T]"}
+        assert column.shape in {"[B]", "[B, P]", "[B, T]", "[B, P+T]", "[B, P+T, L, k]"}
         assert column.dtype in {"float", "int", "mask", "object"}
         assert all((column.step, column.when, column.meaning))
-        assert column.dims == (1 if column.shape == "[B]" else 2)
+        assert column.dims == {"[B]": 1, "[B, P+T, L, k]": 4}.get(column.shape, 2)
 
 
 def test_the_columns_of_the_walk_are_declared() -> None:

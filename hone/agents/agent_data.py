@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from torch import Tensor
+
 from hone.data.prompts import Message
 from hone.rollout.contract import TokenOutput
 from hone.types import Row, Settings
@@ -52,6 +54,8 @@ class AgentData:
     """Values that tools set here become columns of the batch."""
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
     stop_reason: str | None = None
+    routed_experts: Tensor | None = None
+    """The experts of all tokens up to the last model turn, if the engine records them."""
     later_tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "cached": 0})
     """Prompt tokens of the turns after the first, and how many of them were prefix-cache hits."""
 
@@ -64,6 +68,7 @@ class AgentData:
         self._append(output.token_ids, 1, output.log_probs, output.versions, "assistant")
         self.assistant_turns += 1
         self.stop_reason = output.stop_reason.value
+        self.routed_experts = output.routed_experts
 
     def add_observation(self, ids: Sequence[int], role: str) -> None:
         """Appends the tokens of a tool or user turn."""

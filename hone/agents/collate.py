@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.agents.contract import AgentLoopOutput
 from hone.agents.output_check import BadTrajectory
-from hone.agents.widths import equal_widths
+from hone.agents.widths import NOT_RECORDED, equal_widths
 from hone.columns import reward_column, write
 from hone.ops.masked import last_true
 from hone.protocol import DataProto
@@ -51,6 +51,8 @@ def collate_outputs(
     if len(log_probs) == len(outputs):
         written = _filled(in_response, log_probs, 0.0, np.float32)
         tensors["rollout_log_probs"] = _of_policy(written, response_mask)
+    if any(o.routed_experts is not None for o in outputs):
+        tensors["routed_experts"] = _experts(outputs, width, length)
     scored = sum(o.reward_score is not None for o in outputs)
     _all_or_none_scored(scored, len(outputs))
     if scored:
@@ -93,7 +95,24 @@ def join_ranks(group: Any, results: Sequence[DataProto]) -> DataProto:
     if not all(b.has_column("rollout_log_probs") for b in batches):
         for batch in batches:
             batch.batch.pop("rollout_log_probs", None)
+    recorded = [b.batch["routed_experts"] for b in batches if b.has_column("routed_experts")]
+    for batch in batches if recorded else ():
+        if not batch.has_column("routed_experts"):
+            shape = (*batch.batch["attention_mask"].shape, *recorded[0].shape[2:])
+            batch.batch["routed_experts"] = recorded[0].new_full(shape, NOT_RECORDED)
     return DataProto.concat(equal_widths(batches))
+
+
+def _experts(outputs: Sequence[AgentLoopOutput], width: int, length: int) -> Tensor:
+    """[B, P+T, layers, k] the experts that the rollout recorded."""
+    recorded = [o.routed_experts for o in outputs]
+    shape = next(experts.shape[1:] for experts in recorded if experts is not None)
+    column = torch.full((len(outputs), width + length, *shape), NOT_RECORDED, dtype=torch.int16)
+    for row, (output, experts) in enumerate(zip(outputs, recorded, strict=True)):
+        if experts is not None:
+            start = width - len(output.prompt_ids)
+            column[row, start : start + len(experts)] = experts
+    return column
 
 
 def _all_or_none_scored(scored: int, of: int) -> None:

@@ -11,6 +11,8 @@ from hone.protocol import DataProto
 from hone.protocol.rows import fill_object_columns
 
 _WHOLE_ROW = ("attention_mask",)
+NOT_RECORDED = -1
+"""In `routed_experts`, in place of the experts of a token that the rollout has not computed."""
 
 
 def concat_padded(batches: Sequence[DataProto]) -> DataProto:
@@ -58,6 +60,8 @@ def _widen(batch: DataProto, width: int, length: int) -> DataProto:
             tensors[name] = F.pad(values, (left, 0))
         elif name in _WHOLE_ROW:
             tensors[name] = F.pad(values, (left, right))
+        elif name == "routed_experts":  # [B, P+T, layers, k]
+            tensors[name] = F.pad(values, (0, 0, 0, 0, left, right), value=NOT_RECORDED)
         else:
             tensors[name] = F.pad(values, (0, right))
     return DataProto.from_dict(tensors, batch.non_tensor_batch, dict(batch.meta_info))

@@ -6,6 +6,7 @@ Each docstring states whether a batch size is in prompts, sequences or tokens; d
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import Literal
 
 from hone.config.block import AboveOne, Count, NotNegative, Positive, SchemaBlock, block, follows
 from hone.config.engine import FSDPConfig, LogProbConfig, UpdateConfig
@@ -35,6 +36,14 @@ class PolicyLossConfig(SchemaBlock):
     """dro: weight of the squared log-ratio; must be given and positive for `dro`."""
 
 
+class RouterReplayConfig(SchemaBlock):
+    """Routing of mixture-of-experts models: which experts compute a token in the update."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """R2 replays the experts of the pass over old log-probs; R3 those of the rollout, also in that pass,
+    and needs `rollout.enable_rollout_routing_replay`. Gates come from the trainer's own router logits."""
+
+
 class ActorConfig(UpdateConfig):
     """The policy update."""
 
@@ -59,6 +68,7 @@ class ActorConfig(UpdateConfig):
     """Weight of the KL loss."""
     kl_loss_type: str = "low_var_kl"
     """KL estimator of the loss: kl|k1, abs, mse|k2, low_var_kl|k3; a trailing + takes k2's gradient."""
+    router_replay: RouterReplayConfig = block(RouterReplayConfig)
     use_torch_compile: bool = follows("actor_rollout_ref.actor.fsdp_config.use_torch_compile")
     """Compile each decoder block with torch.compile."""
     grad_clip: Positive = follows("actor_rollout_ref.actor.optim.clip_grad")

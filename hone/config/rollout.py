@@ -247,6 +247,8 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
 
     n: Count = 1
     """Responses per prompt (group size)."""
+    enable_rollout_routing_replay: bool = False
+    """Record the experts of every token, for `actor.router_replay.mode=R3`."""
     free_cache_engine: bool = True
     """Free the KV cache after generation."""
     val_kwargs: ValKwargs = block(ValKwargs)

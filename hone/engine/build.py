@@ -116,6 +116,8 @@ def load_module(spec: EngineSpec) -> Model:
         module = ScoreModel(lm)
     else:
         module = PolicyModel(lm) if spec.head == "policy" else ValueModel(lm)
+    if spec.replays_routing and isinstance(module, PolicyModel):
+        module.record_routing()
     if spec.adapters is not None:
         module.lm = draw_adapters(module.lm, spec.adapters, spec.seed)
     if spec.optim is None or spec.trains == "head":

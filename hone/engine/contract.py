@@ -141,6 +141,8 @@ class EngineSpec:
     """The tokens of a bad and of a good step, if the steps head is two rows of a causal model's LM head."""
     trains: Literal["all", "head"] = "all"
     """Whether a classifier's decoder is trained too, or stays frozen under its head."""
+    replays_routing: bool = False
+    """Whether a column `routed_experts` is replayed, and recorded with the option `with_routing`."""
     rank: int = 0
     world_size: int = 1
     sequence_parallel: int = 1
@@ -155,6 +157,8 @@ class Options(TypedDict, total=False):
     temperature: float
     with_entropy: bool
     with_sum_pi_squared: bool
+    with_routing: bool
+    """Return `routed_experts` too (`EngineSpec.replays_routing`)."""
 
 
 class Objective(Protocol):

@@ -28,9 +28,10 @@ from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
 
 if TYPE_CHECKING:  # its imports take seconds, and a single rank does not need them
     from hone.engine.sharding import Shards
+    from hone.models.routing import Routing
 
 
-_INPUTS = ("prompts", "responses", "attention_mask", "response_mask")
+_INPUTS = ("prompts", "responses", "attention_mask", "response_mask", "routed_experts")
 """The columns from which rows are packed."""
 
 
@@ -93,6 +94,8 @@ class Engine(ModelState):
                     self.optimizer.gather_gradients()
                     per_micro_batch.append((replace(terms, loss=terms.loss.detach()), weight))
                     del outputs, terms  # free the graph before the next forward
+            if self._routing is not None:
+                self._routing.replay = None  # the rollout may share the module
             # Values are read after all micro-batches: each read synchronizes host and GPU.
             totals: dict[str, float] = {}
             maxima: dict[str, float] = {}
@@ -114,12 +117,15 @@ class Engine(ModelState):
         whole: dict[str, Tensor] = {}
         with self.present(), torch.no_grad(), without:
             self.module.eval()
-            for rows, micro in self._micro_batches(_selected(batch, _INPUTS), self._infer_rule):
+            # The reference, which is the policy without adapters, routes by its own logits.
+            inputs = _INPUTS if adapters else _INPUTS[:-1]
+            for rows, micro in self._micro_batches(_selected(batch, inputs), self._infer_rule):
                 for name, values in self._forward(micro, options).items():
                     if name not in whole:
-                        whole[name] = torch.zeros(len(batch), values.shape[1])
+                        dtype = torch.float32 if values.is_floating_point() else values.dtype
+                        whole[name] = torch.zeros(len(batch), *values.shape[1:], dtype=dtype)
                     if rows:
-                        whole[name][rows] = values.float().cpu()
+                        whole[name][rows] = values.to(whole[name].dtype).cpu()
             if self._shards is not None:
                 self._shards.reshard()
         return whole
@@ -154,15 +160,22 @@ class Engine(ModelState):
             columns["attention_mask"],
             columns["response_mask"],
             share_prompts=self._share_prompts,
+            with_places=self._routing is not None,
         )
         if self._sequence_group is not None:
             from hone.ops.ulysses import split_rows
 
             packed = split_rows(packed, self._sequence_group)
+        if self._routing is not None and micro.has_column("routed_experts"):
+            packed = packed.with_experts(columns["routed_experts"])
         if self.device.type != "cpu":
             packed = packed.to(self.device)
         outputs: dict[str, Tensor] = self.module(packed, **options)
         return outputs
+
+    @property
+    def _routing(self) -> Routing | None:
+        return getattr(self.module, "routing", None)
 
     def _micro_batches(
         self, batch: DataProto, rule: MicroBatchRule

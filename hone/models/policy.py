@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
+    from hone.models.routing import Routing
+
 
 def hidden_states(decoder: PreTrainedModel, packed: PackedRows) -> Tensor:  # [N, d]
     out = decoder(
@@ -52,12 +54,21 @@ class PolicyModel(nn.Module):
         """The forward of exact mode, where rollout and trainer are bitwise equal; None otherwise."""
         self.head_group: ProcessGroup | None = None
         """The ranks over which the vocabulary of the LM head is sharded (hone/engine/tensor_parallel.py)."""
+        self.routing: Routing | None = None
+        """The routers, if the experts of tokens are recorded or replayed."""
         self._softcap, self._logit_scale = logit_rule(lm.config)
 
     @property
     def decoder(self) -> PreTrainedModel:
         """The decoder without the LM head."""
         return _decoder_of(self.lm)
+
+    def record_routing(self) -> None:
+        """Makes the routing of experts recordable and replayable; raises for a model without experts."""
+        if self.routing is None:
+            from hone.models.routing import Routing
+
+            self.routing = Routing(self.decoder)
 
     def addresses(self) -> list[int]:
         """Returns the memory address of each parameter; sharding and offload change them."""
@@ -85,7 +96,10 @@ class PolicyModel(nn.Module):
         temperature: float,
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
+        with_routing: bool = False,
     ) -> dict[str, Tensor]:
+        if self.routing is not None:
+            chosen = self.routing.start(packed.experts, record=with_routing)
         hidden = self._hidden_states(packed).index_select(0, packed.source)
         head = self.lm.get_output_embeddings()
         options: LogitRule = {
@@ -121,6 +135,8 @@ class PolicyModel(nn.Module):
         if with_sum_pi_squared:
             squares = linear_sum_pi_squared(hidden.detach(), head.weight.detach(), **options)
             out["sum_pi_squared"] = packed.unpack(squares)
+        if self.routing is not None:
+            out |= self.routing.outputs(packed, chosen)
         return out
 
     def _hidden_states(self, packed: PackedRows) -> Tensor:

@@ -6,7 +6,7 @@ packed once, and their responses are its children. Only tokens that predict a re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,25 @@ class PackedRows:
     row: Tensor  # [M] batch row of each target
     column: Tensor  # [M] response column of each target
     shape: tuple[int, int]  # (B, T) of the padded responses
+    places: Tensor | None = field(default=None, kw_only=True)
+    """The packed position [B, P + T] of each token of the padded batch, -1 for none."""
+    experts: Tensor | None = field(default=None, kw_only=True)
+    """The experts [N, layers, k] to replay, -1 for none."""
+
+    def with_experts(self, experts: Tensor) -> PackedRows:
+        """Adds the experts [B, P + T, layers, k] of the padded batch."""
+        assert self.places is not None
+        there = self.places >= 0
+        packed = experts.new_full((len(self.input_ids), *experts.shape[2:]), -1)
+        packed[self.places[there]] = experts[there]
+        return replace(self, experts=packed)
+
+    def padded(self, values: Tensor, padding: float) -> Tensor:
+        """Converts values [N, …] of packed tokens to [B, P + T, …]."""
+        assert self.places is not None
+        out = values[self.places.clamp(min=0)]
+        out[self.places < 0] = padding
+        return out
 
     def unpack(self, values: Tensor) -> Tensor:
         """Converts values [M] to [B, T], with zeros outside the response mask."""
@@ -53,6 +72,7 @@ def pack_rows(
     response_mask: Tensor,  # [B, T]
     *,
     share_prompts: bool,
+    with_places: bool = False,
 ) -> PackedRows:
     """Packs the rows of a padded batch; with `share_prompts`, equal prompts are packed once."""
     batch, prompt_width = prompts.shape
@@ -87,7 +107,21 @@ def pack_rows(
         row,
         column,
         (batch, responses.shape[1]),
+        places=_places(parts, prompt_end, response_start) if with_places else None,
     )
+
+
+def _places(
+    parts: tuple[Tensor, Tensor], prompt_end: np.ndarray, response_start: np.ndarray
+) -> Tensor:  # [B, P + T]
+    """Returns the packed position of each token of the padded batch; the last token has none."""
+    in_prompt, in_response = (part.cpu().bool().numpy() for part in parts)
+    width, length = in_prompt.shape[1], in_response.shape[1]
+    prompt = prompt_end[:, None] - np.arange(width)[::-1]
+    response = response_start[:, None] + np.arange(length)
+    is_packed = np.arange(length) < in_response.sum(1, keepdims=True) - 1
+    places = [np.where(in_prompt, prompt, -1), np.where(is_packed, response, -1)]
+    return torch.from_numpy(np.concatenate(places, 1))
 
 
 def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[int]:

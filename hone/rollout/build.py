@@ -34,11 +34,13 @@ def build_rollout(spec: RolloutSpec) -> RolloutEngine:
 
 
 def build_native(spec: RolloutSpec) -> RolloutEngine:
-    """Builds the native engine: a slot cache on a CPU, a paged cache on a GPU and in exact mode."""
+    """Builds the native engine: a slot cache on a CPU; a paged cache on a GPU, in exact mode and to
+    record the routing of experts."""
     from hone.rollout.native.engine import NativeRollout
 
     config, policy = spec.config, spec.load_policy()
-    if not config.exact and spec.device.type != "cuda":
+    record = isinstance(config, RolloutConfig) and config.enable_rollout_routing_replay
+    if not config.exact and not record and spec.device.type != "cuda":
         from hone.rollout.native.core import NativeCore
 
         core = NativeCore(
@@ -67,6 +69,7 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
         capture_sizes=config.cudagraph_capture_sizes,
         prefix_caching=config.enable_prefix_caching,
         exact=exact,
+        record_experts=record,
     )
     return NativeRollout(paged_core)
 

@@ -116,7 +116,8 @@ class TokenOutput:
     cached_tokens: int | None = None
     """Prompt tokens that hit the prefix cache; None if the engine does not report them."""
     routed_experts: Tensor | None = None
-    """Always None, because expert routing is not replayed."""
+    """The experts [tokens, layers, k] of the prompt and of all response tokens but the last, if they are
+    recorded (`rollout.enable_rollout_routing_replay`)."""
     extra_fields: JsonObject = field(default_factory=dict)
 
     def __len__(self) -> int:

@@ -23,6 +23,7 @@ from hone.tokenizer import Tokenizer
 from hone.types import Settings
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig
 
 
@@ -46,6 +47,7 @@ class Request:
     """Tokens passed to `on_tokens` so far."""
     cached_tokens: int | None = None
     """Prompt tokens that hit the prefix cache; None if the engine has no prefix cache."""
+    routed_experts: Tensor | None = None
 
     @property
     def owner(self) -> asyncio.Future[TokenOutput]:
@@ -77,6 +79,7 @@ class Request:
             self.versions,
             self.stop_reason,
             cached_tokens=self.cached_tokens,
+            routed_experts=self.routed_experts,
         )
 
 

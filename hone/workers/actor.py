@@ -9,6 +9,7 @@ import torch
 
 from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, register
+from hone.engine.contract import Options
 from hone.models.from_config import build_tokenizer
 from hone.ops.packing import shared_with_the_row_before
 from hone.protocol import DataProto
@@ -43,12 +44,14 @@ class ActorWorker(TrainWorker):
         temperature: float | None = None,
     ) -> DataProto:
         """Computes log-probs and entropies, and on request Σπ² per token."""
-        out = self.engine.infer(
-            data,
-            temperature=self.temperature(temperature),
-            with_entropy=True,
-            with_sum_pi_squared=with_sum_pi_squared,
-        )
+        options: Options = {
+            "temperature": self.temperature(temperature),
+            "with_entropy": True,
+            "with_sum_pi_squared": with_sum_pi_squared,
+        }
+        if self.config.actor_rollout_ref.actor.router_replay.mode == "R2":
+            options["with_routing"] = True
+        out = self.engine.infer(data, **options)
         names = {"log_probs": "old_log_probs", "entropy": "entropys"}
         return DataProto.from_dict({names.get(name, name): x for name, x in out.items()})
 

@@ -33,6 +33,7 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
         grad_clip=actor.grad_clip,
         adapters=adapters_of(part.model),
         compile_blocks=actor.use_torch_compile,
+        replays_routing=actor.router_replay.mode != "disabled",
     )
 
 

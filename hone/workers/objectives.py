@@ -96,6 +96,9 @@ class PolicyObjective:
             )
         loss, shares = policy_loss, {"actor/pg_loss": policy_loss.detach()}
         means = {**means, "actor/entropy": masked_mean(outputs["entropy"].detach(), mask)}
+        if "routing_agreement" in outputs:
+            agreement = outputs["routing_agreement"].detach()
+            means["actor/routing_agreement"] = masked_mean(agreement, mask)
         if config.entropy_coeff != 0:
             entropy = self._aggregate(outputs["entropy"], mask)
             shares["actor/entropy_loss"] = entropy.detach()

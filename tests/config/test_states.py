@@ -79,7 +79,6 @@ def test_answers_with_one_sentence_share_a_line() -> None:
     ("override", "sentence"),
     [
         ("actor_rollout_ref.model.mtp.enable_train=true", "multi-token prediction"),
-        ("actor_rollout_ref.actor.router_replay.mode=R2", "not replayed"),
         ("actor_rollout_ref.actor.qat.enable=true", "not quantised in training"),
         ("trainer.v1.trainer_mode=separate_async", "synchronous"),
         ("distillation.enabled=true", "not built"),

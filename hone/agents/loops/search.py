@@ -183,6 +183,7 @@ class SearchAgentLoop(AgentLoopBase):
             num_turns=talk.assistant_turns + talk.user_turns + 1,
             metrics=AgentLoopMetrics(talk.seconds["model"], talk.seconds["tools"]),
             stop_reason=talk.stop_reason,
+            routed_experts=talk.routed_experts,
             extra_fields={"turn_spans": talk.spans, **facts.columns(talk.assistant_turns)},
         )
 

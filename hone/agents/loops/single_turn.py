@@ -25,4 +25,5 @@ class SingleTurnAgentLoop(AgentLoopBase):
             metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
             versions=output.versions,
             stop_reason=output.stop_reason.value,
+            routed_experts=output.routed_experts,
         )

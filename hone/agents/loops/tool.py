@@ -336,6 +336,7 @@ class ToolAgentLoop(AgentLoopBase):
                 later_cached_tokens=talk.later_tokens["cached"],
             ),
             stop_reason=talk.stop_reason,
+            routed_experts=talk.routed_experts,
             extra_fields={
                 **talk.extra_fields,
                 "tool_outputs": facts.outputs,

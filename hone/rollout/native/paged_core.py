@@ -22,6 +22,7 @@ from hone.rollout.native.decode_graph import DecodeStep, graph_sizes
 from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.rollout.native.exact_layouts import ExactLayout
+from hone.rollout.native.expert_cache import ExpertCache, RecordingDecoder
 from hone.rollout.native.fused_decoder import FusedDecoder, can_join
 from hone.rollout.native.kernels_reference import kernels_for
 from hone.rollout.native.paged_cache import PagedCache
@@ -65,6 +66,7 @@ class PagedCore:
         prefix_caching: bool = True,
         blocks: int | None = None,
         exact: ExactDecoder | None = None,
+        record_experts: bool = False,
     ) -> None:
         self.device = next(policy.parameters()).device
         self.policy = policy
@@ -88,6 +90,12 @@ class PagedCore:
             max_num_batched_tokens=max_num_batched_tokens,
             prefix_caching=prefix_caching,
         )
+        self._experts: ExpertCache | None = None
+        if record_experts:
+            policy.record_routing()
+            assert policy.routing is not None
+            blocks = self.cache.blocks
+            self._experts = ExpertCache(policy.routing, blocks, BLOCK_SIZE, self.device)
         self._forward = self._choose_forward(max_model_len)
         self._logits = exact.logits if exact is not None else policy.logits
         self._max_num_seqs = max_num_seqs
@@ -111,6 +119,8 @@ class PagedCore:
         """Prompt tokens computed so far; the shared prompt of a group counts once."""
 
     def _choose_forward(self, max_model_len: int) -> ExactDecoder | FusedDecoder | ModuleDecoder:
+        if self._experts is not None:
+            return RecordingDecoder(self.policy, self._experts)
         if self._exact is not None:
             self._exact.extend_rotary_table(max_model_len)
             return self._exact
@@ -148,6 +158,8 @@ class PagedCore:
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
         """Ends these requests (None: all) and keeps the tokens sampled so far."""
         self._placed = []
+        if self._experts is not None:
+            self._read_experts(request_ids)
         return self._scheduler.abort(request_ids)
 
     @torch.no_grad()
@@ -235,7 +247,10 @@ class PagedCore:
             if leader != i and tail:
                 copies.append((admitted[leader].blocks[block], admitted[i].blocks[block]))
         hidden = self._prompt_hidden([admitted[i] for i in leaders], [prompts[i] for i in leaders])
-        self.cache.copy_blocks([a for a, _ in copies], [b for _, b in copies])
+        sources, targets = [a for a, _ in copies], [b for _, b in copies]
+        self.cache.copy_blocks(sources, targets)
+        if self._experts is not None:
+            self._experts.copy_blocks(sources, targets)
         end = len(self._scheduler.running)
         begin = end - len(admitted)
         self._place(begin, admitted)
@@ -309,8 +324,20 @@ class PagedCore:
             count, finished = chunk.counts[index], bool(chunk.finished[index])
             self._append(sequence, tokens[index][:count], log_probs[index][:count], finished)
 
+    def _read_experts(self, request_ids: Collection[str] | None = ()) -> None:
+        """Copies the experts of finished sequences and of these requests (None: all) to the requests."""
+        assert self._experts is not None
+        for sequence in self._scheduler.running:
+            request = sequence.request
+            is_named = request_ids is None or request.request_id in request_ids
+            if is_named or request.stop_reason is not None:
+                # The last token was sampled but never computed.
+                request.routed_experts = self._experts.read(sequence.blocks, request.length - 1)
+
     def _retire(self) -> list[Request]:
         running = self._scheduler.running
+        if self._experts is not None:
+            self._read_experts()
         finished = self._scheduler.retire()
         self._placed = [] if finished else _places(running)
         return finished

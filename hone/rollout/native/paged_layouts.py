@@ -53,7 +53,9 @@ class PagedPrefill:
         ]
         spans = list(zip(starts, ends, strict=True))
         self.positions = _sent([np.arange(a, b) for a, b in spans], device)
-        self._slots = _sent([s[a:] for s, a in zip(slots, starts, strict=True)], device)
+        self.slots = self._slots = _sent(
+            [s[a:] for s, a in zip(slots, starts, strict=True)], device
+        )
         self._key_slots = _sent(slots, device) if any(starts) else None
         self._spans = spans
         self._longest = max(lengths), max(ends)
@@ -107,6 +109,7 @@ class PagedDecode:
     def __init__(self, cache: PagedCache, kernels: ModuleType, rows: BatchState) -> None:
         self._cache, self._kernels = cache, kernels
         self._block_table, self._positions, self._slots = rows.block_table, rows.position, rows.slot
+        self.slots = self._slots
         programs = _PROGRAMS // max(len(rows.greedy) * cache.kv_heads, 1)
         self._splits = min(_MOST_SPLITS, 1 << max(0, int(math.log2(max(programs, 1)))))
 

@@ -204,6 +204,20 @@ def agreement_metrics(batch: DataProto) -> dict[str, float]:
     }
 
 
+def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
+    """Return how evenly the recorded experts of response tokens are used, per layer."""
+    if not batch.has_column("routed_experts"):
+        return {}
+    from hone.models.load import load_config
+    from hone.models.routing import load_metrics, routing_shape
+
+    shape = routing_shape(load_config(model_path))
+    experts = batch.batch["routed_experts"]
+    width = batch.batch["prompts"].shape[1]
+    mask = batch.batch["response_mask"]
+    return load_metrics(experts[:, width:], mask, shape[0]) if shape is not None else {}
+
+
 def time_per_token(
     seconds: Mapping[str, float], *, generated: float, total: float
 ) -> dict[str, float]:

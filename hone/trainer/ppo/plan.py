@@ -73,6 +73,8 @@ class Plan:
     """Rows per mini-batch, for each trained role."""
     served: bool = False
     """Whether a server runs the reward model, and not a worker."""
+    records_routing: bool = False
+    """Whether the pass over old log-probs records the experts of each token."""
 
     @property
     def is_outside(self) -> bool:
@@ -114,7 +116,9 @@ class Plan:
     def log_prob_columns(self) -> tuple[str, ...]:
         """The columns that this pass writes, always including entropies."""
         old = ("old_log_probs",) if self.old_log_probs else ()
-        return (*old, "entropys", *(("sum_pi_squared",) if self.sum_pi_squared else ()))
+        routing = ("routed_experts",) if self.records_routing else ()
+        squares = ("sum_pi_squared",) if self.sum_pi_squared else ()
+        return (*old, "entropys", *squares, *routing)
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
@@ -196,7 +200,8 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         rows.append(config.critic.sequences_per_update())
     bypass = algorithm.rollout_correction.bypass_mode
     served = bool(kind and model.server.url)
-    return Plan(estimator, columns, kind, bypass, tuple(rows), served), problems
+    records = config.actor_rollout_ref.actor.router_replay.mode == "R2"
+    return Plan(estimator, columns, kind, bypass, tuple(rows), served, records), problems
 
 
 def _readers(

@@ -319,6 +319,7 @@ class PPOTrainer:
             ),
             # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
             **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
+            **metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path),
             **self.warnings.group_signal(batch, self.global_step),
             **self.publisher.staleness(batch),
             **traffic_metrics(self.traffic),

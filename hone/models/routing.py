@@ -1,0 +1,163 @@
+"""Expert routing of mixture-of-experts models: the experts of each token, recorded and replayed.
+
+Rollout and trainer compute the same token with other kernels, so that near a tie their routers choose other
+experts. A replay takes the recorded experts and computes their gates from its own router logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hone.models.families import UnsupportedModel, declared
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from hone.ops.packing import PackedRows
+
+NOT_RECORDED = -1
+"""In place of the experts of a token that no engine has computed; a replay routes it by its own logits."""
+DTYPE = torch.int16
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k")
+_NOT_REPLAYED = frozenset({"jetmoe"})
+"""Families with routers in their attention, or routers that are no part of the block of their experts."""
+
+Record = Callable[[int, Tensor], None]
+"""Receives the number of a layer with experts and the experts [N, k] of its tokens."""
+
+
+def routing_shape(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Returns the number of experts and of those that a token uses; None for a model without experts."""
+    text = config.get_text_config()
+    experts, top_k = (
+        next((value for name in names if isinstance(value := declared(text, name), int)), 0)
+        for names in (_EXPERTS, _TOP_K)
+    )
+    return (experts, top_k) if experts > 1 and top_k else None
+
+
+class Routing:
+    """The routers of one decoder; `record` and `replay` apply to every forward until they are reset."""
+
+    def __init__(self, decoder: PreTrainedModel) -> None:
+        shape = routing_shape(decoder.config)
+        blocks = [
+            m for m in decoder.modules() if isinstance(getattr(m, "experts", None), nn.Module)
+        ]
+        family = decoder.config.model_type
+        if shape is None or not blocks or family in _NOT_REPLAYED:
+            raise UnsupportedModel(
+                f"a {family} model has no experts whose routing can be replayed; use "
+                "actor.router_replay.mode=disabled"
+            )
+        self.experts, self.top_k = shape
+        self.layers = len(blocks)
+        self.record: Record | None = None
+        self.replay: Tensor | None = None
+        """The experts [N, layers, k] of the tokens of the next forward."""
+        self._shares: dict[int, Tensor] = {}
+        for layer, block in enumerate(blocks):
+            block.forward = partial(self._routed, block.forward, layer)
+
+    def start(self, replay: Tensor | None, *, record: bool) -> dict[int, Tensor]:
+        """Prepares a forward of the trainer; returns where it puts the experts [N, k] of each layer.
+
+        The replay stays until the engine resets it, because checkpointed layers are computed again in
+        the backward pass.
+        """
+        self.replay, self._shares = replay, {}
+        chosen: dict[int, Tensor] = {}
+        self.record = chosen.__setitem__ if record else None
+        return chosen
+
+    def outputs(self, packed: PackedRows, chosen: dict[int, Tensor]) -> dict[str, Tensor]:
+        """Returns `routing_agreement` [B, T] of a replay, the share of the experts that the routers would
+        have chosen by themselves, and `routed_experts` [B, P+T, layers, k] of a recording."""
+        out: dict[str, Tensor] = {}
+        if self.replay is not None:
+            shares = torch.stack(list(self._shares.values())).mean(0)
+            out["routing_agreement"] = packed.unpack(shares.index_select(0, packed.source))
+        if self.record is not None:
+            self.record = None
+            experts = torch.stack([chosen[i] for i in range(self.layers)], 1).to(DTYPE)
+            out["routed_experts"] = packed.padded(experts, NOT_RECORDED)
+        if not torch.is_grad_enabled():
+            self.replay = None  # no backward pass follows
+        return out
+
+    def _routed(self, forward: Callable[..., Any], layer: int, *inputs: Any, **options: Any) -> Any:
+        if self.record is None and self.replay is None:
+            return forward(*inputs, **options)
+        with _Choice(self, layer) as choice:
+            output = forward(*inputs, **options)
+        if not choice.has_chosen:
+            raise UnsupportedModel(
+                f"layer {layer} does not choose its experts by top-k over {self.experts}, so its routing "
+                "cannot be replayed; use actor.router_replay.mode=disabled"
+            )
+        return output
+
+    def choose(self, layer: int, own: Tensor) -> Tensor:
+        """Returns the experts [N, k] to use where the router chooses `own`."""
+        experts = own
+        if self.replay is not None:
+            recorded = self.replay[:, layer].to(own.dtype)
+            experts = torch.where(recorded >= 0, recorded, own)
+            same = (own[:, :, None] == experts[:, None]).any(1)
+            self._shares[layer] = same.float().mean(1)
+        if self.record is not None:
+            self.record(layer, experts)
+        return experts
+
+
+class _Choice(TorchFunctionMode):
+    """Replaces the result of the router's top-k, by which every supported family chooses experts."""
+
+    def __init__(self, routing: Routing, layer: int) -> None:
+        super().__init__()
+        self._routing, self._layer = routing, layer
+        self.has_chosen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk):
+            return out
+        scores, routing = args[0], self._routing
+        indices = out[1]
+        if scores.dim() != 2 or scores.shape[1] != routing.experts:
+            return out
+        if indices.shape[1] != routing.top_k:
+            return out
+        self.has_chosen = True
+        experts = routing.choose(self._layer, indices)
+        if experts is indices:
+            return out
+        return torch.return_types.topk((scores.gather(1, experts), experts))
+
+
+def load_metrics(routed: Tensor, counted: Tensor, experts: int) -> dict[str, float]:
+    """Returns how evenly the experts [B, S, layers, k] of the counted tokens [B, S] are used, per layer.
+
+    `max_load` is the load of the busiest expert over the mean load, `entropy` that of the loads over its
+    maximum.
+    """
+    chosen = routed[counted.bool()].long()  # [N, layers, k]
+    metrics: dict[str, float] = {}
+    for layer in range(chosen.shape[1]):
+        of_layer = chosen[:, layer].flatten()
+        loads = torch.bincount(of_layer[of_layer >= 0], minlength=experts).double()
+        shares = loads / loads.sum().clamp(min=1)
+        entropy = -(shares * shares.clamp(min=1e-12).log()).sum()
+        metrics[f"moe/layer_{layer}/max_load"] = float(shares.max() * experts)
+        metrics[f"moe/layer_{layer}/entropy"] = float(entropy / torch.tensor(experts).log())
+    return metrics

@@ -1,0 +1,62 @@
+"""Records the experts of every token beside its keys, so that prefix hits and copies have them too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hone.models.attention import Layout
+from hone.models.policy import PolicyModel
+from hone.models.routing import DTYPE, Routing
+from hone.ops.transfer import send
+from hone.rollout.native.decoder import ModuleDecoder
+from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
+
+
+class ExpertCache:
+    """The experts of all slots of a paged cache: [blocks, block_size, layers, k]."""
+
+    def __init__(
+        self, routing: Routing, blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        self._size, self._device = block_size, device
+        shape = (blocks, block_size, routing.layers, routing.top_k)
+        self._memory = torch.zeros(shape, dtype=DTYPE, device=device)
+        self._slots = self._memory.flatten(0, 1)
+
+    def write(self, slots: Tensor, layer: int, experts: Tensor) -> None:
+        self._slots[:, layer].index_copy_(0, slots.long(), experts.to(DTYPE))
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if sources:
+            at, of = (send(torch.tensor(blocks), self._device) for blocks in (targets, sources))
+            self._memory[at] = self._memory[of]
+
+    def read(self, blocks: Sequence[int], tokens: int) -> Tensor:
+        """Returns the experts [tokens, layers, k] of the first tokens of a sequence, on the CPU."""
+        count = -(-tokens // self._size)
+        at = send(torch.tensor(list(blocks[:count])), self._device)
+        return self._memory[at].flatten(0, 1)[:tokens].cpu()
+
+
+class RecordingDecoder(ModuleDecoder):
+    """Runs the policy's modules and writes the experts of every token to the cache."""
+
+    def __init__(self, policy: PolicyModel, cache: ExpertCache) -> None:
+        super().__init__(policy)
+        self._cache = cache
+        assert policy.routing is not None
+        self._routing = policy.routing
+
+    def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        assert isinstance(layout, PagedPrefill | PagedDecode)
+        slots = layout.slots
+        routing = self._routing
+        routing.replay = None
+        routing.record = lambda layer, experts: self._cache.write(slots, layer, experts)
+        try:
+            return super().__call__(ids, positions, layout)
+        finally:
+            routing.record = None
