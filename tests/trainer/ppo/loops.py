@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 from hone.agents.contract import AgentLoopBase, AgentLoopOutput
@@ -112,3 +113,19 @@ class ScoresRows(Summarises):
         rows = await super().run(sampling_params, **row)
         rows[0].reward_score = 1.0 + row["sample_index"]
         return rows
+
+
+class Recorded(AgentLoopBase):
+    """The same tokens for a row in every run, whatever the policy's weights are."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        random = Random(f"{row['extra_info']['index']} {row['sample_index']}")
+        tokens = [random.randrange(3, len(self.tokenizer)) for _ in range(random.randint(1, 6))]
+        return AgentLoopOutput(
+            self.prompt_ids(row),
+            tokens,
+            [1] * len(tokens),
+            [-3.0] * len(tokens),
+            reward_score=sum(tokens) % 7 / 7,
+            num_turns=2,
+        )
