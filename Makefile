@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # A test file runs in one process; one more than there are cores, because some tests wait.
 PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadfile
 
-.PHONY: setup setup-s3 setup-vllm quickstart test test-slow test-vllm learn-vllm check docs bench references bench-gpu families storm storm-ray storm-sandbox soak system clean
+.PHONY: setup setup-s3 setup-vllm quickstart test test-slow test-vllm learn-vllm check docs bench references bench-gpu families storm storm-ray storm-nodes storm-sandbox soak system clean
 
 setup: $(STAMP) system
 
@@ -89,6 +89,10 @@ storm: setup
 # The same on Ray with two ranks: at least 20 kills.
 storm-ray: setup
 	$(BIN)/python -m benchmarks.storm_ray $(ARGS)
+
+# The same on three raylets, with lost nodes and restarts: 30 kills.
+storm-nodes: setup
+	nice -n 4 $(BIN)/python -m benchmarks.storm_nodes $(ARGS)
 
 storm-sandbox: setup
 	HONE_HOSTILE_RUNS=10000 $(BIN)/python -m pytest -m slow tests/sandbox/test_warden.py --timeout 3600

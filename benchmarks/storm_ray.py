@@ -79,7 +79,8 @@ class RayStorm:
                 break
             time.sleep(0.02)
         time.sleep(self.chooser.uniform(0.0, 0.3))
-        target = pid if victim == "loop" else _below(pid, victim, self.chooser)
+        targets = [pid] if victim == "loop" else below(pid, victim)
+        target = self.chooser.choice(targets) if targets else None
         if not nursery.has_ended() and target is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target, number)
@@ -120,14 +121,14 @@ class RayStorm:
         self.lines_equal += lines
 
 
-def _below(pid: int, name: str, chooser: random.Random) -> int | None:
-    """A process of this name below a process."""
+def below(pid: int, name: str) -> list[int]:
+    """The processes of this name below a process."""
     found = []
     for child in children(pid):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{child}/comm").read_text().strip() == name[:15]:
                 found.append(child)
-    return chooser.choice(found) if found else None
+    return found
 
 
 def _left_after_a_while() -> list[int]:
@@ -172,6 +173,19 @@ def run_storm(
         return storm.verdict(nursery)
 
 
+def write_report(out: Path, began: float, memory: set[str], result: dict[str, Any]) -> None:
+    """The finding of a storm that began then, with the machine and the versions."""
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "minutes": round((time.time() - began) / 60, 1),
+        "machine": {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))},
+        "versions": {name: version(name) for name in ("torch", "transformers", "ray")},
+        **result,
+        "shared_memory_left": shared_memory(memory),
+    }
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storm_ray")
     parser.add_argument("--kills", type=int, default=21)
@@ -182,17 +196,7 @@ def main(arguments: list[str]) -> int:
     memory, began = set(os.listdir("/dev/shm")), time.time()
     with tempfile.TemporaryDirectory(prefix="ray-storm-") as scratch:
         result = run_storm(Path(scratch), kinds, minutes=chosen.minutes)
-    report = {
-        "date": time.strftime("%Y-%m-%d"),
-        "minutes": round((time.time() - began) / 60, 1),
-        "machine": {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))},
-        "versions": {name: version(name) for name in ("torch", "transformers", "ray")},
-        "ranks": 2,
-        "steps_per_run": STEPS,
-        **result,
-        "shared_memory_left": shared_memory(memory),
-    }
-    chosen.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(chosen.out, began, memory, {"ranks": 2, "steps_per_run": STEPS, **result})
     print(f"{result['kills']} kills: {result['problems'] or 'the run is the run in calm'}")
     return 1 if result["problems"] else 0
 

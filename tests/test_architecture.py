@@ -100,6 +100,7 @@ OPTIONAL_PACKAGES: dict[str, Callable[[str], bool]] = {
         "controller/ray.py",
         "controller/ray_start.py",
         "controller/ray_liveness.py",
+        "controller/ray_placement.py",
         "controller/ray_wait.py",
     ),
     "vllm": _only("rollout/vllm_server.py", "rollout/vllm_worker.py"),

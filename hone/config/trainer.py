@@ -146,6 +146,9 @@ class TrainerConfig(TrainingRunConfig):
     """Seconds that a worker group may take to start."""
     liveness_deadline_s: Positive = 20.0
     """Seconds until a stopped worker process, or an unresponsive Ray node or control plane, ends the run."""
+    max_restarts: CountOrZero = 0
+    """Times that the run restarts by itself when a worker, a node or Ray is lost: from its last checkpoint,
+    on as many of the nodes as are left and divide the batch."""
     phase_deadline_floor_s: Positive = 7200.0
     """Seconds that any phase (a worker call, the agent loops of a batch) may take before the run stops."""
     phase_deadline_factor: OneOrMore = 10.0

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LAST_LINES = 8
+"""Log lines per worker of a lost node; a node may have had many workers."""
 GO_ON = "The same command, started again, goes on from the run's last checkpoint"
 
 
@@ -22,8 +24,12 @@ class Seat:
     logs: tuple[str, ...]
 
 
+class ProcessFailure(RuntimeError):
+    """A process of the run was lost; a new start on what is left can go on from the last checkpoint."""
+
+
 @dataclass(eq=False)
-class WorkerDied(RuntimeError):
+class WorkerDied(ProcessFailure):
     """A worker process ended while a caller waited for it."""
 
     role: str
@@ -42,7 +48,7 @@ class WorkerDied(RuntimeError):
 
 
 @dataclass(eq=False)
-class WorkerStopped(RuntimeError):
+class WorkerStopped(ProcessFailure):
     """A worker process was stopped (SIGSTOP)."""
 
     role: str
@@ -60,8 +66,8 @@ class WorkerStopped(RuntimeError):
 
 
 @dataclass(eq=False)
-class ClusterFailed(RuntimeError):
-    """A Ray process or a node has ended or does not respond."""
+class ClusterFailed(ProcessFailure):
+    """A process of Ray has ended or does not respond."""
 
     what: str
     owner: str
@@ -70,6 +76,42 @@ class ClusterFailed(RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.what}, while {self.owner!r} waited for {self.method!r}; {self.hint}. {GO_ON}"
+
+
+@dataclass(eq=False)
+class NodeLost(ProcessFailure):
+    """A node of the Ray cluster failed, with every worker on it."""
+
+    node_id: str
+    node_ip: str
+    workers: Sequence[tuple[str, Seat, Sequence[str]]]
+    """Role, location and last log lines of each worker that ran there."""
+    owner: str
+    method: str
+    reason: str
+
+    def __str__(self) -> str:
+        ranks: dict[str, list[str]] = {}
+        for role, seat, _ in self.workers:
+            ranks.setdefault(role, []).append(str(seat.rank))
+        who = [
+            f"rank{'s' * (len(numbers) > 1)} {joined(numbers)} of {role!r}"
+            for role, numbers in ranks.items()
+        ]
+        text = (
+            f"node {self.node_ip} (id {self.node_id[:12]}) was lost with {joined(who)}, while "
+            f"{self.owner!r} waited for {self.method!r}: {self.reason}"
+        )
+        for role, seat, lines in self.workers:
+            tail = "\n".join(f"  | {line}" for line in lines[-LAST_LINES:])
+            text += f"\nlast log lines of rank {seat.rank} of {role!r} (pid {seat.pid}):\n"
+            text += tail or "  | (it wrote nothing)"
+        return f"{text}\n{GO_ON}"
+
+
+def joined(words: Sequence[str]) -> str:
+    """Returns "a, b and c"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 class WaitTimeout(TimeoutError):

@@ -1,16 +1,16 @@
 """Runs each rank of a worker group as a Ray actor, on one or several nodes.
 
 Every wait has a deadline, and its error names the waiting group and the method. A worker that dies or is
-stopped is reported with its rank. Failed workers are not restarted; resume the run from its checkpoint.
+stopped is reported with its rank, a lost node with all ranks that it had. Failed workers are not restarted;
+the run resumes from its checkpoint.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
+import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -23,16 +23,16 @@ except ImportError as error:
         "or use trainer.controller=local"
     ) from error
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
 from hone.controller.colocated import ClassWithInitArgs, P
 from hone.controller.decorator import TensorDictRows, has_rows
-from hone.controller.failures import Seat, WaitTimeout
+from hone.controller.failures import Seat
 from hone.controller.local import WorkerHost
 from hone.controller.processes import own_log_files
-from hone.controller.ray_liveness import cluster_failed, forget_workers, look, watch_workers
+from hone.controller.ray_liveness import cluster_failed, forget_workers, watch_workers
+from hone.controller.ray_placement import Reservation, reservation_of
 from hone.controller.ray_start import TOKEN_ENV, start_ray
 from hone.controller.ray_wait import RefWait
 from hone.controller.resource_pool import ResourcePool
@@ -44,13 +44,12 @@ from hone.logging_level import asked_level
 from hone.protocol import DataProto
 from hone.types import Settings
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 START_DEADLINE_S = 300.0
 START_ADVICE = "raise trainer.ray_wait_register_center_timeout if the start takes that long"
 GOODBYE_DEADLINE_S = 5.0
+LOOK_EVERY_S = 1.0
 _FLOOR_S, _FACTOR = TrainerConfig.phase_deadline_floor_s, TrainerConfig.phase_deadline_factor
 
 
@@ -84,6 +83,7 @@ class _SeatActor:
         if os.path.isdir(folder):
             os.chdir(folder)  # relative paths resolve as in the trainer process
         self._host: WorkerHost | None = None
+        threading.Thread(target=_end_with_raylet, name="end-with-raylet", daemon=True).start()
 
     def facts(self, rank: int) -> tuple[Seat, int]:
         context = ray.get_runtime_context()
@@ -104,56 +104,12 @@ class _SeatActor:
             self._host.close()
 
 
-class Reservation:
-    """The placement groups of one pool, one per node; all worker groups of the pool share them."""
-
-    def __init__(self, pool: ResourcePool, deadline_s: float) -> None:
-        self._users = 0
-        self._pool = pool
-        _check_fit(pool)
-        bundle = {"CPU": 1.0, **({"GPU": 1.0} if pool.use_gpu else {})}
-        self.groups: list[PlacementGroup] = [
-            placement_group([dict(bundle)] * count, strategy="STRICT_PACK")
-            for count in pool.process_on_nodes
-        ]
-        end_time = time.monotonic() + deadline_s
-        for group in self.groups:
-            if not group.wait(timeout_seconds=1):
-                logger.warning("%s waits for resources; free are %s", pool, _free())
-                self._wait(group, end_time, deadline_s)
-
-    def _wait(self, group: PlacementGroup, end_time: float, deadline_s: float) -> None:
-        while not group.wait(timeout_seconds=1):
-            look(self._pool.name_prefix, "its reservation")
-            if time.monotonic() > end_time:
-                self._give_back()
-                raise WaitTimeout(
-                    self._pool.name_prefix,
-                    f"Ray to reserve {self._pool.process_on_nodes} processes",
-                    deadline_s,
-                    f"free are {_free()}: other worker groups or another run hold the rest",
-                )
-
-    def take(self) -> None:
-        if self._users >= self._pool.max_colocate_count:
-            raise ValueError(
-                f"{self._pool} is shared by {self._users} worker groups already; give it a larger "
-                "max_colocate_count, or colocate roles with create_colocated_worker_cls"
-            )
-        self._users += 1
-
-    def release(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            self._give_back()
-            _reservations.pop(self._pool, None)
-
-    def _give_back(self) -> None:
-        for group in self.groups:
-            remove_placement_group(group)
-
-
-_reservations: weakref.WeakKeyDictionary[ResourcePool, Reservation] = weakref.WeakKeyDictionary()
+def _end_with_raylet() -> None:
+    """Ends this process after its node manager; Ray takes one that its container did not reap for alive."""
+    raylet = os.getppid()
+    while os.getppid() == raylet:
+        time.sleep(LOOK_EVERY_S)
+    os._exit(1)
 
 
 class RayCrew(Crew[ray.ObjectRef]):
@@ -182,11 +138,7 @@ class RayCrew(Crew[ray.ObjectRef]):
         self._liveness_deadline_s = liveness_deadline_s
         self._seats: tuple[Seat, ...] = ()
         self._actors: list[ActorHandle] = []
-        reservation = _reservations.get(pool)
-        if reservation is None:
-            reservation = _reservations[pool] = Reservation(pool, start_deadline_s)
-        reservation.take()
-        self._reservation: Reservation | None = reservation
+        self._reservation: Reservation | None = reservation_of(pool, start_deadline_s)
         try:
             self._start(pool, made_of, start_deadline_s, worker_env)
         except BaseException:
@@ -232,14 +184,9 @@ class RayCrew(Crew[ray.ObjectRef]):
     ) -> list[ActorHandle]:
         assert self._reservation is not None
         share = int(10_000 / pool.max_colocate_count) / 10_000  # Ray's resolution is 1/10,000
-        slots = [
-            (group, local)
-            for group, count in zip(self._reservation.groups, pool.process_on_nodes, strict=True)
-            for local in range(count)
-        ]
         actor_class = ray.remote(_SeatActor)
         actors = []
-        for (group, bundle), count in zip(slots, threads, strict=True):
+        for rank, count in enumerate(threads):
             thread_env = {name: str(count) for name in (THREADS_ENV, "MKL_NUM_THREADS")}
             options = {
                 "num_cpus": share,
@@ -247,7 +194,7 @@ class RayCrew(Crew[ray.ObjectRef]):
                 "max_restarts": 0,
                 "runtime_env": {"env_vars": {**thread_env, **asked_level(), **env}},
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=bundle
+                    self._reservation.group, placement_group_bundle_index=rank
                 ),
                 **getattr(made_of, "options", {}),
             }
@@ -318,18 +265,3 @@ def parallel_put(data_list: Sequence[T], max_workers: int | None = None) -> list
         raise AssertionError("parallel_put got an empty list; there is nothing to put")
     with ThreadPoolExecutor(max_workers or min(len(data_list), 16)) as threads:
         return list(threads.map(ray.put, data_list))
-
-
-def _check_fit(pool: ResourcePool) -> None:
-    kind = "GPU" if pool.use_gpu else "CPU"
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    counts = sorted((int(node["Resources"].get(kind, 0)) for node in nodes), reverse=True)
-    if not pool.fits(counts):
-        raise ValueError(
-            f"{pool} does not fit this Ray cluster, whose nodes have {counts} {kind}s; set "
-            "trainer.n_gpus_per_node and trainer.nnodes to what there is"
-        )
-
-
-def _free() -> dict[str, float]:
-    return {kind: ray.available_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}

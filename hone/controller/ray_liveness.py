@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -19,19 +20,37 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
-from hone.controller.failures import ClusterFailed, Seat, WorkerStopped
+from hone.controller.failures import ClusterFailed, NodeLost, Seat, WorkerDied, WorkerStopped
 from hone.controller.processes import GONE, STOPPED, ZOMBIE, Silence, last_lines, process_state
 
 PING_EVERY_S = 2.0
-LOG_DEADLINE_S = 10.0
+LOG_DEADLINE_S = 5.0
+CONNECT_DEADLINE_S = 5.0
+LAST_ANSWER_S = 5.0
+"""The processes of a node whose raylet has died answer for less than this."""
+ANSWER_DEADLINE_S = 5.0
+NODE_DEADLINE_S = 22.0
+"""Ray's health checks call a lost node dead within some 15 s."""
 PARTS = {"gcs_server": "Ray's control plane", "raylet": "Ray's node manager"}
 
 
 class _NodeProbe:
-    """Reads process states on its node; a separate actor, because busy workers cannot answer."""
+    """Reads processes of its node; a separate actor, because busy workers cannot answer."""
 
-    def states(self, pids: list[int]) -> list[str]:
-        return [process_state(pid) for pid in pids]
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+
+    def read(
+        self, logs: Mapping[int, Sequence[str]]
+    ) -> tuple[dict[int, str], dict[int, list[str]]]:
+        """Returns the state of each process, and the last lines of each log that has grown since."""
+        lines = {}
+        for pid, paths in logs.items():
+            size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
+            if size != self._sizes.get(pid):
+                self._sizes[pid] = size
+                lines[pid] = last_lines(paths)
+        return {pid: process_state(pid) for pid in logs}, lines
 
     def end(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
@@ -48,20 +67,25 @@ class _RemoteNode:
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
         self.actor = ray.remote(_NodeProbe).options(**options).remote()
         self.answers = 0
-        self._question: tuple[ray.ObjectRef, list[int]] | None = None
-        self._states: dict[int, str] = {}
+        self.states: dict[int, str] = {}
+        self.lines: dict[int, list[str]] = {}
+        """The last log lines by pid; they outlive the node."""
+        self._question: tuple[ray.ObjectRef, float] | None = None
 
-    def states(self, pids: list[int]) -> dict[int, str]:
-        """Returns the last known states and requests new ones."""
+    def ask(self, logs: Mapping[int, Sequence[str]]) -> float | None:
+        """Reads an answer, if there is one, and asks again; returns when the answered question was asked."""
+        asked_at = None
         if self._question is not None and ray.wait([self._question[0]], timeout=0)[0]:
-            ref, requested_pids = self._question
+            ref, time_of_question = self._question
             with suppress(RayError):  # the probe is restarting, or its node is gone
-                self._states = dict(zip(requested_pids, ray.get(ref), strict=True))
+                self.states, lines = ray.get(ref)
+                self.lines |= lines
                 self.answers += 1
+                asked_at = time_of_question
             self._question = None
         if self._question is None:
-            self._question = self.actor.states.remote(pids), pids
-        return self._states
+            self._question = self.actor.read.remote(dict(logs)), time.monotonic()
+        return asked_at
 
 
 class _Ping:
@@ -70,6 +94,8 @@ class _Ping:
     def __init__(self) -> None:
         self.number = 0
         self.unanswered = False
+        self.dead: dict[str, str] = {}
+        """Ray's reason for each node that it calls dead."""
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="ray-ping", daemon=True).start()
 
@@ -78,11 +104,33 @@ class _Ping:
             self.number += 1
             self.unanswered = True
             with suppress(RayError):
-                ray.nodes()
+                self.dead = dead_nodes()
                 self.unanswered = False
 
     def close(self) -> None:
         self._closed.set()
+
+
+def dead_nodes() -> dict[str, str]:
+    """Returns Ray's reason for each node that it calls dead."""
+    return {
+        node["NodeID"]: f"Ray reports: {node.get('DeathReasonMessage') or 'node failure'}"
+        for node in ray.nodes()
+        if not node["Alive"]
+    }
+
+
+def raylet_problem(node_id: str) -> str | None:
+    """Returns why the raylet of a node does not answer, or None if it accepts connections."""
+    entry = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
+    if entry is None or not entry["Alive"]:
+        return dead_nodes().get(node_id, "Ray does not know it")
+    address = entry["NodeManagerAddress"], entry["NodeManagerPort"]
+    try:
+        socket.create_connection(address, CONNECT_DEADLINE_S).close()
+    except OSError as error:
+        return f"its raylet at {address[0]}:{address[1]} does not answer ({error})"
+    return None
 
 
 class ClusterWatch:
@@ -98,6 +146,7 @@ class ClusterWatch:
         self._seats: dict[tuple[str, int], tuple[str, Seat]] = {}
         self._nodes: dict[str, _RemoteNode] = {}
         self._lock = threading.Lock()
+        self._refresh_at = 0.0
 
     def add(self, role: str, seats: Sequence[Seat], limit_s: float) -> None:
         """Starts watching these processes."""
@@ -139,12 +188,11 @@ class ClusterWatch:
             for worker, (role, seat) in self._stopped_workers().items():
                 silent[worker] = partial(self._end, role, seat, owner, method)
             for node_id, node in self._nodes.items():
-                ips = {seat.node_ip for _, seat in self._seats.values() if seat.node_id == node_id}
+                if node_id in self._ping.dead:
+                    raise self.lost(node_id, owner, method, self._ping.dead[node_id])
                 if node.answers:
                     silent[node_id, "node", node.answers] = partial(
-                        failed,
-                        f"node {', '.join(sorted(ips))} of the Ray cluster has not answered for {limit}",
-                        "look whether the machine runs and can be reached, and at `ray status`",
+                        self.lost, node_id, owner, method, f"it has not answered for {limit}"
                     )
             if self._ping.unanswered:
                 address = ray.get_runtime_context().gcs_address
@@ -163,13 +211,72 @@ class ClusterWatch:
             return []
         try:
             return list(ray.get(node.actor.lines.remote(seat.logs), timeout=LOG_DEADLINE_S))
-        except RayError as error:
-            return [f"(its log could not be read from here: {type(error).__name__})"]
+        except RayError:
+            return node.lines.get(seat.pid, ["(its log could not be read from here)"])
+
+    def refresh(self) -> None:
+        """Reads new answers of the probes, at most every PING_EVERY_S, so that log lines are recent."""
+        if self._nodes and time.monotonic() > self._refresh_at:
+            self._refresh_at = time.monotonic() + PING_EVERY_S
+            with self._lock:
+                for node_id, node in self._nodes.items():
+                    node.ask(self._logs(node_id))
+
+    def raise_if_node_is_lost(self, node_id: str, owner: str, method: str) -> None:
+        """Raises NodeLost unless the node, which has lost a worker, answers a question asked later.
+
+        A node answers for some seconds after its raylet has died, and Ray calls it alive for longer; its
+        raylet is asked too.
+        """
+        node, began = self._nodes.get(node_id), time.monotonic()
+        while node is not None and time.monotonic() < began + NODE_DEADLINE_S:
+            if (reason := raylet_problem(node_id)) is not None:
+                raise self.lost(node_id, owner, method, reason)
+            with self._lock:
+                asked_at = node.ask(self._logs(node_id))
+            if asked_at is not None and asked_at > began + LAST_ANSWER_S:
+                return
+            time.sleep(0.5)
+        if node is not None:
+            reason = f"it has not answered for {NODE_DEADLINE_S:g} s"
+            raise self.lost(node_id, owner, method, reason)
+
+    def raise_if_any_is_lost(self, owner: str, method: str) -> None:
+        """Raises if a worker of any group is gone, which may be why another one failed."""
+        for (node_id, pid), (role, seat) in list(self._seats.items()):
+            if node_id == self.here and process_state(pid) in (GONE, ZOMBIE):
+                raise WorkerDied(role, seat, method, "its process is gone", last_lines(seat.logs))
+        end_time, answered = time.monotonic() + ANSWER_DEADLINE_S, set[str]()
+        while (waiting := self._nodes.keys() - answered) and time.monotonic() < end_time:
+            for node_id in waiting:
+                with self._lock:
+                    asked_at = self._nodes[node_id].ask(self._logs(node_id))
+                if asked_at is not None and asked_at > end_time - ANSWER_DEADLINE_S:
+                    answered.add(node_id)
+            time.sleep(0.1)
+        for node_id, node in list(self._nodes.items()):
+            gone = {pid for pid in self._logs(node_id) if node.states.get(pid) in (GONE, ZOMBIE)}
+            if gone or node_id not in answered:
+                self.raise_if_node_is_lost(node_id, owner, method)
+            for pid in gone:
+                role, seat = self._seats[node_id, pid]
+                raise WorkerDied(role, seat, method, "its process is gone", self.lines(seat))
+
+    def lost(self, node_id: str, owner: str, method: str, reason: str) -> NodeLost:
+        """Returns the error about a lost node, which is not used again."""
+        _lost.add(node_id)
+        known = self._nodes[node_id].lines
+        seats = [(role, seat) for role, seat in self._seats.values() if seat.node_id == node_id]
+        workers = [(role, seat, tuple(known.get(seat.pid, ()))) for role, seat in seats]
+        return NodeLost(node_id, seats[0][1].node_ip, workers, owner, method, reason)
+
+    def _logs(self, node_id: str) -> dict[int, tuple[str, ...]]:
+        return {pid: seat.logs for (at, pid), (_, seat) in self._seats.items() if at == node_id}
 
     def _stopped_workers(self) -> dict[tuple[str, int], tuple[str, Seat]]:
-        states: dict[str, dict[int, str]] = {}
         for node_id, node in self._nodes.items():
-            states[node_id] = node.states([pid for at, pid in self._seats if at == node_id])
+            node.ask(self._logs(node_id))
+        states = {node_id: node.states for node_id, node in self._nodes.items()}
         return {
             (node_id, pid): seat
             for (node_id, pid), seat in self._seats.items()
@@ -190,6 +297,12 @@ class ClusterWatch:
 
 
 _watch: ClusterWatch | None = None
+_lost: set[str] = set()
+
+
+def lost_nodes() -> frozenset[str]:
+    """Returns the ids of nodes that this process has seen fail; a node that comes back has a new id."""
+    return frozenset(_lost)
 
 
 def watch_cluster(own: Mapping[str, int], log_folder: str = "") -> None:
@@ -226,6 +339,22 @@ def look(owner: str, method: str) -> None:
     """Raises if the result that `owner` waits for can no longer arrive; only the trainer process checks."""
     if _watch is not None:
         _watch.look(owner, method)
+
+
+def refresh() -> None:
+    """Keeps the log lines of remote workers recent; called after waits."""
+    if _watch is not None:
+        _watch.refresh()
+
+
+def raise_if_lost(owner: str, method: str, node_id: str | None = None) -> None:
+    """Raises if this node, or by default any watched process, is lost; only the trainer process checks."""
+    if _watch is None or _watch.failed:
+        return
+    if node_id is None:
+        _watch.raise_if_any_is_lost(owner, method)
+    else:
+        _watch.raise_if_node_is_lost(node_id, owner, method)
 
 
 def lines_of_another_node(seat: Seat) -> list[str]:

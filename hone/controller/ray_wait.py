@@ -16,11 +16,12 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hone.controller.failures import RemoteTraceback, Seat, WaitTimeout, WorkerDied
 from hone.controller.processes import last_lines
-from hone.controller.ray_liveness import lines_of_another_node, look
+from hone.controller.ray_liveness import lines_of_another_node, look, raise_if_lost, refresh
 from hone.controller.waiting import tell
 
 LOOK_EVERY_S = 1.0
 DEATH_IS_KNOWN_AFTER_S = 3.0
+_NODE_DEATH = re.compile("node (has crashed|has died|was terminated)")
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,13 @@ class RefWait:
                 left = max(1.0, end_time - time.monotonic())
                 try:
                     results[rank] = self._result(ref, rank, left)
-                except Exception:  # the cause may be the death of another rank
+                except Exception as error:  # the cause may be the death of another process
                     self._raise_death(pending, rank_of)
+                    if not isinstance(error, WorkerDied):
+                        raise_if_lost(self.owner, self.method)
                     raise
             tell(len(results), len(refs))
+        refresh()
         if self.record is not None:
             self.record(self.method, time.monotonic() - started)
         return [results[rank] for rank in range(len(refs))]
@@ -94,11 +98,14 @@ class RefWait:
         return self.seats[rank] if rank < len(self.seats) else Seat(rank, 0, "its node", "", ())
 
     def died(self, rank: int, error: Exception) -> WorkerDied:
-        """Returns an error with Ray's reason for the death and the last log lines."""
+        """Returns an error with Ray's reason for the death and the last log lines, or raises NodeLost."""
         seat = self._seat(rank)
+        # Ray's node managers report deaths. Without a report, the node itself may have failed.
+        if "Worker exit detail:" not in str(error) or _NODE_DEATH.search(str(error)):
+            raise_if_lost(self.owner, self.method, seat.node_id)
         _, _, detail = str(error).rpartition("Worker exit detail:")
         detail = " ".join(detail.split("Some common causes")[0].split()).rstrip(". ")
-        if re.search("node (has crashed|has died|was terminated)", detail):
+        if _NODE_DEATH.search(detail):
             detail = "Ray lost its node: the machine, its network or its raylet failed"
         elif "connection error" in detail:  # Ray knows no more than that
             detail = "its process is gone; killed for memory, crashed, or stopped from outside"

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import TypeAlias
+
+Free: TypeAlias = dict[str, dict[str, float]]
+"""Free resources by node and kind."""
 
 
 class Role(Enum):
@@ -44,6 +48,7 @@ class ResourcePool:
         use_gpu: bool = False,
         name_prefix: str = "pool",
         max_colocate_count: int = 10,
+        spread: bool = True,
     ) -> None:
         counts = [int(count) for count in process_on_nodes]
         if not counts or min(counts) < 1:
@@ -57,6 +62,13 @@ class ResourcePool:
         self.name_prefix = name_prefix
         self.max_colocate_count = max_colocate_count
         """The number of worker groups that may share each process slot of this pool."""
+        self.spread = spread
+        """Whether the nodes of this pool are different machines."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The Ray resources of one process."""
+        return {"CPU": 1.0, **({"GPU": 1.0} if self.use_gpu else {})}
 
     @property
     def world_size(self) -> int:
@@ -74,22 +86,32 @@ class ResourcePool:
         """Returns the local rank of each rank."""
         return [local for count in self.process_on_nodes for local in range(count)]
 
-    def fits(self, free_per_node: Sequence[int]) -> bool:
-        """Whether the pool fits on nodes with these numbers of free devices."""
-        free = list(free_per_node)
-        for count in sorted(self.process_on_nodes, reverse=True):
-            large_enough = [n for n in free if n >= count]
-            if not large_enough:
-                return False
-            free.remove(tightest := min(large_enough))
-            free.append(tightest - count)
-        return True
-
     def __repr__(self) -> str:
         kind = "GPU" if self.use_gpu else "CPU"
         return (
             f"{type(self).__name__}({self.name_prefix!r}, {self.process_on_nodes} {kind} processes)"
         )
+
+
+def place(pool: ResourcePool, free: Free) -> list[str] | None:
+    """Takes the resources of a pool from `free`; returns the node of each rank, or None without room."""
+    homes: dict[int, str] = {}
+    by_size = sorted(enumerate(pool.process_on_nodes), key=lambda node: -node[1])
+    for number, count in by_size:
+        room = {
+            name: min(int(left.get(kind, 0.0)) for kind in pool.bundle)
+            for name, left in free.items()
+            if not (pool.spread and name in homes.values())
+        }
+        large_enough = [name for name in room if room[name] >= count]
+        if not large_enough:
+            return None
+        homes[number] = tightest = min(large_enough, key=room.__getitem__)
+        for kind in pool.bundle:
+            free[tightest][kind] -= count
+    return [
+        homes[number] for number, count in enumerate(pool.process_on_nodes) for _ in range(count)
+    ]
 
 
 class ResourcePoolManager:
@@ -162,8 +184,10 @@ def merge_resource_pool(first: ResourcePool, second: ResourcePool) -> ResourcePo
     if (first.use_gpu, first.max_colocate_count) != (second.use_gpu, second.max_colocate_count):
         raise ValueError(f"{first} and {second} differ in kind or sharing; they cannot be merged")
     counts = [*first.process_on_nodes, *second.process_on_nodes]
-    return _like(first, counts, f"{first.name_prefix}_{second.name_prefix}")
+    merged = _like(first, counts, f"{first.name_prefix}_{second.name_prefix}")
+    merged.spread = False  # nodes of the one may be nodes of the other
+    return merged
 
 
 def _like(pool: ResourcePool, counts: list[int], name: str) -> ResourcePool:
-    return type(pool)(counts, pool.use_gpu, name, pool.max_colocate_count)
+    return type(pool)(counts, pool.use_gpu, name, pool.max_colocate_count, pool.spread)

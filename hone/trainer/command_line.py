@@ -51,7 +51,7 @@ _latest: list[Composed] = []
 _MISTAKES = {
     "hone.agents.runner": "AgentLoopFailed",
     "hone.config.errors": "ConfigError",
-    "hone.controller.failures": "WorkerDied WorkerStopped ClusterFailed WaitTimeout",
+    "hone.controller.failures": "ProcessFailure WaitTimeout",
     "hone.data.chat_template": "BrokenTemplate",
     "hone.data.prompts": "PromptError",
     "hone.data.rows": "DataError",

@@ -68,16 +68,21 @@ def run(
     with nullcontext() if dry_run else lock_run(config.trainer.default_local_dir):
         with progress("load libraries"):
             from hone.trainer.ppo.preflight import prepare
-        with progress("check data, model and plug-ins"):
-            trainer, preview = prepare(config, compute_score)
-        try:
-            for line in (*preview.warnings, *(preview.lines if dry_run else ())):
-                screen().line(line)
-            if not dry_run:
-                trainer.init_workers()
-                trainer.fit(origins)
-        finally:
-            trainer.shutdown()
+            from hone.trainer.ppo.restarts import with_restarts
+
+        def train(config: PPOTrainerConfig) -> None:
+            with progress("check data, model and plug-ins"):
+                trainer, preview = prepare(config, compute_score)
+            try:
+                for line in (*preview.warnings, *(preview.lines if dry_run else ())):
+                    screen().line(line)
+                if not dry_run:
+                    trainer.init_workers()
+                    trainer.fit(origins)
+            finally:
+                trainer.shutdown()
+
+        with_restarts(config, train)
 
 
 def __getattr__(name: str) -> Function:

@@ -147,7 +147,9 @@ def test_a_failed_start_gives_the_reservation_back() -> None:
 
 
 def test_a_pool_larger_than_the_cluster_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match=r"\[64\].*does not fit.*nodes have \[4\] CPUs"):
+    with pytest.raises(
+        ValueError, match=r"\[64\].*does not fit.*: \S+ \(\w{8}\): \S+ of 4 CPUs, 0"
+    ):
         make_group(64)
 
 
@@ -202,50 +204,6 @@ def test_what_a_worker_receives_may_be_changed_in_place() -> None:
     assert float(data.batch["x"].sum()) == 300_000.0
 
 
-TWO_NODES = """
-import os, signal, sys
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-cluster.add_node(num_cpus=1)
-from toy_workers import Toy
-from hone.controller import ClassWithInitArgs, RayWorkerGroup, ResourcePool
-from hone.controller.failures import WorkerDied, WorkerStopped
-from hone.controller.ray_start import start_ray, stop_ray
-def new_group():
-    made_of = ClassWithInitArgs(Toy, 1.0)
-    return RayWorkerGroup(ResourcePool([1, 1]), made_of, liveness_deadline_s=5)
-start_ray({"address": cluster.address, "log_to_driver": False})
-group = new_group()
-places = group.whereabouts()
-assert [p["local_rank"] for p in places] == [0, 0], places
-assert [p["local_world_size"] for p in places] == [1, 1], places
-assert len({seat.node_id for seat in group._crew._seats}) == 2
-assert group.all_reduced(1.0) == [3.0, 3.0]
-for rank in (1, 0):
-    try:
-        group.die(rank, "exit")
-    except WorkerDied as death:
-        assert death.seat.rank == rank, death
-        assert "about to give up the ghost" in str(death), death
-    else:
-        sys.exit("nobody died")
-    group.shutdown()
-    group = new_group()
-for rank in (1, 0):  # one of them is not on the node of the loop
-    group.hold_interpreter(8.0)
-    os.kill(group.whereabouts()[rank]["pid"], signal.SIGSTOP)
-    try:
-        group.nap(600)
-    except WorkerStopped as stop:
-        assert stop.seat.rank == rank, stop
-    else:
-        sys.exit("nobody was stopped")
-    group.shutdown()
-    group = new_group() if rank else None
-stop_ray()
-cluster.shutdown()
-"""
-
 JOIN = """
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -258,13 +216,6 @@ with RayWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Toy, 1.0)) as group:
 stop_ray()
 cluster.shutdown()
 """
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1300)
-def test_ranks_on_two_nodes_behind_a_token_work_together_and_are_told_dead_or_stopped() -> None:
-    _run(TWO_NODES, TOKEN)
 
 
 @pytest.mark.slow

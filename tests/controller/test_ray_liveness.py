@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hone.controller import ClassWithInitArgs, ResourcePool, reaper
-from hone.controller.failures import ClusterFailed, Seat, WorkerStopped
+from hone.controller.failures import ClusterFailed, NodeLost, Seat, WorkerDied, WorkerStopped
 from hone.controller.processes import GONE, STOPPED
 
 pytest.importorskip("ray")
@@ -31,7 +31,7 @@ SEAT = Seat(1, 4711, "10.0.0.7", "far", ())
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A watch over a cluster that exists on paper: its clock, processes and probes are the test's."""
-    monkeypatch.setattr(ray_liveness, "_Ping", lambda: SimpleNamespace(unanswered=False, number=1))
+    monkeypatch.setattr(ray_liveness, "_Ping", FakePing)
     monkeypatch.setattr(ray_liveness, "_RemoteNode", lambda node_id: FakeNode())
     context = SimpleNamespace(get_node_id=lambda: "here", gcs_address="10.0.0.1:6379")
     monkeypatch.setattr(ray_liveness.ray, "get_runtime_context", lambda: context)
@@ -44,13 +44,21 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
+class FakePing:
+    def __init__(self) -> None:
+        self.unanswered, self.number, self.dead = False, 1, dict[str, str]()
+
+
 class FakeNode:
     def __init__(self) -> None:
-        self.answers, self.told, self.ended = 0, dict[int, str](), list[int]()
+        self.answers, self.states, self.ended = 0, dict[int, str](), list[int]()
         self.actor = SimpleNamespace(end=SimpleNamespace(remote=self.ended.append))
+        self.lines: dict[int, list[str]] = {}
+        self.answers_until = 0.0
 
-    def states(self, pids: list[int]) -> dict[int, str]:
-        return self.told
+    def ask(self, logs: dict[int, tuple[str, ...]]) -> float | None:
+        now = ray_liveness.time.monotonic()
+        return now if now < self.answers_until else None
 
 
 def look_for(watch: Any, seconds: int, each: Callable[[], None] = lambda: None) -> None:
@@ -63,7 +71,7 @@ def look_for(watch: Any, seconds: int, each: Callable[[], None] = lambda: None) 
 def test_a_stopped_worker_of_another_node_is_named_and_ended(watch: Any) -> None:
     watch.add("actor", [SEAT], 20.0)
     node = watch._nodes["far"]
-    node.told = {4711: STOPPED}
+    node.states = {4711: STOPPED}
     with pytest.raises(WorkerStopped) as caught:
         look_for(watch, 30)
     assert watch.clock.now == 20.0
@@ -76,7 +84,7 @@ def test_a_stopped_worker_of_another_node_is_named_and_ended(watch: Any) -> None
 def test_a_worker_that_is_busy_for_hours_is_left_alone(watch: Any) -> None:
     watch.add("actor", [SEAT], 20.0)
     node = watch._nodes["far"]
-    node.told = {4711: "R"}
+    node.states = {4711: "R"}
 
     def answer() -> None:
         node.answers += 1
@@ -88,9 +96,60 @@ def test_a_node_that_answers_no_more_is_named(watch: Any) -> None:
     watch.add("actor", [SEAT], 20.0)
     look_for(watch, 100)  # its probe starts: that is the start's deadline
     watch._nodes["far"].answers = 1
-    with pytest.raises(ClusterFailed, match=r"node 10.0.0.7 .*has not answered for 20 s.*'critic'"):
+    watch._nodes["far"].lines = {4711: ["its last words"]}
+    with pytest.raises(NodeLost) as caught:
         look_for(watch, 30)
-    assert watch.failed
+    assert not watch.failed, "Ray itself works: workers of other nodes can be ended"
+    said = str(caught.value)
+    assert said.startswith(
+        "node 10.0.0.7 (id far) was lost with rank 1 of 'actor', while 'critic' waited for "
+        "'update_critic': it has not answered for 20 s\n"
+    )
+    assert "last log lines of rank 1 of 'actor' (pid 4711):\n  | its last words\n" in said
+    assert "far" in ray_liveness.lost_nodes()
+
+
+def test_a_node_that_ray_calls_dead_is_named_with_all_its_ranks_and_roles(watch: Any) -> None:
+    watch.add("actor", [Seat(rank, 50 + rank, "10.0.0.7", "far", ()) for rank in (2, 3)], 20.0)
+    watch.add("rm", [Seat(0, 60, "10.0.0.7", "far", ()), Seat(1, 61, "10.0.0.8", "other", ())], 20)
+    watch._ping.dead = {"far": "Ray reports: missed heartbeats"}
+    with pytest.raises(
+        NodeLost, match=r"ranks 2 and 3 of 'actor' and rank 0 of 'rm', .*heartbeats"
+    ):
+        look_for(watch, 1)
+
+
+def test_a_worker_lost_with_its_node_is_told_from_one_that_died_alone(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch.add("actor", [SEAT], 20.0)
+    node, dead = watch._nodes["far"], dict[str, str]()
+    monkeypatch.setattr(
+        ray_liveness,
+        "raylet_problem",
+        lambda node: dead.get(node) if watch.clock.now > 14 else None,
+    )
+    monkeypatch.setattr(
+        ray_liveness.time, "sleep", lambda s: setattr(watch.clock, "now", watch.clock.now + s)
+    )
+    node.answers_until = 8.0
+    watch.raise_if_node_is_lost("far", "critic", "update_critic")  # it still answers after 5 s
+    watch.clock.now, node.answers_until = 0.0, 3.0  # as a node does whose raylet was killed
+    dead["far"] = "Ray reports: missed heartbeats"
+    with pytest.raises(NodeLost, match="missed heartbeats"):
+        watch.raise_if_node_is_lost("far", "critic", "update_critic")
+    assert 14 < watch.clock.now < 15
+    dead.clear()
+    with pytest.raises(NodeLost, match="has not answered for 22 s"):
+        watch.raise_if_node_is_lost("far", "critic", "update_critic")
+
+
+def test_a_failed_call_is_laid_to_a_process_that_is_gone(watch: Any) -> None:
+    watch.add("rollout", [Seat(0, 99, "10.0.0.1", "here", ())], 20.0)
+    watch.raise_if_any_is_lost("critic", "update_critic")
+    watch.states[99] = GONE
+    with pytest.raises(WorkerDied, match="rank 0 of 'rollout'"):
+        watch.raise_if_any_is_lost("critic", "update_critic")
 
 
 def test_a_control_plane_that_answers_no_more_is_named(watch: Any) -> None:
@@ -130,7 +189,8 @@ def test_another_cluster_gets_a_watch_of_its_own(
 def test_failures_survive_pickling() -> None:
     stopped = WorkerStopped("actor", SEAT, "critic", "step", 20.0)
     lost = ClusterFailed("it has ended", "critic", "step", "do x")
-    for error in (stopped, lost):
+    node = NodeLost("id", "10.0.0.7", [("actor", SEAT, ["line"])], "critic", "step", "why")
+    for error in (stopped, lost, node):
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 

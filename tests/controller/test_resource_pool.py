@@ -11,6 +11,7 @@ from hone.controller import (
     merge_resource_pool,
     split_resource_pool,
 )
+from hone.controller.resource_pool import Free, place
 
 
 def test_ranks_count_through_the_nodes() -> None:
@@ -49,16 +50,37 @@ def test_a_role_mapped_to_no_pool_is_refused() -> None:
         ResourcePoolManager({"global_pool": [1]}, {Role.Critic: "typo_pool"})
 
 
-def test_a_pool_must_fit_node_by_node_not_only_in_total() -> None:
+def cpus(*counts: float) -> Free:
+    return {name: {"CPU": count} for name, count in zip("abcdef", counts, strict=False)}
+
+
+def test_the_nodes_of_a_pool_are_different_machines_and_each_must_have_room() -> None:
     pool = ResourcePool([4, 4])
-    assert pool.fits([4, 4])
-    assert pool.fits([8])
-    assert pool.fits([1, 4, 4])
-    assert not pool.fits([6, 2])
-    assert not pool.fits([7])
-    assert not pool.fits([])
-    assert not ResourcePool([4]).fits([2, 2])
-    assert ResourcePool([2, 3, 4]).fits([5, 4])
+    assert place(pool, cpus(4, 4)) == ["a"] * 4 + ["b"] * 4
+    assert place(pool, cpus(1, 4, 9)) == ["b"] * 4 + ["c"] * 4
+    for too_few in (cpus(8), cpus(6, 2), cpus()):
+        assert place(pool, too_few) is None
+    assert place(ResourcePool([4]), cpus(2, 2)) is None
+    assert place(ResourcePool([1, 3]), cpus(3, 1)) == ["b", "a", "a", "a"]
+
+
+def test_the_smallest_node_with_room_is_taken_and_pools_leave_each_other_what_is_left() -> None:
+    free = cpus(4, 2, 2)
+    assert place(ResourcePool([2]), free) == ["b", "b"]
+    assert place(ResourcePool([2, 2]), free) == ["c", "c", "a", "a"]
+    assert free == cpus(2, 0, 0)
+    assert place(ResourcePool([3]), free) is None
+
+
+def test_a_process_with_a_gpu_needs_a_cpu_too() -> None:
+    pool = ResourcePool([2], use_gpu=True)
+    assert place(pool, {"a": {"CPU": 1, "GPU": 8}, "b": {"CPU": 8}}) is None
+    assert place(pool, {"a": {"CPU": 2, "GPU": 8}}) == ["a", "a"]
+
+
+def test_nodes_of_merged_pools_may_be_the_same() -> None:
+    merged = merge_resource_pool(ResourcePool([2]), ResourcePool([1]))
+    assert place(merged, cpus(3)) == ["a", "a", "a"]
 
 
 def test_pools_can_be_split_and_merged() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,17 @@ from hone.controller import (
     register,
 )
 from hone.protocol import DataProto, real_rows, without_padding
+
+
+def memory_of(values: np.ndarray) -> str:
+    """The file that holds the memory of an array: Ray's object store is one in /dev/shm."""
+    address = values.__array_interface__["data"][0]
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            first, _, last = line.split()[0].partition("-")
+            if int(first, 16) <= address < int(last, 16):
+                return " ".join(line.split()[5:])
+    raise AssertionError("memory that is not mapped")
 
 
 class Toy(Worker):
@@ -146,6 +158,20 @@ class Toy(Worker):
         total = torch.tensor([value * (self.rank + 1)])
         dist.all_reduce(total)
         return float(total)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def memory_of(self, values: np.ndarray) -> tuple[str, np.ndarray]:
+        """Where an array lies that came from another process, and an array to send back."""
+        return memory_of(values), values + self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reduce_for(self, seconds: float) -> None:
+        """Collectives with other ranks; what is logged is the last that is heard of a lost node."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            sys.stderr.write(f"rank {self.rank} reduces {self.all_reduced(1.0)}\n")
+            sys.stderr.flush()
+            time.sleep(0.5)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def matmul_bits(self) -> bytes:

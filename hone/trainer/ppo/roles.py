@@ -97,11 +97,13 @@ def start_workers(
         members = by_pool.setdefault(pools.mapping[role], {})
         members[str(role)] = ClassWithInitArgs(cls, config=config, **plays)
     if group_cls is not LocalWorkerGroup:
+        from hone.controller.ray_placement import require_room
         from hone.controller.ray_start import start_ray, stop_ray
 
         with progress("wait for Ray"):
             if start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line):
                 running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
+        require_room([pools.create_resource_pool()[name] for name in by_pool])
     trainer = config.trainer
     deadlines = PhaseDeadlines(trainer.phase_deadline_floor_s, trainer.phase_deadline_factor)
     groups: dict[Role, AnyGroup] = {}

@@ -1,0 +1,110 @@
+"""Restarts a run that lost a worker, a node or Ray: on what is left, from the last checkpoint.
+
+Only the number of nodes changes, so each step has the rows and, up to rounding, the numbers that it would
+have had.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from hone.config import ConfigError, PPOTrainerConfig, replace
+from hone.config.checks import find_problems
+from hone.controller import ResourcePool
+from hone.controller.failures import ProcessFailure, joined
+from hone.tracking import RunFolder
+from hone.tracking.console import screen
+from hone.trainer.threads import uses_gpu
+
+TREE = "ppo_trainer"
+RELEASE_DEADLINE_S = 30.0
+"""How long the resources of the lost attempt, or of another run, may take to become free."""
+
+
+def with_restarts(config: PPOTrainerConfig, train: Callable[[PPOTrainerConfig], None]) -> None:
+    """Call `train`, and again after a lost process, at most `trainer.max_restarts` times."""
+    limit, folder = config.trainer.max_restarts, config.trainer.default_local_dir
+    attempt, before = config, _saved(folder)
+    for number in range(limit + 1):
+        with ExitStack() as running:
+            try:
+                if number:
+                    attempt = _on_what_is_left(config, running)
+                    if _saved(folder) != before:  # written by this run, whatever it started from
+                        attempt = replace(attempt, "trainer.resume_mode", "auto")
+                    _tell(attempt, number, config)
+                train(attempt)
+                return
+            except ProcessFailure as failure:
+                if number == limit:
+                    raise
+                screen().line(str(failure).partition("\n")[0])
+
+
+def _saved(folder: str) -> set[tuple[int, int]]:
+    """Return step and time of each checkpoint."""
+    checkpoints = RunFolder(Path(folder).expanduser()).checkpoints()
+    return {(step, path.stat().st_mtime_ns) for step, path in checkpoints}
+
+
+def _tell(attempt: PPOTrainerConfig, number: int, config: PPOTrainerConfig) -> None:
+    nodes, all_nodes = attempt.trainer.nnodes, config.trainer.nnodes
+    screen().line(
+        f"restart {number} of {config.trainer.max_restarts}: {nodes} of {all_nodes} "
+        f"node{'s' * (all_nodes > 1)}, {attempt.world_size} rank{'s' * (attempt.world_size > 1)}"
+    )
+
+
+def _on_what_is_left(config: PPOTrainerConfig, running: ExitStack) -> PPOTrainerConfig:
+    """Join or start Ray, and return the config for the nodes that answer; closing `running` leaves Ray.
+
+    Nodes that are not free yet are waited for; another run may hold them for long.
+    """
+    from hone.controller.ray_placement import answering_nodes, free_of
+    from hone.controller.ray_start import start_ray, stop_ray
+    from hone.controller.resource_pool import place
+
+    if start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line):
+        running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
+    end_time = time.monotonic() + RELEASE_DEADLINE_S
+    smaller = list(_smaller(config))
+    while True:
+        nodes = answering_nodes()
+        fits: dict[bool, PPOTrainerConfig] = {}
+        for total in (True, False):
+            for candidate in smaller:
+                free = free_of(nodes, total=total)
+                if all(place(pool, free) is not None for pool in _pools(candidate)):
+                    fits[total] = candidate
+                    break
+        late = time.monotonic() > end_time
+        if True in fits and (fits.get(False) == fits[True] or late):
+            return fits.get(False, fits[True])
+        if late:
+            raise ConfigError(_refusal(config, joined([str(node) for node in nodes])))
+        time.sleep(1.0)
+
+
+def _smaller(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
+    """Yield the config with each number of nodes that it can run on, the largest first."""
+    for nodes in range(config.trainer.nnodes, 0, -1):
+        smaller = replace(config, "trainer.nnodes", nodes)
+        if not list(find_problems(TREE, smaller)):
+            yield smaller
+            for others in range(len(config.rollout_pool) - 1, 0, -1):
+                yield replace(smaller, "actor_rollout_ref.rollout.nnodes", others)
+
+
+def _refusal(config: PPOTrainerConfig, free: str) -> str:
+    one = replace(config, "trainer.nnodes", 1)
+    reason = next(iter(find_problems(TREE, one)), "its pools need more")
+    return f"the run cannot restart on what is left ({free}): {reason}"
+
+
+def _pools(config: PPOTrainerConfig) -> list[ResourcePool]:
+    trainer = config.trainer
+    counts = [[trainer.n_gpus_per_node] * trainer.nnodes, config.rollout_pool, config.reward_pool]
+    return [ResourcePool(count, use_gpu=uses_gpu(trainer.device)) for count in counts if count]

@@ -1,0 +1,152 @@
+"""A run that lost a process starts again: on what is left, from the right checkpoint, so often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hone.config import ConfigError, PPOTrainerConfig, load_config
+from hone.controller.failures import ClusterFailed, NodeLost
+from hone.trainer.ppo import restarts
+
+pytest.importorskip("ray")
+
+from hone.controller import ray_placement, ray_start
+from hone.controller.ray_placement import Node
+
+LOST = NodeLost("id", "10.0.0.7", [], "actor", "step", "why")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cluster on paper: `cpus` are the free and all CPUs of its nodes, `said` is what was printed."""
+    made = SimpleNamespace(cpus=[(4, 4), (4, 4), (4, 4)], said=[], now=0.0)
+
+    def nodes() -> list[Node]:
+        return [
+            Node(f"n{number}", "10.0.0.1", {"CPU": free}, {"CPU": total})
+            for number, (free, total) in enumerate(made.cpus)
+        ]
+
+    monkeypatch.setattr(ray_placement, "answering_nodes", nodes)
+    monkeypatch.setattr(ray_start, "start_ray", lambda options, tell: False)
+    monkeypatch.setattr(restarts, "screen", lambda: SimpleNamespace(line=made.said.append))
+    clock = SimpleNamespace(
+        monotonic=lambda: made.now, sleep=lambda s: setattr(made, "now", made.now + s)
+    )
+    monkeypatch.setattr(restarts, "time", clock)
+    return made
+
+
+def config_of(folder: Path, *more: str) -> PPOTrainerConfig:
+    shape = ["trainer.nnodes=3", "trainer.n_gpus_per_node=4", "data.train_batch_size=24"]
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=24"
+    return load_config(
+        [*shape, mini, "trainer.device=cpu", f"trainer.default_local_dir={folder}", *more]
+    )
+
+
+def attempts(config: PPOTrainerConfig, *events: Any) -> list[PPOTrainerConfig]:
+    """The configs of the attempts; an event is what an attempt does: it raises, or calls and raises."""
+    seen: list[PPOTrainerConfig] = []
+    queue = list(events)
+
+    def train(attempt: PPOTrainerConfig) -> None:
+        seen.append(attempt)
+        if queue:
+            event = queue.pop(0)
+            if callable(event):
+                event()
+                raise LOST
+            raise event
+
+    restarts.with_restarts(config, train)
+    return seen
+
+
+def test_a_run_restarts_on_the_nodes_that_are_left_and_on_all_when_they_are_back(
+    cluster: Any, tmp_path: Path
+) -> None:
+    seen = attempts(
+        config_of(tmp_path, "trainer.max_restarts=2"),
+        lambda: cluster.cpus.pop(),
+        lambda: cluster.cpus.append((4, 4)),
+    )
+    assert [attempt.trainer.nnodes for attempt in seen] == [3, 2, 3]
+    assert cluster.said == [
+        str(LOST).partition("\n")[0],
+        "restart 1 of 2: 2 of 3 nodes, 8 ranks",
+        str(LOST).partition("\n")[0],
+        "restart 2 of 2: 3 of 3 nodes, 12 ranks",
+    ]
+
+
+def test_the_last_failure_is_raised_and_other_errors_at_once(cluster: Any, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "trainer.max_restarts=1")
+    last = ClusterFailed("it has ended", "actor", "step", "do x")
+    with pytest.raises(ClusterFailed) as caught:
+        attempts(config, LOST, last)
+    assert caught.value is last
+    with pytest.raises(KeyError):
+        attempts(config, KeyError("x"))
+    with pytest.raises(NodeLost):
+        attempts(config_of(tmp_path), LOST)
+
+
+def test_a_number_of_nodes_that_does_not_divide_the_batch_is_not_used(
+    cluster: Any, tmp_path: Path
+) -> None:
+    odd = ["data.train_batch_size=9", "actor_rollout_ref.actor.ppo_mini_batch_size=9"]
+    config = config_of(tmp_path, *odd, "trainer.n_gpus_per_node=1", "trainer.max_restarts=1")
+    seen = attempts(config, lambda: cluster.cpus.pop())
+    assert [attempt.trainer.nnodes for attempt in seen] == [3, 1]
+
+
+def test_what_is_left_is_refused_in_one_sentence_if_no_pool_of_the_run_fits_on_it(
+    cluster: Any, tmp_path: Path
+) -> None:
+    config = config_of(
+        tmp_path,
+        "trainer.max_restarts=1",
+        "actor_rollout_ref.rollout.nnodes=3",
+        "actor_rollout_ref.rollout.n_gpus_per_node=4",
+    )
+    cluster.cpus = [(4, 4)]
+    with pytest.raises(
+        ConfigError, match=r"cannot restart on what is left \(10.0.0.1 \(n0\): 4 of 4"
+    ):
+        attempts(config, LOST)
+
+
+def test_a_rollout_pool_shrinks_after_the_trainer_pool(cluster: Any, tmp_path: Path) -> None:
+    pool = ["actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=4"]
+    config = config_of(tmp_path, *pool, "trainer.nnodes=1", "trainer.max_restarts=1")
+    seen = attempts(config, lambda: cluster.cpus.pop())
+    assert [len(attempt.rollout_pool) for attempt in seen] == [2, 1]
+
+
+def test_resources_of_the_lost_attempt_are_waited_for_and_those_of_another_run_not_for_long(
+    cluster: Any, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "trainer.max_restarts=1")
+    cluster.cpus[2] = (0, 4)
+    seen = attempts(config, LOST)
+    assert [attempt.trainer.nnodes for attempt in seen] == [3, 2]
+    assert cluster.now >= restarts.RELEASE_DEADLINE_S
+
+
+def test_a_restart_goes_on_from_what_this_run_saved_whatever_it_started_from(
+    cluster: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "global_step_7").mkdir()  # of an earlier run
+    config = config_of(tmp_path, "trainer.max_restarts=2", "trainer.resume_mode=disable")
+
+    def save() -> None:
+        (tmp_path / "global_step_7").rename(tmp_path / "global_step_7.earlier")
+        (tmp_path / "global_step_2").mkdir()
+
+    seen = attempts(config, LOST, save)
+    assert [attempt.trainer.resume_mode for attempt in seen] == ["disable", "disable", "auto"]
