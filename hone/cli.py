@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,8 +21,11 @@ PROGRAMS = {
     "eval": ("main_eval:main", "evaluation", "score responses, or a model on a benchmark"),
 }
 """Subcommands that take `key=value` overrides of a config."""
-RETRIEVER = "serve-retriever"
-"""A subcommand that parses its own flags."""
+SERVERS = {
+    "serve-retriever": ("hone.retrieval.serve", "passages over HTTP, for searches"),
+    "serve-rm": ("hone.workers.serve_reward_model", "scores of a reward model over HTTP"),
+}
+"""Subcommands that parse their own flags."""
 TREES = tuple(dict.fromkeys(tree for _, tree, _ in PROGRAMS.values()))
 EPILOG = (
     f"hone VERB --help says more. {', '.join(PROGRAMS)} and quickstart take key=value "
@@ -34,9 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in PROGRAMS:
         return _finish(lambda: _start(words[0], words[1:]))
-    if words and words[0] == RETRIEVER:
-        from hone.retrieval.serve import main as serve
-
+    if words and words[0] in SERVERS:
+        serve = importlib.import_module(SERVERS[words[0]][0]).main
         return _finish(lambda: serve(words[1:]))
     parser = _parser()
     (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
@@ -84,7 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (_, _, text) in PROGRAMS.items():
         verbs.add_parser(name, help=text, add_help=False)
-    verbs.add_parser(RETRIEVER, help="passages over HTTP, for searches", add_help=False)
+    for name, (_, text) in SERVERS.items():
+        verbs.add_parser(name, help=text, add_help=False)
     _add_quickstart(verbs)
     _add_recipes(verbs)
     add_data_verbs(verbs)

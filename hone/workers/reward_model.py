@@ -126,10 +126,10 @@ class RewardModelWorker(FrozenClassifier):
             )
         name = model.input_tokenizer
         self.writer = self.load_tokenizer(name) if name else None
-        self._reads_pairs = (
+        self.reads_pairs = (
             self.tokenizer.cls_token_id is not None and not self.tokenizer.chat_template
         )
-        self._same_tokens = not self._reads_pairs and self._has_policy_tokens()
+        self._same_tokens = not self.reads_pairs and self._has_policy_tokens()
         self._limit = self._longest_row()
         self._truncates = False
 
@@ -152,7 +152,12 @@ class RewardModelWorker(FrozenClassifier):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Returns `rm_scores` [B, T]: the score at the last policy token, 0 elsewhere."""
-        rows = [self._truncated(ids) for ids in self._rows(data)]
+        scores = self.score_rows(self._rows(data))
+        return DataProto.from_dict({"rm_scores": on_last_policy_token(data, scores)})
+
+    def score_rows(self, rows: Sequence[list[int]]) -> list[float]:
+        """Returns the score of each row of the reward model's tokens."""
+        rows = [self._truncated(ids) for ids in rows]
         scores = [0.0] * len(rows)
         with self.present():
             for part in self.rule.split([len(ids) for ids in rows]):
@@ -164,7 +169,7 @@ class RewardModelWorker(FrozenClassifier):
                 f"reward_model.model.path={self.config.reward_model.model.path} gave a score that is not "
                 "finite; check its weights, or use reward_model.model.fsdp_config.dtype=fp32"
             )
-        return DataProto.from_dict({"rm_scores": on_last_policy_token(data, scores)})
+        return scores
 
     def _truncated(self, ids: list[int]) -> list[int]:
         if self._limit is None or len(ids) <= self._limit:
@@ -194,10 +199,11 @@ class RewardModelWorker(FrozenClassifier):
         prompts = list(data.non_tensor_batch["raw_prompt"])
         if self.config.data.prompt_format == "chat":
             prompts = [as_messages(prompt) for prompt in prompts]
-        return [self._encoded(p, a) for p, a in zip(prompts, answers, strict=True)]
+        return [self.encoded(p, a) for p, a in zip(prompts, answers, strict=True)]
 
-    def _encoded(self, prompt: str | Sequence[Any], answer: str) -> list[int]:
-        if self._reads_pairs:
+    def encoded(self, prompt: str | Sequence[Any], answer: str) -> list[int]:
+        """Returns the tokens of a prompt and its response."""
+        if self.reads_pairs:
             length: dict[str, Any] = {"truncation": True, "max_length": self._limit}
             pair = prompt_text(prompt), answer
             return list(self.tokenizer(*pair, **length if self._limit else {})["input_ids"])
@@ -211,7 +217,7 @@ class RewardModelWorker(FrozenClassifier):
         ids, mask, lengths = self.padded(rows)
         last = torch.arange(len(rows), device=self.device), lengths - 1
         inputs = {"input_ids": ids, "attention_mask": mask}
-        if self._reads_pairs and "token_type_ids" in self.tokenizer.model_input_names:
+        if self.reads_pairs and "token_type_ids" in self.tokenizer.model_input_names:
             ends = (ids == self.tokenizer.sep_token_id).long()
             inputs["token_type_ids"] = ((ends.cumsum(1) - ends) > 0).long() * mask
         if self._kind == "token":

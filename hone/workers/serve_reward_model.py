@@ -1,0 +1,130 @@
+"""`hone serve-rm MODEL`: serves an outcome reward model, for runs with `reward_model.server.url`.
+
+It answers vLLM's `POST /classify` (rendered conversations) and `POST /score` (prompt and response) with the
+head's output itself, and `GET /health`. It is plain HTTP without authentication, on loopback by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from hone.config import ConfigError, load_config
+from hone.types import JsonObject, Row
+from hone.workers.reward_model import RewardModelWorker
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+log = logging.getLogger(__name__)
+MAX_BODY = 64 << 20
+
+
+class Service:
+    """Answers requests with one model; one thread computes, in the order of arrival."""
+
+    def __init__(self, worker: RewardModelWorker) -> None:
+        self._worker = worker
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="score")
+
+    def application(self) -> web.Application:
+        from aiohttp import web
+
+        app = web.Application(client_max_size=MAX_BODY)
+        for path, rows, name in (
+            ("/classify", self._texts, "probs"),
+            ("/score", self._pairs, "score"),
+        ):
+            app.router.add_post(path, self._answer(rows, name))
+        app.router.add_get("/health", self._health)
+        return app
+
+    def _answer(
+        self, rows: Callable[[Row], list[list[int]]], name: str
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        from aiohttp import web
+
+        def scores(body: Row) -> list[float]:
+            return self._worker.score_rows(rows(body))
+
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                body = await request.json()
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self._thread, scores, body)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
+            data: list[JsonObject] = [
+                {"index": i, name: [score] if name == "probs" else score}
+                for i, score in enumerate(found)
+            ]
+            return web.json_response({"object": "list", "data": data})
+
+        return answer
+
+    async def _health(self, _: web.Request) -> web.Response:
+        from aiohttp import web
+
+        return web.json_response({"model": self._worker.config.reward_model.model.path})
+
+    def _texts(self, body: Row) -> list[list[int]]:
+        texts = _listed(body, "input")
+        if self._worker.reads_pairs:
+            raise ValueError("this model reads pairs of texts; use reward_model.server.kind=score")
+        special = bool(body.get("add_special_tokens", True))
+        encode = self._worker.tokenizer.encode
+        return [list(encode(text, add_special_tokens=special)) for text in texts]
+
+    def _pairs(self, body: Row) -> list[list[int]]:
+        pairs = zip(_listed(body, "text_1"), _listed(body, "text_2"), strict=True)
+        return [
+            self._worker.encoded([{"role": "user", "content": prompt}], answer)
+            for prompt, answer in pairs
+        ]
+
+
+def _listed(body: Row, key: str) -> list[str]:
+    texts: Any = body[key]
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"{key} must be a list of texts that are not empty")
+    return texts
+
+
+def load(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:
+    """Loads the model as a run would; overrides are those of a run, such as reward_model.max_length."""
+    own = [
+        "reward_model.enable=true",
+        "reward_model.type=orm",
+        f"reward_model.model.path={model}",
+        "reward_model.model.input_tokenizer=null",
+    ]
+    worker = RewardModelWorker(load_config([*own, *overrides]))
+    worker.init_model()
+    return worker
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="hone serve-rm", description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="folder or hub name of a classifier with one label")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of a run")
+    flags = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    from aiohttp import web
+
+    app = Service(load(flags.model, flags.overrides)).application()
+    log.info("reward_model.server.url=http://%s:%s", flags.host, flags.port)
+    try:
+        web.run_app(app, host=flags.host, port=flags.port, print=None, access_log=None)
+    except OSError as error:
+        reason = error.strerror
+        raise ConfigError(
+            f"cannot listen at {flags.host}:{flags.port} ({reason}); use --port"
+        ) from None
+    return 0

@@ -1,0 +1,79 @@
+"""`hone serve-rm` gives our own client the scores that the run's worker would give."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.config.reward import RewardServerConfig
+from hone.rewards.outcome import Response
+from hone.rewards.served import ServedClassifier
+from hone.workers.serve_reward_model import Service, load
+
+from .test_reward_model import save_classifier
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_classifier(tmp_path_factory.mktemp("scorer"))
+
+
+def served(model: Path, call: Callable[[str], Awaitable[Any]], worker: Any = None) -> Any:
+    """Runs a call with the address of a server on a real socket."""
+    from aiohttp import web
+
+    async def run() -> Any:
+        app = Service(worker or load(str(model), ["trainer.device=cpu"])).application()
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            return await call(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["classify", "score"])
+def test_our_client_reads_the_scores_of_the_worker(model: Path, kind: Any) -> None:
+    worker = load(str(model), ["trainer.device=cpu"])
+    answers = ["2", "3 or so", "2"]
+    expected = worker.score_rows([worker.encoded(CHAT, answer) for answer in answers])
+
+    async def call(url: str) -> Any:
+        settings = RewardServerConfig(url=url, kind=kind, model=str(model), batch_size=2)
+        tokenizer = worker.tokenizer
+        client = ServedClassifier(settings, tokenizer, is_chat=True)
+        rows = [Response("x", answer, None, {"prompt": CHAT}) for answer in answers]
+        return await client.score_rows(rows)
+
+    scores = served(model, call, worker)
+    assert [s.score for s in scores] == pytest.approx(expected, abs=1e-5)
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/classify", {"input": [1]}), ("/classify", {}), ("/score", {"text_1": "a", "text_2": []})],
+)
+def test_a_bad_request_is_answered_with_400(model: Path, path: str, body: dict[str, Any]) -> None:
+    async def call(url: str) -> tuple[int, Any, Any]:
+        import aiohttp
+
+        async with aiohttp.ClientSession() as session:
+            async with session.post(url + path, json=body) as answer:
+                status, said = answer.status, await answer.json()
+            async with session.get(f"{url}/health") as answer:
+                return status, said, await answer.json()
+
+    status, said, health = served(model, call)
+    assert status == 400
+    assert "error" in said
+    assert health == {"model": str(model)}
