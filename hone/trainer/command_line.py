@@ -290,14 +290,16 @@ def finish(program: Callable[[], int | None]) -> int:
         if sentence is None:
             raise
         sys.stderr.write(f"{type(error).__name__}: {sentence}\n")
-        if (log := _write_traceback(error)) is not None:
+        if (log := write_traceback(error)) is not None:
             sys.stderr.write(f"the traceback is in {log}\n")
         return EXIT_CODE
 
 
-def _write_traceback(error: BaseException) -> Path | None:
-    run = getattr(_latest[0].config, "trainer", None) if _latest else None
-    folder = Path(getattr(run, "default_local_dir", "") or "").expanduser()
+def write_traceback(error: BaseException, folder: Path | None = None) -> Path | None:
+    """Append an error to the log of a run folder, by default that of the last configuration."""
+    if folder is None:
+        run = getattr(_latest[0].config, "trainer", None) if _latest else None
+        folder = Path(getattr(run, "default_local_dir", "") or "").expanduser()
     if folder == Path() or not folder.is_dir() or getattr(error, "changes_nothing", False):
         return None
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n", *format_exception(error), "\n"]

@@ -17,6 +17,7 @@ from hone.controller import ResourcePool
 from hone.controller.failures import ProcessFailure, joined
 from hone.tracking import RunFolder
 from hone.tracking.console import screen
+from hone.trainer.command_line import write_traceback
 from hone.trainer.threads import uses_gpu
 
 TREE = "ppo_trainer"
@@ -41,7 +42,9 @@ def with_restarts(config: PPOTrainerConfig, train: Callable[[PPOTrainerConfig], 
             except ProcessFailure as failure:
                 if number == limit:
                     raise
-                screen().line(str(failure).partition("\n")[0])
+                log = write_traceback(failure, Path(folder).expanduser())
+                rest = f" (its log lines: {log})" if log is not None else ""
+                screen().line(str(failure).partition("\n")[0] + rest)
 
 
 def _saved(folder: str) -> set[tuple[int, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError, PPOTrainerConfig, load_config
-from hone.controller.failures import ClusterFailed, NodeLost
+from hone.controller.failures import ClusterFailed, NodeLost, Seat
 from hone.trainer.ppo import restarts
 
 pytest.importorskip("ray")
@@ -17,7 +17,8 @@ pytest.importorskip("ray")
 from hone.controller import ray_placement, ray_start
 from hone.controller.ray_placement import Node
 
-LOST = NodeLost("id", "10.0.0.7", [], "actor", "step", "why")
+SEAT = Seat(3, 4711, "10.0.0.7", "id", ())
+LOST = NodeLost("id", "10.0.0.7", [("actor", SEAT, ["its last words"])], "actor", "step", "why")
 
 
 @pytest.fixture
@@ -76,12 +77,14 @@ def test_a_run_restarts_on_the_nodes_that_are_left_and_on_all_when_they_are_back
         lambda: cluster.cpus.append((4, 4)),
     )
     assert [attempt.trainer.nnodes for attempt in seen] == [3, 2, 3]
+    told = str(LOST).partition("\n")[0] + f" (its log lines: {tmp_path / 'error.log'})"
     assert cluster.said == [
-        str(LOST).partition("\n")[0],
+        told,
         "restart 1 of 2: 2 of 3 nodes, 8 ranks",
-        str(LOST).partition("\n")[0],
+        told,
         "restart 2 of 2: 3 of 3 nodes, 12 ranks",
     ]
+    assert (tmp_path / "error.log").read_text().count("its last words") == 2
 
 
 def test_the_last_failure_is_raised_and_other_errors_at_once(cluster: Any, tmp_path: Path) -> None:
