@@ -64,9 +64,7 @@ class VLLMRollout(RemoteEngine):
     ) -> None:
         """`parameters` are the model's by name, of any device. Without `current_weights`, a copy of the
         weights stays in host memory, for processes that start again."""
-        self.traits = Traits(
-            decodes_with_module=False, positional=False, batch_invariant=device.type == "cpu"
-        )
+        self.traits = Traits(decodes_with_module=False, batch_invariant=device.type == "cpu")
         self._processes, self._device = list(processes), device
         self._parameters = parameters
         first = {id(p): name for name, p in reversed(list(parameters.items()))}

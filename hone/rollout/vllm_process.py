@@ -36,7 +36,11 @@ _PONG_S = 120.0
 """The thread that answers pings computes nothing."""
 _END_S = 30.0
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
-_FILES = {"vllm_server.py": "server.py", "vllm_worker.py": "hone_vllm_worker.py"}
+_FILES = {
+    "vllm_server.py": "server.py",
+    "vllm_worker.py": "hone_vllm_worker.py",
+    "../ops/counter_rng.py": "hone_counter_rng.py",
+}
 
 
 class EngineDied(ConnectionLost):

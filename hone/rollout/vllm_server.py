@@ -26,6 +26,8 @@ from typing import Any
 Frame = dict[str, Any]
 _LENGTH = struct.Struct("!I")
 _PARENT_DEATH_SIGNAL = 1  # of prctl
+_GATHER_S = 0.05
+"""Tokens of running requests wait this long for more of them: a frame per step would cost its reader more."""
 
 
 class Connection:
@@ -59,7 +61,9 @@ class Server:
         self._since = time.monotonic()  # begin of the current command or step
         self._idle = True
         self._paused = False
-        self._keys: set[str] = set()  # requests in the engine
+        self._ids: dict[str, str] = {}  # vLLM's name of each request in the engine
+        self._unsent: dict[str, list[Any]] = {}
+        self._sent_at = 0.0
         self._updating = False
         self._llm: Any = None
         self._parameters: Any = None
@@ -82,10 +86,11 @@ class Server:
         names = ("start", "add", "abort", "pause", "resume", "load", "finish", "sleep", "wake_up")
         verbs: dict[str, Callable[[Frame], object]] = {name: getattr(self, name) for name in names}
         while True:
-            frame = self._next(wait=self._paused or not self._keys)
+            frame = self._next(wait=self._paused or not self._ids)
             if frame is None:
                 self._step()
                 continue
+            self._send(list(self._unsent))
             answer: Frame = {"call": frame.get("call")}
             try:
                 answer["result"] = verbs[frame["verb"]](frame)
@@ -106,20 +111,30 @@ class Server:
         return frame
 
     def _step(self) -> None:
-        tokens = []
-        for output in self._llm.llm_engine.step():
-            (part,) = output.outputs
-            ids = list(part.token_ids)
-            log_probs = [
-                entry[token].logprob for entry, token in zip(part.logprobs, ids, strict=True)
-            ]
-            tokens.append(
-                [output.request_id, ids, log_probs, output.finished, output.num_cached_tokens]
-            )
+        """Runs one step of the engine core, without the objects that vLLM makes of each token after it."""
+        ended = []
+        for output in self._llm.llm_engine.engine_core.get_output().outputs:
+            key = output.request_id.partition("-")[0]  # vLLM appends random letters
+            stats = output.prefill_stats
+            entry = self._unsent.setdefault(key, [key, [], [], False, None])
+            entry[1] += output.new_token_ids
+            if output.new_token_ids:
+                entry[2] += output.new_logprobs.logprobs[:, 0].tolist()
+            if stats is not None:
+                entry[4] = stats.num_cached_tokens
             if output.finished:
-                self._keys.discard(output.request_id)
-        if tokens:
-            self._connection.send({"tokens": tokens})
+                entry[3] = True
+                ended.append(key)
+                del self._ids[key]
+        now = time.monotonic()
+        everything = now - self._sent_at >= _GATHER_S
+        self._send(list(self._unsent) if everything else ended)
+        if everything:
+            self._sent_at = now
+
+    def _send(self, keys: list[str]) -> None:
+        if keys:
+            self._connection.send({"tokens": [self._unsent.pop(key) for key in keys]})
 
     # -- commands -------------------------------------------------------------------------------
 
@@ -128,7 +143,6 @@ class Server:
         import vllm
         from vllm import LLM, SamplingParams
         from vllm.config import WeightTransferConfig
-        from vllm.sampling_params import RequestOutputKind
 
         transfer = WeightTransferConfig(backend=hone_vllm_worker.BACKEND)
         self._llm = LLM(
@@ -137,6 +151,7 @@ class Server:
             weight_transfer_config=transfer,
         )
         self._llm.collective_rpc("report_log_probs_before_truncation")
+        self._llm.collective_rpc("draw_by_position")
         self._llm.init_weight_transfer_engine({"init_info": {}})
 
         def parameters(sampling: Frame) -> Any:
@@ -145,26 +160,31 @@ class Server:
                 logprobs=0,
                 ignore_eos=True,  # stop_token_ids hold the end tokens
                 detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
             )
 
         self._parameters = parameters
         return str(vllm.__version__)
 
     def add(self, frame: Frame) -> None:
-        key = frame["key"]
+        key, engine = frame["key"], self._llm.llm_engine
         try:
-            prompt = {"prompt_token_ids": frame["prompt"]}
-            self._llm.llm_engine.add_request(key, prompt, self._parameters(frame["sampling"]))
+            prompt, parameters = {"prompt_token_ids": frame["prompt"]}, frame["sampling"]
+            request = engine.input_processor.process_inputs(
+                key,
+                prompt,
+                self._parameters(parameters),
+                supported_tasks=engine.get_supported_tasks(),
+            )
+            engine.input_processor.assign_request_id(request)
+            engine.engine_core.add_request(request)
         except Exception as error:
             self._connection.send({"refused": key, "error": f"{type(error).__name__}: {error}"})
         else:
-            self._keys.add(key)
+            self._ids[key] = request.request_id
 
     def abort(self, frame: Frame) -> None:
-        keys = self._keys.intersection(frame["keys"])
-        self._llm.llm_engine.abort_request(list(keys))
-        self._keys -= keys
+        ids = [self._ids.pop(key) for key in frame["keys"] if key in self._ids]
+        self._llm.llm_engine.engine_core.abort_requests(ids)
 
     def pause(self, frame: Frame) -> None:
         self._paused = True

@@ -138,3 +138,32 @@ class HoneWorker:
             )
         sampler.register_forward_pre_hook(remember, with_kwargs=True)
         sampler.compute_logprobs = compute_logprobs
+
+    def draw_by_position(self) -> None:
+        """Makes a random token a function of its seed and absolute position, as native draws it.
+
+        vLLM has a generator per request instead, and runs a kernel for each of them in every step.
+        """
+        from hone_counter_rng import uniform
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        def forward(
+            logits: Tensor,
+            generators: dict[int, torch.Generator],
+            k: Tensor | None,
+            p: Tensor | None,
+        ) -> tuple[Tensor, None]:
+            mass = apply_top_k_top_p(logits, k, p).softmax(-1, dtype=torch.float32).cumsum_(-1)
+            seeds = [0] * len(mass)  # a greedy request has none
+            for row, generator in generators.items():
+                seed = generator.initial_seed()
+                seeds[row] = seed - 2**64 if seed >= 2**63 else seed
+            positions = self.model_runner.input_batch.num_tokens_no_spec[: len(mass)]
+            numbers = uniform(torch.tensor(seeds), torch.from_numpy(positions).long())
+            total = mass[:, -1:]
+            threshold = (numbers.to(mass.device).unsqueeze(1) * total.double()).float()
+            drawn = torch.searchsorted(mass, threshold, right=True)
+            last = torch.searchsorted(mass, total.contiguous())
+            return torch.minimum(drawn, last).view(-1), None
+
+        self.model_runner.sampler.topk_topp_sampler.forward = forward

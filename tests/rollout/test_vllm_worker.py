@@ -94,3 +94,33 @@ def test_a_bucket_gives_its_tensors_also_after_it_is_filled_again(worker: Any) -
     window.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_draw_is_natives_for_its_seed_and_position(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest token whose cumulative mass exceeds the number of (seed, position)."""
+    from hone.ops import counter_rng
+
+    ops = ModuleType("vllm.v1.sample.ops.topk_topp_sampler")
+    vars(ops)["apply_top_k_top_p"] = lambda logits, k, p: logits
+    monkeypatch.setitem(sys.modules, ops.__name__, ops)
+    monkeypatch.setitem(sys.modules, "hone_counter_rng", counter_rng)
+    extension = worker.HoneWorker()
+    positions = torch.arange(3, 203, dtype=torch.int32)
+    seeds = torch.tensor([7, 2**63 - 1] * 100)
+    extension.model_runner = SimpleNamespace(
+        sampler=SimpleNamespace(topk_topp_sampler=torch.nn.Module()),
+        input_batch=SimpleNamespace(num_tokens_no_spec=torch.cat([positions, positions]).numpy()),
+    )
+    extension.draw_by_position()
+    logits = torch.randn(200, 11)
+    logits[:, [0, 10]] = -torch.inf
+    generators = {i: torch.Generator().manual_seed(int(seed)) for i, seed in enumerate(seeds)}
+    sampler = extension.model_runner.sampler.topk_topp_sampler
+    tokens, log_probs = sampler.forward(logits.clone(), generators, None, None)
+    numbers = counter_rng.uniform(seeds, positions.long())
+    expected = (logits.softmax(-1).double().cumsum(-1) <= numbers[:, None]).sum(-1)
+    assert log_probs is None
+    assert torch.equal(tokens, expected)
+    assert 1 <= int(tokens.min()) <= int(tokens.max()) <= 9

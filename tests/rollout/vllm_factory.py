@@ -132,7 +132,7 @@ class SharedVLLM(VLLMRollout):
 
 class VLLMFactory(Factory):
     name = "vllm"
-    engine_traits = Traits(decodes_with_module=False, positional=False)
+    engine_traits = Traits(decodes_with_module=False)
     probes = frozenset({"model"})
     draws = 400
     long_tokens = 150

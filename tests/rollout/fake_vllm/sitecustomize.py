@@ -12,23 +12,48 @@ import time
 from types import ModuleType, SimpleNamespace
 
 
+class LogProbs:
+    """A column of log-probs, without numpy."""
+
+    def __getitem__(self, index):
+        return self
+
+    def tolist(self):
+        return [-0.5]
+
+
 class Engine:
     def __init__(self) -> None:
         self.requests, self.weight, self.resets = {}, 0, 0
 
-    def add_request(self, key, prompt, params):
+    @property
+    def input_processor(self):
+        return self
+
+    engine_core = input_processor
+
+    def get_supported_tasks(self):
+        return ("generate",)
+
+    def process_inputs(self, key, prompt, params, supported_tasks):
         if 96 in prompt["prompt_token_ids"]:
             raise ValueError("96 is refused")
-        self.requests[key] = [prompt["prompt_token_ids"], params, 0]
+        return SimpleNamespace(request_id=key, state=[prompt["prompt_token_ids"], params, 0])
 
-    def abort_request(self, keys):
+    def assign_request_id(self, request):
+        request.request_id += "-0f"
+
+    def add_request(self, request):
+        self.requests[request.request_id] = request.state
+
+    def abort_requests(self, keys):
         for key in keys:
             del self.requests[key]
 
     def reset_prefix_cache(self, reset_running_requests):
         self.resets += reset_running_requests
 
-    def step(self):
+    def get_output(self):
         time.sleep(0.002)
         outputs = []
         for key, state in list(self.requests.items()):
@@ -42,14 +67,16 @@ class Engine:
             finished = count == params["max_tokens"] or token in params["stop_token_ids"]
             if finished:
                 del self.requests[key]
-            log_probs = [{token: SimpleNamespace(logprob=-0.5)}]
-            part = SimpleNamespace(token_ids=[token], logprobs=log_probs)
             outputs.append(
                 SimpleNamespace(
-                    request_id=key, outputs=[part], finished=finished, num_cached_tokens=0
+                    request_id=key,
+                    new_token_ids=[token],
+                    new_logprobs=SimpleNamespace(logprobs=LogProbs()),
+                    finished=finished,
+                    prefill_stats=SimpleNamespace(num_cached_tokens=0) if count == 1 else None,
                 )
             )
-        return outputs
+        return SimpleNamespace(outputs=outputs)
 
 
 class LLM:
