@@ -23,6 +23,7 @@ from hone.retrieval import serve
 from hone.trainer import main_eval_prm, main_eval_rm, quickstart, sweep
 from hone.trainer.benchmarks import split_overrides
 from hone.trainer.command_line import composed_of
+from hone.workers import serve_reward_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -144,9 +145,9 @@ def check_verb(verb: str, rest: list[str]) -> None:
         compose([*usual, *overrides])
     elif verb == "config":
         assert cli.main([verb, *rest]) == 0
-    elif verb == cli.RETRIEVER:
+    elif verb in cli.SERVERS:
         parser = argparse.ArgumentParser()
-        serve.add_arguments(parser)
+        (serve if verb == "serve-retriever" else serve_reward_model).add_arguments(parser)
         parser.parse_args(rest)
     else:
         chosen, unknown = cli._parser().parse_known_args([verb, *rest])

@@ -108,12 +108,18 @@ def load(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:
     return worker
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hone serve-rm", description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder or hub name of a classifier with one label")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of a run")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hone serve-rm", description="Scores of an outcome reward model, over HTTP."
+    )
+    add_arguments(parser)
     flags = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     from aiohttp import web
