@@ -54,11 +54,11 @@ def refuse_tensor_parallel(
     config: PreTrainedConfig, path: str, size: int, *, adapters: bool = False
 ) -> None:
     """Raises for a model whose layers do not split over `size` ranks."""
-    text, key = config.get_text_config(), f"fsdp_config.tensor_parallel_size={size}"
+    text, key = config.get_text_config(), f"tensor_parallel_size={size}"
     if config.model_type in UNPLANNED:
         raise UnsupportedModel(
             f"{path} is a {config.model_type} model, whose layers have no tensor-parallel plan in "
-            f"transformers; use fsdp_config.tensor_parallel_size=1, not {size}"
+            f"transformers; use tensor_parallel_size=1, not {size}"
         )
     plan = text.base_model_tp_plan or {}
     if adapters and "moe_tp_experts" in plan.values():

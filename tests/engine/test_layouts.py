@@ -20,6 +20,7 @@ from tests.engine.layouts import (
     update,
     write_models,
 )
+from tests.engine.tensor_families import KINDS, families
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,7 +32,8 @@ def results(tmp_path_factory):
     write_models(folder)
     found = {}
     for world in sorted({layout.ranks for layout in LAYOUTS}, reverse=True):
-        scenarios = {"cases": run_cases} | ({"resumed": resume} if world == 2 else {})
+        more = {"resumed": resume, "families": families} if world == 2 else {}
+        scenarios = {"cases": run_cases} | more
         for rank, result in enumerate(ranks.spawn(scenarios, world, folder)):
             found[world, rank] = {k: v for part in result.values() for k, v in part.items()}
     return found, resume(0, 1, folder), folder
@@ -43,6 +45,12 @@ def expected(results):
     return {
         name: update(build(ONE, case, folder, 0), case.objective()) for name, case in CASES.items()
     }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tensor_parallel_layer_equals_the_whole_model(results, kind):
+    for rank in range(2):
+        assert max(results[0][2, rank][kind].values()) < BOUND
 
 
 CELLS = [(layout, name) for layout in LAYOUTS for name in cases_of(layout)]

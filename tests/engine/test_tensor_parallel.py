@@ -72,5 +72,5 @@ def test_an_engine_refuses_the_heads_before_it_loads_the_model(tmp_path, monkeyp
         world_size=2,
         tensor_parallel=2,
     )
-    with pytest.raises(UnsupportedModel, match=r"num_key_value_heads=1, which fsdp_config\.tensor"):
+    with pytest.raises(UnsupportedModel, match=r"num_key_value_heads=1, which tensor_parallel"):
         build(spec)
