@@ -90,6 +90,19 @@ class FSDPConfig(PlacementConfig):
     """Ranks that split the matrices of each layer; FSDP2 shards over the other ranks."""
 
 
+class MegatronConfig(SchemaBlock):
+    """Layout of a model under `strategy=megatron`; dtype, offload and seed are those of `fsdp_config`."""
+
+    tensor_model_parallel_size: Count = 1
+    """Ranks that split the matrices of each layer."""
+    pipeline_model_parallel_size: Count = 1
+    """Stages of the pipeline; each holds as many layers as the others."""
+    sequence_parallel: bool = True
+    """Split norms and residuals over the tensor-parallel ranks; no effect on one."""
+    override_transformer_config: Settings = block(dict)
+    """Fields of megatron-core's TransformerConfig, such as recompute_granularity."""
+
+
 class SFTEngineConfig(FSDPConfig):
     """Training engine of supervised fine-tuning."""
 

@@ -27,7 +27,12 @@ from hone.plugins import PluginError, Table
 log = logging.getLogger(__name__)
 
 STRATEGIES: Table[Callable[[EngineSpec], TrainEngine]] = Table(
-    "training engine", {"fsdp": "hone.engine.build:build", "fsdp2": "hone.engine.build:build"}
+    "training engine",
+    {
+        "fsdp": "hone.engine.build:build",
+        "fsdp2": "hone.engine.build:build",
+        "megatron": "hone.engine.megatron.engine:build",
+    },
 )
 LABELS = {"steps": ("bad", "good"), "score": ("reward",)}
 """The labels of the classifiers: a process reward model and an outcome reward model."""

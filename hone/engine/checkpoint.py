@@ -50,7 +50,7 @@ def save_checkpoint(
     """Writes the named parts: model, optimizer (with master weights), extra (schedule progress)."""
     # torch would create missing optimizer state by running a step; skip it instead.
     skip = {"moments"} if optimizer is not None and not optimizer.inner.state else set()
-    if state := _state(module, optimizer, _sections(contents) - skip):
+    if state := _state(module, optimizer, sections_of(contents) - skip):
         with alone_without_warning():
             save(state, checkpoint_id=str(folder))
 
@@ -62,21 +62,9 @@ def load_checkpoint(
     contents: Collection[str] | None = None,
 ) -> None:
     """Reads the named parts; None reads all saved parts."""
-    if not folder.is_dir():
-        raise CheckpointMissing(
-            f"{folder.parent} holds no {folder.name}: the run that wrote it had none; keep its "
-            "settings, or start from its model in another trainer.default_local_dir"
-        )
-    leaves = _saved_leaves(folder)
-    saved = {name.partition(".")[0] for name in leaves}
-    sections = saved if contents is None else _sections(contents) & saved
-    if "model" not in saved and (contents is None or "model" in contents):
-        raise CheckpointMissing(
-            f"{folder} holds no model state (it has {', '.join(sorted(saved)) or 'nothing'}); it was "
-            "saved without 'model' in checkpoint.save_contents. Start from its export instead"
-        )
+    leaves, sections = saved_sections(folder, contents)
     state = _state(module, optimizer, sections)
-    _refuse_other_tensors(folder, leaves, state)
+    refuse_other_tensors(folder, leaves, state)
     base = state["base"].clone() if "base" in state else None
     load_state(state, folder)
     if base is not None and not torch.allclose(base, state["base"], rtol=_SAME_BASE):
@@ -100,7 +88,25 @@ def load_checkpoint(
         optimizer.take_masters_from_weights()
 
 
-def _sections(contents: Collection[str]) -> set[str]:
+def saved_sections(folder: Path, contents: Collection[str] | None) -> tuple[Leaves, set[str]]:
+    """Returns the entries of a checkpoint, and the sections of the requested parts that it has."""
+    if not folder.is_dir():
+        raise CheckpointMissing(
+            f"{folder.parent} holds no {folder.name}: the run that wrote it had none; keep its "
+            "settings, or start from its model in another trainer.default_local_dir"
+        )
+    leaves = _saved_leaves(folder)
+    saved = {name.partition(".")[0] for name in leaves}
+    sections = saved if contents is None else sections_of(contents) & saved
+    if "model" not in saved and (contents is None or "model" in contents):
+        raise CheckpointMissing(
+            f"{folder} holds no model state (it has {', '.join(sorted(saved)) or 'nothing'}); it was "
+            "saved without 'model' in checkpoint.save_contents. Start from its export instead"
+        )
+    return leaves, sections
+
+
+def sections_of(contents: Collection[str]) -> set[str]:
     """Maps verl's checkpoint parts to the sections of our file."""
     parts = {"model": {"model", "base"}, "optimizer": {"moments", "masters"}, "extra": {"progress"}}
     return set().union(*(parts.get(part, set()) for part in contents))
@@ -170,7 +176,7 @@ def _leaves(value: State | list[State] | Tensor | float, name: str) -> Leaves:
     return leaves
 
 
-def _refuse_other_tensors(folder: Path, there: Leaves, state: State) -> None:
+def refuse_other_tensors(folder: Path, there: Leaves, state: State) -> None:
     """Raises unless checkpoint and state have the same names and shapes, before any tensor is read."""
     here = _leaves(state, "")
     mine, theirs = _weights(here), _weights(there) if "model" in state else {}

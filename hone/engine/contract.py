@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from hone.config.engine import FSDPConfig, OptimConfig
+from hone.config.engine import FSDPConfig, MegatronConfig, OptimConfig
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.lora import Adapters
 from hone.models.policy import PolicyModel
@@ -149,6 +149,8 @@ class EngineSpec:
     """Ranks that split each packed row of a data-parallel slot (Ulysses); token budgets grow by it."""
     tensor_parallel: int = 1
     """Ranks that split the matrices of each layer."""
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """The `megatron` block of the role, which only strategy=megatron reads."""
 
 
 class Options(TypedDict, total=False):

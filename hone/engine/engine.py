@@ -5,7 +5,7 @@ model_state.py holds the parameters and exports them from the engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from hone.engine.model_state import ModelState
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
 from hone.ops.counter_rng import fold_seed
-from hone.ops.packing import pack_rows, shared_with_the_row_before
+from hone.ops.packing import PackedRows, pack_rows, shared_with_the_row_before
 from hone.ops.transfer import send
 from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # its imports take seconds, and a single rank does not need t
     from hone.models.routing import Routing
 
 
+Pass = tuple[Terms, float]
+"""The result of one micro-batch and its share of the mini-batch tokens."""
 _INPUTS = ("prompts", "responses", "attention_mask", "response_mask", "routed_experts")
 """The columns from which rows are packed."""
 
@@ -66,24 +68,8 @@ class Engine(ModelState):
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
         with self.present(optimizer=True):
-            self.optimizer.zero_grad()  # drops gradients of an update that failed midway
-            reads = {*objective.reads}
-            batch = _selected(batch, {*_INPUTS, "step_row", *reads})
-            local = BatchCounts.of(objective.mask(batch))
-            sums = {"tokens": local.tokens, "sequences": local.sequences}
-            sums = self._over_slots(sums, dist.ReduceOp.SUM)
-            counts = BatchCounts(**sums, width=float(self._response_width))
-            if objective.needs_batch_statistics:
-                prepared = self._prepared(batch, objective)
-                batch, reads = batch.select(), reads | prepared.keys()
-                for name, values in prepared.items():
-                    batch.batch[name] = values
-            self.module.train()
-            if self._drops_out:  # a resumed run must draw the same masks
-                number = self.optimizer.updates + self.optimizer.skipped
-                torch.manual_seed(fold_seed(self._seed, number, self._tokens_rank))
-            # Each with its share of the mini-batch tokens.
-            per_micro_batch: list[tuple[Terms, float]] = []
+            batch, reads, counts = self._begin_update(batch, objective)
+            passes: list[Pass] = []
             with counted(counts):
                 for _, micro in self._micro_batches(batch, self._train_rule):
                     weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
@@ -92,23 +78,11 @@ class Engine(ModelState):
                     # FSDP averages gradients over data × sequence, but the shares must be summed.
                     (terms.loss * self._averaged_ranks).backward()
                     self.optimizer.gather_gradients()
-                    per_micro_batch.append((replace(terms, loss=terms.loss.detach()), weight))
+                    passes.append((replace(terms, loss=terms.loss.detach()), weight))
                     del outputs, terms  # free the graph before the next forward
             if self._routing is not None:
                 self._routing.replay = None  # the rollout may share the module
-            # Values are read after all micro-batches: each read synchronizes host and GPU.
-            totals: dict[str, float] = {}
-            maxima: dict[str, float] = {}
-            for terms, weight in per_micro_batch:
-                for name, value in terms.maxima.items():
-                    maxima[name] = max(maxima.get(name, float("-inf")), float(value))
-                for name, share in terms.shares.items():
-                    totals[name] = totals.get(name, 0.0) + float(share)
-                for name, mean in terms.means.items():
-                    totals[name] = totals.get(name, 0.0) + float(mean) * weight
-            totals = self._over_slots(totals, dist.ReduceOp.SUM)
-            maxima = self._over_slots(maxima, dist.ReduceOp.MAX)
-            return totals | maxima | self.optimizer.step()
+            return self._end_update(passes)
 
     def infer(
         self, batch: DataProto, *, adapters: bool = True, **options: Unpack[Options]
@@ -119,8 +93,8 @@ class Engine(ModelState):
             self.module.eval()
             # The reference, which is the policy without adapters, routes by its own logits.
             inputs = _INPUTS if adapters else _INPUTS[:-1]
-            for rows, micro in self._micro_batches(_selected(batch, inputs), self._infer_rule):
-                for name, values in self._forward(micro, options).items():
+            for rows, outputs in self._infer_passes(_selected(batch, inputs), options):
+                for name, values in outputs.items():
                     if name not in whole:
                         dtype = torch.float32 if values.is_floating_point() else values.dtype
                         whole[name] = torch.zeros(len(batch), *values.shape[1:], dtype=dtype)
@@ -129,6 +103,53 @@ class Engine(ModelState):
             if self._shards is not None:
                 self._shards.reshard()
         return whole
+
+    def _begin_update(
+        self, batch: DataProto, objective: Objective
+    ) -> tuple[DataProto, set[str], BatchCounts]:
+        """Returns the mini-batch, the columns that the objective reads and the counts over all slots."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()  # drops gradients of an update that failed midway
+        reads = {*objective.reads}
+        batch = _selected(batch, {*_INPUTS, "step_row", *reads})
+        local = BatchCounts.of(objective.mask(batch))
+        sums = {"tokens": local.tokens, "sequences": local.sequences}
+        sums = self._over_slots(sums, dist.ReduceOp.SUM)
+        counts = BatchCounts(**sums, width=float(self._response_width))
+        if objective.needs_batch_statistics:
+            prepared = self._prepared(batch, objective)
+            batch, reads = batch.select(), reads | prepared.keys()
+            for name, values in prepared.items():
+                batch.batch[name] = values
+        self.module.train()
+        if self._drops_out:  # a resumed run must draw the same masks
+            number = self.optimizer.updates + self.optimizer.skipped
+            torch.manual_seed(fold_seed(self._seed, number, self._tokens_rank))
+        return batch, reads, counts
+
+    def _end_update(self, passes: Iterable[Pass]) -> dict[str, float]:
+        """Updates the weights; returns the metrics over all micro-batches and slots."""
+        assert self.optimizer is not None
+        # Values are read after all micro-batches: each read synchronizes host and GPU.
+        totals: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        for terms, weight in passes:
+            for name, value in terms.maxima.items():
+                maxima[name] = max(maxima.get(name, float("-inf")), float(value))
+            for name, share in terms.shares.items():
+                totals[name] = totals.get(name, 0.0) + float(share)
+            for name, mean in terms.means.items():
+                totals[name] = totals.get(name, 0.0) + float(mean) * weight
+        totals = self._over_slots(totals, dist.ReduceOp.SUM)
+        maxima = self._over_slots(maxima, dist.ReduceOp.MAX)
+        return totals | maxima | self.optimizer.step()
+
+    def _infer_passes(
+        self, batch: DataProto, options: Options
+    ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        """Yields the outputs of each micro-batch with its row indices."""
+        for rows, micro in self._micro_batches(batch, self._infer_rule):
+            yield rows, self._forward(micro, options)
 
     def _prepared(self, batch: DataProto, objective: Objective) -> dict[str, Tensor]:
         """Computes the columns that need statistics of the mini-batch of all ranks.
@@ -140,8 +161,8 @@ class Engine(ModelState):
         outputs = {name: values[real] for name, values in outputs.items()}
         whole = without_padding(batch)
         rows = slice(0, len(whole))
-        if self._shards is not None:
-            whole, outputs, rows = self._shards.concat_rows(whole, outputs)
+        if self._group is not None:
+            whole, outputs, rows = _concat_rows(whole, outputs, self._group)
         has_numbers = whole.has_column("step_row")
         order = whole.batch["step_row"].argsort() if has_numbers else torch.arange(len(whole))
         outputs = {name: values[order] for name, values in outputs.items()}
@@ -153,6 +174,10 @@ class Engine(ModelState):
         return columns
 
     def _forward(self, micro: DataProto, options: Options) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = self.module(self._packed(micro), **options)
+        return outputs
+
+    def _packed(self, micro: DataProto) -> PackedRows:
         columns = micro.batch
         packed = pack_rows(
             columns["prompts"],
@@ -168,10 +193,7 @@ class Engine(ModelState):
             packed = split_rows(packed, self._sequence_group)
         if self._routing is not None and micro.has_column("routed_experts"):
             packed = packed.with_experts(columns["routed_experts"])
-        if self.device.type != "cpu":
-            packed = packed.to(self.device)
-        outputs: dict[str, Tensor] = self.module(packed, **options)
-        return outputs
+        return packed if self.device.type == "cpu" else packed.to(self.device)
 
     @property
     def _routing(self) -> Routing | None:
@@ -203,6 +225,21 @@ def _stand_in(columns: DataProto) -> DataProto:
     tensors = {name: x.new_zeros(1, *x.shape[1:]) for name, x in columns.batch.items()}
     tensors["attention_mask"][:, columns.batch["prompts"].shape[1] - 1] = 1
     return DataProto.from_dict(tensors, meta_info=dict(columns.meta_info))
+
+
+def _concat_rows(
+    batch: DataProto, outputs: Mapping[str, Tensor], group: dist.ProcessGroup
+) -> tuple[DataProto, dict[str, Tensor], slice]:
+    """Returns the rows of all data-parallel slots in order, and the slice of this slot's rows."""
+    slot = group.rank()
+    everyone: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * group.size()
+    dist.all_gather_object(everyone, (dict(batch.batch.items()), dict(outputs)), group)
+    counts = [len(columns["responses"]) for columns, _ in everyone]
+    start = sum(counts[:slot])
+    whole = {name: torch.cat([c[name] for c, _ in everyone]) for name in everyone[0][0]}
+    joined = {name: torch.cat([o[name] for _, o in everyone]) for name in everyone[0][1]}
+    rows = slice(start, start + counts[slot])
+    return DataProto.from_dict(whole, meta_info=dict(batch.meta_info)), joined, rows
 
 
 def _moved(micro: DataProto, device: torch.device) -> DataProto:

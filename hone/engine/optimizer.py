@@ -95,7 +95,7 @@ class Optimizer:
         for name, p in trainable:
             master = p if p.dtype == torch.float32 else nn.Parameter(p.float())
             self.masters[name.replace(".", "/")] = master
-        self.inner: torch.optim.Optimizer = _build(list(self.masters.values()), config)
+        self.inner: torch.optim.Optimizer = build_optimizer(list(self.masters.values()), config)
 
     @property
     def lr(self) -> float:
@@ -128,8 +128,7 @@ class Optimizer:
         """Clips, checks and updates; returns `grad_norm`, `lr` and the count of skipped updates."""
         self.gather_gradients()
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = self.total_norm(grads)
         lr = self.lr
         if torch.isfinite(norm):
             if 0 < self._grad_clip < norm:
@@ -146,6 +145,11 @@ class Optimizer:
             self.skipped += 1
         self.zero_grad()
         return {"grad_norm": norm.item(), "lr": lr, "skipped_updates": float(self.skipped)}
+
+    def total_norm(self, grads: list[Tensor]) -> Tensor:
+        """Returns the norm of all gradients over all ranks."""
+        norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def state_dict(self) -> dict[str, int]:
         return {
@@ -184,7 +188,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _build(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
     is_path = ":" in config.optimizer  # pkg.mod:Class ignores optimizer_impl
     path = config.optimizer if is_path else f"{config.optimizer_impl}:{config.optimizer}"
     try:

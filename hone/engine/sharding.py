@@ -7,7 +7,7 @@ Every wait has the group's timeout.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -30,7 +30,6 @@ from hone.engine.contract import Mesh
 from hone.engine.mesh import Groups, join_groups
 from hone.engine.rendezvous import meeting_place
 from hone.models.policy import Model
-from hone.protocol import DataProto
 
 if TYPE_CHECKING:
     from hone.engine.tensor_parallel import TensorParallel
@@ -71,21 +70,6 @@ class Shards:
         """Frees parameters that a forward pass without a backward has left gathered."""
         for part in self._parts():
             part.reshard()
-
-    def concat_rows(
-        self, batch: DataProto, outputs: Mapping[str, Tensor]
-    ) -> tuple[DataProto, dict[str, Tensor], slice]:
-        """Returns the rows of all data-parallel slots in order, and the slice of this slot's rows."""
-        slot, slots = self.groups.mesh.data_parallel_rank, self.groups.mesh.data_parallel_size
-        everyone: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * slots
-        columns = (dict(batch.batch.items()), dict(outputs))
-        dist.all_gather_object(everyone, columns, self.groups.data)
-        counts = [len(columns["responses"]) for columns, _ in everyone]
-        start = sum(counts[:slot])
-        whole = {name: torch.cat([c[name] for c, _ in everyone]) for name in everyone[0][0]}
-        joined = {name: torch.cat([o[name] for _, o in everyone]) for name in everyone[0][1]}
-        rows = slice(start, start + counts[slot])
-        return DataProto.from_dict(whole, meta_info=dict(batch.meta_info)), joined, rows
 
     def _parts(self) -> list[FSDPModule]:
         return [m for m in self.module.modules() if isinstance(m, FSDPModule)]

@@ -1,0 +1,6 @@
+"""`strategy=megatron`: megatron-core trains the model (extra `megatron`)."""
+
+import warnings
+
+# At import, it warns about every fused kernel that is not installed.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")

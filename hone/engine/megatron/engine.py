@@ -1,0 +1,389 @@
+"""The training engine of `strategy=megatron`: megatron-core's schedules over packed micro-batches.
+
+The ranks of a data-parallel slot run the same micro-batches: tensor-parallel ranks hold parts of each
+matrix, pipeline stages hold some of the layers. The objective runs on the last stage, and its results reach
+every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor, nn
+
+from hone.algorithms.aggregation import counted
+from hone.engine.build import load_module
+from hone.engine.contract import EngineSpec, Lease, Mesh, Objective, Options, Terms
+from hone.engine.engine import Engine, Pass, _moved, _selected
+from hone.engine.megatron.checkpoint import load_stage, save_stage
+from hone.engine.megatron.model import (
+    PackedStage,
+    Stage,
+    build_stage,
+    refuse_model,
+    transformer_config,
+)
+from hone.engine.megatron.optimizer import ShardedOptimizer
+from hone.engine.megatron.weights import Groups, StageTensors, hf_names
+from hone.engine.offload import Offload, offload_of
+from hone.models.load import load_config
+from hone.models.policy import Model, PolicyModel, ValueModel
+from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared
+from hone.ops.packing import PackedRows
+from hone.ops.segments import SegmentLayout
+from hone.ops.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_sum_pi_squared
+from hone.protocol import DataProto
+
+T = TypeVar("T")
+Finish = Callable[[Tensor, PackedRows, DataProto], Any]
+"""What the last stage computes from hidden states [N, 1, d]."""
+
+
+class MegatronEngine(Engine):
+    """A `TrainEngine` over one pipeline stage of a model."""
+
+    optimizer: ShardedOptimizer | None
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        mesh: Mesh,
+        stage: Stage,
+        tensors: StageTensors,
+        *,
+        optimizer: ShardedOptimizer | None,
+        offload: Offload,
+    ) -> None:
+        super().__init__(
+            stage if optimizer is None else optimizer.model,
+            optimizer=optimizer,
+            train_rule=spec.train_rule(mesh.data_parallel_size),
+            infer_rule=spec.infer_rule(mesh.data_parallel_size),
+            response_width=spec.response_width,
+            seed=spec.fsdp.seed,
+            offload=offload,
+        )
+        self.mesh = mesh
+        self._group = tensors.groups.data if mesh.data_parallel_size > 1 else None
+        self._stage, self._tensors, self._spec = stage, tensors, spec
+        self._decoding: PolicyModel | None = None  # the copy of the whole model that decodes
+        self._copied: tuple[int, int] | None = None  # its updates and loads
+
+    @property
+    def _lm(self) -> Any:
+        return self._tensors.skeleton.lm
+
+    # -- passes -------------------------------------------------------------------------------
+
+    def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
+        assert self.optimizer is not None, "this engine only runs forward"
+        passes: list[Pass] = []
+        with self.present(optimizer=True):
+            batch, reads, counts = self._begin_update(batch, objective)
+
+            def loss(hidden: Tensor, packed: PackedRows, micro: DataProto) -> Tensor:
+                weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
+                outputs = self._outputs(hidden, packed, objective.options)
+                terms = objective(outputs, _moved(_selected(micro, reads), self.device))
+                passes.append((replace(terms, loss=terms.loss.detach()), weight))
+                return terms.loss
+
+            micros = [micro for _, micro in self._micro_batches(batch, self._train_rule)]
+            with counted(counts):
+                self._run(micros, loss, forward_only=False)
+            passes = self._of_last_stage([(_on_host(terms), weight) for terms, weight in passes])
+            return self._end_update(passes)
+
+    def _infer_passes(
+        self, batch: DataProto, options: Options
+    ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        def outputs(hidden: Tensor, packed: PackedRows, micro: DataProto) -> dict[str, Tensor]:
+            return {
+                name: x.float().cpu() for name, x in self._outputs(hidden, packed, options).items()
+            }
+
+        parts = self._micro_batches(batch, self._infer_rule)
+        results = self._run([micro for _, micro in parts], outputs, forward_only=True)
+        results = self._of_last_stage(results)
+        yield from ((rows, out) for (rows, _), out in zip(parts, results, strict=True))
+
+    def _run(self, micros: list[DataProto], finish: Finish, *, forward_only: bool) -> list[Any]:
+        """Runs the micro-batches through the pipeline; the last stage returns a result for each."""
+
+        def step(iterator: Iterator[DataProto], model: Any) -> tuple[Tensor, Any]:
+            micro = next(iterator)
+            packed = self._padded(self._packed(micro))
+            rows = PackedStage(layout=packed.layout, positions=packed.position_ids)
+            hidden = model(packed.input_ids[None], None, None, packed_seq_params=rows)
+
+            def loss(hidden: Tensor, non_loss_data: bool = False) -> Any:
+                result = finish(hidden, packed, micro)
+                # A zero count of tokens: megatron-core adds the losses up and divides by nothing.
+                return result if non_loss_data else (result, torch.zeros((), dtype=torch.int), None)
+
+            return hidden, loss
+
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(micros),
+            model=[self.module],
+            num_microbatches=len(micros),
+            seq_length=1,  # stages tell each other the lengths
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results
+
+    def _padded(self, packed: PackedRows) -> PackedRows:
+        """Appends a segment that no token reads, so that sequence-parallel ranks get equal parts."""
+        ranks = self.mesh.tensor_size if self._stage.config.sequence_parallel else 1
+        count = -len(packed.input_ids) % ranks
+        if not count:
+            return packed
+        roots, children = packed.layout.root_lengths, packed.layout.children
+        if children:
+            children = [*children, (0, count)]
+        else:
+            roots = [*roots, count]
+        zeros = packed.input_ids.new_zeros(count)
+        return replace(
+            packed,
+            input_ids=torch.cat((packed.input_ids, zeros)),
+            position_ids=torch.cat((packed.position_ids, zeros)),
+            layout=SegmentLayout(roots, children, packed.layout.device),
+        )
+
+    def _outputs(self, hidden: Tensor, packed: PackedRows, options: Options) -> dict[str, Tensor]:
+        """Computes what `infer` returns from the last stage's hidden states."""
+        if self._stage.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        hidden = hidden[:, 0].index_select(0, packed.source)
+        if isinstance(self._tensors.skeleton, ValueModel):
+            return {"values": packed.unpack(self._stage.value_head(hidden).float().squeeze(-1))}
+        return self._log_probs(hidden, packed, **options)
+
+    def _log_probs(
+        self,
+        hidden: Tensor,  # [M, d]
+        packed: PackedRows,
+        *,
+        temperature: float,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
+        with_routing: bool = False,
+    ) -> dict[str, Tensor]:
+        assert not with_routing, "build refuses router replay"
+        weight, start = self._head()
+        group = self._tensors.groups.tensor
+        split = group.size() > 1
+        rule: LogitRule = {
+            "temperature": temperature,
+            "bias": None,
+            "softcap": None,
+            "logit_scale": 1.0,
+        }
+        log_probs, entropy = (
+            vocab_parallel_log_probs(
+                hidden,
+                weight,
+                packed.target,
+                start=start,
+                group=group,
+                with_entropy=with_entropy,
+                **rule,
+            )
+            if split
+            else linear_log_probs(hidden, weight, packed.target, with_entropy=with_entropy, **rule)
+        )
+        out = {"log_probs": packed.unpack(log_probs)}
+        if with_entropy:
+            out["entropy"] = packed.unpack(entropy)
+        if with_sum_pi_squared:
+            rows = (hidden.detach(), weight.detach())
+            squares = (
+                vocab_parallel_sum_pi_squared(*rows, group=group, **rule)
+                if split
+                else linear_sum_pi_squared(*rows, **rule)
+            )
+            out["sum_pi_squared"] = packed.unpack(squares)
+        return out
+
+    def _head(self) -> tuple[Tensor, int]:
+        """Returns this rank's rows of the LM head without padding, and the first of them."""
+        stage = self._stage
+        tied = stage.share_embeddings_and_output_weights
+        whole = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
+        start = self.mesh.tensor_rank * len(whole)
+        return whole[: max(0, self.facts.vocabulary - start)], start
+
+    def _of_last_stage(self, value: T) -> T:
+        """Returns the last stage's value on every stage."""
+        group = self._tensors.groups.pipeline
+        if group.size() == 1:
+            return value
+        box = [value]
+        last = dist.get_global_rank(group, group.size() - 1)
+        dist.broadcast_object_list(box, src=last, group=group)
+        return box[0]
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        with self.present():
+            yield from self._tensors.of_model()
+
+    @contextmanager
+    def lease(self) -> Iterator[Lease]:
+        """Lends a copy of the whole model, which is loaded at the first lease and updated at later ones."""
+        if self._decoding is None:
+            module = load_module(replace(self._spec, optim=None, gradient_checkpointing=False))
+            if not isinstance(module, PolicyModel):
+                raise TypeError("a critic does not decode; lease the actor's engine")
+            self._decoding = module.eval()
+        version = (self.updates, self._loads)
+        if version != self._copied:
+            copies = hf_names(self._decoding)
+            with torch.no_grad():
+                for name, tensor in self.named_hf_weights():
+                    copies[name].copy_(tensor)
+            self._copied = version
+        yield Lease(self._decoding, 0)
+
+    def save(self, folder: Path, contents: Collection[str]) -> None:
+        with self.present(optimizer=True):
+            save_stage(folder, self._tensors, self.optimizer, contents)
+
+    def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
+        with self.present(optimizer=True):
+            load_stage(folder, self._tensors, self.optimizer, contents)
+        self._loads += 1
+
+
+def _on_host(terms: Terms) -> Terms:
+    """Returns the values without their graph, on the host."""
+    loss, *values = terms.loss, terms.shares, terms.means, terms.maxima
+    return Terms(
+        loss.cpu(), *({n: torch.as_tensor(x).detach().cpu() for n, x in v.items()} for v in values)
+    )
+
+
+def build(spec: EngineSpec) -> MegatronEngine:
+    """Builds the engine; ranks of one process group call it together."""
+    _refuse(spec)
+    mesh = join_mesh(spec)
+    # Every rank reads the whole model on the host and keeps its part.
+    module = load_module(replace(spec, device=torch.device("cpu"), optim=None))
+    stage, tied = _stage(spec, module)
+    tensors = StageTensors(stage, module, _groups(), tied=tied)
+    optimizer = None
+    if spec.optim is None:
+        stage.requires_grad_(False)
+    else:
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        )
+        model = DistributedDataParallel(stage.config, config, stage)
+        stage.config.finalize_model_grads_func = finalize_model_grads
+        total = spec.optim.total_training_steps
+        optimizer = ShardedOptimizer(model, spec.optim, grad_clip=spec.grad_clip, total=total)
+    offload = offload_of(stage, optimizer, spec.fsdp)
+    engine = MegatronEngine(spec, mesh, stage, tensors, optimizer=optimizer, offload=offload)
+    offload.start()
+    return engine
+
+
+def join_mesh(spec: EngineSpec) -> Mesh:
+    """Creates megatron-core's process groups, which all models of a process share."""
+    tensor, stages = (
+        spec.megatron.tensor_model_parallel_size,
+        spec.megatron.pipeline_model_parallel_size,
+    )
+    if spec.world_size % (tensor * stages):
+        raise ValueError(
+            f"megatron.tensor_model_parallel_size={tensor} times pipeline_model_parallel_size={stages} "
+            f"does not divide {spec.world_size} ranks; use sizes whose product does"
+        )
+    if not dist.is_initialized():
+        backend = "gloo" if spec.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor, stages, create_gloo_process_groups=False, order="tp-cp-ep-dp-pp"
+        )
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if sizes != (tensor, stages):
+        raise ValueError(
+            f"two models of one process have different Megatron layouts: tensor × pipeline {sizes} and "
+            f"{(tensor, stages)}; give actor, reference and critic the same, or processes of their own"
+        )
+    model_parallel_cuda_manual_seed(spec.fsdp.seed)
+    return Mesh(
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=tensor,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=stages,
+    )
+
+
+def _refuse(spec: EngineSpec) -> None:
+    """Raises for a spec that this engine does not serve, before any model is loaded."""
+    if spec.head not in ("policy", "value"):
+        raise ValueError(
+            f"strategy=megatron trains policies and critics, not {spec.head} models; use strategy=fsdp2"
+        )
+    if spec.adapters is not None:
+        raise ValueError("strategy=megatron trains no LoRA adapters; use strategy=fsdp2")
+    if spec.replays_routing:
+        raise ValueError("strategy=megatron replays no expert routing; use strategy=fsdp2")
+    config = load_config(spec.model_path)
+    for name, value in spec.override_config.items():
+        setattr(config, name, value)
+    refuse_model(config, spec.model_path, spec.megatron)
+
+
+def _stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:
+    """Returns this rank's stage with empty weights, and whether the embeddings are tied."""
+    hf, rotary = module.lm.config, module.decoder.rotary_emb
+    tied = isinstance(module, PolicyModel) and bool(hf.tie_word_embeddings)
+    config = transformer_config(
+        hf,
+        spec.dtype,
+        spec.device,
+        rotary_scale=rotary.attention_scaling,
+        gradient_checkpointing=spec.gradient_checkpointing,
+        megatron=spec.megatron,
+    )
+    stage = build_stage(hf, config, rotary.inv_freq, tied=tied)
+    if not isinstance(module, PolicyModel) and stage.post_process:
+        del stage.output_layer
+        stage.value_head = nn.Linear(hf.hidden_size, 1, dtype=spec.dtype)
+    return stage.to(spec.device), tied
+
+
+def _groups() -> Groups:
+    return Groups(
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )

@@ -1,0 +1,251 @@
+"""Builds one pipeline stage of a megatron-core GPTModel from a Hugging Face config.
+
+The stage runs packed rows: attention, norms and rotary positions are hone's, linear layers, embeddings and
+the mixture of experts are megatron-core's local ones, without Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from hone.config.engine import MegatronConfig
+from hone.models.families import UnsupportedModel, declared, key_shape
+from hone.ops.attention import AttentionOptions
+from hone.ops.rms_norm import rms_norm
+from hone.ops.segments import SegmentLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass
+class PackedStage(PackedSeqParams):  # type: ignore[misc]
+    """The packed rows of one micro-batch, which megatron-core passes to every layer unread."""
+
+    layout: SegmentLayout | None = None
+    positions: Tensor | None = None  # [N]
+
+
+class RmsNorm(nn.Module):
+    """A norm whose weight is marked for sequence parallelism, which torch's norm in megatron-core is not."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class RotaryPositions(nn.Module):
+    """Rotary angles of packed positions, from the frequencies of the Hugging Face model."""
+
+    inv_freq: Tensor
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", frequencies.float(), persistent=False)
+
+    def get_rotary_seq_len(
+        self, context: None, decoder: None, hidden: Tensor, config: None, packed: PackedStage
+    ) -> Tensor:
+        """Returns the positions, which megatron-core hands to `forward`."""
+        assert packed.positions is not None
+        return packed.positions
+
+    def forward(self, positions: Tensor, **_: Any) -> Tensor:  # [N, 1, 1, D]
+        angles = torch.outer(positions.float(), self.inv_freq)
+        return torch.cat((angles, angles), -1)[:, None, None, :]
+
+
+class PackedAttention(nn.Module):
+    """Attention over packed rows: a token sees its own row only."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+        super().__init__()
+        self.options = AttentionOptions(layer_number - 1, config.softmax_scale)
+
+    def forward(
+        self,
+        query: Tensor,  # [N, 1, H, D]
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedStage,
+        **_: Any,
+    ) -> Tensor:  # [N, 1, H * D]
+        assert packed_seq_params.layout is not None
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        return packed_seq_params.layout.attend(q, k, v, self.options).flatten(1)[:, None]
+
+
+class Stage(GPTModel):  # type: ignore[misc]
+    """The layers of this pipeline stage; the last stage returns hidden states, not logits."""
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+def transformer_config(
+    hf: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    rotary_scale: float,
+    gradient_checkpointing: bool,
+    megatron: MegatronConfig,
+) -> TransformerConfig:
+    """Returns megatron-core's config of a Hugging Face model."""
+    kv_heads, width = key_shape(hf)
+    fusions = ("bias_activation", "masked_softmax", "bias_dropout", "gradient_accumulation")
+    settings: dict[str, Any] = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": kv_heads,
+        "kv_channels": width,
+        "softmax_scale": width**-0.5
+        * rotary_scale**2,  # queries and keys carry the scale once each
+        "ffn_hidden_size": hf.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf.model_type == "qwen2" or bool(declared(hf, "attention_bias")),
+        "qk_layernorm": hf.model_type.startswith("qwen3"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "sequence_parallel": megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # the only one for variable lengths
+        "deallocate_pipeline_outputs": False,
+        # The loss of a micro-batch is its share of the sum, and gradients are added, never averaged.
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": device.type == "cpu",
+        "perform_initialization": False,
+        **{f"{name}_fusion": False for name in fusions},
+        "apply_rope_fusion": False,
+    }
+    if gradient_checkpointing:
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if declared(hf, "num_experts"):
+        settings |= {
+            "num_moe_experts": hf.num_experts,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_router_topk": hf.num_experts_per_tok,
+            # The softmax over the chosen experts is the normalised softmax over all.
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+    overrides = megatron.override_transformer_config
+    unknown = overrides.keys() - TransformerConfig.__dataclass_fields__.keys()
+    if unknown:
+        raise ValueError(
+            f"megatron.override_transformer_config has {', '.join(sorted(unknown))}, which "
+            "megatron-core's TransformerConfig does not have"
+        )
+    return TransformerConfig(**settings | dict(overrides))
+
+
+def build_stage(
+    hf: PreTrainedConfig, config: TransformerConfig, frequencies: Tensor, *, tied: bool
+) -> Stage:
+    """Builds the layers of this rank's pipeline stage, with weights that are not initialized."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    block = TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RmsNorm
+    )
+    tensor_ranks = config.tensor_model_parallel_size
+    stage = Stage(
+        config,
+        block,
+        vocab_size=hf.vocab_size + (-hf.vocab_size) % tensor_ranks,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+        parallel_output=True,
+    )
+    stage.rotary_pos_emb = RotaryPositions(frequencies)
+    return stage
+
+
+def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
+    """Raises for a model that cannot be built, or not over so many ranks."""
+    if hf.model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"{path} is a {hf.model_type}; strategy=megatron trains {', '.join(FAMILIES)}. Use "
+            "strategy=fsdp2"
+        )
+    biased = hf.model_type != "qwen2" and declared(hf, "attention_bias")
+    windows = declared(hf, "use_sliding_window")
+    mixed = declared(hf, "mlp_only_layers") or (declared(hf, "decoder_sparse_step") or 1) > 1
+    for feature, present in {
+        "attention_bias (a bias of the output projection)": biased,
+        "mlp_bias": declared(hf, "mlp_bias"),
+        "use_sliding_window": windows,
+        "layers without experts": mixed,
+        f"hidden_act={hf.hidden_act}": hf.hidden_act != "silu",
+    }.items():
+        if present:
+            raise UnsupportedModel(
+                f"{path} has {feature}, which strategy=megatron does not compute; use strategy=fsdp2"
+            )
+    kv_heads, _ = key_shape(hf)
+    for what, count, key in (
+        ("key-value heads", kv_heads, "tensor_model_parallel_size"),
+        ("layers", hf.num_hidden_layers, "pipeline_model_parallel_size"),
+    ):
+        if count % megatron[key]:
+            raise UnsupportedModel(
+                f"{path} has {count} {what}, which megatron.{key}={megatron[key]} does not divide"
+            )
+    split = megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel
+    if declared(hf, "num_experts") and split:
+        raise UnsupportedModel(
+            f"{path} has experts, which megatron-core splits over tensor-parallel ranks only with "
+            "megatron.sequence_parallel=true"
+        )

@@ -1,0 +1,149 @@
+"""hone's optimizer over megatron-core's distributed-optimizer shards.
+
+megatron-core's DDP keeps parameters and float32 gradients in flat buckets and reduce-scatters them over the
+data-parallel ranks. Each rank updates its shard of every bucket, and the new parameters are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hone.config.engine import OptimConfig
+from hone.engine.optimizer import Optimizer, build_optimizer
+from hone.plugins import PluginError
+from hone.types import Row
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
+_ELEMENTWISE = (
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
+    torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+    torch.optim.SGD,
+)  # fmt: skip
+"""Optimizers whose update of a number needs that number's gradient only, so that flat shards suffice."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of one bucket."""
+
+    parameters: Tensor  # [n] view of the bucket
+    gradients: Tensor  # [n] float32 view of the bucket
+    group: dist.ProcessGroup
+    ranges: tuple[tuple[nn.Parameter, int, int], ...]
+    """The parameters of the bucket, each with its start and end in the bucket."""
+
+    @property
+    def start(self) -> int:
+        """The first number of this shard in the bucket."""
+        return self.group.rank() * self.parameters.numel()
+
+    def pieces(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor, slice]]:
+        """Yields the part of each parameter in a flat shard, and its place in the flattened parameter."""
+        for parameter, start, end in self.ranges:
+            low, high = max(start, self.start), min(end, self.start + flat.numel())
+            if low < high:
+                yield (
+                    parameter,
+                    flat[low - self.start : high - self.start],
+                    slice(low - start, high - start),
+                )
+
+
+def shards_of(model: DistributedDataParallel) -> list[Shard]:
+    """Returns this rank's shard of every bucket."""
+    found = []
+    for buffer in (*model.buffers, *model.expert_parallel_buffers):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            ranges = []
+            for parameter in bucket.params_list:
+                start, end, _ = buffer.param_index_map[parameter]
+                ranges.append((parameter, start - bucket.offset, end - bucket.offset))
+            parameters, gradients = (
+                x.chunk(group.size())[group.rank()] for x in (bucket.param_data, bucket.grad_data)
+            )
+            found.append(Shard(parameters, gradients, group, tuple(ranges)))
+    return found
+
+
+class ShardedOptimizer(Optimizer):
+    """The schedule, clipping and non-finite check of `Optimizer`, over the shards of this rank."""
+
+    def __init__(
+        self, model: DistributedDataParallel, config: OptimConfig, *, grad_clip: float, total: int
+    ) -> None:
+        self.model = model
+        self.shards = shards_of(model)
+        flat = ((f"shard{i}", nn.Parameter(s.parameters)) for i, s in enumerate(self.shards))
+        super().__init__(flat, config, grad_clip=grad_clip, total=total)
+        if not isinstance(self.inner, _ELEMENTWISE):
+            raise PluginError(
+                f"optim.optimizer={config.optimizer} may need whole matrices, and strategy=megatron "
+                "updates flat shards of them; use one of torch.optim such as AdamW, or strategy=fsdp2"
+            )
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.model.zero_grad_buffer()
+
+    def step(self) -> dict[str, float]:
+        for shard, master in zip(self.shards, self.masters.values(), strict=True):
+            master.grad = shard.gradients
+        updates = self.updates
+        metrics = super().step()
+        if self.updates > updates:
+            self.model.start_param_sync(force_sync=True)
+        return metrics
+
+    def state_keys(self) -> tuple[list[str], Row]:
+        """Returns the names of the state that the optimizer keeps per number, and its other state of a new
+        parameter."""
+        probe = nn.Parameter(torch.zeros(2))
+        probe.grad = torch.zeros(2)
+        optimizer = build_optimizer([probe], self._config)
+        optimizer.step()
+        state = optimizer.state[probe]
+        flat = [k for k, x in state.items() if isinstance(x, Tensor) and x.shape == probe.shape]
+        return flat, {key: value for key, value in state.items() if key not in flat}
+
+    def total_norm(self, grads: list[Tensor]) -> Tensor:
+        """Returns the norm over all ranks, with parameters that several ranks hold counted once."""
+        squares = torch.zeros((), dtype=torch.float32, device=grads[0].device)
+        for shard in self.shards:
+            pieces = [piece for p, piece, _ in shard.pieces(shard.gradients) if self._counts(p)]
+            if pieces:
+                squares += torch.stack(torch._foreach_norm(pieces)).square().sum()
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+    def gathered(self, flats: list[Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Returns whole tensors of every parameter from flat shards such as moments; all ranks call it."""
+        whole = {}
+        for shard, flat in zip(self.shards, flats, strict=True):
+            parts = [torch.empty_like(flat) for _ in range(shard.group.size())]
+            dist.all_gather(parts, flat.contiguous(), group=shard.group)
+            bucket = torch.cat(parts)
+            for parameter, start, end in shard.ranges:
+                whole[parameter] = bucket[start:end].view(parameter.shape)
+        return whole
+
+    def scatter(self, tensors: dict[nn.Parameter, Tensor], flats: list[Tensor]) -> None:
+        """Writes this rank's part of whole tensors into flat shards."""
+        for shard, flat in zip(self.shards, flats, strict=True):
+            for parameter, piece, place in shard.pieces(flat):
+                piece.copy_(tensors[parameter].reshape(-1)[place])
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether the norm counts the parameter here: no other rank holds the same one, or this is the first
+        tensor-parallel rank."""
+        if getattr(parameter, "shared", False):  # the copy of a tied embedding
+            return False
+        return getattr(parameter, "tensor_model_parallel", False) or self.model.tp_group.rank() == 0

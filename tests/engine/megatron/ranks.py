@@ -1,0 +1,221 @@
+"""What each rank does in the tests of strategy=megatron; importable in a spawned process.
+
+One process group runs all layouts of its size: megatron-core's groups are destroyed between two layouts.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from hone.config.critic import CriticConfig
+from hone.config.engine import FSDPConfig, MegatronConfig, OptimConfig
+from hone.controller.worker import free_port
+from hone.engine.build import build_strategy
+from hone.engine.contract import EngineSpec, TrainEngine
+from hone.engine.microbatch import MicroBatchRule
+from hone.engine.sharding import join_group
+from hone.models.tiny import character_tokenizer, tiny_lm
+from hone.protocol import DataProto
+from hone.workers.objectives import PolicyObjective, ValueObjective
+from tests.engine.batches import WIDTH, rows
+from tests.engine.engines import SGD, actor
+
+ODD_VOCABULARY = 41
+ADAM = OptimConfig(lr=1e-3)
+CONTENTS = ("model", "optimizer", "extra")
+OPTIONS: Any = {"temperature": 0.8, "with_entropy": True, "with_sum_pi_squared": True}
+
+
+class Case(NamedTuple):
+    """A model on a layout; data-parallel slots are the other ranks."""
+
+    family: str
+    tensor: int = 1
+    pipeline: int = 1
+    head: str = "policy"
+    tied: bool = True
+    loss: str = "vanilla"
+    sequence_parallel: bool = True
+    checkpointing: bool = False
+    dtype: torch.dtype = torch.float32
+    grad_clip: float = 0.0
+
+    @property
+    def name(self) -> str:
+        marks = [self.family, f"tp{self.tensor}", f"pp{self.pipeline}", self.head, self.loss]
+        marks += ["untied"] * (not self.tied) + ["no-sp"] * (not self.sequence_parallel)
+        marks += ["recompute"] * self.checkpointing + ["clipped"] * (self.grad_clip > 0)
+        return "-".join(marks)
+
+
+TWO = (
+    Case("llama"),
+    Case("llama", 2),
+    Case("qwen2", 2, sequence_parallel=False, tied=False),
+    Case("qwen3", 2, loss="kl_cov", grad_clip=0.1),
+    Case("llama", 1, 2),
+    Case("qwen2", 1, 2, head="value"),
+    Case("qwen3", 1, 2, tied=False, checkpointing=True),
+)
+FOUR = (
+    Case("llama", 2),
+    Case("qwen3", 2, checkpointing=True, loss="kl_cov"),
+    Case("qwen2", 2, 2),
+    Case("llama", 2, 2, head="value"),
+)
+
+
+def model_folder(folder: Path, case: Case) -> Path:
+    return folder / f"{case.family}-{case.tied}"
+
+
+def write_models(folder: Path, cases: Sequence[Case]) -> None:
+    for case in cases:
+        lm = tiny_lm(
+            ODD_VOCABULARY, hidden=32, mlp=48, seed=1, family=case.family, tie_embeddings=case.tied
+        )
+        if not model_folder(folder, case).exists():
+            lm.save_pretrained(model_folder(folder, case))
+
+
+def spec(
+    case: Case, folder: Path, *, optim: OptimConfig | None = SGD, rank: int = 0, world: int = 1
+) -> EngineSpec:
+    return EngineSpec(
+        head=case.head,  # type: ignore[arg-type]
+        model_path=str(model_folder(folder, case)),
+        device=torch.device("cpu"),
+        dtype=case.dtype,
+        fsdp=FSDPConfig(),
+        train_rule=lambda slots: MicroBatchRule(rows=2, tokens=0),
+        infer_rule=lambda slots: MicroBatchRule(rows=2, tokens=0),
+        response_width=WIDTH,
+        optim=optim,
+        grad_clip=case.grad_clip,
+        gradient_checkpointing=case.checkpointing,
+        rank=rank,
+        world_size=world,
+        megatron=MegatronConfig(
+            tensor_model_parallel_size=case.tensor,
+            pipeline_model_parallel_size=case.pipeline,
+            sequence_parallel=case.sequence_parallel,
+        ),
+    )
+
+
+def objective(case: Case) -> Any:
+    if case.head == "value":
+        return ValueObjective(CriticConfig(loss_agg_mode="token-mean", loss_scale_factor=None))
+    config = actor(case.loss, use_kl_loss=True, entropy_coeff=0.01)
+    return PolicyObjective(config, temperature=0.8)
+
+
+def share(engine: TrainEngine) -> DataProto:
+    """The rows of this slot: contiguous, and not the same number in every slot."""
+    whole, slots = rows(), engine.mesh.data_parallel_size
+    cuts = [round(i * len(whole) / slots) for i in range(slots + 1)]
+    slot = engine.mesh.data_parallel_rank
+    return whole.select_idxs(list(range(cuts[slot], cuts[slot + 1])))
+
+
+def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_hf_weights()}
+
+
+def results(engine: TrainEngine, case: Case) -> dict[str, Any]:
+    """Outputs, one update, and what decodes afterwards."""
+    options = OPTIONS if case.head == "policy" else {}
+    found: dict[str, Any] = {"outputs": engine.infer(share(engine), **options)}
+    found["metrics"] = engine.train_minibatch(share(engine), objective(case))
+    found["weights"] = weights(engine)
+    found["slot"] = (engine.mesh.data_parallel_rank, engine.mesh.collects)
+    found["facts"] = engine.facts
+    if case.head == "policy":
+        with engine.lease() as lease:
+            found["decodes"] = {n: p.clone() for n, p in lease.policy.lm.named_parameters()}
+    return found
+
+
+def spawn(cases: Sequence[Case], world: int, folder: Path) -> list[dict[str, Any]]:
+    """Runs the cases on `world` ranks; returns each rank's results by name."""
+    mp.spawn(_main, (world, free_port(), str(folder), list(cases)), nprocs=world, join=True)
+    return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(world)]
+
+
+def _main(rank: int, world: int, port: int, folder: str, cases: Sequence[Case]) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    torch.set_num_threads(1)
+    try:
+        found = _run(rank, world, Path(folder), cases)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the others wait in a collective: end at once so that the parent sees it
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(rank: int, world: int, folder: Path, cases: Sequence[Case]) -> dict[str, Any]:
+    import tests.engine.megatron_on_cpu  # noqa: F401
+
+    join_group(torch.device("cpu"))
+    found = {}
+    for case in cases:
+        found[case.name] = results(build(case, folder, rank, world), case)
+    found["resumed"] = resumed(rank, world, folder)
+    return found
+
+
+def build(case: Case, folder: Path, rank: int, world: int, **changes: Any) -> TrainEngine:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    return build_strategy("megatron", spec(case, folder, rank=rank, world=world, **changes))
+
+
+def resumed(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Two updates saved by one rank of FSDP2 and by one layout are continued under another layout."""
+    layouts = [Case("llama", 2), Case("llama", 1, 2)]
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        first, second = (replace_dtype(case, dtype) for case in layouts)
+        for source in ("fsdp2", "megatron"):
+            engine = build(second, folder, rank, world, optim=ADAM)
+            engine.load(folder / f"{source}-{name}")
+            found[f"{source}-{name}"] = (
+                engine.train_minibatch(share(engine), objective(second)),
+                weights(engine),
+                engine.updates,
+            )
+            if source == "fsdp2":  # the next source is what the other layout saves
+                engine = build(first, folder, rank, world, optim=ADAM)
+                two_updates(engine, first)
+                engine.save(folder / f"megatron-{name}", CONTENTS)
+    engine.export(folder / "export", character_tokenizer())
+    return found
+
+
+def replace_dtype(case: Case, dtype: torch.dtype) -> Case:
+    return case._replace(dtype=dtype)
+
+
+def two_updates(engine: TrainEngine, case: Case) -> None:
+    for _ in range(2):
+        engine.train_minibatch(share(engine), objective(case))
+        engine.advance_schedule()
+
+
+def one_rank(case: Case, folder: Path, **changes: Any) -> TrainEngine:
+    """The same model under FSDP2 on one rank, which the layouts must equal."""
+    return build_strategy("fsdp2", spec(case, folder, **changes))

@@ -1,0 +1,118 @@
+"""Megatron's layouts give what one rank of FSDP2 gives: outputs, updates, checkpoints, exports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engine.megatron import ranks
+from tests.engine.megatron.ranks import ADAM, FOUR, TWO, Case
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("megatron")
+    ranks.write_models(place, (*TWO, *FOUR))
+    for name, dtype in DTYPES.items():  # what the ranks load
+        case = Case("llama", dtype=dtype)
+        engine = ranks.one_rank(case, place, optim=ADAM)
+        ranks.two_updates(engine, case)
+        engine.save(place / f"fsdp2-{name}", ranks.CONTENTS)
+    return place
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return ranks.spawn(TWO, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def four(folder, two):
+    place = folder / "four"
+    place.mkdir()
+    for source in folder.iterdir():
+        if source.is_dir() and source != place:
+            (place / source.name).symlink_to(source)
+    return ranks.spawn(FOUR, 4, place)
+
+
+def assert_same_update(found, expected, rel=1e-5):
+    metrics, after = found
+    reference, wanted = expected
+    assert set(metrics) == set(reference)
+    for name, value in reference.items():
+        assert metrics[name] == pytest.approx(value, rel=rel, abs=1e-6), name
+    assert set(after) == set(wanted)
+    for name, tensor in wanted.items():
+        if not name.endswith("k_proj.bias"):  # its true gradient is zero
+            torch.testing.assert_close(after[name], tensor, rtol=rel, atol=2e-6, msg=name)
+
+
+def check(case, everyone, folder):
+    expected = ranks.results(ranks.one_rank(case, folder), case)
+    outputs: dict[int, dict[str, torch.Tensor]] = {}
+    for found in (rank[case.name] for rank in everyone):
+        assert_same_update(
+            (found["metrics"], found["weights"]), (expected["metrics"], expected["weights"])
+        )
+        for name, tensor in found.get("decodes", {}).items():
+            assert torch.equal(tensor, found["weights"][name]), name
+        assert found["facts"] == expected["facts"]
+        slot, collects = found["slot"]
+        if collects:
+            assert slot not in outputs
+            outputs[slot] = found["outputs"]
+    for name, tensor in expected["outputs"].items():
+        whole = torch.cat([outputs[slot][name] for slot in sorted(outputs)])
+        torch.testing.assert_close(whole, tensor, rtol=1e-5, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
+def test_two_ranks_give_what_one_rank_of_fsdp2_gives(case, two, folder):
+    check(case, two, folder)
+
+
+@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
+def test_four_ranks_give_what_one_rank_of_fsdp2_gives(case, four, folder):
+    check(case, four, folder)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", ["fsdp2", "megatron"])
+def test_a_checkpoint_of_fsdp2_or_another_layout_resumes(two, folder, source, dtype):
+    case = Case("llama", dtype=DTYPES[dtype])
+    engine = ranks.one_rank(case, folder, optim=ADAM)
+    engine.load(folder / f"fsdp2-{dtype}")
+    expected = engine.train_minibatch(ranks.share(engine), ranks.objective(case))
+    rel = 1e-4 if dtype == "float32" else 3e-2
+    for rank in two:
+        metrics, after, updates = rank["resumed"][f"{source}-{dtype}"]
+        assert updates == 3
+        assert metrics == pytest.approx(expected, rel=rel, abs=1e-4)
+        for name, tensor in ranks.weights(engine).items():
+            difference = (after[name].float() - tensor.float()).norm()
+            assert difference < rel * tensor.float().norm(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fsdp2_resumes_a_checkpoint_of_megatron(two, folder, dtype):
+    case = Case("llama", dtype=DTYPES[dtype])
+    engine = ranks.one_rank(case, folder, optim=ADAM)
+    engine.load(folder / f"megatron-{dtype}")
+    assert engine.updates == 2
+    metrics = engine.train_minibatch(ranks.share(engine), ranks.objective(case))
+    expected, _, _ = two[0]["resumed"][f"megatron-{dtype}"]
+    rel = 1e-4 if dtype == "float32" else 3e-2
+    assert metrics == pytest.approx(expected, rel=rel, abs=1e-4)
+
+
+def test_the_export_holds_the_weights(two, folder):
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "export" / "huggingface")
+    _, after, _ = two[0]["resumed"]["megatron-bfloat16"]
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter.bfloat16(), after[name]), name

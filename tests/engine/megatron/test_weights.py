@@ -1,0 +1,48 @@
+"""The map between Hugging Face tensors and megatron-core's parameters loses nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.engine.megatron.weights import Shape, to_local, to_whole
+
+SHAPE = Shape(vocabulary=41, kv_heads=2, head_dim=4, experts=3)
+WIDTH = 8
+WHOLE = {
+    "same": [(WIDTH,)],
+    "columns": [(WIDTH, 12)],
+    "vocabulary": [(41, WIDTH)],
+    "qkv": [(16, WIDTH), (8, WIDTH), (8, WIDTH)],
+    "gate_up": [(12, WIDTH), (12, WIDTH)],
+    "expert_fc1": [(3, 24, WIDTH)],
+    "expert_fc2": [(3, WIDTH, 12)],
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_the_parts_of_all_ranks_join_to_the_whole(kind, ranks):
+    tensors = [torch.randn(shape) for shape in WHOLE[kind]]
+    parts = [to_local(kind, tensors, SHAPE, rank, ranks) for rank in range(ranks)]
+    joined = to_whole(kind, parts, SHAPE)
+    assert [x.shape for x in joined] == [x.shape for x in tensors]
+    assert all(torch.equal(x, y) for x, y in zip(joined, tensors, strict=True))
+
+
+def test_a_bias_of_the_attention_is_mapped_like_its_weight():
+    tensors = [torch.randn(n) for n in (16, 8, 8)]
+    parts = [to_local("qkv", tensors, SHAPE, rank, 2) for rank in range(2)]
+    assert all(map(torch.equal, to_whole("qkv", parts, SHAPE), tensors))
+
+
+def test_the_queries_of_a_key_value_head_stand_before_its_key_and_value():
+    queries, key, value = torch.arange(16.0), torch.full((8,), 100.0), torch.full((8,), 200.0)
+    (first,) = to_local("qkv", [queries, key, value], SHAPE, 0, 2)
+    assert first.tolist() == [*range(8), *[100.0] * 4, *[200.0] * 4]
+
+
+def test_a_vocabulary_is_padded_to_the_ranks():
+    (last,) = to_local("vocabulary", [torch.ones(41, WIDTH)], SHAPE, 1, 2)
+    assert last.shape == (21, WIDTH)
+    assert last[-1].eq(0).all()
