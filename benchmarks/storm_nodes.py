@@ -95,7 +95,7 @@ class NodeStorm:
     def _moment(self, nursery: Nursery) -> bool:
         """Wait for a step, or for some seconds of a start; False if the run has ended."""
         gives_up, before = time.monotonic() + STUCK_S, last_step(self.fire.folder)
-        early = self.chooser.random() < 0.4
+        early = self.chooser.random() < 0.3
         born = time.monotonic() + self.chooser.uniform(0.5, 15.0)
         while not nursery.has_ended():
             now = last_step(self.fire.folder)
@@ -134,7 +134,7 @@ class NodeStorm:
 
     def _bring_back(self, all_of_them: bool) -> None:
         for _ in range(RAYLETS - len(self.raylets.nodes)):
-            if all_of_them or self.chooser.random() < 0.5:
+            if all_of_them or self.chooser.random() < 0.35:
                 self.raylets.add(1)
                 self.nodes_back += 1
 

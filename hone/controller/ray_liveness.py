@@ -228,6 +228,9 @@ class ClusterWatch:
         A node answers for some seconds after its raylet has died, and Ray calls it alive for longer; its
         raylet is asked too.
         """
+        if node_id == self.here and (reason := raylet_problem(node_id)) is not None:
+            event = f"the Ray node of this machine was lost ({reason})"
+            raise ClusterFailed(event, owner, method, "start it again with `ray start`")
         node, began = self._nodes.get(node_id), time.monotonic()
         while node is not None and time.monotonic() < began + NODE_DEADLINE_S:
             if (reason := raylet_problem(node_id)) is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from hone.controller.failures import RemoteTraceback, Seat, WaitTimeout, WorkerDied
+from hone.controller.failures import ProcessFailure, RemoteTraceback, Seat, WaitTimeout, WorkerDied
 from hone.controller.processes import last_lines
 from hone.controller.ray_liveness import lines_of_another_node, look, raise_if_lost, refresh
 from hone.controller.waiting import tell
@@ -58,7 +58,7 @@ class RefWait:
                     results[rank] = self._result(ref, rank, left)
                 except Exception as error:  # the cause may be the death of another process
                     self._raise_death(pending, rank_of)
-                    if not isinstance(error, WorkerDied):
+                    if not isinstance(error, ProcessFailure):
                         raise_if_lost(self.owner, self.method)
                     raise
             tell(len(results), len(refs))

@@ -144,6 +144,14 @@ def test_a_worker_lost_with_its_node_is_told_from_one_that_died_alone(
         watch.raise_if_node_is_lost("far", "critic", "update_critic")
 
 
+def test_the_raylet_of_this_machine_is_named_as_the_cause(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_liveness, "raylet_problem", lambda node: "refused")
+    with pytest.raises(ClusterFailed, match=r"the Ray node of this machine was lost \(refused\)"):
+        watch.raise_if_node_is_lost("here", "critic", "update_critic")
+
+
 def test_a_failed_call_is_laid_to_a_process_that_is_gone(watch: Any) -> None:
     watch.add("rollout", [Seat(0, 99, "10.0.0.1", "here", ())], 20.0)
     watch.raise_if_any_is_lost("critic", "update_critic")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from copy import copy
 from pathlib import Path
 
 from hone.config import ConfigError, PPOTrainerConfig, replace
@@ -29,22 +30,24 @@ def with_restarts(config: PPOTrainerConfig, train: Callable[[PPOTrainerConfig], 
     """Call `train`, and again after a lost process, at most `trainer.max_restarts` times."""
     limit, folder = config.trainer.max_restarts, config.trainer.default_local_dir
     attempt, before = config, _saved(folder)
+    failure: ProcessFailure | None = None
     for number in range(limit + 1):
         with ExitStack() as running:
+            if failure is not None:
+                attempt = _on_what_is_left(config, running, failure)
+                if _saved(folder) != before:  # written by this run, whatever it started from
+                    attempt = replace(attempt, "trainer.resume_mode", "auto")
+                _tell(attempt, number, config)
             try:
-                if number:
-                    attempt = _on_what_is_left(config, running)
-                    if _saved(folder) != before:  # written by this run, whatever it started from
-                        attempt = replace(attempt, "trainer.resume_mode", "auto")
-                    _tell(attempt, number, config)
                 train(attempt)
                 return
-            except ProcessFailure as failure:
+            except ProcessFailure as error:
                 if number == limit:
                     raise
-                log = write_traceback(failure, Path(folder).expanduser())
+                log = write_traceback(error, Path(folder).expanduser())
                 rest = f" (its log lines: {log})" if log is not None else ""
-                screen().line(str(failure).partition("\n")[0] + rest)
+                screen().line(str(error).partition("\n")[0] + rest)
+                failure = copy(error)  # without the frames, which hold the lost trainer
 
 
 def _saved(folder: str) -> set[tuple[int, int]]:
@@ -61,7 +64,9 @@ def _tell(attempt: PPOTrainerConfig, number: int, config: PPOTrainerConfig) -> N
     )
 
 
-def _on_what_is_left(config: PPOTrainerConfig, running: ExitStack) -> PPOTrainerConfig:
+def _on_what_is_left(
+    config: PPOTrainerConfig, running: ExitStack, failure: ProcessFailure
+) -> PPOTrainerConfig:
     """Join or start Ray, and return the config for the nodes that answer; closing `running` leaves Ray.
 
     Nodes that are not free yet are waited for; another run may hold them for long.
@@ -70,7 +75,11 @@ def _on_what_is_left(config: PPOTrainerConfig, running: ExitStack) -> PPOTrainer
     from hone.controller.ray_start import start_ray, stop_ray
     from hone.controller.resource_pool import place
 
-    if start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line):
+    try:
+        has_started = start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line)
+    except Exception as error:
+        raise failure from error  # Ray is gone here: why it is, says more than that it is
+    if has_started:
         running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
     end_time = time.monotonic() + RELEASE_DEADLINE_S
     smaller = list(_smaller(config))

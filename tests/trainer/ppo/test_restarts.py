@@ -153,3 +153,14 @@ def test_a_restart_goes_on_from_what_this_run_saved_whatever_it_started_from(
 
     seen = attempts(config, LOST, save)
     assert [attempt.trainer.resume_mode for attempt in seen] == ["disable", "disable", "auto"]
+
+
+def test_a_run_that_finds_no_ray_any_more_ends_with_what_was_lost(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_ray(options: Any, tell: Any) -> bool:
+        raise ConnectionError("nothing answers there")
+
+    monkeypatch.setattr(ray_start, "start_ray", start_ray)
+    with pytest.raises(NodeLost, match=r"node 10\.0\.0\.7"):
+        attempts(config_of(tmp_path, "trainer.max_restarts=5"), LOST)
