@@ -248,7 +248,7 @@ def marked_processes(mark: str) -> Iterator[int]:
 
 def shared_memory(before: set[str]) -> list[str]:
     """New names in /dev/shm that no other program's prefix explains."""
-    foreign = ("plasma", "ray", "sem.", "cuda", "nccl")
+    foreign = ("plasma", "ray", "sem.", "cuda", "nccl", "vllm", "psm_")
     new = set(os.listdir("/dev/shm")) - before
     return sorted(name for name in new if not name.startswith(foreign))
 
