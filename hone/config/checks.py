@@ -27,6 +27,7 @@ from hone.config.states import holds, read_table
 from hone.types import JsonValue
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
+_ROLLOUT_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _VALUE = re.compile(r"\{([\w.]+)\}")
 _SAME_CHECKS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
 """Trees whose rows in checks.txt are those of another tree."""
@@ -56,7 +57,7 @@ def find_problems(tree: str, config: Value) -> Iterator[str]:
                 slots = ranks // (size * actor.fsdp_config.tensor_parallel_size)
                 uneven += uneven_batches(config, slots)
             yield from uneven
-        for check in (_rewards, _data, _shards):
+        for check in (_rewards, _data, _shards, _rollout):
             yield from check(config)
     tree = _SAME_CHECKS.get(tree, tree)
     yield from _rows("problems", tree, config)
@@ -115,7 +116,11 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     if not isinstance(config, PPOTrainerConfig):
         return
     rollout = config.actor_rollout_ref.rollout
-    yield from _missing_engine("actor_rollout_ref.rollout", rollout)
+    missing = list(_missing_engine("actor_rollout_ref.rollout", rollout))
+    yield from missing
+    alone = config.rollout_ranks == 1 and rollout.tensor_model_parallel_size > 1
+    if alone and (missing or rollout.name == "native"):
+        yield _ROLLOUT_SIZE, 1, "one rank decodes with the whole model"
     longest = rollout.prompt_length + rollout.response_length
     actor, critic = config.actor_rollout_ref.actor, config.critic
     for block, role, sharding in (
@@ -180,6 +185,17 @@ def uneven_mesh(
         sizes += [f"{block_key}.tensor_parallel_size={tensor}"] * (tensor > 1)
         advice = divisors(ranks, sequence * tensor).removeprefix("use ")
         yield f"{' times '.join(sizes)} does not divide {ranks} ranks; use {advice}"
+
+
+def _rollout(config: PPOTrainerConfig) -> Iterator[str]:
+    rollout, ranks = config.actor_rollout_ref.rollout, config.rollout_ranks
+    size = rollout.tensor_model_parallel_size
+    if rollout.name != "native" or size == 1:
+        return
+    if ranks % size:
+        yield f"{_ROLLOUT_SIZE}={size} does not divide {ranks} rollout ranks; {divisors(ranks, size)}"
+    if rollout.exact:
+        yield f"{_ROLLOUT_SIZE}={size}: rollout.exact decodes on one rank; use 1"
 
 
 def _indivisible(prompts: int, ranks: int, n: int = 1) -> Iterator[str]:

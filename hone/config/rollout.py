@@ -226,7 +226,7 @@ class RolloutEngineConfig(SamplingConfig):
     calculate_log_probs: bool = True
     """Return the log-probs of sampled tokens, for rollout correction and `rollout_corr/*` metrics."""
     tensor_model_parallel_size: Count = 1
-    """Devices that share each layer, with vllm and sglang."""
+    """Devices that share each layer: ranks with native (docs/engines.md), devices of a server otherwise."""
     pipeline_model_parallel_size: Count = 1
     """Devices that share the layers, with vllm and sglang."""
     data_parallel_size: Count = 1

@@ -73,6 +73,11 @@ class PPOTrainerConfig(RunTree):
         return (policy.rollout.n_gpus_per_node,) * max(policy.rollout.nnodes, 1)
 
     @property
+    def rollout_ranks(self) -> int:
+        """Processes that generate."""
+        return sum(self.rollout_pool) or self.world_size
+
+    @property
     def reward_pool(self) -> tuple[int, ...]:
         """Processes per node of the reward model's own pool; empty if it has none."""
         model = self.reward_model

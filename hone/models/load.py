@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXPORT_FOLDER = "huggingface"
+_META_LOCK = threading.Lock()
+"""Held while new parameters of all modules go to the meta device."""
 _STEP = re.compile(r"(?:global_step_|checkpoint-)(\d+)$")
 
 
@@ -204,6 +207,37 @@ def load_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel
     from transformers import AutoModelForCausalLM
 
     return _load(AutoModelForCausalLM, path, _model_config(path, options), options["dtype"])
+
+
+def empty_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel:
+    """Returns the decoder of `load_causal_lm` with parameters on the meta device, and buffers in memory."""
+    from transformers import AutoModelForCausalLM
+
+    config = _model_config(path, options)
+    attention.register()
+    with _parameters_on_meta():
+        return AutoModelForCausalLM.from_config(
+            config, dtype=options["dtype"], attn_implementation=attention.NAME
+        ).eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Moves each new parameter to the meta device, which has no memory, when a module registers it."""
+    module = torch.nn.Module
+    register = module.register_parameter
+
+    def on_meta(owner: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        register(owner, name, parameter)
+
+    with _META_LOCK:
+        module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            module.register_parameter = register  # type: ignore[method-assign]
 
 
 def load_classifier(

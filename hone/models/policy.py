@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.models.attention import forward_options
-from hone.models.families import logit_rule
+from hone.models.families import key_shape, logit_rule
 from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
 from hone.ops.wide_product import wide_product
@@ -73,6 +73,11 @@ class PolicyModel(nn.Module):
     def addresses(self) -> list[int]:
         """Returns the memory address of each parameter; sharding and offload change them."""
         return [p.data_ptr() for p in self.parameters()]
+
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        """The number of heads and the head dimension of the keys that one layer caches."""
+        return key_shape(self.lm.config.get_text_config())
 
     @property
     def plain_head(self) -> bool:

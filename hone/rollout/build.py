@@ -38,6 +38,10 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
     record the routing of experts."""
     from hone.rollout.native.engine import NativeRollout
 
+    if spec.peers is not None:
+        from hone.rollout.native.sharded_build import build_sharded
+
+        return build_sharded(spec, spec.peers)
     config, policy = spec.config, spec.load_policy()
     record = isinstance(config, RolloutConfig) and config.enable_rollout_routing_replay
     if not config.exact and not record and spec.device.type != "cuda":

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hone.config.generation import GenerationRolloutConfig
     from hone.config.rollout import RolloutConfig
     from hone.models.policy import PolicyModel
+    from hone.rollout.native.peers import Peers
     from hone.tokenizer import Tokenizer
 
 _COOLEST = 1e-5
@@ -188,6 +189,9 @@ class RolloutSpec:
     current_weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
     """Returns the published weights where they are in this process, for an engine with separate weights that
     must load them again; None if only `load` brings them."""
+    peers: Peers | None = None
+    """The ranks that share one model, with rollout.tensor_model_parallel_size in the native engine: then
+    `load_policy` returns a module without weights, and all ranks call `current_weights` together."""
 
 
 @runtime_checkable

@@ -46,6 +46,11 @@ def split_numbered(group: Group, prompts: DataProto) -> PerRank[Batch]:
     return dispatch_nd_compute_dataproto(ROLLOUT, group, numbered(prompts))
 
 
+def join_slots(group: Group, results: list[DataProto]) -> DataProto:
+    """Collect function that joins the batches of the ranks with agent loops."""
+    return join_ranks(group, [results[rank] for rank in group.mesh(ROLLOUT).answering])
+
+
 def numbered(prompts: DataProto) -> DataProto:
     """Adds `prompt_ids`, `uid` and `sample_index` where the caller has not set them."""
     rows = prompts.select()
@@ -116,12 +121,12 @@ class ActorRolloutRefWorker(Worker):
         super().__init__()
         self.config = config = whole_config(config)
         self._calls = 0
-        self.register_mesh(ROLLOUT, self.rank, True)
         lora = config.actor_rollout_ref.model.uses_lora and "actor" in role
         self.members: dict[str, Worker] = {}
         if "actor" in role:
             self.members["actor"] = ActorWorker(config)
-            self.members["rollout"] = RolloutWorker(config)
+            self.members["rollout"] = rollout = RolloutWorker(config)
+            self.register_mesh(ROLLOUT, *rollout.mesh_place(DATA_PARALLEL))
         if "ref" in role and not lora:
             self.members["ref"] = ReferenceWorker(config)
         for member in self.members.values():
@@ -170,7 +175,7 @@ class ActorRolloutRefWorker(Worker):
         dispatch_mode=replace(
             Dispatch.DP_COMPUTE_PROTO,
             dispatch_fn=split_numbered,
-            collect_fn=join_ranks,
+            collect_fn=join_slots,
             by_slot=False,
         )
     )
@@ -182,6 +187,8 @@ class ActorRolloutRefWorker(Worker):
         rows.meta_info = {"sampling_params": sampling_of(prompts.meta_info, rollout)}
         self.rollout.submit(rows)
         finished = self.rollout.finished(None, 0.0)
+        if not self.rollout.leads:
+            return DataProto()
         outputs = {
             row: output
             for group in finished.groups

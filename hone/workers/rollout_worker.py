@@ -2,7 +2,8 @@
 
 In the actor's process, an engine may decode with the training module (`shared` on one rank, `gathered` on
 several) or copy its weights (`copied`). An engine in another process receives them (`streamed`). In the
-actor's process, the thread that calls `finished` decodes; a separate engine decodes in its own thread.
+actor's process, the thread that calls `finished` decodes; a separate engine decodes in its own thread. Ranks
+that share one model (`rollout.tensor_model_parallel_size`) gather or receive whole tensors and keep a shard.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 from hone.agents.runner import FinishedGroup, LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
+from hone.controller.decorator import DATA_PARALLEL
 from hone.engine.build import load_module
-from hone.engine.contract import Lease
+from hone.engine.contract import EngineSpec, Lease
 from hone.engine.model_state import model_facts
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
@@ -32,7 +34,7 @@ from hone.rollout.contract import RolloutSpec
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Standing, received
 from hone.workers.actor import ActorWorker
-from hone.workers.device import pick_device
+from hone.workers.device import pick_device, prepare_process
 from hone.workers.engine_specs import actor_spec
 from hone.workers.roofline import Roofline
 
@@ -55,6 +57,15 @@ class RolloutWorker(Worker):
         self.config = config
         policy = config.actor_rollout_ref
         refuse_inexact(policy.rollout, policy.model.path)  # fails before any role loads its model
+        rollout = policy.rollout
+        self._ranks = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
+        if self._ranks > 1:
+            from hone.rollout.native.sharded_build import refuse_sharding
+
+            refuse_sharding(self._ranks, self.world_size, policy.model)
+        self.leads = self.rank % self._ranks == 0
+        """Whether agent loops run here: on the first of the ranks that share one model."""
+        self.register_mesh(DATA_PARALLEL, self.rank // self._ranks, self.leads)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -65,10 +76,9 @@ class RolloutWorker(Worker):
         self.actor = actor if isinstance(actor, ActorWorker) else None
         model = replace(actor_spec(whole, self, self.device), optim=None)
         if self.actor is None:
-            own_weights = config.rollout.name in ("vllm", "sglang")
-            policy = load_module(
-                replace(model, device=torch.device("cpu")) if own_weights else model
-            )
+            own_weights = config.rollout.name in ("vllm", "sglang") or self._ranks > 1
+            source = replace(model, device=torch.device("cpu")) if own_weights else model
+            policy = load_module(replace(source, adapters=None) if self._ranks > 1 else source)
             assert isinstance(policy, PolicyModel)
             self._lease = Lease(policy.eval(), 0)
             self.facts = model_facts(policy.lm)
@@ -91,7 +101,7 @@ class RolloutWorker(Worker):
                 if self.actor is not None and self.world_size == 1
                 else None,
             )
-            self.engine = build_rollout(spec)
+            self.engine = build_rollout(self._on_ranks(spec, model) if self._ranks > 1 else spec)
         if self.actor is None and not self.engine.traits.decodes_with_module:
             del self._lease  # the module was needed for its facts
         self._generation: int | None = None  # lease generation at the engine's last wake_up
@@ -105,12 +115,35 @@ class RolloutWorker(Worker):
         if self.actor is None:
             self.runner.start()
 
+    def _on_ranks(self, spec: RolloutSpec, model: EngineSpec) -> RolloutSpec:
+        """Returns the spec of an engine that shares its model with other ranks."""
+        from hone.models.load import empty_causal_lm
+        from hone.rollout.native.peers import connect
+
+        timeout_s = self.config.actor_rollout_ref.nccl_timeout
+        prepare_process(self.device, self.world_size, timeout_s, ())
+        return replace(
+            spec,
+            load_policy=lambda: PolicyModel(
+                empty_causal_lm(
+                    model.model_path,
+                    dtype=model.dtype,
+                    override_config=model.override_config,
+                    device=self.device,
+                )
+            ),
+            current_weights=self.actor.engine.named_hf_weights
+            if self.actor is not None
+            else self._lease.policy.lm.named_parameters,
+            peers=connect(self.rank, self.world_size, self._ranks, self.device, timeout_s),
+        )
+
     # -- trajectories -------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def submit(self, rows: DataProto | None) -> None:
         """Starts an agent loop per row and returns immediately; None means no rows for this rank."""
-        if rows is not None:
+        if rows is not None and self.leads:
             self.runner.submit(rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -121,6 +154,22 @@ class RolloutWorker(Worker):
         """
         if self.actor is None:
             return Finished(self.runner.finished(n_groups, wait_s))
+        return self._decode(n_groups) if self._ranks == 1 else self._decode_together(n_groups)
+
+    def _decode_together(self, n_groups: int | None) -> Finished:
+        """Decodes with the other ranks of this model, which follow the first one until it releases them."""
+        from hone.rollout.native.leading import LeadingRollout
+
+        engine = self.engine
+        if not isinstance(engine, LeadingRollout):
+            self.runner.run_until(lambda: True)
+            return Finished()
+        try:
+            return self._decode(n_groups)
+        finally:
+            engine.release()
+
+    def _decode(self, n_groups: int | None) -> Finished:
         runner, started = self.runner, time.perf_counter()
         with self._weights() as generation:  # all ranks enter together
             if generation != self._generation:
@@ -169,7 +218,7 @@ class RolloutWorker(Worker):
         """Returns how new weights reach this worker."""
         if self.actor is None:
             return "streamed"
-        if not self.engine.traits.decodes_with_module:
+        if not self.engine.traits.decodes_with_module and self._ranks == 1:
             return "copied"
         return "shared" if self.world_size == 1 else "gathered"
 

@@ -182,7 +182,7 @@ def test_check_says_nothing_of_the_defaults_that_a_saved_config_writes_out(
 
 
 def test_a_neutral_key_is_answered_unless_its_value_is_what_happens_here() -> None:
-    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    key = "actor_rollout_ref.rollout.pipeline_model_parallel_size"
     assert f"#   {key}=2: each rank decodes with the whole model" in show([f"{key}=2"])
     assert key not in show([f"{key}=1"])
 

@@ -182,7 +182,7 @@ def test_origins_say_where_each_value_came_from() -> None:
 
 
 def test_neutral_keys_of_one_topic_are_noted_in_one_line() -> None:
-    sizes = ("expert", "tensor_model", "pipeline_model", "data")
+    sizes = ("expert", "context", "pipeline_model", "data")
     keys = [f"actor_rollout_ref.rollout.{size}_parallel_size" for size in sizes]
     (note,) = compose([f"{key}=2" for key in keys]).notes
     assert note.startswith(f"{keys[0]}=2, {keys[1]}=2, {keys[2]}=2 and 1 more: each rank decodes")
@@ -279,9 +279,22 @@ def test_keys_of_vllm_have_no_effect_on_native_and_say_so() -> None:
     assert composed.config.actor_rollout_ref.rollout.name == "native"
     missing, whole = composed.notes
     assert "vLLM is not installed here" in missing
-    assert (
-        whole == f"{rollout}.tensor_model_parallel_size=2: each rank decodes with the whole model"
+    assert whole.endswith("one rank decodes with the whole model")
+    assert composed.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1
+
+
+def test_native_ranks_share_a_model_in_equal_numbers() -> None:
+    size = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    four = ["trainer.n_gpus_per_node=4", "data.train_batch_size=8"]
+    composed = compose([f"{size}=2", *four])
+    assert composed.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+    assert not [note for note in composed.notes if "tensor_model_parallel_size" in note]
+    assert f"{size}=3 does not divide 4 rollout ranks; use 2 or 4" in error([f"{size}=3", *four])
+    assert "rollout.exact decodes on one rank" in error(
+        [f"{size}=2", "actor_rollout_ref.rollout.exact=true", *four]
     )
+    pool = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=3"]
+    assert f"{size}=2 does not divide 3 rollout ranks" in error([f"{size}=2", *four, *pool])
 
 
 def test_keys_of_another_training_engine_run_with_one_note() -> None:

@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM
 from hone.agents.collate import join_ranks
 from hone.agents.contract import AgentLoopBase, AgentLoopOutput
 from hone.agents.runner import AgentLoopFailed
-from hone.controller.decorator import method_spec
+from hone.controller.decorator import Mesh, method_spec
 from hone.controller.worker import Placement, free_port
+from hone.controller.worker_group import GroupView
 from hone.engine import offload
+from hone.workers import actor_rollout_ref
 from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.workers.ranks import TWO_RANK_RUNS, metrics_of, run_rank, walk, weights
 from tests.workers.tasks import RESPONSE, config_of, prompts, with_advantages, write_model
@@ -94,9 +96,13 @@ def test_a_loop_of_several_rows_is_refused(worker):
         one.generate_sequences(prompts())
 
 
-def test_what_ranks_generate_is_joined_as_one_would_have_made_it():
-    spec = method_spec(ActorRolloutRefWorker.generate_sequences)
-    assert spec.dispatch_mode.collect_fn is join_ranks
+def test_what_ranks_generate_is_joined_as_one_would_have_made_it(monkeypatch):
+    """Of several ranks with one model, the first has the batch."""
+    assert actor_rollout_ref.join_ranks is join_ranks
+    monkeypatch.setattr(actor_rollout_ref, "join_ranks", lambda group, results: results)
+    collect = method_spec(ActorRolloutRefWorker.generate_sequences).dispatch_mode.collect_fn
+    meshes = {actor_rollout_ref.ROLLOUT: Mesh((0, 0, 1, 1), (True, False, True, False))}
+    assert collect(GroupView(4, meshes), ["a", "", "b", ""]) == ["a", "b"]
 
 
 def test_the_reference_is_the_policy_as_loaded_and_stays(worker):

@@ -21,7 +21,7 @@ from hone.ops.groups import first_equal
 from hone.ops.packed_linear import row_multiple
 from hone.rollout.contract import StopReason
 from hone.rollout.native.cache import DecodeLayout, JointLayout, PrefillLayout, SlotCache
-from hone.rollout.native.decoder import PlainDecoder, decoder_forward
+from hone.rollout.native.decoder import Forward, PlainDecoder, decoder_forward
 from hone.rollout.native.sampler import SamplingRows, draw
 from hone.rollout.requests import Request, RequestRules, select
 from hone.tokenizer import Tokenizer
@@ -38,16 +38,19 @@ class NativeCore:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         tokenizer: Tokenizer | None = None,
+        forward: Forward | None = None,
     ) -> None:
+        """`forward` replaces the one that fits the policy's modules."""
         config = policy.lm.config
         self.policy = policy
         self.rules = RequestRules.of(config, eos_ids, tokenizer)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._forward = decoder_forward(policy)
+        self._forward = forward if forward is not None else decoder_forward(policy)
         self._refreshed = False  # whether the forward has read the current parameters
         packed = isinstance(self._forward, PlainDecoder)
-        self._row_multiple = row_multiple(policy.parameters(), packed=packed)
+        self.row_multiple = row_multiple(policy.parameters(), packed=packed)
+        """Rows of a forward are padded to this multiple."""
         self.cache = SlotCache(config.get_text_config().num_hidden_layers, max_num_seqs)
         self.version = 0
         self.prefilled_tokens = 0
@@ -139,21 +142,21 @@ class NativeCore:
         running = torch.tensor([r.length - 1 for r in self._running], dtype=torch.int64)
         self.cache.reserve(max([*lengths, *(r.length for r in self._running)]))
         decode = DecodeLayout(self.cache, running) if self._running else None
-        if decode is not None and not slots and len(running) % self._row_multiple == 0:
+        if decode is not None and not slots and len(running) % self.row_multiple == 0:
             return running, decode
         prefill = PrefillLayout(self.cache, slots, lengths) if slots else None
         positions = torch.cat([running, prefill.positions]) if prefill else running
         return positions, JointLayout(decode, prefill)
 
     def _hidden(self, ids: list[int], positions: Tensor, layout: Layout) -> Tensor:
-        padding = -len(ids) % self._row_multiple
+        padding = -len(ids) % self.row_multiple
         if padding:
             positions = F.pad(positions, (0, padding))
         return self._forward(torch.tensor(ids + [0] * padding), positions, layout)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         rows = len(hidden)
-        if short := -rows % self._row_multiple:
+        if short := -rows % self.row_multiple:
             hidden = F.pad(hidden, (0, 0, 0, short))
         return self._forward.logits(hidden)[:rows]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hone.models.attention import Layout, forward_options
 from hone.models.decoder_layer import (
     DecoderLayer,
+    LayerModule,
     NormModule,
     has_shared_layers,
     read_layer,
@@ -93,10 +94,16 @@ class PlainDecoder:
         decoder = self._policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._norm = _Norm(decoder.norm)
-        self._layers = [read_layer(layer, join=_join, norm=_Norm) for layer in decoder.layers]
+        self._layers = [self._read_layer(layer) for layer in decoder.layers]
         if self._policy.plain_head:
             self._head = _join([self._policy.lm.get_output_embeddings()])
         self._packed_versions = versions
+
+    def _read_layer(self, layer: LayerModule) -> DecoderLayer[PackableLinear, _Norm]:
+        return read_layer(layer, join=_join, norm=_Norm)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self._embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._head is None:
@@ -106,7 +113,7 @@ class PlainDecoder:
     def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         self._extend_rotary_table(int(positions.max()) + 1)
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        x = F.embedding(ids, self._embedding)
+        x = self._embed(ids)
         for layer in self._layers:
             qkv = layer.qkv(layer.norm_in(x)).view(len(x), -1, layer.head_dim)
             rotated, v = qkv.split_with_sizes((layer.heads + layer.kv_heads, layer.kv_heads), 1)

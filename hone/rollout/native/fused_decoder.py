@@ -70,7 +70,7 @@ class FusedDecoder(JoinedDecoder):
         self, ids: Tensor, positions: Tensor, layout: PagedPrefill | PagedDecode
     ) -> Tensor:
         kernels = self._kernels
-        x = F.embedding(ids, self._embedding)
+        x = self._embed(ids)
         h, residual = kernels.add_rms_norm(x, None, *self._layers[0].norm_in)
         norms = [*(layer.norm_in for layer in self._layers[1:]), self._norm]
         for layer, next_norm in zip(self._layers, norms, strict=True):
@@ -80,16 +80,18 @@ class FusedDecoder(JoinedDecoder):
             rotary = RotaryTable(self._cos, self._sin, q_norm, k_norm, self._norm.eps)
             out = layout.attend_joined(F.linear(h, *layer.qkv), rotary, layer.attention)
             h, residual = kernels.add_rms_norm(
-                _wide(out.flatten(1), *layer.out), residual, *layer.norm_mlp
+                self._term(out.flatten(1), *layer.out), residual, *layer.norm_mlp
             )
             gated = kernels.silu_mul(F.linear(h, *layer.gate_up))
-            h, residual = kernels.add_rms_norm(_wide(gated, *layer.down), residual, *next_norm)
+            h, residual = kernels.add_rms_norm(self._term(gated, *layer.down), residual, *next_norm)
         return h
 
+    def _embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self._embedding)
 
-def _wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes a float32 term of the residual stream, without rounding to 16 bits, as in training."""
-    return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
+    def _term(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Computes a float32 term of the residual stream, without rounding to 16 bits, as in training."""
+        return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
 
 
 def _norm(module: NormModule) -> Norm:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hone.models.families import key_shape
 from hone.models.policy import PolicyModel
 from hone.ops.transfer import send
 from hone.rollout.contract import RolloutError
@@ -173,7 +172,7 @@ class PagedCache:
         """Returns a cache with `blocks`, or with as many as fit the memory share, up to `most_blocks`."""
         text = policy.lm.config.get_text_config()
         weight = next(policy.parameters())
-        kv_heads, head_dim = key_shape(text)
+        kv_heads, head_dim = policy.key_shape
         layers = text.num_hidden_layers
         block_bytes = layers * 2 * kv_heads * block_size * head_dim * weight.itemsize
         if blocks is None:

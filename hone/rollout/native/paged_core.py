@@ -67,7 +67,9 @@ class PagedCore:
         blocks: int | None = None,
         exact: ExactDecoder | None = None,
         record_experts: bool = False,
+        forward: FusedDecoder | ModuleDecoder | None = None,
     ) -> None:
+        """`forward` replaces the one that fits the policy's modules."""
         self.device = next(policy.parameters()).device
         self.policy = policy
         self._exact = exact
@@ -96,7 +98,7 @@ class PagedCore:
             assert policy.routing is not None
             blocks = self.cache.blocks
             self._experts = ExpertCache(policy.routing, blocks, BLOCK_SIZE, self.device)
-        self._forward = self._choose_forward(max_model_len)
+        self._forward = forward if forward is not None else self._choose_forward(max_model_len)
         self._logits = exact.logits if exact is not None else policy.logits
         self._max_num_seqs = max_num_seqs
         room = STEPS_PER_LONG_CHUNK + 1

@@ -18,6 +18,7 @@ from hone.agents.trajectory import loop_metrics
 from hone.agents.trajectory_rows import TRAJECTORY_ROW, row_per_output
 from hone.columns import write
 from hone.controller import WorkerGroup
+from hone.controller.decorator import DATA_PARALLEL
 from hone.data.loader import PromptLoader
 from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
@@ -71,6 +72,7 @@ class TrajectorySource:
         self._run_seed = run_seed
         self._pad, self._keep_log_probs = pad_token_id, keep_log_probs
         self.path = workers.call(RolloutWorker.weight_path)
+        self._leaders = workers.mesh(DATA_PARALLEL).answering  # the ranks with agent loops
         self._submissions = [0] * workers.world_size  # each rank's runner counts its submissions
         self._running: dict[tuple[int, int, str], _Group] = {}  # by rank, its submission, uid
         self._done: list[_Group] = []  # in finishing order
@@ -109,9 +111,9 @@ class TrajectorySource:
         return range(first, self._submitted)
 
     def _deal(self, rows: DataProto, samples: int) -> None:
-        ranks = self._workers.world_size
-        shares: list[DataProto | None] = [None] * ranks
-        for rank, groups in enumerate(np.array_split(np.arange(len(rows) // samples), ranks)):
+        shares: list[DataProto | None] = [None] * self._workers.world_size
+        parts = np.array_split(np.arange(len(rows) // samples), len(self._leaders))
+        for rank, groups in zip(self._leaders, parts, strict=True):
             if not len(groups):
                 continue
             shares[rank] = rows.slice(int(groups[0]) * samples, int(groups[-1] + 1) * samples)
@@ -130,7 +132,7 @@ class TrajectorySource:
         """
         count = self.pending if n_groups is None else min(n_groups, self.pending)
         while len(self._done) < count:
-            alone = self._workers.world_size == 1
+            alone = len(self._leaders) == 1
             missing = count - len(self._done) if alone else None
             ranks = self._workers.call_all(RolloutWorker.finished, missing, _POLL_S)
             for rank, finished in enumerate(ranks):

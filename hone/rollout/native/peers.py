@@ -1,0 +1,154 @@
+"""The ranks that decode together with one sharded model: collectives, commands and the cause of a failure.
+
+Rank 0 sends commands; the other ranks receive them in order. Every wait ends at the timeout of the process
+group, or at once where a rank has gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hone.rollout.contract import RolloutError
+
+Command: TypeAlias = dict[str, Any]
+"""A JSON object with the key `do`."""
+_HEAD_BYTES = 1024
+"""Size of the first message of a command; a longer command is continued in a second message."""
+_LENGTH_BYTES = 8
+_CAUSE = "cause"
+_GRACE_S = 3.0
+"""How long a rank waits for the cause after another rank has gone."""
+
+
+class PeerLost(RolloutError):
+    """Another rank did not answer."""
+
+
+@dataclass
+class Peers:
+    """The ranks of one slot, from the view of one of them."""
+
+    rank: int
+    size: int
+    compute: dist.ProcessGroup | None
+    """Reduces and gathers tensors on the engine's device; None after a failure."""
+    control: dist.ProcessGroup | None
+    """Carries commands in host memory; None after a failure."""
+    store: dist.Store
+    """Holds the cause of the first failure."""
+    timeout_s: float
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sums `x` over the ranks, in place; all ranks get the same bits."""
+        x = x.contiguous()
+        with self._explained():
+            _open(self.compute).allreduce([x]).wait()
+        return x
+
+    def gather_columns(self, x: Tensor) -> Tensor:  # [M, n] -> [M, size · n]
+        rows, columns = x.shape
+        out = x.new_empty(self.size * rows, columns)
+        with self._explained():
+            _open(self.compute)._allgather_base(out, x.contiguous()).wait()
+        return out.view(self.size, rows, columns).transpose(0, 1).reshape(rows, -1)
+
+    def least(self, value: int) -> int:
+        """Returns the smallest value of all ranks."""
+        tensor = torch.tensor([value])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        with self._explained():
+            _open(self.control).allreduce([tensor], options).wait()
+        return int(tensor)
+
+    def send(self, commands: list[Command]) -> None:
+        """Sends commands to every other rank; waits until all receive them."""
+        text = json.dumps(commands).encode()
+        message = len(text).to_bytes(_LENGTH_BYTES, "big") + text
+        head, rest = message[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0"), message[_HEAD_BYTES:]
+        for part in (head, rest):
+            if part:
+                self._broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+
+    def receive(self) -> list[Command]:
+        """Returns the next commands of rank 0."""
+        head = bytes(self._broadcast(torch.empty(_HEAD_BYTES, dtype=torch.uint8)).tolist())
+        end = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "big")
+        if end > _HEAD_BYTES:
+            rest = self._broadcast(torch.empty(end - _HEAD_BYTES, dtype=torch.uint8))
+            head += rest.numpy().tobytes()
+        commands: list[Command] = json.loads(head[_LENGTH_BYTES:end])
+        return commands
+
+    def failure(self, error: BaseException) -> BaseException:
+        """Ends the group after an error on this rank; returns the error to raise, which names the rank that
+        failed first."""
+        if not isinstance(error, PeerLost):
+            failed = f"rank {self.rank} of {self.size} tensor-parallel ranks failed"
+            self.store.compare_set(_CAUSE, "", f"{failed}: {type(error).__name__}: {error}")
+            self.end()
+            return error
+        try:
+            self.store.wait([_CAUSE], timedelta(seconds=_GRACE_S))
+            error = RolloutError(self.store.get(_CAUSE).decode())
+        except (RuntimeError, dist.DistError):
+            pass  # it has gone without a word
+        self.end()
+        return error
+
+    def end(self) -> None:
+        """Closes the connections, so that a rank that waits gets an error at once."""
+        groups, self.compute, self.control = (self.compute, self.control), None, None
+        for group in groups:
+            if group is not None:
+                # A group that torch.distributed does not know ends with its last reference.
+                with suppress(AssertionError, RuntimeError, ValueError):
+                    dist.destroy_process_group(group)
+
+    def _broadcast(self, message: Tensor) -> Tensor:
+        with self._explained():
+            _open(self.control).broadcast(message, 0).wait()
+        return message
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            first, _, _ = str(error).partition("\n")
+            raise PeerLost(
+                f"another of {self.size} tensor-parallel ranks has gone, or did not answer within "
+                f"{self.timeout_s:g} s (actor_rollout_ref.nccl_timeout): {first}"
+            ) from error
+
+
+def _open(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        raise RuntimeError("the group has ended after a failure")
+    return group
+
+
+def connect(rank: int, world_size: int, size: int, device: torch.device, timeout_s: float) -> Peers:
+    """Returns the peers of this rank: slots are `size` consecutive ranks; all ranks call this together."""
+    timeout = timedelta(seconds=timeout_s)
+    mine: dict[str, dist.ProcessGroup] = {}
+    for first in range(0, world_size, size):
+        ranks = list(range(first, first + size))
+        for use, backend in (("control", "gloo"), ("compute", "nccl")):
+            if use == "compute" and device.type != "cuda":
+                continue
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
+            if rank in ranks:
+                mine[use] = group
+    store = dist.PrefixStore(f"rollout/{rank // size}", dist.distributed_c10d._get_default_store())
+    compute = mine.get("compute", mine["control"])
+    return Peers(rank % size, size, compute, mine["control"], store, timeout_s)

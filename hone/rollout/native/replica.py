@@ -1,0 +1,80 @@
+"""A core that makes the same changes as the cores of other ranks, in the same order.
+
+All ranks that share one model run the same sequences and sample the same tokens, because each change (a new
+request, a step, an abort, a new weight version) is a command that all of them carry out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Iterable
+
+from hone.rollout.contract import RolloutError, Sampling, Traits
+from hone.rollout.native.engine import Core
+from hone.rollout.native.peers import Command
+from hone.rollout.native.sharded_policy import ShardedPolicy
+from hone.rollout.requests import Request
+from hone.types import Settings
+
+TRAITS = Traits(decodes_with_module=False)
+
+
+class Replica:
+    """A core, and the requests in it by number."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.requests: dict[int, Request] = {}
+
+    @property
+    def policy(self) -> ShardedPolicy:
+        assert isinstance(self.core.policy, ShardedPolicy)
+        return self.core.policy
+
+    def digest(self) -> int:
+        """Returns a checksum of the tokens sampled last, to compare over ranks."""
+        tokens = (r.token_ids[-1] if r.token_ids else -1 for r in self.requests.values())
+        return zlib.crc32(array("q", tokens).tobytes())
+
+    def change(self, command: Command) -> list[int]:
+        """Carries out a command; returns the numbers of the requests that it ended."""
+        kind, core = command["do"], self.core
+        if kind == "add":
+            number, sampling = command["number"], _sampling(command["sampling"])
+            self.add(number, Request(command["prompt"], sampling, str(number)))
+        elif kind == "step":
+            return self._step(command["cancelled"], command["digest"])
+        elif kind == "abort":
+            return self._forget(core.abort({str(number) for number in command["numbers"]}))
+        elif kind == "free":
+            core.cache.free()
+        elif kind == "invalidate":
+            core.invalidate()
+        elif kind == "version":
+            core.version = command["version"]
+        return []
+
+    def add(self, number: int, request: Request) -> None:
+        self.requests[number] = request
+        self.core.add(request)
+
+    def _step(self, cancelled: Iterable[int], digest: int) -> list[int]:
+        if digest != self.digest():
+            raise RolloutError(
+                "the tensor-parallel ranks have sampled different tokens; this is a defect"
+            )
+        for number in cancelled:
+            self.requests[number].cancelled = True
+        return self._forget(self.core.step(lambda: True))
+
+    def _forget(self, requests: Iterable[Request]) -> list[int]:
+        numbers = [int(request.request_id) for request in requests]
+        for number in numbers:
+            del self.requests[number]
+        return numbers
+
+
+def _sampling(fields: Settings) -> Sampling:
+    lists = {name: tuple(fields[name]) for name in ("stop", "stop_token_ids")}
+    return Sampling(**{**fields, **lists})

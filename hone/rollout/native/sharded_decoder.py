@@ -1,0 +1,59 @@
+"""The decoder forwards over a sharded policy: each layer's two outputs are summed over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+
+from torch import Tensor
+
+from hone.models.decoder_layer import DecoderLayer, LayerModule
+from hone.ops.packed_linear import PackableLinear
+from hone.rollout.native.decoder import PlainDecoder, _Norm
+from hone.rollout.native.fused_decoder import FusedDecoder
+from hone.rollout.native.peers import Peers
+from hone.rollout.native.sharded_policy import ShardedPolicy
+
+
+class _SummedLinear:
+    """A linear layer over this rank's columns of its input."""
+
+    def __init__(self, local: PackableLinear, peers: Peers) -> None:
+        self._local, self._peers = local, peers
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._peers.all_reduce(self._local(x))
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x).add_(other)
+
+
+class ShardedPlainDecoder(PlainDecoder):
+    """`PlainDecoder` on a CPU over a shard."""
+
+    def __init__(self, policy: ShardedPolicy) -> None:
+        super().__init__(policy)
+        self._sharded = policy
+
+    def _read_layer(self, layer: LayerModule) -> DecoderLayer[PackableLinear, _Norm]:
+        local, peers = super()._read_layer(layer), self._sharded.peers
+        return replace(
+            local, out=_SummedLinear(local.out, peers), down=_SummedLinear(local.down, peers)
+        )
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self._sharded.embed(ids)
+
+
+class ShardedFusedDecoder(FusedDecoder):
+    """`FusedDecoder` on a GPU over a shard."""
+
+    def __init__(self, policy: ShardedPolicy, kernels: ModuleType, max_positions: int) -> None:
+        super().__init__(policy, kernels, max_positions)
+        self._sharded = policy
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self._sharded.embed(ids)
+
+    def _term(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._sharded.peers.all_reduce(super()._term(x, weight, bias))

@@ -1,0 +1,205 @@
+"""A policy whose layers are sharded over ranks: by heads, by columns of the MLP, by rows of the vocabulary.
+
+Each rank holds its shard and receives whole tensors one at a time, of which it keeps its part. Attention and
+MLP each end with one sum over the ranks; logits are gathered, so every rank samples the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.models.decoder_layer import has_shared_layers
+from hone.models.families import UnsupportedModel, key_shape
+from hone.models.policy import PolicyModel
+from hone.rollout.native.peers import Peers
+from hone.rollout.weights import refuse_unknown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FAMILIES = frozenset(
+    """
+    apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text granite helium
+    hunyuan_v1_dense hyperclovax jais2 llama ministral ministral3 mistral nemotron olmo qwen2 qwen3
+    seed_oss smollm3 vaultgemma
+    """.split()  # noqa: SIM905
+)
+"""Values of `model_type` whose shards were shown to give the logits of the whole model."""
+_HEADS, _KV_HEADS, _COLUMNS = "heads", "key-value heads", "columns"
+_SPLIT = {
+    "self_attn.q_proj": (0, _HEADS),
+    "self_attn.k_proj": (0, _KV_HEADS),
+    "self_attn.v_proj": (0, _KV_HEADS),
+    "self_attn.o_proj": (1, _HEADS),
+    "mlp.gate_proj": (0, _COLUMNS),
+    "mlp.up_proj": (0, _COLUMNS),
+    "mlp.down_proj": (1, _COLUMNS),
+}
+"""The dimension of each linear layer's weight that is split, and what is split."""
+_REDUCED = tuple(name for name, (dim, _) in _SPLIT.items() if dim == 1)
+"""Linear layers whose outputs are summed over the ranks."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a tensor that one rank holds: a range of one dimension, zero-padded to `width`."""
+
+    dim: int
+    start: int
+    width: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        size = whole.shape[self.dim]
+        start = min(self.start, size)
+        part = whole.narrow(self.dim, start, min(self.width, size - start))
+        missing = self.width - part.shape[self.dim]
+        if not missing:
+            return part
+        padding = [0, 0] * (whole.dim() - 1 - self.dim) + [0, missing]
+        return F.pad(part, padding)
+
+
+def refuse_unshardable(lm: PreTrainedModel, size: int, path: str) -> None:
+    """Raises, for a model with parameters on the meta device, if `size` ranks cannot share its layers."""
+    text, what = lm.config.get_text_config(), f"rollout.tensor_model_parallel_size={size}"
+    kv_heads, head_dim = key_shape(text)
+    others: list[str] = []
+    if lm.config.model_type in FAMILIES:
+        layers = getattr(lm, lm.base_model_prefix).layers
+        others = sorted({n for layer in layers for n in _other_parameters(layer, head_dim)})
+    if lm.config.model_type not in FAMILIES or others:
+        part = f", because its layers have {', '.join(others[:3])}" if others else ""
+        raise UnsupportedModel(
+            f"{what}: {path} is a {lm.config.model_type} model, which the native engine does not shard"
+            f"{part}. Use 1, rollout.name=vllm, or a family of docs/engines.md"
+        )
+    for count, name in (
+        (text.num_attention_heads, "attention heads"),
+        (kv_heads, "key-value heads"),
+    ):
+        if count % size and not (name == "key-value heads" and size % count == 0):
+            raise UnsupportedModel(
+                f"{what}: {path} has {count} {name}, which {size} ranks cannot share evenly; use a "
+                "size that divides them"
+            )
+
+
+def _other_parameters(layer: nn.Module, head_dim: int) -> Iterator[str]:
+    """Yields the parameters that are neither in `_SPLIT` nor norms over a head or the hidden states."""
+    for name, parameter in layer.named_parameters():
+        module, _, _ = name.rpartition(".")
+        if module in _SPLIT or parameter.numel() == 1:
+            continue
+        inside = name.startswith(("self_attn.", "mlp."))
+        if parameter.dim() > 1 or (inside and len(parameter) != head_dim):
+            yield name
+
+
+class ShardedPolicy(PolicyModel):
+    """One rank's shard of a causal language model."""
+
+    plain_head = False  # logits are gathered
+
+    def __init__(self, lm: PreTrainedModel, peers: Peers, device: torch.device) -> None:
+        """`lm` has its parameters on the meta device; the shard is allocated on `device`."""
+        super().__init__(lm)
+        self.peers = peers
+        self._kv_heads, head_dim = key_shape(lm.config.get_text_config())
+        self._head_dim = head_dim
+        self._vocabulary = lm.get_output_embeddings().weight.shape[0]
+        self._rows = -(-self._vocabulary // peers.size)
+        self._whole = dict(lm.named_parameters(remove_duplicate=False))
+        self._shards = {name: self._shard(name, p) for name, p in self._whole.items()}
+        self._allocate(device)
+        self.lm.to(device)
+        self.fast = has_shared_layers(self)
+        if not self.fast:
+            self._hook()
+
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        return max(1, self._kv_heads // self.peers.size), self._head_dim
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Returns the input embeddings [N, d] of token ids [N]."""
+        local, here = self._local_ids(ids)
+        x = F.embedding(local, self.decoder.embed_tokens.weight)
+        return self.peers.all_reduce(x * here[..., None])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.peers.gather_columns(super().logits(hidden))[:, : self._vocabulary]
+
+    def shards(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields this rank's part of each whole tensor; raises for an unknown name or another shape."""
+        for name, tensor in weights:
+            refuse_unknown(name, tensor, self._whole)
+            yield name, self._part(name, tensor)
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        shard = self._shards[name]
+        if shard is not None:
+            return shard.of(tensor)
+        summed = name.endswith(tuple(f"{module}.bias" for module in _REDUCED))
+        return torch.zeros_like(tensor) if summed and self.peers.rank else tensor
+
+    def _shard(self, name: str, parameter: Tensor) -> Shard | None:
+        """Returns this rank's shard of a parameter, or None if it is not split."""
+        rank, size = self.peers.rank, self.peers.size
+        module = ".".join(name.split(".")[-3:-1])
+        if module in _SPLIT:
+            dim, kind = _SPLIT[module]
+            if dim >= parameter.dim():
+                return None  # the bias of a summed output
+            whole = parameter.shape[dim]
+            width = -(-whole // size)
+            if kind == _KV_HEADS and self._kv_heads < size:  # several ranks hold the same head
+                return Shard(dim, rank * self._kv_heads // size * self._head_dim, self._head_dim)
+            return Shard(dim, rank * width, width)
+        owners = (self.lm.get_input_embeddings(), self.lm.get_output_embeddings())
+        if any(parameter is p for owner in owners for p in owner.parameters()):
+            return Shard(0, rank * self._rows, self._rows)
+        return None
+
+    def _allocate(self, device: torch.device) -> None:
+        """Replaces the parameters by this rank's shards; tied parameters stay tied."""
+        made: dict[int, nn.Parameter] = {}
+        for name, whole in self._whole.items():
+            if id(whole) not in made:
+                shape = self._part(name, whole).shape
+                local = torch.zeros(shape, dtype=whole.dtype, device=device)
+                made[id(whole)] = nn.Parameter(local, requires_grad=False)
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.lm.get_submodule(owner), attribute, made[id(whole)])
+
+    def _local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns row indices of this rank's embedding, and which of them are its own."""
+        local = ids - self.peers.rank * self._rows
+        return local.clamp(0, self._rows - 1), (local >= 0) & (local < self._rows)
+
+    def _hook(self) -> None:
+        """Makes the model's own modules compute with shards."""
+        here: list[Tensor] = []
+
+        def to_local(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            local, own = self._local_ids(args[0])
+            here[:] = [own]
+            return (local, *args[1:])
+
+        def embedded(_: nn.Module, args: tuple[Tensor, ...], x: Tensor) -> Tensor:
+            return self.peers.all_reduce(x * here.pop()[..., None])
+
+        def summed(_: nn.Module, args: tuple[Tensor, ...], x: Tensor) -> Tensor:
+            return self.peers.all_reduce(x)
+
+        embedding = self.lm.get_input_embeddings()
+        embedding.register_forward_pre_hook(to_local)
+        embedding.register_forward_hook(embedded)
+        for layer in self.decoder.layers:
+            for name in _REDUCED:
+                layer.get_submodule(name).register_forward_hook(summed)
