@@ -1,4 +1,4 @@
-"""2,000 seeded requests on two gloo processes get the tokens and log-probs of one rank."""
+"""The engine over ranks: what is refused before loading, and 2,000 seeded requests on two processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import torch
 import torch.multiprocessing as mp
 
 from hone.controller.worker import free_port
+from hone.models.families import UnsupportedModel
+from hone.rollout.contract import RolloutError
+from hone.rollout.native.sharded_build import refuse_sharding
+from tests.workers.tasks import config_of, write_model
 
 from .law_ranks import NEAR, REQUESTS, run_rank
 
@@ -28,3 +32,15 @@ def test_two_processes_say_what_one_says_and_an_exit_is_told(
         assert len(found[core]["margins"]) < REQUESTS // 100
         assert found[core]["worst"] < 1e-5
     assert "another of 2 tensor-parallel ranks has gone" in found["exit"]
+
+
+def test_what_ranks_cannot_share_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    config = config_of(model).actor_rollout_ref.model
+    refuse_sharding(2, 4, config)
+    with pytest.raises(RolloutError, match="=3 does not divide the 4 rollout rank"):
+        refuse_sharding(3, 4, config)
+    with pytest.raises(UnsupportedModel, match="has 4 attention heads"):
+        refuse_sharding(3, 3, config)

@@ -1,0 +1,56 @@
+"""The ranks that follow: weights at their own time, requests at the first rank."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from hone.agents.loop_thread import run_beside
+from hone.rollout.contract import RolloutError, Sampling
+
+from ..models import policy
+from .slot import Slot, SlotRollout
+
+LONG = Sampling(60, 1.0, 0, ignore_eos=True)
+
+
+def test_weights_change_between_two_steps_on_all_ranks() -> None:
+    """Each rank gets its weights at its own time, while requests run."""
+    engine: Any = SlotRollout(Slot(policy()))
+    other = [(n, p * 1.5) for n, p in policy().lm.named_parameters() if "norm" not in n]
+    follower = engine.slot.followers[0]
+    begin = follower.begin_update
+
+    async def late() -> None:
+        time.sleep(0.2)
+        await begin()
+
+    follower.begin_update = late
+
+    async def updated() -> Any:
+        job = asyncio.create_task(engine.generate([3, 4], LONG, "a"))
+        await asyncio.sleep(0.05)
+        await engine.pause(keep=True)
+        await engine.begin_update()
+        await engine.load(other)
+        await engine.commit(1)
+        await engine.resume()
+        return await job
+
+    out = run_beside(engine, updated())
+    assert len(out.token_ids) == LONG.max_tokens
+    assert out.versions[-1] == 1
+    first, second = (core.policy for core in engine.slot.cores)
+    name = "model.layers.0.mlp.up_proj.weight"
+    whole = torch.cat([dict(p.lm.named_parameters())[name] for p in (first, second)])
+    assert torch.equal(whole, dict(other)[name])
+
+
+def test_requests_go_to_the_first_rank() -> None:
+    slot = Slot(policy())
+    with pytest.raises(RolloutError, match="requests go to the first rank"):
+        asyncio.run(slot.followers[0].generate([3], LONG, "a"))

@@ -1,0 +1,39 @@
+"""Commands and waits between ranks."""
+
+from __future__ import annotations
+
+import time
+
+from hone.rollout.native.peers import Command, PeerLost
+
+from ..engine_contract import driving
+from ..models import policy
+from .slot import Slot, on_ranks, peers_of
+
+
+def test_a_silent_first_rank_is_noticed_and_a_waiting_one_is_not() -> None:
+    slot = Slot(policy(), timeout_s=1.0)
+    slot.follow()
+    with driving(slot.leader):  # sends a command every quarter of a second
+        time.sleep(1.6)
+        assert not slot.errors
+    time.sleep(1.6)  # `drive` has ended without a word to the others
+    slot.join()
+    (error,) = slot.errors
+    assert isinstance(error, PeerLost)
+    assert "did not answer within 1 s" in str(error)
+
+
+def test_commands_of_any_length_arrive_in_order() -> None:
+    peers = peers_of(3)
+    sent: list[list[Command]] = [[{"do": "a", "ids": list(range(n))}] for n in (0, 300, 3000, 1)]
+
+    def work(rank: int) -> list[list[Command]]:
+        if rank == 0:
+            for commands in sent:
+                peers[0].send(commands)
+            return sent
+        return [peers[rank].receive() for _ in sent]
+
+    assert on_ranks(3, work) == [sent] * 3
+    assert on_ranks(3, lambda rank: peers[rank].least(5 - rank)) == [3] * 3
