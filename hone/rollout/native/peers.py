@@ -98,7 +98,7 @@ class Peers:
             self.end()
             return error
         try:
-            self.store.wait([_CAUSE], timedelta(seconds=_GRACE_S))
+            self.store.wait([_CAUSE], timedelta(seconds=min(_GRACE_S, self.timeout_s)))
             error = RolloutError(self.store.get(_CAUSE).decode())
         except (RuntimeError, dist.DistError):
             pass  # it has gone without a word
