@@ -110,8 +110,9 @@ def _experts(outputs: Sequence[AgentLoopOutput], width: int, length: int) -> Ten
     column = torch.full((len(outputs), width + length, *shape), NOT_RECORDED, dtype=torch.int16)
     for row, (output, experts) in enumerate(zip(outputs, recorded, strict=True)):
         if experts is not None:
-            start = width - len(output.prompt_ids)
-            column[row, start : start + len(experts)] = experts
+            # A loop may have cut the end of its response.
+            start, end = width - len(output.prompt_ids), width + len(output.response_ids)
+            column[row, start:end][: len(experts)] = experts[: end - start]
     return column
 
 

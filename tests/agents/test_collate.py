@@ -177,3 +177,31 @@ def test_values_of_another_length_than_the_response_are_refused_and_not_moved() 
     pair[0].response_mask, pair[1].response_mask = [1], [1, 1, 1]
     with pytest.raises(BadTrajectory, match="row 0 has 1 values for 3 places"):
         collate_outputs(pair, pad_token_id=PAD)
+
+
+def test_experts_stand_at_their_tokens_and_a_cut_response_loses_the_last() -> None:
+    experts = torch.arange(8).view(4, 1, 2)
+    whole = AgentLoopOutput([5, 6], [7, 8, 9], [1, 1, 1], routed_experts=experts)
+    cut = AgentLoopOutput([5], [7, 8], [1, 1], routed_experts=experts)
+    none = AgentLoopOutput([5], [7], [1])
+    column = collate_outputs([whole, cut, none], pad_token_id=0).batch["routed_experts"]
+    assert column[..., 0].squeeze(-1).tolist() == [
+        [0, 2, 4, 6, -1],
+        [-1, 0, 2, 4, -1],
+        [-1, -1, -1, -1, -1],
+    ]
+
+
+def test_a_rank_without_recorded_experts_has_none_for_its_tokens() -> None:
+    experts = torch.zeros(3, 1, 2)
+    ranks = [
+        collate_outputs([output], pad_token_id=0)
+        for output in (
+            AgentLoopOutput([5], [7, 8, 9], [1, 1, 1], routed_experts=experts),
+            AgentLoopOutput([5, 6], [7], [1]),
+        )
+    ]
+    column = join_ranks(None, ranks).batch["routed_experts"]
+    assert column.shape == (2, 5, 1, 2)
+    assert column[0, :, 0, 0].tolist() == [-1, 0, 0, 0, -1]
+    assert (column[1] == -1).all()
