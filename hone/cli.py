@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -21,9 +20,11 @@ PROGRAMS = {
     "eval": ("main_eval:main", "evaluation", "score responses, or a model on a benchmark"),
 }
 """Subcommands that take `key=value` overrides of a config."""
-SERVERS = {
-    "serve-retriever": ("hone.retrieval.serve", "passages over HTTP, for searches"),
-    "serve-rm": ("hone.workers.serve_reward_model", "scores of a reward model over HTTP"),
+OWN_FLAGS = {
+    "serve-retriever": ("hone.retrieval.serve:main", "passages over HTTP, for searches"),
+    "serve-rm": ("hone.workers.serve_reward_model:main", "scores of a reward model over HTTP"),
+    "launch": ("hone.launch.command:launch", "run a command on several nodes"),
+    "jobs": ("hone.launch.command:jobs", "list, follow or stop the jobs of a cluster"),
 }
 """Subcommands that parse their own flags."""
 TREES = tuple(dict.fromkeys(tree for _, tree, _ in PROGRAMS.values()))
@@ -38,9 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in PROGRAMS:
         return _finish(lambda: _start(words[0], words[1:]))
-    if words and words[0] in SERVERS:
-        serve = importlib.import_module(SERVERS[words[0]][0]).main
-        return _finish(lambda: serve(words[1:]))
+    if words and words[0] in OWN_FLAGS:
+        from hone.plugins import load_object
+
+        return _finish(lambda: load_object(OWN_FLAGS[words[0]][0])(words[1:]))
     parser = _parser()
     (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     verbs = list(actions.choices)
@@ -87,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (_, _, text) in PROGRAMS.items():
         verbs.add_parser(name, help=text, add_help=False)
-    for name, (_, text) in SERVERS.items():
+    for name, (_, text) in OWN_FLAGS.items():
         verbs.add_parser(name, help=text, add_help=False)
     _add_quickstart(verbs)
     _add_recipes(verbs)

@@ -22,6 +22,7 @@ LEVELS = {
     "api": 6,  # the functions of `hone` itself: train, sft, evaluate, LLM
     "__main__": 6,
     "trainer": 5,
+    "launch": 5,
     "workers": 4,
     "engine": 3,
     "rollout": 3,
@@ -102,6 +103,8 @@ OPTIONAL_PACKAGES: dict[str, Callable[[str], bool]] = {
         "controller/ray_liveness.py",
         "controller/ray_placement.py",
         "controller/ray_wait.py",
+        "launch/node.py",
+        "launch/jobs.py",
     ),
     "vllm": _only("rollout/vllm_server.py", "rollout/vllm_worker.py"),
     "sglang": _only("rollout/sglang.py"),

@@ -19,6 +19,7 @@ import pytest
 from hone import cli
 from hone.config import compose
 from hone.data.prepare import argument_parser
+from hone.launch import command as launch
 from hone.retrieval import serve
 from hone.trainer import main_eval_prm, main_eval_rm, quickstart, sweep
 from hone.trainer.benchmarks import split_overrides
@@ -46,7 +47,19 @@ TREES = {
     "main_eval": "evaluation",
 }
 KNOWN_TAGS = {"gpu", "hub", "cluster"}
-SHELL = {"cd", "docker", "git", "pip", "export", "ray", "mkdir", "source", "apt-get"}
+SHELL = {
+    "cd",
+    "docker",
+    "git",
+    "pip",
+    "export",
+    "ray",
+    "mkdir",
+    "source",
+    "apt-get",
+    "sbatch",
+    "kubectl",
+}
 """Commands that are not ours to check."""
 
 
@@ -145,7 +158,12 @@ def check_verb(verb: str, rest: list[str]) -> None:
         compose([*usual, *overrides])
     elif verb == "config":
         assert cli.main([verb, *rest]) == 0
-    elif verb in cli.SERVERS:
+    elif verb == "launch":
+        launch._parser().parse_args(rest[: rest.index("--")])
+        check(rest[rest.index("--") + 1 :])
+    elif verb == "jobs":
+        assert rest == [] or rest[0] in ("list", "logs", "stop")
+    elif verb in ("serve-retriever", "serve-rm"):
         parser = argparse.ArgumentParser()
         (serve if verb == "serve-retriever" else serve_reward_model).add_arguments(parser)
         parser.parse_args(rest)

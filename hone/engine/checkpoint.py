@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hone.engine.optimizer import Optimizer
 from hone.engine.saved_state import TABLE, State, alone_without_warning, load_state, read_table
 from hone.models.lora import is_lora
+from hone.tracking.manifest import seal_shards
 
 _STRICT = StateDictOptions(strict=True)
 _SAME_BASE = 1e-9
@@ -53,6 +55,7 @@ def save_checkpoint(
     if state := _state(module, optimizer, sections_of(contents) - skip):
         with alone_without_warning():
             save(state, checkpoint_id=str(folder))
+        seal_shards(folder, dist.get_rank() if dist.is_initialized() else 0)
 
 
 def load_checkpoint(

@@ -1,4 +1,8 @@
-"""The manifest of a checkpoint folder: size and checksum of every file."""
+"""The manifest of a checkpoint folder: size and checksum of every file.
+
+It is written last, so it also tells whether a copy is whole where a rename is not atomic. Each rank
+computes the checksums of its own shards, at the same time as the others.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,52 @@ from hone.types import JsonValue
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"global_step_\d+")
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+"""A file of torch.distributed.checkpoint; the number is the rank that wrote it."""
+_OF_RANK = "shards_of_rank_"
+
+Entry = tuple[int, int]
+"""Size and checksum of a file."""
+
+
+def seal_shards(folder: Path, rank: int) -> None:
+    """Writes size and checksum of the shards of one rank, for the manifest that `seal` writes."""
+    shards = [p for p in folder.glob(f"__{rank}_*") if _SHARD.fullmatch(p.name)]
+    if shards:
+        entries = {p.name: _entry(p) for p in sorted(shards)}
+        atomic_write_text(folder / f"{_OF_RANK}{rank}.json", json.dumps(entries))
 
 
 def seal(folder: Path) -> None:
     """Writes the manifest of all files in the folder."""
+    known: dict[Path, Entry] = {}
+    for file in folder.rglob(f"{_OF_RANK}*.json"):
+        shards = json.loads(file.read_text(encoding="utf-8"))
+        known |= {file.with_name(name): tuple(entry) for name, entry in shards.items()}
+        file.unlink()
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    entries = {str(p.relative_to(folder)): [p.stat().st_size, _checksum(p)] for p in files}
+    if missing := sorted(known.keys() - set(files)):
+        raise FileNotFoundError(
+            f"{_described(str(missing[0].relative_to(folder)))} was written and is not visible in "
+            f"{folder} from this process; every node must see the same folder"
+        )
+    entries = {
+        str(p.relative_to(folder)): known[p]
+        if p in known and known[p][0] == p.stat().st_size
+        else _entry(p)
+        for p in files
+    }
     atomic_write_text(folder / MANIFEST, json.dumps(entries, indent=1))
+
+
+def _entry(file: Path) -> Entry:
+    return file.stat().st_size, _checksum(file)
+
+
+def _described(name: str) -> str:
+    """Returns the name of a file, with the rank that wrote it if it is a shard."""
+    shard = _SHARD.fullmatch(Path(name).name)
+    return f"{name} (the shard of rank {shard[1]})" if shard else name
 
 
 def checkpoint_of(folder: Path) -> Path | None:
@@ -63,13 +106,16 @@ def _damage_of(folder: Path, name: str, size: int, checksum: int) -> str | None:
     file = folder / name
     try:
         if not file.is_file():
-            return f"{name} is missing"
+            return f"{_described(name)} is missing"
         stat = file.stat()
         if stat.st_size == size and _cached_checksum(file, size, stat.st_mtime_ns) == checksum:
             return None
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        return f"{name} cannot be read: {error}"
-    return f"{name} is not what was written"
+        return f"{_described(name)} cannot be read: {error}"
+    difference = "its checksum differs"
+    if stat.st_size != size:
+        difference = f"it has {stat.st_size:,} of {size:,} bytes"
+    return f"{_described(name)} is not what was written: {difference}"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.tracking.manifest import MANIFEST, checkpoint_of, damage, seal
+from hone.tracking import manifest
+from hone.tracking.manifest import MANIFEST, checkpoint_of, damage, seal, seal_shards
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def test_a_sealed_folder_is_sound_and_can_be_sealed_again(step: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"weight", "actor/huggingface/weights is not what was written"),
-        (b"weighty", "actor/huggingface/weights is not what was written"),
+        (b"weight", "actor/huggingface/weights is not what was written: it has 6 of 7 bytes"),
+        (b"weighty", "actor/huggingface/weights is not what was written: its checksum differs"),
         (None, "actor/huggingface/weights is missing"),
     ],
 )
@@ -43,6 +44,52 @@ def test_a_file_that_is_not_the_one_written_is_named(
         file.write_bytes(content)
     assert damage(step) == problem
     assert damage(step, step / "actor" / "huggingface") == problem
+
+
+def test_ranks_seal_their_own_shards_and_the_manifest_takes_their_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "global_step_1" / "actor"
+    folder.mkdir(parents=True)
+    for rank in (0, 1, 11):
+        (folder / f"__{rank}_0.distcp").write_bytes(b"shard" * (rank + 1))
+        seal_shards(folder, rank)
+    (folder / ".metadata").write_bytes(b"table")
+    read: list[str] = []
+    checksum = manifest._checksum
+    monkeypatch.setattr(manifest, "_checksum", lambda f: (read.append(f.name), checksum(f))[1])
+    seal(folder.parent)
+    assert read == [".metadata"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        ".metadata",
+        *sorted(f"__{rank}_0.distcp" for rank in (0, 1, 11)),
+    ]
+    assert damage(folder.parent) is None
+    shard = folder / "__11_0.distcp"
+    shard.write_bytes(b"shard")
+    assert damage(folder.parent) == (
+        "actor/__11_0.distcp (the shard of rank 11) is not what was written: it has 5 of 60 bytes"
+    )
+    shard.unlink()
+    assert damage(folder.parent) == "actor/__11_0.distcp (the shard of rank 11) is missing"
+
+
+def test_a_shard_that_the_sealing_process_does_not_see_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "__3_0.distcp").write_bytes(b"shard")
+    seal_shards(tmp_path, 3)
+    (tmp_path / "__3_0.distcp").unlink()  # as if written to another machine's disk
+    with pytest.raises(FileNotFoundError, match=r"rank 3.* every node must see the same folder"):
+        seal(tmp_path)
+    assert not (tmp_path / MANIFEST).exists()
+
+
+def test_a_shard_that_grew_after_its_rank_sealed_it_is_read_again(tmp_path: Path) -> None:
+    shard = tmp_path / "__0_0.distcp"
+    shard.write_bytes(b"shard")
+    seal_shards(tmp_path, 0)
+    shard.write_bytes(b"shard and more")
+    seal(tmp_path)
+    assert damage(tmp_path) is None
 
 
 def test_only_the_part_asked_for_is_looked_at(step: Path) -> None:

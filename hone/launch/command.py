@@ -1,0 +1,234 @@
+"""The commands `hone launch` and `hone jobs`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from hone.config.errors import ConfigError
+from hone.launch.cluster import Plan, run
+from hone.launch.node import CLUSTER_FILE, HEAD, launch_folder
+from hone.launch.scripts import rayjob_manifest, sbatch_script
+from hone.tracking.atomic import atomic_write_text
+from hone.tracking.console import screen
+
+_TRAINING = ("hone.trainer.main_ppo", "verl.trainer.main_ppo")
+LISTENS = (
+    "Ray listens on every network interface of the nodes; a new token protects it. Keep the nodes' "
+    "ports closed to other networks"
+)
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Runs `hone launch`; returns the exit status of the job, or 0 for a written file."""
+    words = list(arguments)
+    place = words.index("--") if "--" in words else len(words)
+    parser = _parser()
+    options = parser.parse_args(words[:place])
+    command = words[place + 1 :]
+    if not command:
+        parser.error(
+            "name the command after --, as in: hone launch local -- hone train key=value …"
+        )
+    if options.nodes is not None and options.nodes < 1:
+        parser.error(f"--nodes {options.nodes}: give at least 1")
+    if options.gpus_per_node is not None and options.gpus_per_node < 0:
+        parser.error(f"--gpus-per-node {options.gpus_per_node}: give 0 or more")
+    if options.form in ("slurm", "kubernetes"):
+        return _write(options, command, parser)
+    hosts = _hosts(options)
+    if options.form != "local":
+        screen().line(LISTENS)
+    plan = Plan(
+        transport=options.form,
+        hosts=hosts,
+        command=tuple(_sized(command, len(hosts), options.gpus_per_node)),
+        folder=options.folder or os.getcwd(),
+        python=options.python,
+        setup=options.setup,
+        gpus=options.gpus_per_node,
+        port=getattr(options, "port", 0),
+        start_deadline_s=options.start_timeout,
+    )
+    return run(plan, screen().line, _write_through)
+
+
+def _write_through(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hone launch",
+        description="Start Ray on several nodes, run a command on them and end everything.",
+        usage="hone launch [--nodes N] [--gpus-per-node G] {slurm,kubernetes,ssh,local} … -- COMMAND",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="default: hosts of the list; local 3"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, metavar="G", help="slurm, kubernetes: default 8"
+    )
+    parser.add_argument("--setup", default="", metavar="LINE", help="shell line run first per node")
+    parser.add_argument(
+        "--python", default=sys.executable, help="interpreter on the nodes (this one)"
+    )
+    parser.add_argument("--folder", help="working folder on the nodes (this one)")
+    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="(300)")
+    forms = parser.add_subparsers(dest="form", required=True)
+    slurm = forms.add_parser("slurm", help="write an sbatch script", allow_abbrev=False)
+    slurm.add_argument("--submit", action="store_true", help="submit it with sbatch")
+    slurm.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="as --sbatch=--partition=gpu",
+    )
+    kubernetes = forms.add_parser(
+        "kubernetes", help="write a RayJob of KubeRay", allow_abbrev=False
+    )
+    kubernetes.add_argument("--image", required=True, help="with hone and Ray in it")
+    kubernetes.add_argument("--namespace")
+    kubernetes.add_argument("--volume", action="append", default=[], metavar="CLAIM:/PATH")
+    kubernetes.add_argument("--env-secret", action="append", default=[], metavar="SECRET")
+    kubernetes.add_argument("--cpus", type=int, default=32, help="per node (32)")
+    kubernetes.add_argument("--memory", default="256Gi", help="per node (256Gi)")
+    for form, suffix in ((slurm, "sbatch"), (kubernetes, "yaml")):
+        form.add_argument("--name", default="hone", help="of the job (hone)")
+        form.add_argument("--out", metavar="FILE", help=f"file to write (NAME.{suffix})")
+    for name, text in (("ssh", "over ssh, hosts in a file"), ("srun", argparse.SUPPRESS)):
+        form = forms.add_parser(name, help=text, allow_abbrev=False)
+        form.add_argument(
+            "--hosts", required=True, metavar="FILE", help="a host per line, head first"
+        )
+        form.add_argument("--port", type=int, default=0, help="of the control plane (a free one)")
+    forms.add_parser("local", help="several raylets on this machine, to try", allow_abbrev=False)
+    return parser
+
+
+def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.form == "local":
+        return ("this machine",) * (options.nodes or 3)
+    lines = Path(options.hosts).read_text(encoding="utf-8").splitlines()
+    hosts = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if wrong := [host for host in hosts if host.startswith("-") or len(host.split()) > 1]:
+        raise ConfigError(f"{options.hosts}: {wrong[0]!r} is not a host name; write one per line")
+    nodes = options.nodes or len(hosts)
+    if not hosts or nodes > len(hosts):
+        raise ConfigError(f"{options.hosts} names {len(hosts)} hosts and --nodes asks for {nodes}")
+    return tuple(hosts[:nodes])
+
+
+def _sized(command: Sequence[str], nodes: int, gpus: int | None) -> list[str]:
+    """Returns a training command with the size of the cluster, unless it sets it itself."""
+    words = list(command)
+    if words[:2] != ["hone", "train"] and not (words[1:2] == ["-m"] and words[2] in _TRAINING):
+        return words
+    sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": gpus or None}
+    keys = {word.lstrip("+").partition("=")[0] for word in words}
+    return words + [f"{key}={n}" for key, n in sizes.items() if n is not None and key not in keys]
+
+
+def _write(
+    options: argparse.Namespace, command: Sequence[str], parser: argparse.ArgumentParser
+) -> int:
+    nodes = options.nodes or parser.error(f"{options.form}: give --nodes")
+    gpus = 8 if options.gpus_per_node is None else options.gpus_per_node
+    is_slurm = options.form == "slurm"
+    if is_slurm:
+        text = sbatch_script(
+            command,
+            nodes=nodes,
+            gpus=gpus,
+            name=options.name,
+            options=options.sbatch,
+            python=options.python,
+            setup=options.setup,
+        )
+    else:
+        text = rayjob_manifest(
+            _sized(command, nodes, gpus),
+            nodes=nodes,
+            gpus=gpus,
+            name=options.name,
+            image=options.image,
+            namespace=options.namespace,
+            volumes=options.volume,
+            env_from=options.env_secret,
+            cpus=options.cpus,
+            memory=options.memory,
+        )
+    out = options.out or f"{options.name}.{'sbatch' if is_slurm else 'yaml'}"
+    atomic_write_text(out, text)
+    if not is_slurm:
+        screen().line(f"wrote {out}; start it: kubectl create -f {out}")
+    elif not options.submit:
+        screen().line(f"wrote {out}; start it: sbatch {out}")
+    elif shutil.which("sbatch") is None:
+        raise ConfigError(f"wrote {out}; --submit needs sbatch, which is not on this machine")
+    else:
+        screen().line(f"wrote {out}")
+        return subprocess.run(["sbatch", out], check=False).returncode
+    return 0
+
+
+def jobs(arguments: Sequence[str]) -> int:
+    """Runs `hone jobs`: list, logs, stop."""
+    parser = argparse.ArgumentParser(
+        prog="hone jobs",
+        description="The jobs of a Ray cluster; without --address, of the newest `hone launch` whose "
+        "head is this machine.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--address", help="job server, as in http://127.0.0.1:8265")
+    verbs = parser.add_subparsers(dest="verb")
+    verbs.add_parser("list", help="all jobs (the default)")
+    for verb, text in (("logs", "print and follow a job's log"), ("stop", "stop a job")):
+        verbs.add_parser(verb, help=text).add_argument("job", nargs="?", help="default: the newest")
+    options = parser.parse_args(list(arguments))
+    address = options.address or _newest_launch()
+    from hone.launch.jobs import Jobs
+
+    server = Jobs(address)
+    known = server.details()
+    if options.verb in (None, "list"):
+        for job in known:
+            began = datetime.fromtimestamp((job.start_time or 0) / 1000, timezone.utc)
+            screen().line(
+                f"{job.submission_id}  {job.status.value:<9}  {began:%F %T}  {job.entrypoint}"
+            )
+        return 0
+    names = [str(job.submission_id) for job in known if job.submission_id]
+    if not names:
+        raise ConfigError(f"{address} has no jobs")
+    name = options.job or names[-1]
+    if name not in names:
+        raise ConfigError(f"{address} has no job {name}; it has {', '.join(names)}")
+    if options.verb == "logs":
+        return server.follow(name, _write_through)
+    screen().line(f"stopping {name}" if server.stop(name) else f"{name} has ended already")
+    return 0
+
+
+def _newest_launch() -> str:
+    """Returns the job server of the newest launched cluster here, and sets its token for this process."""
+    files = list(launch_folder().glob(f"*/{HEAD}/{CLUSTER_FILE}"))
+    if not files:
+        raise ConfigError(
+            "no cluster of `hone launch` has its head on this machine; give --address, and set "
+            "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH"
+        )
+    cluster = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_text("utf-8"))
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster["token_file"]}
+    return str(cluster["jobs"])

@@ -1,0 +1,34 @@
+"""Runs one command as a job, on the head node: `python -m hone.launch.job`.
+
+Standard input gives one line of JSON (address of the job server, file of the token, command); its end stops
+the job. The log goes to standard output, and the exit status is the job's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main() -> int:
+    order = json.loads(sys.stdin.readline())
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": order["token_file"]}
+    from hone.launch.jobs import run_job
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def wait_for_stop() -> None:
+        while sys.stdin.readline():
+            pass
+
+    return run_job(order["jobs"], order["entrypoint"], write, wait_for_stop)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # a thread still reads standard input

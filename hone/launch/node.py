@@ -1,0 +1,177 @@
+"""One node of a launched cluster: starts Ray, says so, and ends it when standard input closes.
+
+`hone launch` runs it on every host (`python -m hone.launch.node`), over ssh or srun, and writes one line of
+JSON to its standard input: the token never appears on a command line. The connection's end, for whatever
+reason, ends this node's Ray and removes the token's file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import hone
+
+LOOPBACK = "127.0.0.1"
+HEAD, CLUSTER_FILE = "head", "cluster.json"
+START_DEADLINE_S = 240
+STOP_WAIT_S = 120
+"""How long a stopped job may take to save and end; Ray's default is 3 s."""
+
+# By its file: the package of the controller imports torch, which a node does not need.
+_spec = importlib.util.spec_from_file_location(
+    "reaper", Path(hone.__file__).with_name("controller") / "reaper.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+reaper = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reaper)
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """What one node needs to join; `head` is the address of the head, or empty on the head itself."""
+
+    mark: str
+    token: str
+    head: str = ""
+    port: int = 0
+    gpus: int | None = None
+    cpus: int | None = None
+    only_loopback: bool = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a node answers: the control plane's address, and that of the job server on the head."""
+
+    address: str = ""
+    jobs: str = ""
+    token_file: str = ""
+    error: str = ""
+
+
+def launch_folder(mark: str = "") -> Path:
+    """Returns the folder of a launched cluster on this machine, in the user's home."""
+    return Path.home() / ".hone" / "launch" / mark
+
+
+def main() -> None:
+    settings = NodeSettings(**json.loads(sys.stdin.readline()))
+    answer_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # Ray's text must not mix with the answer
+
+    def answer(ready: Ready) -> None:
+        answer_stream.write(json.dumps(asdict(ready)) + "\n")
+        answer_stream.flush()
+
+    # Several nodes may share one machine or one home.
+    name = f"{socket.gethostname()}-{os.getpid()}" if settings.head else HEAD
+    folder = launch_folder(settings.mark) / name
+    program = [sys.executable, "-S", "-E", reaper.__file__, f"{settings.mark}-{os.getpid()}"]
+    nothing = subprocess.DEVNULL
+    guard = subprocess.Popen(
+        [*program, str(os.getpid())], stdin=nothing, stdout=nothing, stderr=nothing
+    )
+    try:
+        serve(settings, folder, answer)
+    finally:
+        reaper.end_marked(f"{settings.mark}-{os.getpid()}")
+        guard.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another node's folder may be there
+            folder.parent.rmdir()
+
+
+def serve(settings: NodeSettings, folder: Path, answer: Callable[[Ready], None]) -> None:
+    """Starts Ray on this node and waits for the end of standard input."""
+    folder.mkdir(parents=True, mode=0o700)
+    token_file = folder / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(settings.token, encoding="utf-8")
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would take precedence over the file
+    os.environ |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": str(START_DEADLINE_S),
+        "RAY_agent_register_timeout_ms": str(1000 * START_DEADLINE_S),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+        reaper.MARK_ENV: f"{settings.mark}-{os.getpid()}",
+    }
+    if settings.only_loopback:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    try:
+        ready = start(settings, token_file)
+    except Exception as error:  # Ray raises many kinds
+        answer(Ready(error=f"{type(error).__name__}: {error}"))
+        return
+    if not settings.head:
+        file = folder / CLUSTER_FILE
+        file.touch(mode=0o600)
+        file.write_text(json.dumps(asdict(ready)), encoding="utf-8")
+    answer(ready)
+    while sys.stdin.readline():
+        pass
+
+
+def start(settings: NodeSettings, token_file: Path) -> Ready:
+    """Runs `ray start` in this process; the processes of Ray are its children."""
+    # Ray reads its settings from the environment when it is imported.
+    from ray._private import ray_constants, services
+    from ray.scripts.scripts import start as ray_start
+
+    if settings.only_loopback:
+        ray_constants.ENABLE_RAY_CLUSTER = True  # else `ray start` refuses a second node
+        services.get_node_ip_address = lambda address=None: LOOPBACK
+    options = ["--disable-usage-stats", "--log-color=false"]
+    # Ray's fixed default would keep a second cluster on this machine from taking jobs.
+    options.append(f"--dashboard-agent-listen-port={free_port()}")
+    for name, count in (("gpus", settings.gpus), ("cpus", settings.cpus)):
+        if count is not None:
+            options.append(f"--num-{name}={count}")
+    if settings.head:
+        _wait_for(settings.head)
+        ray_start.main([f"--address={settings.head}", *options], standalone_mode=False)
+        return Ready(settings.head, token_file=str(token_file))
+    port, jobs = settings.port or free_port(), free_port()
+    options += ["--head", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
+    options += ["--include-dashboard=true", f"--dashboard-port={jobs}"]
+    ray_start.main(options, standalone_mode=False)
+    host = services.get_node_ip_address()
+    return Ready(f"{host}:{port}", f"http://{LOOPBACK}:{jobs}", str(token_file))
+
+
+def free_port() -> int:
+    """Returns a port that is free on every interface now."""
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _wait_for(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    end_time = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), 5).close()
+        except OSError as error:
+            if time.monotonic() > end_time:
+                raise ConnectionError(
+                    f"the head {address} cannot be reached from {socket.gethostname()} ({error}); open "
+                    "the ports between the nodes"
+                ) from error
+            time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Writes what a scheduler takes: an sbatch script for SLURM, a RayJob manifest for KubeRay."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import yaml
+
+from hone.config.errors import ConfigError
+from hone.types import Row
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")
+"""A name of Kubernetes; KubeRay adds to it and keeps 63 characters in all."""
+
+
+def sbatch_script(
+    command: Sequence[str],
+    *,
+    nodes: int,
+    gpus: int,
+    name: str,
+    options: Sequence[str],
+    python: str,
+    setup: str,
+) -> str:
+    """Returns a batch script that starts Ray on the nodes of its allocation and runs the command."""
+    words = [*options, name]
+    if wrong := [word for word in words if not word or "\n" in word or "\r" in word]:
+        raise ConfigError(f"{wrong[0]!r} cannot stand in a line of an sbatch script")
+    directives = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1"]
+    directives += [f"--gpus-per-node={gpus}"] if gpus else []
+    # 120 s before the limit the job is told to stop, so that it can save.
+    directives += ["--exclusive", "--output=%x-%j.log", "--signal=B:TERM@120", *options]
+    launch = [python, "-m", "hone.cli", "launch", f"--nodes={nodes}"]
+    launch += [f"--gpus-per-node={gpus}"] if gpus else []
+    launch += [*("--setup", setup)] if setup else []
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in directives),
+            "set -euo pipefail",
+            *([setup] if setup else []),
+            "hosts=$(mktemp)",
+            "trap 'rm -f \"$hosts\"' EXIT",
+            'scontrol show hostnames "$SLURM_JOB_NODELIST" > "$hosts"',
+            "# Signals go to the launch, which stops the job and then Ray.",
+            f'{shlex.join(launch)} srun --hosts "$hosts" -- {shlex.join(command)} &',
+            "launch=$!",
+            "trap 'kill -TERM \"$launch\"' TERM INT",
+            "status=0",
+            'wait "$launch" || status=$?',
+            'while kill -0 "$launch" 2>/dev/null; do status=0; wait "$launch" || status=$?; done',
+            'exit "$status"',
+            "",
+        ]
+    )
+
+
+def rayjob_manifest(
+    command: Sequence[str],
+    *,
+    nodes: int,
+    gpus: int,
+    name: str,
+    image: str,
+    namespace: str | None,
+    volumes: Sequence[str],
+    env_from: Sequence[str],
+    cpus: int,
+    memory: str,
+) -> str:
+    """Returns a KubeRay RayJob: a cluster of `nodes` pods with a token, which ends with the job."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"--name {name}: use at most 47 of a-z, 0-9 and -, as Kubernetes does")
+    mounts = [_volume(i, text) for i, text in enumerate(volumes)]
+
+    def pod(container: str) -> Row:
+        limits: Row = {"cpu": str(cpus), "memory": memory}
+        limits |= {"nvidia.com/gpu": gpus} if gpus else {}
+        shm = {"name": "shm", "mountPath": "/dev/shm"}
+        content: Row = {
+            "name": container,
+            "image": image,
+            "resources": {"limits": limits, "requests": dict(limits)},
+            "volumeMounts": [shm, *(dict(mount) for _, mount in mounts)],
+        }
+        if env_from:
+            content["envFrom"] = [{"secretRef": {"name": secret}} for secret in env_from]
+        memory_disk = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+        return {
+            "spec": {
+                "containers": [content],
+                "volumes": [memory_disk, *(dict(volume) for volume, _ in mounts)],
+            }
+        }
+
+    cluster: Row = {
+        "rayVersion": version("ray"),
+        "authOptions": {"mode": "token"},
+        "headGroupSpec": {"rayStartParams": {}, "template": pod("ray-head")},
+    }
+    if nodes > 1:
+        counts = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), nodes - 1)
+        workers: Row = {"groupName": "workers", **counts, "rayStartParams": {}}
+        cluster["workerGroupSpecs"] = [{**workers, "template": pod("ray-worker")}]
+    metadata: Row = {"name": name} | ({"namespace": namespace} if namespace else {})
+    spec: Row = {
+        "entrypoint": plain_entrypoint(command),
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": 300,
+        "backoffLimit": 0,
+        "rayClusterSpec": cluster,
+    }
+    manifest = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
+    readable = json.dumps(list(command), ensure_ascii=True)
+    return f"# command: {readable}\n" + yaml.safe_dump(manifest, sort_keys=False)
+
+
+def _volume(number: int, text: str) -> tuple[Row, Row]:
+    claim, colon, path = text.partition(":")
+    if not (colon and claim and path.startswith("/")):
+        raise ConfigError(
+            f"--volume {text}: give CLAIM:/PATH, a persistent volume claim and a path"
+        )
+    name = f"volume-{number}"
+    volume: Row = {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+    return volume, {"name": name, "mountPath": path}
+
+
+def plain_entrypoint(command: Sequence[str]) -> str:
+    """Returns a command without characters that a shell reads: KubeRay and Ray both quote it anew."""
+    words = list(command)
+    words[:1] = ["python", "-m", "hone.cli"] if words[0] == "hone" else words[:1]
+    if all(shlex.quote(word) == word for word in words):
+        return " ".join(words)
+    encoded = base64.urlsafe_b64encode(json.dumps(words).encode()).decode()
+    return f"python -m hone.launch.encoded {encoded}"

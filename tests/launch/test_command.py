@@ -1,0 +1,235 @@
+"""`hone launch`: what it refuses, and real clusters of several raylets on this machine."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hone import cli
+from hone.launch.command import _sized
+from hone.launch.node import free_port
+
+from .test_scripts import program
+
+ROOT = Path(__file__).resolve().parents[2]
+BARE = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+JOB = """
+import json, os, ray, signal, socket, sys, time
+ray.init(log_to_driver=False)
+@ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
+def where(): time.sleep(2); return ray.get_runtime_context().get_node_id()
+nodes = len(ray.nodes())
+ray.get([where.remote() for _ in range(nodes)])
+print("nodes", nodes, "folder", os.getcwd(), "word", sys.argv[2], flush=True)
+def stopped(*_):
+    print("saved", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, stopped)
+if sys.argv[1] == "wait":
+    print("waits", flush=True)
+    time.sleep(600)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["local"], "name the command after --"),
+        (["--nodes", "0", "local", "--", "hone"], "at least 1"),
+        (["slurm", "--", "hone", "train"], "give --nodes"),
+        (["--nodes", "2", "moon", "--", "hone"], "invalid choice"),
+        (["ssh", "--hosts", "HOSTS", "--nodes", "9", "--", "hone"], "unrecognized"),
+        (["--nodes", "9", "ssh", "--hosts", "HOSTS", "--", "hone"], "names 2 hosts"),
+        (["ssh", "--hosts", "ODD", "--", "hone"], "not a host name"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(
+    words: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "HOSTS").write_text("# head first\nnode1\n\nnode2\n")
+    (tmp_path / "ODD").write_text("-oProxyCommand=id\n")
+    places = {name: str(tmp_path / name) for name in ("HOSTS", "ODD")}
+    try:
+        status = cli.main(["launch", *(places.get(word, word) for word in words)])
+    except SystemExit as error:
+        status = int(str(error.code))
+    assert status == 2
+    output = capsys.readouterr()
+    assert problem in output.err + output.out
+
+
+def test_a_training_command_gets_the_size_of_the_cluster_unless_it_sets_it() -> None:
+    sizes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]
+    assert _sized(["hone", "train", "a=1"], 2, 8) == ["hone", "train", "a=1", *sizes]
+    module = ["python", "-m", "hone.trainer.main_ppo"]
+    assert _sized([*module, "trainer.nnodes=1"], 2, None) == [*module, "trainer.nnodes=1"]
+    assert _sized(["python", "x.py", "train"], 2, 8) == ["python", "x.py", "train"]
+
+
+@contextmanager
+def launched(
+    words: list[str], folder: Path, environment: dict[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    """A launch whose home is `folder`; afterwards nothing of it may run."""
+    (folder / "job.py").write_text(JOB)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hone.cli", "launch", *words],
+        cwd=folder,
+        env=BARE | {"HOME": str(folder)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def command_lines() -> str:
+    texts = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            texts.append(file.read_bytes().decode(errors="replace"))
+        except OSError:
+            continue
+    return "\n".join(texts)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose environment has this home."""
+    entry, pids = f"HOME={folder}".encode(), []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if entry in file.read_bytes().split(b"\0"):
+                pids.append(int(file.parent.name))
+        except OSError:
+            continue
+    return pids
+
+
+def addresses_listened_on(pids: list[int]) -> set[str]:
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(file)))
+            except OSError:
+                continue
+    addresses = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                addresses.add(fields[1].rpartition(":")[0])
+    return addresses
+
+
+@pytest.mark.slow
+def test_three_local_raylets_from_a_bare_shell_end_with_ctrl_c(tmp_path: Path) -> None:
+    words = ["local", "--", "python", "job.py", "wait", "it's $HOME"]
+    with launched(words, tmp_path, {}) as launch:
+        assert launch.stdout is not None
+        lines = []
+        for line in launch.stdout:
+            lines.append(line)
+            if line == "waits\n":
+                break
+        assert f"nodes 3 folder {tmp_path} word it's $HOME\n" in lines, "".join(lines)
+        token_file = next(tmp_path.glob(".hone/launch/*/head/token"))
+        assert token_file.stat().st_mode & 0o777 == 0o600
+        assert token_file.read_text() not in command_lines()
+        loopback = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
+        assert addresses_listened_on(processes_of(tmp_path)) <= loopback
+        listing = [sys.executable, "-m", "hone.cli", "jobs", "list"]
+        home = BARE | {"HOME": str(tmp_path)}
+        listed = subprocess.run(listing, env=home, capture_output=True, text=True, check=True)
+        assert "RUNNING" in listed.stdout
+        launch.send_signal(signal.SIGINT)
+        rest, _ = launch.communicate(timeout=180)
+        assert "saved\n" in rest
+        assert (
+            launch.returncode == 130
+        )  # as a shell tells Ctrl-C; Ray keeps no status of a stopped job
+        assert token_file.parent.parent.exists() is False
+    time.sleep(1)
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_an_sbatch_script_runs_a_real_cluster_and_has_the_job_s_status(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    program(programs, "scontrol", "#!/bin/bash\nprintf '%s\\n' node1 node2\n")
+    program(
+        programs,
+        "srun",
+        '#!/bin/bash\necho "$*" >> "$HOME/srun.log"\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
+    )
+    program(programs, "sbatch", '#!/bin/bash\nSLURM_JOB_NODELIST="node[1-2]" exec bash "$1"\n')
+    words = ["--nodes", "2", "--gpus-per-node", "0", "slurm", "--submit", "--"]
+    environment = {"PATH": f"{programs}:/usr/bin:/bin"}
+    command = ["python", "job.py", "end", 'a "b" $c']
+    with launched([*words, *command], tmp_path, environment) as launch:
+        output, _ = launch.communicate(timeout=300)
+    assert f'nodes 2 folder {tmp_path} word a "b" $c\n' in output, output
+    assert launch.returncode == 3
+    assert "token protects it" in output
+    log = (tmp_path / "srun.log").read_text()
+    assert "--nodelist=node1" in log
+    assert "--nodelist=node2" in log
+    assert processes_of(tmp_path) == []
+
+
+@contextmanager
+def ssh_on_path(folder: Path) -> Iterator[Path]:
+    """A folder with an `ssh` to this machine: through a real sshd, else by running the line here."""
+    sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    keygen = shutil.which("ssh-keygen")
+    if sshd is None or keygen is None or shutil.which("ssh") is None:
+        local = '#!/bin/bash\nwhile [[ $1 != -- ]]; do shift; done\nexec bash -c "$3"\n'
+        yield program(folder / "bin", "ssh", local).parent
+        return
+    for key in ("host", "user"):
+        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    port = free_port()
+    options = [f"Port={port}", "ListenAddress=127.0.0.1", "StrictModes=no", "PidFile=none"]
+    options += [f"HostKey={folder / 'host'}", f"AuthorizedKeysFile={folder / 'user.pub'}"]
+    options += ["PasswordAuthentication=no", "UsePAM=no"]
+    flags = [word for option in options for word in ("-o", option)]
+    client = (
+        f"#!/bin/bash\nexec {shutil.which('ssh')} -i {folder / 'user'} -p {port} -l {getpass.getuser()} "
+        f"-o StrictHostKeyChecking=no -o UserKnownHostsFile={folder / 'known'} -o LogLevel=ERROR "
+        f'"$@"\n'
+    )
+    with subprocess.Popen([sshd, "-D", "-e", "-f", "/dev/null", *flags]) as daemon:
+        try:
+            yield program(folder / "bin", "ssh", client).parent
+        finally:
+            daemon.terminate()
+
+
+@pytest.mark.slow
+def test_a_list_of_hosts_over_ssh_runs_a_real_cluster(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1\n127.0.0.1\n")
+    with ssh_on_path(tmp_path) as programs:
+        environment = {"PATH": f"{programs}:/usr/bin:/bin"}
+        words = ["--gpus-per-node", "0", "--setup", f"export PYTHONPATH={ROOT} HOME={tmp_path}"]
+        words += ["ssh", "--hosts", "hosts", "--", "python", "job.py", "end", "a  b"]
+        with launched(words, tmp_path, environment) as launch:
+            output, _ = launch.communicate(timeout=300)
+    assert f"nodes 2 folder {tmp_path} word a  b\n" in output, output
+    assert launch.returncode == 3
+    assert processes_of(tmp_path) == []

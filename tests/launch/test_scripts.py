@@ -1,0 +1,197 @@
+"""What schedulers get: the sbatch script runs with programs in SLURM's place, the manifest fits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hone.config.errors import ConfigError
+from hone.launch.scripts import plain_entrypoint, rayjob_manifest, sbatch_script
+
+ODD = [
+    "hone",
+    "train",
+    "data.files=[a,b]",
+    "x='it''s'",
+    'y="$HOME"',
+    "z=`id`",
+    "a b",
+    "*",
+    "",
+    "-n",
+]
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    file = folder / name
+    file.write_text(text)
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return file
+
+
+def slurm(folder: Path, script: str) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of a script in an allocation of two nodes."""
+    program(folder / "bin", "scontrol", "#!/bin/bash\nprintf '%s\\n' node1 node2\n")
+    (folder / "job.sbatch").write_text(script)
+    environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node[1-2]"}
+    return ["bash", str(folder / "job.sbatch")], environment
+
+
+def script_of(command: list[str], python: Path, **options: Any) -> str:
+    usual: dict[str, Any] = {"nodes": 2, "gpus": 8, "name": "run 1", "options": [], "setup": ""}
+    return sbatch_script(command, python=str(python), **usual | options)
+
+
+def test_odd_arguments_reach_the_launch_unchanged(tmp_path: Path) -> None:
+    python = program(
+        tmp_path,
+        "a python",
+        f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv))\n"
+        "place = sys.argv.index('--hosts') + 1\nprint(json.dumps(open(sys.argv[place]).read()))\n",
+    )
+    command, environment = slurm(tmp_path, script_of(ODD, python, setup="export A='b c'"))
+    assert subprocess.run(["bash", "-n", command[1]], check=True).returncode == 0
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    words, hosts = (json.loads(line) for line in done.stdout.splitlines())
+    assert words[words.index("--") + 1 :] == ODD
+    assert words[1:6] == ["-m", "hone.cli", "launch", "--nodes=2", "--gpus-per-node=8"]
+    assert words[words.index("--setup") + 1] == "export A='b c'"
+    assert hosts == "node1\nnode2\n"
+
+
+def test_a_signal_goes_to_the_launch_and_its_status_is_the_script_s(tmp_path: Path) -> None:
+    python = program(
+        tmp_path,
+        "python",
+        f"#!{sys.executable}\nimport signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "print('up', flush=True)\ntime.sleep(60)\n",
+    )
+    command, environment = slurm(tmp_path, script_of(["hone", "train"], python))
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "up\n"
+        time.sleep(0.1)
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(30) == 5
+
+
+def test_directives_come_first_and_a_line_break_is_refused() -> None:
+    script = script_of(["hone", "train"], Path("python"), options=["--partition=gpu"], gpus=0)
+    lines = script.splitlines()
+    directives = [line for line in lines if line.startswith("#SBATCH ")]
+    assert lines[1 : 1 + len(directives)] == directives
+    assert "#SBATCH --partition=gpu" in directives
+    assert "#SBATCH --nodes=2" in directives
+    assert not any("gpus" in line for line in directives)
+    with pytest.raises(ConfigError, match="cannot stand in a line"):
+        script_of(["hone", "train"], Path("python"), options=["--comment=a\nrm -rf x"])
+
+
+TEXT, COUNT, FLAG = (str,), (int,), (bool,)
+RESOURCES = {"limits": {"*": (str, int)}, "requests": {"*": (str, int)}}
+VOLUME = {"name": TEXT, "emptyDir": {"medium": TEXT}, "persistentVolumeClaim": {"claimName": TEXT}}
+CONTAINER = {
+    "name": TEXT,
+    "image": TEXT,
+    "resources": RESOURCES,
+    "volumeMounts": [{"name": TEXT, "mountPath": TEXT}],
+    "envFrom": [{"secretRef": {"name": TEXT}}],
+}
+TEMPLATE = {"spec": {"containers": [CONTAINER], "volumes": [VOLUME]}}
+GROUP = {"rayStartParams": {"*": TEXT}, "template": TEMPLATE}
+WORKERS = {"groupName": TEXT, "replicas": COUNT, "minReplicas": COUNT, "maxReplicas": COUNT}
+RAYJOB = {
+    "apiVersion": TEXT,
+    "kind": TEXT,
+    "metadata": {"name": TEXT, "namespace": TEXT},
+    "spec": {
+        "entrypoint": TEXT,
+        "shutdownAfterJobFinishes": FLAG,
+        "ttlSecondsAfterFinished": COUNT,
+        "backoffLimit": COUNT,
+        "rayClusterSpec": {
+            "rayVersion": TEXT,
+            "authOptions": {"mode": TEXT},
+            "headGroupSpec": GROUP,
+            "workerGroupSpecs": [WORKERS | GROUP],
+        },
+    },
+}
+"""The fields of ray.io/v1 (KubeRay 1.5.1 and later) and of pods that a manifest may have."""
+
+
+def unfit(value: Any, schema: Any, path: str = "") -> list[str]:
+    if isinstance(schema, tuple):
+        return [] if type(value) in schema else [f"{path}: {value!r}"]
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            return [path]
+        return [p for i, entry in enumerate(value) for p in unfit(entry, schema[0], f"{path}/{i}")]
+    problems = []
+    for key, entry in value.items():
+        if key not in schema and "*" not in schema:
+            problems.append(f"{path}/{key}")
+        else:
+            problems += unfit(entry, schema.get(key, schema.get("*")), f"{path}/{key}")
+    return problems
+
+
+def manifest(command: list[str], **options: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {
+        "nodes": 4,
+        "gpus": 8,
+        "name": "run-1",
+        "image": "example.org/hone:1",
+        "namespace": "rl",
+        "volumes": ["shared:/data"],
+        "env_from": ["keys"],
+        "cpus": 16,
+        "memory": "128Gi",
+    }
+    loaded: dict[str, Any] = yaml.safe_load(rayjob_manifest(command, **usual | options))
+    return loaded
+
+
+def test_the_manifest_has_only_fields_of_a_rayjob_and_asks_for_a_token() -> None:
+    whole = manifest(["hone", "train", "trainer.nnodes=4"])
+    assert unfit(whole, RAYJOB) == []
+    assert (whole["apiVersion"], whole["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = whole["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 3
+    for group in (cluster["headGroupSpec"], workers):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert unfit(whole | {"specs": {}}, RAYJOB) == ["/specs"]
+    assert "workerGroupSpecs" not in manifest(["hone"], nodes=1)["spec"]["rayClusterSpec"]
+
+
+def test_a_plain_command_stays_readable_and_an_odd_one_survives_every_shell() -> None:
+    assert plain_entrypoint(["hone", "train", "a=1"]) == "python -m hone.cli train a=1"
+    entrypoint = plain_entrypoint([sys.executable, "-c", "import sys; print(sys.argv[1:])", *ODD])
+    assert all(shlex.quote(word) == word for word in entrypoint.split())
+    line = entrypoint.replace("python", sys.executable, 1)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{ODD!r}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [({"name": "Run_1"}, "as Kubernetes does"), ({"volumes": ["shared"]}, "CLAIM:/PATH")],
+)
+def test_what_kubernetes_would_refuse_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        manifest(["hone", "train"], **options)
