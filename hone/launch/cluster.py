@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from hone.config.errors import ConfigError
@@ -75,7 +75,7 @@ def run(plan: Plan, tell: Callable[[str], None], write: Callable[[str], None]) -
         tell(f"starting Ray on {len(plan.hosts)} nodes, the head on {plan.hosts[0]}")
         head = _Node(plan, plan.hosts[0], settings, nodes).ready(stops)
         settings = replace(settings, head=head.address, port=0)
-        starting = {}
+        starting: dict[str, _Node] = {}
         for host in plan.hosts[1:]:
             if host in starting:  # two raylets that start at once on one machine hinder each other
                 starting.pop(host).ready(stops)
@@ -150,7 +150,9 @@ class _Node:
         )
 
 
-def _started(plan: Plan, host: str, module: str, order: dict[str, object]) -> subprocess.Popen[str]:
+def _started(
+    plan: Plan, host: str, module: str, order: Mapping[str, object]
+) -> subprocess.Popen[str]:
     line = f"cd {shlex.quote(plan.folder)} && exec {shlex.quote(plan.python)} -m {module}"
     line = f"{plan.setup} && {line}" if plan.setup else line
     process = subprocess.Popen(
@@ -170,7 +172,7 @@ def _started(plan: Plan, host: str, module: str, order: dict[str, object]) -> su
 
 def _follow(
     plan: Plan,
-    order: dict[str, object],
+    order: Mapping[str, object],
     stops: threading.Event,
     tell: Callable[[str], None],
     write: Callable[[str], None],

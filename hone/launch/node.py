@@ -78,7 +78,7 @@ def main() -> None:
     # Several nodes may share one machine or one home.
     name = f"{socket.gethostname()}-{os.getpid()}" if settings.head else HEAD
     folder = launch_folder(settings.mark) / name
-    program = [sys.executable, "-S", "-E", reaper.__file__, f"{settings.mark}-{os.getpid()}"]
+    program = [sys.executable, "-S", "-E", str(reaper.__file__), f"{settings.mark}-{os.getpid()}"]
     nothing = subprocess.DEVNULL
     guard = subprocess.Popen(
         [*program, str(os.getpid())], stdin=nothing, stdout=nothing, stderr=nothing
