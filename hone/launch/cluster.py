@@ -33,8 +33,9 @@ TRANSPORTS: dict[str, Callable[[str, str], list[str]]] = {
         *("--", host, shlex.join(["bash", "-c", line])),
     ],
     "srun": lambda host, line: [
-        *("srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}"),
-        *("bash", "-c", line),
+        # All cores and all memory of the node, although the step has one task.
+        *("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0"),
+        *(f"--nodelist={host}", "bash", "-c", line),
     ],
 }
 
