@@ -12,14 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
+from benchmarks.families.tiny import randomise, tiny_config
 from hone.config.critic import CriticConfig
 from hone.config.engine import FSDPConfig
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
+from hone.engine.sharding import join_group
+from hone.models.load import load_causal_lm
 from hone.models.lora import Adapters
+from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.ops.packing import pack_rows
+from hone.ops.ulysses import split_rows
 from hone.protocol import DataProto, split_padded
 from hone.workers.objectives import PolicyObjective, ValueObjective
 from hone.workers.reward_objectives import StepObjective
@@ -211,3 +219,48 @@ def largest_difference(found: Update, expected: Update) -> dict[str, float]:
         for n, w in expected.weights.items()
     )
     return {"metrics": max(metrics.values()), "grad_norm": norm, "weights": max(weights)}
+
+
+def write_families(names: list[str], folder: Path) -> None:
+    for name in names:
+        torch.manual_seed(0)
+        lm = AutoModelForCausalLM.from_config(tiny_config(name, flipped=False))
+        randomise(lm)
+        lm.save_pretrained(folder / f"family {name}")
+
+
+def run_families(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Rows that are split over the ranks, against the whole rows, for every family in the folder."""
+    join_group(torch.device("cpu"))
+    folders = sorted(folder.glob("family *"))
+    return {path.name: split_difference(path) for path in folders}
+
+
+def split_difference(folder: Path) -> dict[str, float]:
+    """The largest difference of log-probs, and of gradients relative to the largest gradient."""
+    policy = PolicyModel(load_causal_lm(str(folder), dtype=torch.float32))
+    batch = rows().batch
+    columns = [batch[n] for n in ("prompts", "responses", "attention_mask", "response_mask")]
+    packed = pack_rows(*columns, share_prompts=True)
+    group = dist.group.WORLD
+    assert group is not None
+    found = []
+    for form in (packed, split_rows(packed, group)):
+        policy.zero_grad()
+        outputs = policy(form, temperature=0.9, with_entropy=True)
+        weights = batch["advantages"] * batch["response_mask"]
+        (outputs["log_probs"] * weights + outputs["entropy"] * weights).sum().backward()
+        found.append((outputs["log_probs"].detach(), _gradients(policy)))
+    (expected, exact), (log_probs, parts) = found
+    worst = 0.0
+    scale = max(float(g.abs().max()) for g in exact.values())
+    for name, gradient in exact.items():
+        total = parts[name]
+        dist.all_reduce(total)
+        worst = max(worst, float((total - gradient).abs().max()) / scale)
+    return {"log_probs": float((log_probs - expected).abs().max()), "gradient": worst}
+
+
+def _gradients(policy: PolicyModel) -> dict[str, torch.Tensor]:
+    named = policy.named_parameters()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
