@@ -14,6 +14,8 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +74,17 @@ def families() -> dict[str, Any]:
     return {name.removeprefix("family "): numbers for name, numbers in found.items()}
 
 
-def runs(rollout: str) -> dict[str, Any]:
-    """5 GRPO steps of every layout under Ray, against one process."""
+def runs(rollout: str, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """5 GRPO steps of every layout under Ray, against one process; yields the results so far."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = make_task(folder)
         one = _train(task, ONE, folder / "one", rollout)
-        found = {}
         for number, layout in enumerate(LAYOUTS):
             run = _train(task, layout, folder / str(number), rollout)
             found[str(layout)] = _compared(run, one)
             print(layout, found[str(layout)], flush=True)
-    return found
+            yield found
 
 
 def _train(task: Task, layout: Layout, folder: Path, rollout: str) -> Run:
@@ -177,11 +178,11 @@ def _cell(run: dict[str, Any] | None) -> str:
     return f"{run['metrics']:.0e} up to step {step}, where token {token} of row {row} differs"
 
 
-PARTS = {
-    "updates": updates,
-    "families": families,
-    "grpo": lambda: runs("tests.trainer.recorded:Recorded"),
-    "sampled": lambda: runs("native"),
+PARTS: dict[str, Callable[[dict[str, Any]], Iterable[dict[str, Any]]]] = {
+    "updates": lambda _: [updates()],
+    "families": lambda _: [families()],
+    "grpo": partial(runs, "tests.trainer.recorded:Recorded"),
+    "sampled": partial(runs, "native"),
 }
 
 
@@ -191,8 +192,8 @@ def main() -> None:
     parts = parser.parse_args().parts or list(PARTS)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"bound": BOUND}
     for part in parts:
-        if part in PARTS:
-            results[part] = PARTS[part]()
+        for found in PARTS[part](results.get(part, {})) if part in PARTS else ():
+            results[part] = found
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     write_table(results)
 

@@ -106,7 +106,12 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
         "FSDPSFTTrainer",
     ),
     "hone.utils.ulysses": _not_built(
-        "sequence parallelism is not built; ranks split rows", "FSDPUlyssesShardingManager"
+        "the engine splits packed rows itself (actor.ulysses_sequence_parallel_size), without a global "
+        "group and without changes to the model's attention",
+        "FSDPUlyssesShardingManager get_ulysses_sequence_parallel_group "
+        "set_ulysses_sequence_parallel_group get_ulysses_sequence_parallel_world_size "
+        "get_ulysses_sequence_parallel_rank gather_seq_scatter_heads gather_heads_scatter_seq "
+        "ulysses_pad_and_slice_inputs gather_outputs_and_unpad",
     ),
     "hone.models.mcore": _not_built(_MEGATRON, "hf_to_mcore_config init_mcore_model"),
     "hone.workers.rollout.replica": _not_built(

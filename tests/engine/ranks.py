@@ -71,8 +71,9 @@ def _main(rank: int, world: int, port: int, folder: str, scenarios: dict[str, Sc
         traceback.print_exc()
         os._exit(1)  # the others wait in a collective: end at once so that the parent sees it
     torch.save(results, Path(folder) / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def share(rank: int, world: int, batch: DataProto | None = None) -> DataProto:

@@ -17,7 +17,9 @@ from tests.engine.layouts import (
     largest_difference,
     resume,
     run_cases,
+    run_families,
     update,
+    write_families,
     write_models,
 )
 from tests.engine.tensor_families import KINDS, families
@@ -25,15 +27,21 @@ from tests.engine.tensor_families import KINDS, families
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+SPLIT_FAMILIES = ["deepseek_v3", "falcon", "gemma2", "gpt_oss", "qwen3_moe"]
+"""Latent attention, a layout in the mask, soft caps and windows, sinks, experts."""
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """One spawn per number of ranks; that of 2 also continues from all checkpoints."""
     folder = tmp_path_factory.mktemp("layouts")
     write_models(folder)
+    write_families(SPLIT_FAMILIES, folder)
     found = {}
     for world in sorted({layout.ranks for layout in LAYOUTS}, reverse=True):
-        more = {"resumed": resume, "families": families} if world == 2 else {}
-        scenarios = {"cases": run_cases} | more
+        scenarios = {"cases": run_cases}
+        if world == 2:
+            scenarios |= {"resumed": resume, "families": families, "split": run_families}
         for rank, result in enumerate(ranks.spawn(scenarios, world, folder)):
             found[world, rank] = {k: v for part in result.values() for k, v in part.items()}
     return found, resume(0, 1, folder), folder
@@ -86,6 +94,13 @@ def test_checkpoints_of_any_layout_resume_under_another(results):
         for name, one_more in found.items():
             if name.startswith("saved"):
                 assert max(largest_difference(one_more, baseline).values()) < BOUND, name
+
+
+def test_families_with_other_attention_can_be_split(results):
+    for rank in range(2):
+        found = results[0][2, rank]
+        for name in SPLIT_FAMILIES:
+            assert max(found[f"family {name}"].values()) < BOUND, name
 
 
 def test_exports_are_equal(results, expected):

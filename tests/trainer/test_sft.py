@@ -326,13 +326,17 @@ def test_ranks_that_disagree_with_the_config_are_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_numbers_of_one(train: Run, settings: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_two_ranks_give_the_numbers_of_one(
+    train: Run, settings: list[str], tmp_path: Path, sequence: int
+) -> None:
     import subprocess
     import sys
 
     one = train("one", "trainer.test_freq=3")
     two = tmp_path / "two"
     overrides = [*settings, "trainer.test_freq=3", f"trainer.default_local_dir={two}"]
+    overrides += [f"ulysses_sequence_parallel_size={sequence}"]
     command = [sys.executable, "-m", "hone.trainer.main_sft", *overrides]
     subprocess.run([*command, "trainer.n_gpus_per_node=2"], check=True, timeout=1200)
     for a, b in zip(numbers(one), numbers(two), strict=True):
