@@ -251,6 +251,8 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     """Record the experts of every token, for `actor.router_replay.mode=R3`."""
     free_cache_engine: bool = True
     """Free the KV cache after generation."""
+    merge_lora: bool = False
+    """Publish merged weights to an engine that could take LoRA adapters alone."""
     val_kwargs: ValKwargs = block(ValKwargs)
     multi_turn: MultiTurnConfig = block(MultiTurnConfig)
     agent: AgentConfig = block(AgentConfig)

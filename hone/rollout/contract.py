@@ -192,6 +192,8 @@ class RolloutSpec:
     peers: Peers | None = None
     """The ranks that share one model, with rollout.tensor_model_parallel_size in the native engine: then
     `load_policy` returns a module without weights, and all ranks call `current_weights` together."""
+    adapters: bool = False
+    """The policy has LoRA adapters, and an engine with separate weights may take them alone."""
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from hone.rollout.requests import RequestRules
 from hone.rollout.server_build import build_vllm_servers
 from hone.rollout.server_weights import meta_parameters
 from hone.rollout.vllm import VLLMRollout
+from hone.rollout.vllm_adapters import AdapterVLLM, engine_arguments
 from hone.rollout.vllm_process import EngineProcess, Launch
 from hone.types import Row, Settings
 
@@ -66,19 +68,27 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
         raise RolloutError(f"rollout.name=vllm, but {place} has no vLLM; {INSTALL}")
     model = load_config(spec.model_path)
     rules = RequestRules.of(model, spec.eos_ids, spec.tokenizer)
-    launches = [launch(spec, rules.max_positions, i) for i in range(config.data_parallel_size)]
+    lm = _published_adapters(spec)
+    more = (engine_arguments(lm) if lm is not None else None) or {}
+    launches = [
+        launch(spec, rules.max_positions, i, more) for i in range(config.data_parallel_size)
+    ]
     bucket_bytes = 2**30
     if isinstance(config, RolloutConfig):
         bucket_bytes = config.checkpoint_engine.bucket_bytes
     names = ["vLLM"] if len(launches) == 1 else [f"vLLM {i}" for i in range(len(launches))]
-    engine = VLLMRollout(
-        [EngineProcess(one, name) for one, name in zip(launches, names, strict=True)],
-        rules,
-        meta_parameters(spec.model_path),
-        bucket_bytes=bucket_bytes,
-        device=spec.device,
-        current_weights=spec.current_weights,
-    )
+    processes = [EngineProcess(one, name) for one, name in zip(launches, names, strict=True)]
+    if lm is not None and more:
+        engine: VLLMRollout = AdapterVLLM(processes, rules, lm, device=spec.device)
+    else:
+        engine = VLLMRollout(
+            processes,
+            rules,
+            meta_parameters(spec.model_path),
+            bucket_bytes=bucket_bytes,
+            device=spec.device,
+            current_weights=spec.current_weights,
+        )
     try:
         run_coroutine(_begin(engine, spec))
     except BaseException:
@@ -88,15 +98,30 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
 
 
 async def _begin(engine: VLLMRollout, spec: RolloutSpec) -> None:
-    """Starts the processes; adapters and changed configs are in the weights, not in the model's files."""
+    """Starts the processes; merged adapters and changed configs are in the weights, not in the files."""
     await engine.start()
-    if spec.current_weights is not None:
+    if spec.current_weights is not None and not engine.traits.adapters:
         await engine.begin_update()
         await engine.load(spec.current_weights())
         await engine.commit(0)
 
 
-def launch(spec: RolloutSpec, max_positions: int | None, number: int) -> Launch:
+def _published_adapters(spec: RolloutSpec) -> Any:
+    """Returns the policy's PEFT model if its adapters are published alone.
+
+    On a GPU that the actor shares, vLLM gives its weights back while the actor trains, and all of them
+    are published on waking: merged ones then need no second computation per layer.
+    """
+    config = spec.config
+    shares_gpu = spec.device.type == "cuda" and spec.current_weights is not None
+    if shares_gpu and isinstance(config, RolloutConfig) and config.free_cache_engine:
+        return None
+    return spec.load_policy().lm if spec.adapters else None
+
+
+def launch(
+    spec: RolloutSpec, max_positions: int | None, number: int, more: Row | None = None
+) -> Launch:
     """Returns how the engine of this number is started."""
     config = spec.config
     cuda = spec.device.type == "cuda"
@@ -136,7 +161,7 @@ def launch(spec: RolloutSpec, max_positions: int | None, number: int) -> Launch:
             engine["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
     if tensor * pipeline == 1:
         engine["distributed_executor_backend"] = "uni"
-    engine |= _passed_on(config.engine_kwargs.vllm)
+    engine |= (more or {}) | _passed_on(config.engine_kwargs.vllm)
     engine |= {
         "skip_tokenizer_init": True,
         "logprobs_mode": "raw_logprobs",

@@ -67,6 +67,7 @@ class Server:
         self._updating = False
         self._llm: Any = None
         self._parameters: Any = None
+        self._adapter: Any = None
 
     def read(self) -> None:
         """Queues commands and answers pings; ends the process group when the parent has gone."""
@@ -83,8 +84,11 @@ class Server:
             end_group()
 
     def serve(self) -> None:
-        names = ("start", "add", "abort", "pause", "resume", "load", "finish", "sleep", "wake_up")
-        verbs: dict[str, Callable[[Frame], object]] = {name: getattr(self, name) for name in names}
+        commands = (
+            *(self.start, self.add, self.abort, self.pause, self.resume),
+            *(self.load, self.finish, self.adapter, self.sleep, self.wake_up),
+        )
+        verbs: dict[str, Callable[[Frame], object]] = {c.__name__: c for c in commands}
         while True:
             frame = self._next(wait=self._paused or not self._ids)
             if frame is None:
@@ -174,6 +178,7 @@ class Server:
                 prompt,
                 self._parameters(parameters),
                 supported_tasks=engine.get_supported_tasks(),
+                lora_request=self._adapter,
             )
             engine.input_processor.assign_request_id(request)
             engine.engine_core.add_request(request)
@@ -206,6 +211,17 @@ class Server:
         self._llm.finish_weight_update()
         self._updating = False
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+
+    def adapter(self, frame: Frame) -> None:
+        """Loads the LoRA adapter of a folder for every request, in place of the last one."""
+        from vllm.lora.request import LoRARequest
+
+        engine = self._llm.llm_engine
+        if self._adapter is not None:
+            engine.remove_lora(1)
+        self._adapter = LoRARequest("hone", 1, frame["folder"])
+        engine.add_lora(self._adapter)
+        engine.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self, frame: Frame) -> None:
         """Keeps paused requests, which compute their KV cache again."""

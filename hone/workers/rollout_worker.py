@@ -100,6 +100,7 @@ class RolloutWorker(Worker):
                 current_weights=self.actor.engine.named_hf_weights
                 if self.actor is not None and self.world_size == 1
                 else None,
+                adapters=config.model.uses_lora and not config.rollout.merge_lora,
             )
             self.engine = build_rollout(self._on_ranks(spec, model) if self._ranks > 1 else spec)
         if self.actor is None and not self.engine.traits.decodes_with_module:
@@ -247,7 +248,9 @@ class RolloutWorker(Worker):
                 yield name, tensor
 
         with self.actor.engine.present():
-            weights = self.actor.engine.named_hf_weights()
+            engine = self.actor.engine
+            adapters = self.engine.traits.adapters and engine.facts.has_adapters
+            weights = engine.named_adapter_weights() if adapters else engine.named_hf_weights()
             run_coroutine(self._update(copied(weights), version))
         return sum(sizes)
 

@@ -43,6 +43,7 @@ RENAMED_CASES: dict[str, Any] = {
     "algorithm.dpo_coef": 0.5,
     "reward_model.batch_size": 64,
     "ray_init.timeline_json_file": "timeline.json",
+    f"{MODEL}.lora.merge": True,
     f"{MODEL}.lora.rank": 8,
     f"{MODEL}.lora.alpha": 32,
     f"{MODEL}.lora.dropout": 0.1,

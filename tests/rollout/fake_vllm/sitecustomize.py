@@ -6,6 +6,7 @@ with 96 is refused, and one with 97 makes a step take very long. `model` says ho
 
 from __future__ import annotations
 
+import json
 import struct
 import sys
 import time
@@ -24,7 +25,7 @@ class LogProbs:
 
 class Engine:
     def __init__(self) -> None:
-        self.requests, self.weight, self.resets = {}, 0, 0
+        self.requests, self.weight, self.resets, self.adapters = {}, 0, 0, 0
 
     @property
     def input_processor(self):
@@ -35,7 +36,20 @@ class Engine:
     def get_supported_tasks(self):
         return ("generate",)
 
-    def process_inputs(self, key, prompt, params, supported_tasks):
+    def add_lora(self, request):
+        """The first number of the first matrix A shifts the tokens."""
+        with open(f"{request.folder}/adapter_model.safetensors", "rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+            (name,) = [n for n in header if n.endswith("lora_A.weight")]
+            file.seek(header[name]["data_offsets"][0], 1)
+            (number,) = struct.unpack("<f", file.read(4))
+        assert self.adapters == 0, "one adapter is there"
+        self.adapters, self.weight = 1, int(number)
+
+    def remove_lora(self, number):
+        self.adapters = 0
+
+    def process_inputs(self, key, prompt, params, supported_tasks, lora_request):
         if 96 in prompt["prompt_token_ids"]:
             raise ValueError("96 is refused")
         return SimpleNamespace(request_id=key, state=[prompt["prompt_token_ids"], params, 0])
@@ -133,7 +147,11 @@ if not sys.argv[0].endswith("-c"):
     module("torch", Tensor=object)
     module("vllm", LLM=LLM, SamplingParams=lambda **given: given, __version__="fake")
     module("vllm.config", WeightTransferConfig=lambda backend: backend)
-    module("vllm.sampling_params", RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    module("vllm.lora")
+    module(
+        "vllm.lora.request",
+        LoRARequest=lambda name, number, folder: SimpleNamespace(folder=folder),
+    )
     module("vllm.distributed")
     module("vllm.distributed.weight_transfer", WeightTransferEngineFactory=factory)
     module("vllm.distributed.weight_transfer.base", **dict.fromkeys(names, base))

@@ -1,0 +1,92 @@
+"""vLLM with LoRA adapters: an update is the adapter's tensors, and the base stays as in the model's files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hone.models.lora import adapter_weights
+from hone.rollout.requests import RequestRules
+from hone.rollout.vllm import VLLMRollout, Weights
+from hone.rollout.vllm_process import EngineProcess
+from hone.types import Row
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
+
+
+def engine_arguments(lm: PeftModel) -> Row | None:
+    """Returns what `vllm.LLM` needs for an adapter; None for one that vLLM cannot take."""
+    config = lm.peft_config[lm.active_adapter]
+    rank = max([config.r, *config.rank_pattern.values()])
+    plain = all(".lora_" in name for name, _ in adapter_weights(lm)) and rank <= _RANKS[-1]
+    if not plain:
+        return None
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(r for r in _RANKS if r >= rank),
+    }
+
+
+class AdapterVLLM(VLLMRollout):
+    """Every request uses the adapter of the last update, which a folder in memory holds."""
+
+    def __init__(
+        self,
+        processes: Sequence[EngineProcess],
+        rules: RequestRules,
+        lm: PeftModel,
+        *,
+        device: torch.device,
+    ) -> None:
+        parameters = {name: tensor.to("meta") for name, tensor in adapter_weights(lm)}
+        super().__init__(processes, rules, parameters, bucket_bytes=0, device=device)
+        self.traits = replace(self.traits, adapters=True)
+        self._config = lm.peft_config[lm.active_adapter]
+        self._infix = f".{lm.active_adapter}."
+        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        self._folder = tempfile.TemporaryDirectory(prefix="hone-adapter-", dir=shared)
+
+    async def _load(self, weights: Weights) -> None:
+        for _ in self._checked(weights):
+            pass
+
+    async def _remote_commit(self, version: int, loaded: bool) -> None:
+        if loaded:
+            await asyncio.to_thread(self._write)
+            for process in self._processes:
+                process.stale = True
+        await super()._remote_commit(version, loaded)
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        self._config.save_pretrained(self._folder.name)
+        tensors = {
+            name.replace(self._infix, "."): tensor.contiguous()
+            for name, tensor in self._host_copy.items()
+        }
+        save_file(tensors, Path(self._folder.name) / "adapter_model.safetensors")
+
+    async def _restore(self, process: EngineProcess) -> None:
+        if self._updated:
+            await process.call("adapter", folder=self._folder.name)
+        process.stale = process.missed = process.loading = False
+
+    def _sleep_level(self) -> int:
+        return int(self._device.type == "cuda")
+
+    async def _remote_close(self) -> None:
+        await super()._remote_close()
+        self._folder.cleanup()
