@@ -38,6 +38,7 @@ def model(tmp_path: Path) -> str:
     return f"actor_rollout_ref.model.path={folder}"
 
 
+@pytest.mark.slow
 def test_a_run_replays_the_experts_of_the_rollout_or_of_its_log_prob_pass(
     train: Callable[..., Run], model: str
 ) -> None:
