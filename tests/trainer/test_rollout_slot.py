@@ -58,3 +58,34 @@ def test_a_sharded_rollout_trains_as_one_rank_does_and_resumes(
     for metric in METRICS:
         assert resumed.numbers[-1][metric] == two.numbers[-1][metric]
     assert resumed.rollouts(4) == two.rollouts(4)
+
+
+LAYOUTS = {
+    "a pool of its own, with LoRA": [
+        "trainer.controller=ray",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "actor_rollout_ref.model.lora_rank=4",
+    ],
+    "a tensor parallel actor": [
+        *TWO_RANKS,
+        "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
+    ],
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sharded_rollout_takes_weights_of_any_layout(
+    train: Callable[..., Run], layout: str
+) -> None:
+    """Both steps: the second decodes with the weights of the first update."""
+    model = [key for key in LAYOUTS[layout] if "lora" in key]
+    one = train(*SGD, *model, folder="one")
+    size = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    two = train(*SGD, *LAYOUTS[layout], size, folder="two")
+    assert first_difference(one, two) is None
+    for metric in METRICS:
+        value = pytest.approx(one.numbers[-1][metric], rel=1e-3, abs=1e-6)
+        assert two.numbers[-1][metric] == value, metric

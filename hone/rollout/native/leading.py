@@ -186,7 +186,8 @@ class LeadingRollout(NativeRollout):
     def _tell_once(self, command: str) -> None:
         with self._between_steps():
             leads, self._leads = self._leads, False
-            if leads and not self._leading.failed:
+            # In an update the other ranks do not listen.
+            if leads and not (self._leading.failed or self._update.under_way):
                 self._leading.send({"do": command})
 
     def _wait_for_work(self) -> bool:
@@ -199,5 +200,5 @@ class LeadingRollout(NativeRollout):
                     notified, self._notified = self._notified, False
                     return not (self._stopped or notified)
             with self._between_steps():
-                if not self._update.under_way:  # in an update the other ranks do not listen
+                if not self._update.under_way:
                     self._leading.send({"do": "wait"})

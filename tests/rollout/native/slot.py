@@ -143,6 +143,9 @@ class SlotRollout:
             self.leader.drive(until)
         finally:
             self.leader.release()
+            if self.leader._update.under_way:  # it will not end
+                for follower in self.slot.followers:
+                    asyncio.run(follower.close())
             self.slot.join()
             self._driven = False
 
@@ -187,10 +190,11 @@ class SlotFactory(NativeFactory):
         engine: Any = SlotRollout(Slot(policy, max_num_seqs=max_num_seqs, paged=self.paged))
         return engine
 
+    def phases(self, engine: Any) -> dict[str, Place]:
+        places = (PagedFactory() if self.paged else NativeFactory()).phases(engine)
+        return places | {"deliver": (engine.leader, "_deliver")}
+
 
 class PagedSlotFactory(SlotFactory):
     name = "paged-tp2"
     paged = True
-
-    def phases(self, engine: Any) -> dict[str, Place]:
-        return PagedFactory.phases(PagedFactory(), engine)
