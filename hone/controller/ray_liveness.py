@@ -24,7 +24,7 @@ from hone.controller.failures import ClusterFailed, NodeLost, Seat, WorkerDied, 
 from hone.controller.processes import GONE, STOPPED, ZOMBIE, Silence, last_lines, process_state
 
 PING_EVERY_S = 2.0
-LOG_DEADLINE_S = 5.0
+LOG_DEADLINE_S = 15.0
 CONNECT_DEADLINE_S = 5.0
 LAST_ANSWER_S = 5.0
 """The processes of a node whose raylet has died answer for less than this."""
