@@ -169,7 +169,8 @@ class WorkerGroup(Generic[W]):
         return future.get() if spec.blocking else future
 
     def _submit(self, rank: int, call: Call) -> Any:
-        self.traffic[f"{self.name}/{call.method}"] += payload_bytes((call.args, call.kwargs))
+        arguments = (*call.args, *call.kwargs.values())
+        self.traffic[f"{self.name}/{call.method}"] += sum(map(payload_bytes, arguments))
         return self._crew.submit(rank, call)
 
     def _future(self, collect: Function, handles: list[Any], method: str) -> DataProtoFuture:

@@ -68,6 +68,8 @@ def test_a_group_counts_arguments_and_results_by_role_and_method() -> None:
         assert group.traffic["toy/twice_each"] == sent + 2 * sent
         group.execute_all("echo", "word")
         assert group.traffic["toy/echo"] == 2 * len("word")
+        group.zero_echo(5)
+        assert group.traffic["toy/zero_echo"] == 16  # the result is a list of two numbers
 
 
 def test_metrics_name_what_was_carried_and_start_anew() -> None:

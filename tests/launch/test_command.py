@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -76,6 +78,70 @@ def test_a_training_command_gets_the_size_of_the_cluster_unless_it_sets_it() -> 
     module = ["python", "-m", "hone.trainer.main_ppo"]
     assert _sized([*module, "trainer.nnodes=1"], 2, None) == [*module, "trainer.nnodes=1"]
     assert _sized(["python", "x.py", "train"], 2, 8) == ["python", "x.py", "train"]
+
+
+class Server:
+    """Stands for the job server: two jobs, the newer one running."""
+
+    stopped: ClassVar[list[str]] = []
+
+    def __init__(self, address: str) -> None:
+        assert address == "http://127.0.0.1:1"
+
+    def details(self) -> list[Any]:
+        states = {"one": "SUCCEEDED", "two": "RUNNING"}
+        return [
+            SimpleNamespace(
+                submission_id=name,
+                status=SimpleNamespace(value=state),
+                start_time=0,
+                entrypoint="x",
+            )
+            for name, state in states.items()
+        ]
+
+    def follow(self, job: str, write: Callable[[str], None]) -> int:
+        write(f"log of {job}\n")
+        return 3
+
+    def stop(self, job: str) -> bool:
+        self.stopped.append(job)
+        return job == "two"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ([], 0, "two  RUNNING"),
+        (["list"], 0, "one  SUCCEEDED"),
+        (["logs"], 3, "log of two"),
+        (["logs", "one"], 3, "log of one"),
+        (["stop"], 0, "stopping two"),
+        (["stop", "one"], 0, "one has ended already"),
+        (["stop", "three"], 2, "no job three; it has one, two"),
+    ],
+)
+def test_jobs_are_listed_followed_and_stopped_the_newest_by_default(
+    words: list[str],
+    status: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setattr("hone.launch.jobs.Jobs", Server)
+    assert cli.main(["jobs", "--address", "http://127.0.0.1:1", *words]) == status
+    output = capsys.readouterr()
+    assert told in output.out + output.err
+
+
+def test_jobs_without_a_launch_say_what_to_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["jobs"]) == 2
+    output = capsys.readouterr()
+    assert "give --address" in output.out + output.err
 
 
 @contextmanager
@@ -222,14 +288,23 @@ def ssh_on_path(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_list_of_hosts_over_ssh_runs_a_real_cluster(tmp_path: Path) -> None:
+def test_nothing_is_left_on_the_hosts_of_ssh_when_the_launch_is_killed(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1\n127.0.0.1\n")
     with ssh_on_path(tmp_path) as programs:
         environment = {"PATH": f"{programs}:/usr/bin:/bin"}
         words = ["--gpus-per-node", "0", "--setup", f"export PYTHONPATH={ROOT} HOME={tmp_path}"]
-        words += ["ssh", "--hosts", "hosts", "--", "python", "job.py", "end", "a  b"]
+        words += ["ssh", "--hosts", "hosts", "--", "python", "job.py", "wait", "a  b"]
         with launched(words, tmp_path, environment) as launch:
-            output, _ = launch.communicate(timeout=300)
-    assert f"nodes 2 folder {tmp_path} word a  b\n" in output, output
-    assert launch.returncode == 3
+            assert launch.stdout is not None
+            lines = []
+            for line in launch.stdout:
+                lines.append(line)
+                if line == "waits\n":
+                    break
+            assert f"nodes 2 folder {tmp_path} word a  b\n" in lines, "".join(lines)
+            launch.kill()
+        end_time = time.monotonic() + 120
+        while processes_of(tmp_path) and time.monotonic() < end_time:
+            time.sleep(0.5)
     assert processes_of(tmp_path) == []
+    assert list(tmp_path.glob(".hone/launch/*")) == []
