@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,8 @@ class _Part:
     """The forward of the model's code."""
     rope: int = 0
     rows: int = 0
+    latest: ClassVar[tuple[ReferenceType[Tensor], Tensor] | None] = None
+    """The latest input of a layer of split rows while it lives, and its copy in the graph."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run: Callable[..., Any] = _FORWARDS.get(self.style, _replicated)
@@ -128,8 +131,19 @@ def _replicated(part: _Part, *args: Any, **kwargs: Any) -> Any:
     return part.own(*args, **kwargs)
 
 
+def _forget(_: ReferenceType[Tensor]) -> None:
+    _Part.latest = None
+
+
 def _column(part: _Part, x: Tensor) -> Tensor:
-    out: Tensor = part.own(copy_to(x, part.group))
+    """Layers with the same input (q, k and v) share one sum of its gradients."""
+    copied = x
+    if torch.is_grad_enabled():
+        latest = part.latest
+        if latest is None or latest[0]() is not x:
+            latest = _Part.latest = ref(x, _forget), copy_to(x, part.group)
+        copied = latest[1]
+    out: Tensor = part.own(copied)
     return out
 
 
