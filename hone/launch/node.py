@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -83,17 +84,23 @@ def main() -> None:
     guard = subprocess.Popen(
         [*program, str(os.getpid())], stdin=nothing, stdout=nothing, stderr=nothing
     )
+    # Only this user may enter it: Ray makes its session folder inside world-writable. Ray's own place would
+    # offer this cluster to every other program of the machine that looks for one.
+    session = tempfile.mkdtemp(prefix="hone-ray-")
     try:
-        serve(settings, folder, answer)
+        serve(settings, folder, session, answer)
     finally:
         reaper.end_marked(f"{settings.mark}-{os.getpid()}")
         guard.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in (folder, session):
+            shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):  # another node's folder may be there
             folder.parent.rmdir()
 
 
-def serve(settings: NodeSettings, folder: Path, answer: Callable[[Ready], None]) -> None:
+def serve(
+    settings: NodeSettings, folder: Path, session: str, answer: Callable[[Ready], None]
+) -> None:
     """Starts Ray on this node and waits for the end of standard input."""
     folder.mkdir(parents=True, mode=0o700)
     token_file = folder / "token"
@@ -105,6 +112,7 @@ def serve(settings: NodeSettings, folder: Path, answer: Callable[[Ready], None])
         "RAY_AUTH_TOKEN_PATH": str(token_file),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": str(START_DEADLINE_S),
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(START_DEADLINE_S),
         "RAY_agent_register_timeout_ms": str(1000 * START_DEADLINE_S),
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
         reaper.MARK_ENV: f"{settings.mark}-{os.getpid()}",
@@ -112,7 +120,7 @@ def serve(settings: NodeSettings, folder: Path, answer: Callable[[Ready], None])
     if settings.only_loopback:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
-        ready = start(settings, token_file)
+        ready = start(settings, token_file, session)
     except Exception as error:  # Ray raises many kinds
         answer(Ready(error=f"{type(error).__name__}: {error}"))
         return
@@ -125,7 +133,7 @@ def serve(settings: NodeSettings, folder: Path, answer: Callable[[Ready], None])
         pass
 
 
-def start(settings: NodeSettings, token_file: Path) -> Ready:
+def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
     """Runs `ray start` in this process; the processes of Ray are its children."""
     # Ray reads its settings from the environment when it is imported.
     from ray._private import ray_constants, services
@@ -146,7 +154,7 @@ def start(settings: NodeSettings, token_file: Path) -> Ready:
         return Ready(settings.head, token_file=str(token_file))
     port, jobs = settings.port or free_port(), free_port()
     options += ["--head", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
-    options += ["--include-dashboard=true", f"--dashboard-port={jobs}"]
+    options += ["--include-dashboard=true", f"--dashboard-port={jobs}", f"--temp-dir={session}/ray"]
     ray_start.main(options, standalone_mode=False)
     host = services.get_node_ip_address()
     return Ready(f"{host}:{port}", f"http://{LOOPBACK}:{jobs}", str(token_file))
