@@ -34,7 +34,7 @@ from hone.workers.objectives import PolicyObjective
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = 64
-CPU_SHAPE = replace(TINY, name="2 layers of 128", hidden=128, mlp=512)
+CPU_SHAPE = replace(TINY, name="2 layers, width 64, MLP 512", mlp=512)
 H200_FLOPS = 989e12
 """Dense bfloat16 operations per second in the data sheet."""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -74,13 +72,16 @@ def families() -> dict[str, Any]:
     return {name.removeprefix("family "): numbers for name, numbers in found.items()}
 
 
-def runs(rollout: str, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def runs(rollout: str, found: dict[str, Any], only: str) -> Iterator[dict[str, Any]]:
     """5 GRPO steps of every layout under Ray, against one process; yields the results so far."""
+    from hone.controller.ray_start import start_ray
+
+    start_ray({"num_cpus": 4, "log_to_driver": False, "object_store_memory": 200_000_000})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = make_task(folder)
         one = _train(task, ONE, folder / "one", rollout)
-        for number, layout in enumerate(LAYOUTS):
+        for number, layout in enumerate(x for x in LAYOUTS if only in str(x)):
             run = _train(task, layout, folder / str(number), rollout)
             found[str(layout)] = _compared(run, one)
             print(layout, found[str(layout)], flush=True)
@@ -104,11 +105,7 @@ def _train(task: Task, layout: Layout, folder: Path, rollout: str) -> Run:
         f"trainer.n_gpus_per_node={layout.ranks}",
         f"trainer.controller={'ray' if layout.ranks > 1 else 'local'}",
     ]
-    command = [sys.executable, "-m", "hone.trainer.main_ppo", *task.overrides(folder, *overrides)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{layout}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return Run(folder)
+    return Run(folder).train(task.overrides(folder, *overrides))
 
 
 def _compared(run: Run, one: Run) -> dict[str, Any]:
@@ -178,9 +175,9 @@ def _cell(run: dict[str, Any] | None) -> str:
     return f"{run['metrics']:.0e} up to step {step}, where token {token} of row {row} differs"
 
 
-PARTS: dict[str, Callable[[dict[str, Any]], Iterable[dict[str, Any]]]] = {
-    "updates": lambda _: [updates()],
-    "families": lambda _: [families()],
+PARTS: dict[str, Callable[[dict[str, Any], str], Iterable[dict[str, Any]]]] = {
+    "updates": lambda *_: [updates()],
+    "families": lambda *_: [families()],
     "grpo": partial(runs, "tests.trainer.recorded:Recorded"),
     "sampled": partial(runs, "native"),
 }
@@ -189,10 +186,14 @@ PARTS: dict[str, Callable[[dict[str, Any]], Iterable[dict[str, Any]]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, "table", []], default=[])
-    parts = parser.parse_args().parts or list(PARTS)
+    parser.add_argument(
+        "--only", default="", help="layouts whose name has this text, in GRPO steps"
+    )
+    options = parser.parse_args()
+    parts = options.parts or list(PARTS)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"bound": BOUND}
     for part in parts:
-        for found in PARTS[part](results.get(part, {})) if part in PARTS else ():
+        for found in PARTS[part](results.get(part, {}), options.only) if part in PARTS else ():
             results[part] = found
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     write_table(results)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
 
 from hone.config import ConfigError, load_config
 from hone.engine.contract import Mesh
-from hone.engine.mesh import mesh_of
+from hone.engine.mesh import mesh_of, refuse_split
+from hone.models.families import UnsupportedModel
 
 
 @pytest.mark.parametrize(("world", "sequence", "tensor"), [(1, 1, 1), (4, 2, 1), (8, 2, 2)])
@@ -59,3 +61,11 @@ def test_rows_must_be_even_over_the_slots_not_over_the_ranks():
     config = load_config([*settings, f"{ACTOR}.ulysses_sequence_parallel_size=2"])
     assert config.actor_rollout_ref.ref.ulysses_sequence_parallel_size == 2
     assert config.critic.ulysses_sequence_parallel_size == 1
+
+
+def test_heads_that_the_ranks_cannot_share_are_refused_from_the_config_alone(tmp_path):
+    shape = {"model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    refuse_split(str(tmp_path), 3)  # more ranks than key heads
+    with pytest.raises(UnsupportedModel, match=r"size=4 does not divide the 6 attention heads"):
+        refuse_split(str(tmp_path), 4)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hone.config import PPOTrainerConfig
+from hone.config.engine import FSDPConfig, UpdateConfig, sequence_parallel
 from hone.data.create import run_dataset
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
@@ -169,11 +170,21 @@ class _Preflight:
     def _check_models(self, plan: Plan | None) -> None:
         """Check that each model to load has a supported config and complete weights."""
         config = self.config
-        decoders = [config.actor_rollout_ref.model.path]
-        if plan is not None and plan.critic and config.critic.model.path:
-            decoders.append(config.critic.model.path)
-        for path in dict.fromkeys(decoders):
+        actor, critic = config.actor_rollout_ref.actor, config.critic
+        decoders: list[tuple[str, UpdateConfig, FSDPConfig]] = [
+            (config.actor_rollout_ref.model.path, actor, actor.fsdp_config)
+        ]
+        if plan is not None and plan.critic and critic.model.path:
+            decoders.append((critic.model.path, critic, critic.model.fsdp_config))
+        for path in dict.fromkeys(path for path, *_ in decoders):
             self._attempt(partial(check_model, path))
+        for path, role, sharding in decoders:
+            size = sequence_parallel(role, sharding)
+            if size > 1 and role.strategy in ("fsdp", "fsdp2"):
+                from hone.engine.mesh import refuse_split
+
+                tensor = sharding.tensor_parallel_size
+                self._attempt(partial(refuse_split, path, size, tensor))
         scorer = config.reward_model.model.path
         if plan is not None and plan.reward_model and scorer and not plan.served:
             is_judge = plan.reward_model == "judge"
