@@ -101,6 +101,7 @@ def _train(task: Task, layout: Layout, folder: Path, rollout: str) -> Run:
         f"{actor}.fsdp_config.tensor_parallel_size={layout.tensor}",
         f"actor_rollout_ref.ref.fsdp_config.tensor_parallel_size={layout.tensor}",
         "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.free_cache_engine=false",
         f"trainer.total_training_steps={STEPS}",
         f"trainer.n_gpus_per_node={layout.ranks}",
         f"trainer.controller={'ray' if layout.ranks > 1 else 'local'}",
