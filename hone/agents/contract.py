@@ -24,7 +24,7 @@ from hone.config import PPOTrainerConfig
 from hone.config.data import DataConfig
 from hone.data.prompts import Message, PromptError, initialize_system_prompt, render_prompt
 from hone.plugins import Table
-from hone.rollout.contract import OnTokens, RolloutEngine, Sampling, TokenOutput
+from hone.rollout.contract import OnTokens, RolloutEngine, Sampling, StopReason, TokenOutput
 from hone.tokenizer import Tokenizer
 from hone.types import JsonValue, Row, Settings
 
@@ -134,10 +134,14 @@ class ToolListWrap:
 class ServerManager:
     """The engine client of one trajectory: `generate` with the trajectory's seed."""
 
-    def __init__(self, engine: RolloutEngine, *, seed: int, max_tokens: int) -> None:
+    def __init__(
+        self, engine: RolloutEngine, *, seed: int, max_tokens: int, max_model_len: int | None = None
+    ) -> None:
+        """`max_model_len` limits prompt plus response of a request: the response ends there."""
         self._engine = engine
         self._seed = seed
         self._max_tokens = max_tokens
+        self._max_model_len = max_model_len
 
     async def generate(
         self,
@@ -154,9 +158,12 @@ class ServerManager:
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
         """Returns one completion; `on_tokens` receives tokens as they are sampled. `priority` is ignored."""
-        sampling = Sampling.from_mapping(
-            sampling_params, max_tokens=self._max_tokens, seed=self._seed
-        )
+        most = self._max_tokens
+        if self._max_model_len is not None:
+            most = min(most, self._max_model_len - len(prompt_ids))
+            if most < 1:  # earlier turns fill the context
+                return TokenOutput([], stop_reason=StopReason.LENGTH)
+        sampling = Sampling.from_mapping(sampling_params, max_tokens=most, seed=self._seed)
         media = {"image": image_data, "video": video_data, "audio": audio_data}
         return await self._engine.generate(
             prompt_ids,

@@ -73,6 +73,7 @@ class TrajectoryMaker:
             self._engine,
             seed=trajectory_seed(self._run_seed, row["uid"], row["sample_index"]),
             max_tokens=rollout.response_length,
+            max_model_len=rollout.max_model_len,
         )
 
         async def trajectory() -> list[AgentLoopOutput]:

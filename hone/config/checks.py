@@ -248,11 +248,11 @@ def _data(config: PPOTrainerConfig) -> Iterator[str]:
     for key, own in {"custom_cls": data.custom_cls, "datagen": data.datagen}.items():
         if own.path and not own.name and not _ends_with_class(own.path):
             yield f"data.{key}.path needs data.{key}.name, the class in that file"
-    longest, limit = rollout.prompt_length + rollout.response_length, rollout.max_model_len
-    if limit is not None and limit < longest:
+    limit = rollout.max_model_len
+    if limit is not None and limit <= rollout.prompt_length:
         yield (
-            f"actor_rollout_ref.rollout.max_model_len={limit} is less than the longest prompt plus "
-            f"response ({longest}); use {longest} or null, or lower data.max_response_length"
+            f"actor_rollout_ref.rollout.max_model_len={limit} leaves no room for a response to a prompt of "
+            f"{rollout.prompt_length} tokens; raise it, or lower data.max_prompt_length"
         )
 
 

@@ -218,7 +218,7 @@ class RolloutEngineConfig(SamplingConfig):
     max_num_batched_tokens: int = 8192
     """Maximum tokens of a prefill batch."""
     max_model_len: Count | None = None
-    """Maximum prompt plus response; null is prompt_length + response_length."""
+    """Maximum prompt plus response, where responses end; null is prompt_length + response_length."""
     max_num_seqs: Count = 256
     """Maximum concurrent sequences."""
     enable_prefix_caching: bool = True

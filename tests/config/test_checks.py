@@ -52,11 +52,11 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         f"thing twice; keep {ACTOR}.ppo_micro_batch_size_per_gpu",
         [f"{ACTOR}.ppo_micro_batch_size=null"],
     ),
-    "the model length holds the longest row": (
-        [f"{ROLLOUT}.max_model_len=1000"],
-        f"{ROLLOUT}.max_model_len=1000 is less than the longest prompt plus response (1024); "
-        "use 1024 or null, or lower data.max_response_length",
-        [f"{ROLLOUT}.max_model_len=1024"],
+    "the model length leaves room for a response": (
+        [f"{ROLLOUT}.max_model_len=512"],
+        f"{ROLLOUT}.max_model_len=512 leaves no room for a response to a prompt of 512 tokens; "
+        "raise it, or lower data.max_prompt_length",
+        [f"{ROLLOUT}.max_model_len=513"],
     ),
     "sampling needs a temperature": (
         [f"{ROLLOUT}.temperature=0"],
