@@ -107,9 +107,11 @@ CASES = {
     "critic": Case(_value, head="value", on_many_ranks=True),
     "process reward model": Case(StepObjective, head="steps"),
     "outcome reward model": Case(StepObjective, head="score"),
+    "odd vocabulary": Case(_policy(entropy_coeff=0.1), model="odd"),
     "one key head, untied": Case(_policy(), model="llama", sequence_only=True, on_many_ranks=True),
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "odd": {"family": "qwen3", "kv_heads": 2, "vocabulary": VOCABULARY + 1},
     "qwen2": {"family": "qwen2", "kv_heads": 2},
     "llama": {"family": "llama", "kv_heads": 1, "tie_embeddings": False},
 }
@@ -117,7 +119,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def write_models(folder: Path) -> None:
     for name, shape in MODELS.items():
-        lm = tiny_lm(VOCABULARY, hidden=32, mlp=48, seed=1, **shape)
+        lm = tiny_lm(**{"vocabulary": VOCABULARY, "hidden": 32, "mlp": 48, "seed": 1} | shape)
         save_pretrained(lm, character_tokenizer(), folder / name)
 
 
