@@ -68,21 +68,20 @@ def run(
     with nullcontext() if dry_run else lock_run(config.trainer.default_local_dir):
         with progress("load libraries"):
             from hone.trainer.ppo.preflight import prepare
-            from hone.trainer.ppo.restarts import with_restarts
+            from hone.trainer.ppo.restarts import attempts
 
-        def train(config: PPOTrainerConfig) -> None:
-            with progress("check data, model and plug-ins"):
-                trainer, preview = prepare(config, compute_score)
-            try:
-                for line in (*preview.warnings, *(preview.lines if dry_run else ())):
-                    screen().line(line)
-                if not dry_run:
-                    trainer.init_workers()
-                    trainer.fit(origins)
-            finally:
-                trainer.shutdown()
-
-        with_restarts(config, train)
+        for attempt in attempts(config):
+            with attempt as current:
+                with progress("check data, model and plug-ins"):
+                    trainer, preview = prepare(current, compute_score)
+                try:
+                    for line in (*preview.warnings, *(preview.lines if dry_run else ())):
+                        screen().line(line)
+                    if not dry_run:
+                        trainer.init_workers()
+                        trainer.fit(origins)
+                finally:
+                    trainer.shutdown()
 
 
 def __getattr__(name: str) -> Function:

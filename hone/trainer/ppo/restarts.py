@@ -7,8 +7,8 @@ have had.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from pathlib import Path
 
@@ -26,28 +26,42 @@ RELEASE_DEADLINE_S = 30.0
 """How long the resources of the lost attempt, or of another run, may take to become free."""
 
 
-def with_restarts(config: PPOTrainerConfig, train: Callable[[PPOTrainerConfig], None]) -> None:
-    """Call `train`, and again after a lost process, at most `trainer.max_restarts` times."""
-    limit, folder = config.trainer.max_restarts, config.trainer.default_local_dir
-    attempt, before = config, _saved(folder)
-    failure: ProcessFailure | None = None
+def attempts(config: PPOTrainerConfig) -> Iterator[AbstractContextManager[PPOTrainerConfig]]:
+    """Yield an attempt at the run, and another after a lost process, at most `trainer.max_restarts` more.
+
+    Each is a context with the config to train with; it ends a lost process without an error.
+    """
+    limit, before = config.trainer.max_restarts, _saved(config.trainer.default_local_dir)
+    failures: list[ProcessFailure] = []
     for number in range(limit + 1):
-        with ExitStack() as running:
-            if failure is not None:
-                attempt = _on_what_is_left(config, running, failure)
-                if _saved(folder) != before:  # written by this run, whatever it started from
-                    attempt = replace(attempt, "trainer.resume_mode", "auto")
-                _tell(attempt, number, config)
-            try:
-                train(attempt)
-                return
-            except ProcessFailure as error:
-                if number == limit:
-                    raise
-                log = write_traceback(error, Path(folder).expanduser())
-                rest = f" (its log lines: {log})" if log is not None else ""
-                screen().line(str(error).partition("\n")[0] + rest)
-                failure = copy(error)  # without the frames, which hold the lost trainer
+        yield _attempt(config, number, before, failures)
+        if len(failures) <= number:
+            return
+
+
+@contextmanager
+def _attempt(
+    config: PPOTrainerConfig,
+    number: int,
+    before: set[tuple[int, int]],
+    failures: list[ProcessFailure],
+) -> Iterator[PPOTrainerConfig]:
+    attempt, folder = config, config.trainer.default_local_dir
+    with ExitStack() as running:
+        if failures:
+            attempt = _on_what_is_left(config, running, failures[-1])
+            if _saved(folder) != before:  # written by this run, whatever it started from
+                attempt = replace(attempt, "trainer.resume_mode", "auto")
+            _tell(attempt, number, config)
+        try:
+            yield attempt
+        except ProcessFailure as error:
+            if number == config.trainer.max_restarts:
+                raise
+            log = write_traceback(error, Path(folder).expanduser())
+            rest = f" (its log lines: {log})" if log is not None else ""
+            screen().line(str(error).partition("\n")[0] + rest)
+            failures.append(copy(error))  # without the frames, which hold the lost trainer
 
 
 def _saved(folder: str) -> set[tuple[int, int]]:

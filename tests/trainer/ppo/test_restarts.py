@@ -55,16 +55,15 @@ def attempts(config: PPOTrainerConfig, *events: Any) -> list[PPOTrainerConfig]:
     seen: list[PPOTrainerConfig] = []
     queue = list(events)
 
-    def train(attempt: PPOTrainerConfig) -> None:
-        seen.append(attempt)
-        if queue:
-            event = queue.pop(0)
-            if callable(event):
-                event()
-                raise LOST
-            raise event
-
-    restarts.with_restarts(config, train)
+    for attempt in restarts.attempts(config):
+        with attempt as current:
+            seen.append(current)
+            if queue:
+                event = queue.pop(0)
+                if callable(event):
+                    event()
+                    raise LOST
+                raise event
     return seen
 
 
