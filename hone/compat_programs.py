@@ -59,7 +59,7 @@ _REWARD_LOOP = (
     "scoring is not an actor of its own; hone.trainer.ppo.reward.load_reward_manager scores"
 )
 _MEDIA = "images and videos are not built; give text alone"
-_MEGATRON = "Megatron is not built; strategy=fsdp2 trains the same model"
+_MEGATRON = "strategy=megatron builds the model in hone.engine.megatron"
 _REPLICAS = "rollout servers are not built; hone.LLM(path).generate(prompts) generates"
 _CHECKPOINTS = "checkpoints are written by the trainer; trainer.save_freq and hone export make them"
 
@@ -96,7 +96,6 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
     "hone.utils.checkpoint.fsdp_checkpoint_manager": _not_built(
         _CHECKPOINTS, "FSDPCheckpointManager"
     ),
-    "hone.single_controller.base.megatron.worker": _not_built(_MEGATRON, "MegatronWorker"),
     "hone.models.registry": _not_built(
         "models of your own are loaded with trust_remote_code or external_lib", "ModelRegistry"
     ),

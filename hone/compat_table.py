@@ -276,6 +276,7 @@ NAMES: dict[str, dict[str, str]] = {
         _CONTROLLER, "ResourcePool ClassWithInitArgs"
     ),
     "hone.single_controller.ray": _RAY_NAMES,
+    "hone.single_controller.base.megatron.worker": {"MegatronWorker": f"{_CONTROLLER}:Worker"},
     "hone.single_controller.ray.megatron": {
         "NVMegatronRayWorkerGroup": f"{_CONTROLLER}:RayWorkerGroup"
     },

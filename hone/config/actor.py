@@ -9,7 +9,13 @@ from contextvars import ContextVar
 from typing import Literal
 
 from hone.config.block import AboveOne, Count, NotNegative, Positive, SchemaBlock, block, follows
-from hone.config.engine import FSDPConfig, LogProbConfig, UpdateConfig
+from hone.config.engine import (
+    ACTORS_LAYOUT,
+    FSDPConfig,
+    LogProbConfig,
+    MegatronConfig,
+    UpdateConfig,
+)
 from hone.types import Settings
 
 announced: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
@@ -76,6 +82,7 @@ class ActorConfig(UpdateConfig):
     calculate_sum_pi_squared: bool = False
     """Also compute the sum of squared probabilities; it is automatic for estimators that need it."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
+    megatron: MegatronConfig = block(MegatronConfig)
     ulysses_sequence_parallel_size: Count = follows(
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
     )
@@ -95,6 +102,7 @@ class RefConfig(LogProbConfig):
     use_torch_compile: bool = follows("actor_rollout_ref.actor.use_torch_compile")
     """Compile each decoder block; follows the actor."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
+    megatron: MegatronConfig = block(MegatronConfig, **ACTORS_LAYOUT)
     ulysses_sequence_parallel_size: Count = follows(
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     )

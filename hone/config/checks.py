@@ -31,7 +31,12 @@ _ROLLOUT_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _VALUE = re.compile(r"\{([\w.]+)\}")
 _SAME_CHECKS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
 """Trees whose rows in checks.txt are those of another tree."""
-_SIZES = ("ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size")
+_SIZES = (
+    "ulysses_sequence_parallel_size",
+    "fsdp_config.tensor_parallel_size",
+    "megatron.tensor_model_parallel_size",
+    "megatron.pipeline_model_parallel_size",
+)
 """Parallel sizes, which do not change the training."""
 _BELONGS = re.compile(r"([a-z_]+): ")
 
@@ -54,8 +59,10 @@ def find_problems(tree: str, config: Value) -> Iterator[str]:
             block = f"{_ACTOR}.fsdp_config"
             if not (uneven := list(uneven_mesh(ranks, _ACTOR, actor, block, actor.fsdp_config))):
                 size = sequence_parallel(actor, actor.fsdp_config)
-                slots = ranks // (size * actor.fsdp_config.tensor_parallel_size)
-                uneven += uneven_batches(config, slots)
+                size *= actor.fsdp_config.tensor_parallel_size
+                if actor.strategy == "megatron":
+                    size = actor.megatron.ranks_per_slot
+                uneven += uneven_batches(config, ranks // size)
             yield from uneven
         for check in (_rewards, _data, _shards, _rollout):
             yield from check(config)
@@ -121,6 +128,7 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     alone = config.rollout_ranks == 1 and rollout.tensor_model_parallel_size > 1
     if alone and (missing or rollout.name == "native"):
         yield _ROLLOUT_SIZE, 1, "one rank decodes with the whole model"
+    yield from _not_megatron(config)
     longest = rollout.prompt_length + rollout.response_length
     actor, critic = config.actor_rollout_ref.actor, config.critic
     for block, role, sharding in (
@@ -144,6 +152,21 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     if buffer.enable and buffer.len == 0:
         key = "reward_model.reward_kwargs.overlong_buffer_cfg.enable"
         yield key, False, "a buffer of len=0 tokens penalises nothing"
+
+
+def _not_megatron(config: PPOTrainerConfig) -> Iterator[tuple[str, JsonValue, str]]:
+    """Yields the strategies of roles that FSDP2 trains, because Megatron is missing or lacks a feature."""
+    policy = config.actor_rollout_ref
+    why = ""
+    if find_spec("megatron") is None:
+        why = "megatron-core is not installed here (pip install 'hone-rl[megatron]')"
+    elif policy.model.uses_lora or config.critic.model.lora_rank > 0:
+        why = "strategy=megatron trains no LoRA adapters"
+    elif policy.actor.router_replay.mode != "disabled":
+        why = "strategy=megatron replays no expert routing"
+    for key in (f"{_ACTOR}.strategy", f"{_REF}.strategy", f"{_CRITIC}.strategy"):
+        if why and get(config, key) == "megatron":
+            yield key, "fsdp2", f"{why}; models are sharded with FSDP2"
 
 
 def _missing_engine(
@@ -178,6 +201,18 @@ def uneven_mesh(
     ranks: int, role_key: str, role: SchemaBlock, block_key: str, sharding: FSDPConfig
 ) -> Iterator[str]:
     """Yields parallel sizes of a role whose product does not divide the ranks."""
+    if role.get("strategy") == "megatron":
+        tensor, stages = (
+            role["megatron"].tensor_model_parallel_size,
+            role["megatron"].pipeline_model_parallel_size,
+        )
+        if ranks % (tensor * stages):
+            key = f"{role_key}.megatron"
+            yield (
+                f"{key}.tensor_model_parallel_size={tensor} times pipeline_model_parallel_size={stages} "
+                f"does not divide {ranks} ranks; use sizes whose product does"
+            )
+        return
     sequence, tensor = sequence_parallel(role, sharding), sharding.tensor_parallel_size
     if ranks % (sequence * tensor):
         key = f"{role_key}.ulysses_sequence_parallel_size".lstrip(".")

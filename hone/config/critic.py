@@ -6,7 +6,7 @@ The critic is built if the estimator reads values (gae) or `critic.enable` is tr
 from __future__ import annotations
 
 from hone.config.block import Count, Positive, block, follows
-from hone.config.engine import FSDPConfig, OptimConfig, UpdateConfig
+from hone.config.engine import ACTORS_LAYOUT, FSDPConfig, MegatronConfig, OptimConfig, UpdateConfig
 from hone.config.model import TrainedModelConfig
 
 
@@ -37,6 +37,7 @@ class CriticConfig(UpdateConfig):
     """Maximum gradient norm; follows the optimizer block."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)
     model: CriticModelConfig = block(CriticModelConfig)
+    megatron: MegatronConfig = block(MegatronConfig, **ACTORS_LAYOUT)
     ulysses_sequence_parallel_size: Count = follows(
         "critic.model.fsdp_config.ulysses_sequence_parallel_size"
     )

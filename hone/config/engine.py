@@ -102,6 +102,18 @@ class MegatronConfig(SchemaBlock):
     override_transformer_config: Settings = block(dict)
     """Fields of megatron-core's TransformerConfig, such as recompute_granularity."""
 
+    @property
+    def ranks_per_slot(self) -> int:
+        """The number of ranks that get the same rows."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+
+ACTORS_LAYOUT = {
+    name: follows(f"actor_rollout_ref.actor.megatron.{name}")
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
+}
+"""The defaults of reference and critic, whose process may be the actor's."""
+
 
 class SFTEngineConfig(FSDPConfig):
     """Training engine of supervised fine-tuning."""
@@ -142,7 +154,8 @@ class UpdateConfig(MicroBatches):
     """Settings shared by the updates of policy and critic."""
 
     strategy: str = "fsdp2"
-    """Training engine: fsdp or fsdp2 (both use FSDP2 beyond one rank), or pkg.mod:Class for a custom one."""
+    """Training engine: fsdp or fsdp2 (both use FSDP2 beyond one rank), megatron, or pkg.mod:Class for a
+    custom one."""
     rollout_n: int = follows("actor_rollout_ref.rollout.n")
     """Responses per prompt; follows the rollout."""
     ppo_mini_batch_size: Count = at_most(256, "data.train_batch_size")

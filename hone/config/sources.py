@@ -214,6 +214,8 @@ def read_config(
             keys = dict.fromkeys(_ENGINES[1:], _STRATEGY.get(BUILT_IN[path], ""))
             keys["dapo"] = "reward_model.reward_manager"
             settings += [Setting(key, word, path) for word, key in keys.items() if word in path]
+            if "megatron" in path and tree == "ppo_trainer":
+                settings.append(Setting("critic.strategy", "megatron", path))
             if "prime" in path:
                 settings += [Setting(key, value, path) for key, value in _PRIME.items()]
         elif engine := _ENGINE_CHOICE.match(path):

@@ -10,7 +10,7 @@ import torch
 from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, register
 from hone.engine.contract import Options
-from hone.models.from_config import build_tokenizer
+from hone.models.from_config import build_tokenizer, import_external
 from hone.ops.packing import shared_with_the_row_before
 from hone.protocol import DataProto
 from hone.workers.engine_specs import actor_spec, reference_spec
@@ -114,6 +114,7 @@ class ReferenceWorker(TrainWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         ref = self.config.actor_rollout_ref.ref
+        import_external(self.config.actor_rollout_ref.model.external_lib)
         self.build_engine(ref.strategy, reference_spec, ref.fsdp_config)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

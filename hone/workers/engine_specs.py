@@ -137,6 +137,7 @@ def _spec(
         device=device,
         dtype=pick_dtype(fsdp.dtype, device),
         fsdp=fsdp,
+        megatron=role.get("megatron", config.actor_rollout_ref.actor.megatron),
         response_width=config.actor_rollout_ref.rollout.response_length,
         seed=config.trainer.seed,
         rank=worker.rank,

@@ -85,7 +85,7 @@ def test_explain_tells_all_about_a_key() -> None:
         ("max_turns", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=*+1"),
         (
             "actor_rollout_ref.actor.megatron.anything",
-            "neutral with other values than off\n  models",
+            "neutral with other values than off, true, 1\n  of the settings of Megatron",
         ),
         ("distillation.enabled", "refused with other values than off\n  on-policy distillation"),
         ("data.pad_mode", "neutral with other values than no_padding"),

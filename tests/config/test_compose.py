@@ -230,7 +230,7 @@ def test_refused_keys_of_one_topic_are_one_problem() -> None:
     [
         ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.name", "native"),
         ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name", "native"),
-        ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy", "fsdp2"),
+        ("actor_rollout_ref.actor.strategy=veomni", "actor_rollout_ref.ref.strategy", "fsdp2"),
         ("trainer.device=npu", "trainer.device", "auto"),
         ("critic.model.fsdp_config.dtype=float16", "critic.model.fsdp_config.dtype", "auto"),
     ],
@@ -299,14 +299,41 @@ def test_native_ranks_share_a_model_in_equal_numbers() -> None:
 
 def test_keys_of_another_training_engine_run_with_one_note() -> None:
     megatron = "actor_rollout_ref.actor.megatron"
-    composed = compose([f"{megatron}.tensor_model_parallel_size=2", f"{megatron}.use_mbridge=true"])
-    assert composed.config == load_config()
-    (note,) = composed.notes
-    assert note.endswith(
-        "models are sharded with FSDP2; settings of other training engines are not read"
-    )
+    composed = compose([f"{megatron}.pipeline_model_parallel_size=2", f"{megatron}.use_mbridge=2"])
+    notes = "\n".join(composed.notes)
+    assert "override_transformer_config are read" in notes
+    assert "one rank computes whole sequences and whole layers" in notes
     offload = load_config([f"{megatron}.param_offload=true"]).actor_rollout_ref.actor.fsdp_config
     assert offload.param_offload
+
+
+def test_megatron_runs_if_it_is_installed_and_fsdp2_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overrides = ["trainer.n_gpus_per_node=4", "data.train_batch_size=8"]
+    overrides += ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]
+    for found, strategy in ((object(), "megatron"), (None, "fsdp2")):
+        monkeypatch.setattr("hone.config.checks.find_spec", lambda name, found=found: found)
+        composed = compose(overrides, config_name="ppo_megatron_trainer")
+        policy = composed.config.actor_rollout_ref
+        assert (policy.actor.strategy, policy.ref.strategy) == (strategy, strategy)
+        assert composed.config.critic.strategy == strategy
+        assert policy.ref.megatron.tensor_model_parallel_size == 2
+        missing = [note for note in composed.notes if "hone-rl[megatron]" in note]
+        assert bool(missing) == (strategy == "fsdp2")
+    assert any("other training engines are not read" in note for note in composed.notes)
+
+
+def test_a_layout_of_megatron_that_does_not_fit_the_ranks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hone.config.checks.find_spec", lambda name: object())
+    sizes = [
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3",
+    ]
+    message = error(["actor_rollout_ref.actor.strategy=megatron", *sizes])
+    assert "tensor_model_parallel_size=3 times pipeline_model_parallel_size=1" in message
 
 
 def test_an_unknown_config_name_is_explained() -> None:
@@ -466,7 +493,7 @@ def test_the_choice_of_another_engine_is_its_strategy() -> None:
     actor, critic = "actor_rollout_ref.actor.strategy", "critic.strategy"
     assert strategies("model_engine=megatron") == {actor: "megatron", critic: "megatron"}
     assert strategies("critic=veomni_critic") == {critic: "veomni"}
-    assert strategies(name="ppo_megatron_trainer") == {actor: "megatron"}
+    assert strategies(name="ppo_megatron_trainer") == {actor: "megatron", critic: "megatron"}
     assert strategies("engine=megatron", name="sft_trainer") == {"engine.strategy": "megatron"}
 
 

@@ -352,6 +352,13 @@ def _refuse(spec: EngineSpec) -> None:
         raise ValueError(
             f"strategy=megatron trains policies and critics, not {spec.head} models; use strategy=fsdp2"
         )
+    if spec.device.type == "cpu":
+        try:
+            torch.cuda.current_device()
+        except (AssertionError, RuntimeError) as error:
+            raise ValueError(
+                "megatron-core computes on GPUs, and there is none here; use strategy=fsdp2"
+            ) from error
     if spec.adapters is not None:
         raise ValueError("strategy=megatron trains no LoRA adapters; use strategy=fsdp2")
     if spec.replays_routing:
