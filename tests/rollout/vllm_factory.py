@@ -135,7 +135,7 @@ class VLLMFactory(Factory):
     engine_traits = Traits(decodes_with_module=False)
     probes = frozenset({"model"})
     draws = 400
-    long_tokens = 150
+    long_tokens = 600
     engine_class: type[SharedVLLM] = SharedVLLM
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
