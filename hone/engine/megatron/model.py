@@ -31,7 +31,7 @@ from hone.ops.segments import SegmentLayout
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass
@@ -222,12 +222,10 @@ def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> N
         )
     biased = hf.model_type != "qwen2" and declared(hf, "attention_bias")
     windows = declared(hf, "use_sliding_window")
-    mixed = declared(hf, "mlp_only_layers") or (declared(hf, "decoder_sparse_step") or 1) > 1
     for feature, present in {
         "attention_bias (a bias of the output projection)": biased,
         "mlp_bias": declared(hf, "mlp_bias"),
         "use_sliding_window": windows,
-        "layers without experts": mixed,
         f"hidden_act={hf.hidden_act}": hf.hidden_act != "silu",
     }.items():
         if present:
@@ -243,9 +241,3 @@ def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> N
             raise UnsupportedModel(
                 f"{path} has {count} {what}, which megatron.{key}={megatron[key]} does not divide"
             )
-    split = megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel
-    if declared(hf, "num_experts") and split:
-        raise UnsupportedModel(
-            f"{path} has experts, which megatron-core splits over tensor-parallel ranks only with "
-            "megatron.sequence_parallel=true"
-        )

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # importing megatron-core takes seconds
         ("llama", {"attention_bias": True}, {}, "attention_bias"),
         ("llama", {"mlp_bias": True}, {}, "mlp_bias"),
         ("qwen2", {"use_sliding_window": True}, {}, "use_sliding_window"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, {}, "layers without experts"),
+        ("qwen3_moe", {}, {}, "is a qwen3_moe; strategy=megatron trains llama"),
         ("llama", {"hidden_act": "gelu"}, {}, "hidden_act=gelu"),
         (
             "llama",
@@ -28,12 +28,6 @@ pytestmark = pytest.mark.slow  # importing megatron-core takes seconds
             "2 key-value heads",
         ),
         ("llama", {"num_hidden_layers": 3}, {"pipeline_model_parallel_size": 2}, "3 layers"),
-        (
-            "qwen3_moe",
-            {},
-            {"tensor_model_parallel_size": 2, "sequence_parallel": False},
-            "sequence_parallel=true",
-        ),
     ],
 )
 def test_a_model_that_is_not_built_is_refused(family, changes, megatron, words):
