@@ -137,11 +137,15 @@ class SGLangFactory(Factory):
 
 
 def server_engine(
-    servers: list[ContractServer], *, call_s: float = 30.0, **options: Any
+    servers: list[ContractServer],
+    *,
+    call_s: float = 30.0,
+    start_s: float = 30.0,
+    **options: Any,
 ) -> ServerRollout:
     model = servers[0].policy.lm
     engine = ServerRollout(
-        [SGLangServer(s.url, Limits(start_s=30.0, call_s=call_s), eos_ids=(EOS,)) for s in servers],
+        [SGLangServer(s.url, Limits(start_s, call_s), eos_ids=(EOS,)) for s in servers],
         RequestRules.of(model.config, (EOS,), TOKENIZER),
         dict(model.named_parameters(remove_duplicate=False)),
         WeightFolder(None, "no-such-folder"),

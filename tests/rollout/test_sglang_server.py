@@ -44,7 +44,9 @@ def test_a_fault_of_the_connection_loses_no_token(
     fault: str, servers: list[ContractServer]
 ) -> None:
     async def asked() -> tuple[TokenOutput, TokenOutput, list[int]]:
-        async with opened(servers, call_s=0.4) as engine:
+        # A request that waits for its first token has the limit of a start.
+        late = fault == "the first token comes too late"
+        async with opened(servers, call_s=0.4, start_s=4.0 if late else 30.0) as engine:
             whole = await engine.generate(PROMPT, SHORT, "whole")
             servers[0].faults[fault] = 1
             streamed: list[int] = []

@@ -244,6 +244,8 @@ def _remedies(config: PPOTrainerConfig) -> dict[str, str]:
         remedies["rollout_is_weights"] = f"{corrects}.rollout_is=token, without bypass_mode"
     if not correction.narrows_loss:
         remedies["loss_mask"] = f"{corrects}.rollout_rs, without bypass_mode"
+    if config.actor_rollout_ref.actor.router_replay.mode == "disabled":
+        remedies["routed_experts"] = "actor_rollout_ref.actor.router_replay.mode=R2"
     if config.critic.enable is False:
         remedies["values"] = "critic.enable=null or true"
     for kind, also, columns in (
