@@ -27,6 +27,9 @@ class Seat:
 class ProcessFailure(RuntimeError):
     """A process of the run was lost; a new start on what is left can go on from the last checkpoint."""
 
+    may_restart = True
+    """Whether the run may start again by itself: not if it was asked to stop."""
+
 
 @dataclass(eq=False)
 class WorkerDied(ProcessFailure):

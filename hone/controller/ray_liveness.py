@@ -12,8 +12,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -22,6 +24,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hone.config.trainer import TrainerConfig
 from hone.controller.failures import ClusterFailed, NodeLost, Seat, WorkerDied, WorkerStopped
 from hone.controller.processes import GONE, STOPPED, ZOMBIE, Silence, last_lines, process_state
+from hone.types import Row
+
+T = TypeVar("T")
 
 PING_EVERY_S = 2.0
 LOG_DEADLINE_S = 15.0
@@ -104,27 +109,61 @@ class _Ping:
             self.number += 1
             self.unanswered = True
             with suppress(RayError):
-                self.dead = dead_nodes()
+                self.dead = _dead_among(ray.nodes())
                 self.unanswered = False
 
     def close(self) -> None:
         self._closed.set()
 
 
-def dead_nodes() -> dict[str, str]:
+def answer_of(question: Callable[[], T]) -> T:
+    """Returns the result of a call to the control plane; raises ClusterFailed if it hangs.
+
+    Such a call has no deadline of its own.
+    """
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="ray-question", daemon=True).start()
+    limit_s = TrainerConfig.liveness_deadline_s if _watch is None else _watch.limit_s
+    try:
+        return answer.result(limit_s)
+    except TimeoutError:
+        if _watch is not None:
+            _watch.failed = True
+        event, hint = _silent_control_plane(limit_s)
+        raise ClusterFailed(event, "the trainer", "the list of nodes", hint) from None
+
+
+def _silent_control_plane(limit_s: float) -> tuple[str, str]:
+    """Returns what has happened and what to do."""
+    address = ray.get_runtime_context().gcs_address
+    return (
+        f"Ray's control plane (the GCS at {address}) has not answered for {limit_s:g} s",
+        "look at gcs_server.out among Ray's logs on the head node",
+    )
+
+
+def _dead_among(nodes: Sequence[Row]) -> dict[str, str]:
     """Returns Ray's reason for each node that it calls dead."""
     return {
         node["NodeID"]: f"Ray reports: {node.get('DeathReasonMessage') or 'node failure'}"
-        for node in ray.nodes()
+        for node in nodes
         if not node["Alive"]
     }
 
 
 def raylet_problem(node_id: str) -> str | None:
     """Returns why the raylet of a node does not answer, or None if it accepts connections."""
-    entry = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
+    nodes = answer_of(ray.nodes)
+    entry = next((node for node in nodes if node["NodeID"] == node_id), None)
     if entry is None or not entry["Alive"]:
-        return dead_nodes().get(node_id, "Ray does not know it")
+        return _dead_among(nodes).get(node_id, "Ray does not know it")
     address = entry["NodeManagerAddress"], entry["NodeManagerPort"]
     try:
         socket.create_connection(address, CONNECT_DEADLINE_S).close()
@@ -147,6 +186,11 @@ class ClusterWatch:
         self._nodes: dict[str, _RemoteNode] = {}
         self._lock = threading.Lock()
         self._refresh_at = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        """The `trainer.liveness_deadline_s` of the run."""
+        return self._silence.limit_s
 
     def add(self, role: str, seats: Sequence[Seat], limit_s: float) -> None:
         """Starts watching these processes."""
@@ -195,12 +239,8 @@ class ClusterWatch:
                         self.lost, node_id, owner, method, f"it has not answered for {limit}"
                     )
             if self._ping.unanswered:
-                address = ray.get_runtime_context().gcs_address
-                silent["ping", self._ping.number] = partial(
-                    failed,
-                    f"Ray's control plane (the GCS at {address}) has not answered for {limit}",
-                    "look at gcs_server.out among Ray's logs on the head node",
-                )
+                silence = _silent_control_plane(self._silence.limit_s)
+                silent["ping", self._ping.number] = partial(failed, *silence)
             for target in self._silence.look(silent, time.monotonic()):
                 raise silent[target]()
 

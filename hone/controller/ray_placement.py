@@ -18,7 +18,7 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from hone.controller.failures import ClusterFailed, WaitTimeout, joined
-from hone.controller.ray_liveness import look, lost_nodes, raylet_problem
+from hone.controller.ray_liveness import answer_of, look, lost_nodes, raylet_problem
 from hone.controller.resource_pool import Free, ResourcePool, place
 
 logger = logging.getLogger(__name__)
@@ -49,10 +49,10 @@ class Node:
 def live_nodes() -> list[Node]:
     """Returns the nodes that Ray calls alive and that this process has not seen lost, its own node first."""
     here, lost = ray.get_runtime_context().get_node_id(), lost_nodes()
-    free = available_resources_per_node()
+    entries, free = answer_of(lambda: (ray.nodes(), available_resources_per_node()))
     nodes = [
         Node(id_, entry["NodeManagerAddress"], free.get(id_, {}), entry["Resources"])
-        for entry in ray.nodes()
+        for entry in entries
         if entry["Alive"] and (id_ := entry["NodeID"]) not in lost
     ]
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))

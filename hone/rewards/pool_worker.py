@@ -1,12 +1,14 @@
 """The worker process of `pool.py`: creates the callable once, then runs jobs.
 
-It ends when the pool closes its socket. If the parent has died, a timer ends a running call.
+It ends when the pool closes its socket or kills it, and not by SIGTERM: that asks the run to finish its
+step, and may be sent to all of its processes. If the parent has died, a timer ends a running call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import signal
 import sys
 from multiprocessing.connection import Connection
@@ -49,6 +51,13 @@ def _call(function: Function, arguments: Row) -> object:
         return Failed("exception", f"{type(error).__name__}: {error}")
 
 
+def _outlive_sigterm() -> None:
+    """Let SIGTERM do nothing here; programs and forks that the callable starts end by it as usual."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
 if __name__ == "__main__":
+    _outlive_sigterm()
     with contextlib.suppress(EOFError, OSError):
         serve(Connection(int(sys.argv[1])))

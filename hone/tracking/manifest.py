@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from hone.tracking.atomic import atomic_write_text
@@ -23,6 +24,10 @@ _OF_RANK = "shards_of_rank_"
 
 Entry = tuple[int, int]
 """Size and checksum of a file."""
+
+
+class NotShared(FileNotFoundError):
+    """The processes of a run do not see the same files in its folder."""
 
 
 def seal_shards(folder: Path, rank: int) -> None:
@@ -41,18 +46,24 @@ def seal(folder: Path) -> None:
         known |= {file.with_name(name): tuple(entry) for name, entry in shards.items()}
         file.unlink()
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    if missing := sorted(known.keys() - set(files)):
-        raise FileNotFoundError(
+    require_files(folder, known)
+    for file, (size, _) in known.items():
+        if (seen := file.stat().st_size) != size:
+            raise NotShared(
+                f"{_described(str(file.relative_to(folder)))} was written with {size:,} bytes and has "
+                f"{seen:,} in {folder} as this process sees it; every node must see the same folder"
+            )
+    entries = {str(p.relative_to(folder)): known[p] if p in known else _entry(p) for p in files}
+    atomic_write_text(folder / MANIFEST, json.dumps(entries, indent=1))
+
+
+def require_files(folder: Path, written: Iterable[Path]) -> None:
+    """Raises unless this process sees all of the files that ranks have written to a checkpoint."""
+    if missing := sorted(file for file in written if not file.is_file()):
+        raise NotShared(
             f"{_described(str(missing[0].relative_to(folder)))} was written and is not visible in "
             f"{folder} from this process; every node must see the same folder"
         )
-    entries = {
-        str(p.relative_to(folder)): known[p]
-        if p in known and known[p][0] == p.stat().st_size
-        else _entry(p)
-        for p in files
-    }
-    atomic_write_text(folder / MANIFEST, json.dumps(entries, indent=1))
 
 
 def _entry(file: Path) -> Entry:

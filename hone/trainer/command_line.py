@@ -70,6 +70,7 @@ _MISTAKES = {
     "hone.sandbox.result": "SandboxError",
     "hone.tracking.contract": "TrackerError",
     "hone.tracking.lock": "FolderLocked",
+    "hone.tracking.manifest": "NotShared",
     "hone.trainer.evaluation": "EvaluationError",
     "hone.trainer.export": "ExportError",
     "hone.trainer.job_files": "GenerationError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from hone.controller.decorator import DATA_PARALLEL
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.protocol import DataProto
+from hone.tracking.manifest import NotShared
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Sender, Standing, open_sender, send
 from hone.workers.device import pick_device, prepare_process
@@ -79,6 +81,12 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
+        """Writes this rank's part; the caller has created the parent of the folder."""
+        if not (parent := Path(folder).parent).is_dir():
+            raise NotShared(
+                f"rank {self.rank} on {socket.gethostname()} does not see {parent}, where the checkpoint is "
+                "written; every node must see the same trainer.default_local_dir"
+            )
         self.engine.save(Path(folder), self.checkpoint.save_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -22,7 +22,7 @@ from hone.controller.processes import GONE, STOPPED
 
 pytest.importorskip("ray")
 
-from hone.controller import ray_liveness
+from hone.controller import ray_liveness, ray_placement
 
 HERE = Path(__file__).parent
 SEAT = Seat(1, 4711, "10.0.0.7", "far", ())
@@ -169,6 +169,28 @@ def test_a_control_plane_that_answers_no_more_is_named(watch: Any) -> None:
     look_for(watch, 100, next_ping)  # each one was answered, the next is on its way
     with pytest.raises(ClusterFailed, match=r"control plane \(the GCS at 10.0.0.1:6379\).*20 s"):
         look_for(watch, 30)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda: ray_liveness.raylet_problem("far"),
+        ray_placement.live_nodes,
+        lambda: ray_placement.require_room([ResourcePool([1])]),
+    ],
+)
+def test_a_question_that_the_control_plane_does_not_answer_has_a_deadline(
+    watch: Any, monkeypatch: pytest.MonkeyPatch, question: Callable[[], Any]
+) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(ray_liveness, "_watch", watch)
+    monkeypatch.setattr(ray_liveness.ray, "nodes", lambda: hangs.wait(60) and [])
+    monkeypatch.setattr(ray_placement, "available_resources_per_node", dict)
+    watch.add("actor", (), 0.05)
+    with pytest.raises(ClusterFailed, match=r"control plane \(the GCS at 10.0.0.1:6379\).*0.05 s"):
+        question()
+    assert ray_liveness.cluster_failed()
+    hangs.set()
 
 
 @pytest.mark.parametrize(("pid", "part"), [(7, "control plane"), (8, "node manager")])

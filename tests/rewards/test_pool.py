@@ -30,6 +30,18 @@ def make(base=0):
         if action == "spin":
             import re
             re.match(r"(a+)+$", "a" * 64 + "b")
+        if action == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+            program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            program.terminate()
+            here, there = os.pipe()
+            fork = os.fork()
+            if not fork:
+                os.write(there, b"started")
+                time.sleep(3600)
+            os.read(here, 7)
+            os.kill(fork, signal.SIGTERM)
+            return [program.wait(), -os.WTERMSIG(os.waitpid(fork, 0)[1])]
         if action == "child":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
             open(value, "w").write(str(child.pid))
@@ -123,6 +135,17 @@ def test_a_late_call_is_killed_its_slot_refilled_and_the_others_keep_their_resul
     assert gone(before)
     [after] = pool.run([{"action": "pid"}], 60)
     assert after != before
+
+
+def test_a_stop_sent_to_all_processes_leaves_the_call_running_and_ends_only_its_children(
+    make_pool: Callable[..., DeadlinePool],
+) -> None:
+    pool = make_pool()
+    pids = pool.run([{"action": "pid"}], 60)
+    assert pool.run([{"action": "sigterm"}], 60) == [[-signal.SIGTERM, -signal.SIGTERM]]
+    assert pool.run([{"action": "pid"}], 60) == pids
+    pool.close()
+    assert gone(pids[0])
 
 
 def test_children_of_a_killed_call_die_with_it(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hone.tracking import manifest
-from hone.tracking.manifest import MANIFEST, checkpoint_of, damage, seal, seal_shards
+from hone.tracking.manifest import MANIFEST, NotShared, checkpoint_of, damage, seal, seal_shards
 
 
 @pytest.fixture
@@ -78,18 +78,22 @@ def test_a_shard_that_the_sealing_process_does_not_see_is_no_checkpoint(tmp_path
     (tmp_path / "__3_0.distcp").write_bytes(b"shard")
     seal_shards(tmp_path, 3)
     (tmp_path / "__3_0.distcp").unlink()  # as if written to another machine's disk
-    with pytest.raises(FileNotFoundError, match=r"rank 3.* every node must see the same folder"):
+    with pytest.raises(NotShared, match=r"rank 3.* every node must see the same folder"):
         seal(tmp_path)
     assert not (tmp_path / MANIFEST).exists()
 
 
-def test_a_shard_that_grew_after_its_rank_sealed_it_is_read_again(tmp_path: Path) -> None:
-    shard = tmp_path / "__0_0.distcp"
+@pytest.mark.parametrize("seen", [b"", b"shar", b"shard and more"])
+def test_a_shard_of_another_size_than_its_rank_wrote_is_no_checkpoint(
+    tmp_path: Path, seen: bytes
+) -> None:
+    shard = tmp_path / "__2_0.distcp"
     shard.write_bytes(b"shard")
-    seal_shards(tmp_path, 0)
-    shard.write_bytes(b"shard and more")
-    seal(tmp_path)
-    assert damage(tmp_path) is None
+    seal_shards(tmp_path, 2)
+    shard.write_bytes(seen)
+    with pytest.raises(NotShared, match=rf"rank 2\) was written with 5 bytes and has {len(seen)} "):
+        seal(tmp_path)
+    assert not (tmp_path / MANIFEST).exists()
 
 
 def test_only_the_part_asked_for_is_looked_at(step: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hone.config import load_config
+from hone.tracking.manifest import NotShared
 from hone.workers.train import TrainWorker, whole_config
 from tests.workers.tasks import config_of
 
@@ -43,3 +44,13 @@ def test_the_schedule_moves_once_per_step_and_the_optimizers_metrics_carry_the_r
         "actor/lr": 0.5,
         "actor/skipped_updates": 2.0,
     }
+
+
+def test_a_rank_that_does_not_see_the_folder_of_the_checkpoint_writes_nothing(tmp_path: Path):
+    worker = TrainWorker(config_of(tmp_path))
+    folder = tmp_path / "run" / ".global_step_1.tmp" / "actor"  # of another machine's disk
+    with pytest.raises(
+        NotShared, match=r"rank 0 on .* does not see .*\.global_step_1\.tmp, .*same"
+    ):
+        worker.save_checkpoint(str(folder))
+    assert list(tmp_path.iterdir()) == []

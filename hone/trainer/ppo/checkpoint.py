@@ -20,11 +20,12 @@ from typing import TypeVar
 
 from hone.config.convert import show_value
 from hone.data.files import copy_to_local
+from hone.engine.saved_state import TABLE, read_table
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import make_folder, rename_folder, sync
 from hone.tracking.console import screen
 from hone.tracking.lock import require_lock
-from hone.tracking.manifest import MANIFEST, damage, seal
+from hone.tracking.manifest import MANIFEST, damage, require_files, seal
 from hone.tracking.storage import reason, remedy, storage_failure
 from hone.trainer.ppo import remote_checkpoints
 from hone.types import JsonValue, Settings
@@ -76,6 +77,7 @@ def writing(run: RunFolder, step: int) -> Iterator[Path]:
     try:
         temporary.mkdir()
         yield temporary
+        require_files(temporary, _shards(temporary))
         seal(temporary)
         if run.metrics_file.exists():
             sync(run.metrics_file)
@@ -89,6 +91,15 @@ def writing(run: RunFolder, step: int) -> Iterator[Path]:
             raise
         raise CheckpointError(_not_saved(run, step, number)) from error
     atomic_write_text(run.latest_file, str(step))
+
+
+def _shards(folder: Path) -> set[Path]:
+    """Return the files that the tables of a checkpoint name, on whichever disks ranks have written them."""
+    return {
+        table.with_name(place.relative_path)
+        for table in folder.rglob(TABLE)
+        for place in (read_table(table.parent).storage_data or {}).values()
+    }
 
 
 def _remove(folder: Path) -> None:

@@ -19,6 +19,7 @@ from hone.controller.failures import ProcessFailure, joined
 from hone.tracking import RunFolder
 from hone.tracking.console import screen
 from hone.trainer.command_line import write_traceback
+from hone.trainer.interrupt import GracefulStop
 from hone.trainer.threads import uses_gpu
 
 TREE = "ppo_trainer"
@@ -50,18 +51,29 @@ def _attempt(
     with ExitStack() as running:
         if failures:
             attempt = _on_what_is_left(config, running, failures[-1])
-            if _saved(folder) != before:  # written by this run, whatever it started from
+            if _saved(folder) - before:  # written by this run, whatever it started from
                 attempt = replace(attempt, "trainer.resume_mode", "auto")
             _tell(attempt, number, config)
         try:
             yield attempt
         except ProcessFailure as error:
-            if number == config.trainer.max_restarts:
+            if number == config.trainer.max_restarts or not error.may_restart:
                 raise
             log = write_traceback(error, Path(folder).expanduser())
             rest = f" (its log lines: {log})" if log is not None else ""
             screen().line(str(error).partition("\n")[0] + rest)
             failures.append(copy(error))  # without the frames, which hold the lost trainer
+
+
+@contextmanager
+def graceful_stop() -> Iterator[GracefulStop]:
+    """Handle signals as `GracefulStop` does; a process lost after a signal ends the run for good."""
+    with GracefulStop() as stop:
+        try:
+            yield stop
+        except ProcessFailure as error:
+            error.may_restart = not stop.requested
+            raise
 
 
 def _saved(folder: str) -> set[tuple[int, int]]:
@@ -115,13 +127,19 @@ def _on_what_is_left(
 
 
 def _smaller(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
-    """Yield the config with each number of nodes that it can run on, the largest first."""
+    """Yield the config with each number of nodes that it can run on, the largest first.
+
+    All run on Ray, as the run did: one rank would otherwise leave it.
+    """
+    config = replace(config, "trainer.controller", config.uses_controller)
     for nodes in range(config.trainer.nnodes, 0, -1):
         smaller = replace(config, "trainer.nnodes", nodes)
         if not list(find_problems(TREE, smaller)):
             yield smaller
             for others in range(len(config.rollout_pool) - 1, 0, -1):
-                yield replace(smaller, "actor_rollout_ref.rollout.nnodes", others)
+                fewer = replace(smaller, "actor_rollout_ref.rollout.nnodes", others)
+                if not list(find_problems(TREE, fewer)):
+                    yield fewer
 
 
 def _refusal(config: PPOTrainerConfig, free: str) -> str:

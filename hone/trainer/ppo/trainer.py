@@ -25,7 +25,6 @@ from hone.tokenizer import Processor, Tokenizer
 from hone.tracking import RunFolder, Timers, Tracking, progress
 from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
-from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint, credit, metrics, roles, scoring
 from hone.trainer.ppo.alarms import Alarms
 from hone.trainer.ppo.balance import balance, refuse_uneven
@@ -35,6 +34,7 @@ from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.publish import Publisher
 from hone.trainer.ppo.response_metrics import response_metrics
+from hone.trainer.ppo.restarts import graceful_stop
 from hone.trainer.ppo.rollout_file import sample_rows
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.source import TrajectorySource, prompts_of
@@ -155,7 +155,7 @@ class PPOTrainer:
                 prints_everything=trainer.console == "full",
             )
             shown = progress("step", self.total_steps, beside_status=True)
-            with GracefulStop() as stop, shown as bar, tracking, garbage_frozen(), self.rollouts:
+            with graceful_stop() as stop, shown as bar, tracking, garbage_frozen(), self.rollouts:
                 self.tracking, self.bar = tracking, bar
                 first = self.global_step == 0 and trainer.val_before_train
                 if (first or trainer.val_only) and (measured := self.validate()):

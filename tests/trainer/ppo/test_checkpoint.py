@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
+from hone.engine.saved_state import alone_without_warning
 from hone.tracking import RunFolder
-from hone.tracking.manifest import damage, seal
+from hone.tracking.manifest import NotShared, damage, seal
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.checkpoint import CheckpointError
 
@@ -463,3 +465,17 @@ def test_the_export_opens_with_transformers_and_is_the_trained_policy(
     found = batch.batch["rollout_log_probs"][0, :length]
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
     assert tokenizer.decode(tokenizer.encode("1+2=", add_special_tokens=False)) == "1+2="
+
+
+def test_a_checkpoint_whose_shards_lie_on_another_disk_is_not_kept(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+
+    def write() -> None:
+        with checkpoint.writing(run, 1) as folder, alone_without_warning():
+            for role in ("actor", "critic"):
+                save({"x": torch.ones(2)}, checkpoint_id=str(folder / role), no_dist=True)
+            (folder / "critic" / "__0_0.distcp").unlink()  # as if its rank were on another machine
+
+    with pytest.raises(NotShared, match=r"critic/__0_0\.distcp \(the shard of rank 0\) .* same"):
+        write()
+    assert run.checkpoints() == []

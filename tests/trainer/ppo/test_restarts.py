@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from hone.config import ConfigError, PPOTrainerConfig, load_config
 from hone.controller.failures import ClusterFailed, NodeLost, Seat
+from hone.trainer.interrupt import SIGNALS
 from hone.trainer.ppo import restarts
 
 pytest.importorskip("ray")
@@ -130,6 +133,18 @@ def test_a_rollout_pool_shrinks_after_the_trainer_pool(cluster: Any, tmp_path: P
     assert [len(attempt.rollout_pool) for attempt in seen] == [2, 1]
 
 
+def test_a_rollout_pool_shrinks_to_a_size_that_its_tensor_parallel_groups_divide(
+    cluster: Any, tmp_path: Path
+) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    pool = [f"{rollout}.nnodes=4", f"{rollout}.n_gpus_per_node=1"]
+    pairs = [f"{rollout}.tensor_model_parallel_size=2", "trainer.nnodes=1"]
+    config = config_of(tmp_path, *pool, *pairs, "trainer.max_restarts=1")
+    cluster.cpus = [(4, 4), (1, 1), (1, 1), (1, 1)]
+    seen = attempts(config, LOST)
+    assert [len(attempt.rollout_pool) for attempt in seen] == [4, 2]
+
+
 def test_resources_of_the_lost_attempt_are_waited_for_and_those_of_another_run_not_for_long(
     cluster: Any, tmp_path: Path
 ) -> None:
@@ -138,6 +153,49 @@ def test_resources_of_the_lost_attempt_are_waited_for_and_those_of_another_run_n
     seen = attempts(config, LOST)
     assert [attempt.trainer.nnodes for attempt in seen] == [3, 2]
     assert cluster.now >= restarts.RELEASE_DEADLINE_S
+
+
+def test_a_restart_does_not_go_on_from_an_older_checkpoint_of_an_earlier_run(
+    cluster: Any, tmp_path: Path
+) -> None:
+    for step in (3, 7):
+        (tmp_path / f"global_step_{step}").mkdir()
+    config = config_of(
+        tmp_path,
+        "trainer.max_restarts=1",
+        "trainer.resume_mode=resume_path",
+        "trainer.resume_from_path=/elsewhere/global_step_5",
+    )
+
+    def begin() -> None:
+        (tmp_path / "global_step_7").rename(tmp_path / "global_step_7.earlier")
+
+    seen = attempts(config, begin)
+    assert [attempt.trainer.resume_mode for attempt in seen] == ["resume_path", "resume_path"]
+
+
+def test_a_run_that_was_asked_to_stop_does_not_restart(cluster: Any, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "trainer.max_restarts=5")
+
+    def lose(number: int | None) -> None:
+        with restarts.graceful_stop():
+            if number is not None:
+                os.kill(os.getpid(), number)
+            raise copy(LOST)
+
+    assert len(attempts(config, lambda: lose(None))) == 2
+    for number in SIGNALS:
+        with pytest.raises(NodeLost):
+            attempts(config, lambda number=number: lose(number))
+    assert sum("restart 1 of 5" in line for line in cluster.said) == 1
+
+
+def test_a_restart_on_one_rank_stays_on_ray(cluster: Any, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "trainer.n_gpus_per_node=1", "trainer.max_restarts=1")
+    cluster.cpus = [(1, 1)]
+    seen = attempts(config, LOST)
+    assert [attempt.world_size for attempt in seen] == [3, 1]
+    assert [attempt.uses_controller for attempt in seen] == ["ray", "ray"]
 
 
 def test_a_restart_goes_on_from_what_this_run_saved_whatever_it_started_from(
