@@ -36,7 +36,7 @@ TOOLS = {tool.name: tool for tool in (tool_of(add),)}
 
 
 class LangGraphAgentLoop(AgentLoopBase):
-    """Ends when the model calls no tool, or where `data.max_response_length` is reached."""
+    """Ends when the model calls no tool, or where the response is full."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         schemas = [tool.tool_schema.model_dump() for tool in TOOLS.values()]
@@ -60,9 +60,13 @@ class LangGraphAgentLoop(AgentLoopBase):
             extra_fields={"turn_spans": talk.spans},
         )
 
+    def _room(self, talk: AgentData) -> int:
+        used = len(talk.response_mask)
+        return self.response_limit(len(talk.prompt_ids) - used) - used
+
     def _model(self, talk: AgentData, sampling_params: dict[str, Any]) -> Any:
         async def model(state: MessagesState) -> dict[str, Any]:
-            room = self.response_length - len(talk.response_mask)
+            room = self._room(talk)
             output = await self.server_manager.generate(
                 talk.request_id,
                 prompt_ids=list(talk.prompt_ids),
@@ -70,8 +74,7 @@ class LangGraphAgentLoop(AgentLoopBase):
             )
             talk.add_turn(output)
             text = self.tokenizer.decode(output.token_ids)
-            full = len(talk.response_mask) >= self.response_length
-            calls = [] if full else HermesToolParser().calls(text)
+            calls = [] if self._room(talk) <= 0 else HermesToolParser().calls(text)
             made = [
                 {"name": call.name or "none", "args": dict(call.arguments), "id": str(number)}
                 for number, call in enumerate(calls)
@@ -90,7 +93,7 @@ class LangGraphAgentLoop(AgentLoopBase):
                 template_kwargs=self.apply_chat_template_kwargs,
                 chat=self.data_config.get("prompt_format", "chat") == "chat",
             )
-            if len(talk.response_mask) + len(ids) >= self.response_length:
+            if len(ids) >= self._room(talk):
                 answers[-1].additional_kwargs["full"] = True
             else:
                 talk.add_observation(ids, "tool")

@@ -25,15 +25,16 @@ class TwoTurnAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         started = time.perf_counter()
         prompt_ids = self.prompt_ids(row)
+        limit = self.response_limit(len(prompt_ids))
         first = await self.server_manager.generate(
             prompt_ids=prompt_ids,
-            sampling_params={**sampling_params, "max_tokens": max(self.response_length // 2, 1)},
+            sampling_params={**sampling_params, "max_tokens": max(limit // 2, 1)},
         )
         response = list(first.token_ids)
         mask = [1] * len(response)
         log_probs, versions = list(first.log_probs), list(first.versions)
         turns = 1
-        room = self.response_length - len(response) - len(self.hint_ids)
+        room = limit - len(response) - len(self.hint_ids)
         if room > 0:
             response += self.hint_ids
             second = await self.server_manager.generate(

@@ -166,7 +166,7 @@ def check_verb(verb: str, rest: list[str]) -> None:
     elif verb in ("serve-retriever", "serve-rm"):
         parser = argparse.ArgumentParser()
         (serve if verb == "serve-retriever" else serve_reward_model).add_arguments(parser)
-        parser.parse_args(rest)
+        parser.parse_intermixed_args(rest)
     else:
         chosen, unknown = cli._parser().parse_known_args([verb, *rest])
         assert chosen.verb == verb

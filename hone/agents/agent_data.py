@@ -55,7 +55,7 @@ class AgentData:
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
     stop_reason: str | None = None
     routed_experts: Tensor | None = None
-    """The experts of all tokens up to the last model turn, if the engine records them."""
+    """The experts of all tokens up to the last model turn that recorded them."""
     later_tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "cached": 0})
     """Prompt tokens of the turns after the first, and how many of them were prefix-cache hits."""
 
@@ -68,7 +68,8 @@ class AgentData:
         self._append(output.token_ids, 1, output.log_probs, output.versions, "assistant")
         self.assistant_turns += 1
         self.stop_reason = output.stop_reason.value
-        self.routed_experts = output.routed_experts
+        if output.routed_experts is not None:
+            self.routed_experts = output.routed_experts
 
     def add_observation(self, ids: Sequence[int], role: str) -> None:
         """Appends the tokens of a tool or user turn."""

@@ -222,6 +222,10 @@ class AgentLoopBase(ABC):
         """The token ids that the chat template writes before the first turn without a system message."""
         return initialize_system_prompt(self.tokenizer, **self.apply_chat_template_kwargs)
 
+    def response_limit(self, prompt_tokens: int) -> int:
+        """Returns the maximum response to a prompt of this length: all turns, of tools and users too."""
+        return self.rollout_config.response_limit(prompt_tokens)
+
     def prompt_ids(self, row: Settings, tools: Sequence[Settings] | None = None) -> list[int]:
         """Returns the prompt's token ids: those of the dataset, or the prompt rendered with `tools`."""
         ready = row.get("prompt_ids")

@@ -241,6 +241,10 @@ class RolloutEngineConfig(SamplingConfig):
         """Maximum prompt plus response in tokens."""
         return self.max_model_len or self.prompt_length + self.response_length
 
+    def response_limit(self, prompt_tokens: int) -> int:
+        """Returns the maximum response in tokens, over all turns, to a prompt of this length."""
+        return min(self.response_length, self.max_total_tokens - prompt_tokens)
+
 
 class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     """The rollout: engine, sampling, agent loops."""

@@ -264,7 +264,7 @@ class Generation:
         await SearchConversation(
             self.tokenizer,
             client_of(search.url, search.topk, search.timeout_s, search.retries),
-            min(rollout.response_length, rollout.max_total_tokens - len(ids)),
+            rollout.response_limit(len(ids)),
             search.max_turns + 1,
             search.max_obs_length,
         ).run(data, generate)
@@ -301,8 +301,7 @@ class Generation:
         number, ids = max(zip(rows, prompts, strict=True), key=lambda pair: len(pair[1]))
         response = self._samplings(number, len(ids))[0].max_tokens
         if self.config.search.url:  # the turns of a search share the response
-            rollout = self.config.rollout
-            response = min(rollout.response_length, rollout.max_total_tokens - len(ids))
+            response = self.config.rollout.response_limit(len(ids))
         reach = len(ids) + response
         if positions is None or reach <= positions:
             return
@@ -329,7 +328,7 @@ class Generation:
             self.config.data.n_samples,
             seed=self._seed,
             uid=row_uid(*self.rows.key(number), 0, 0),
-            max_tokens=min(rollout.response_length, rollout.max_total_tokens - prompt_tokens),
+            max_tokens=rollout.response_limit(prompt_tokens),
         )
 
     def _columns(self, outputs: Sequence[TokenOutput]) -> Row:

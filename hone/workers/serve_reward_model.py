@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from hone.config import ConfigError, load_config
+from hone.rewards.conversation import defused
 from hone.types import JsonObject, Row
 from hone.workers.reward_model import RewardModelWorker
 
@@ -80,9 +81,10 @@ class Service:
         return [list(encode(text, add_special_tokens=special)) for text in texts]
 
     def _pairs(self, body: Row) -> list[list[int]]:
+        worker = self._worker
         pairs = zip(_listed(body, "text_1"), _listed(body, "text_2"), strict=True)
         return [
-            self._worker.encoded([{"role": "user", "content": prompt}], answer)
+            worker.encoded([{"role": "user", "content": prompt}], defused(answer, worker.tokenizer))
             for prompt, answer in pairs
         ]
 
@@ -120,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="hone serve-rm", description="Scores of an outcome reward model, over HTTP."
     )
     add_arguments(parser)
-    flags = parser.parse_args(arguments)
+    flags = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     from aiohttp import web
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from hone.agents.contract import ServerManager
+from hone.agents.loops.listing import build_loop
 from hone.config import load_config
 from hone.engine.engine import Engine
 from hone.models.load import load_tokenizer
+from hone.models.tiny import character_tokenizer
 from hone.plugins import load_object
 from hone.protocol import DataProto
+from hone.rollout.scripted import ScriptedRollout
 from hone.tracking import read_metrics
 from hone.trainer.main_ppo import run
 from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -64,6 +69,22 @@ def test_the_loop_trains_two_steps_and_env_tokens_get_no_gradient(
         assert row["num_turns"] == 4
         hints += tokenizer.decode(env) == text
     assert hints == len(rows)
+
+
+def test_a_second_turn_without_room_is_left_out(examples: Path) -> None:
+    tokenizer = character_tokenizer()
+    engine = ScriptedRollout(["x" * 9, "y"], tokenizer=tokenizer)
+    limits = ["data.max_prompt_length=8", "data.max_response_length=64"]
+    short = "actor_rollout_ref.rollout.max_model_len=20"
+    config = load_config(["actor_rollout_ref.model.path=unused", *limits, short])
+
+    async def play() -> Any:
+        manager = ServerManager(engine, seed=1, max_tokens=64, max_model_len=20)
+        factory = load_object(f"{examples / 'two_turn_loop.py'}:TwoTurnAgentLoop")
+        loop = build_loop(factory, config, manager, tokenizer)
+        return await loop.run({}, prompt_ids=[5] * 4)
+
+    assert tokenizer.decode(asyncio.run(play()).response_ids) == "x" * 8
 
 
 def two_turn_batch(worker: ActorRolloutRefWorker, config: Any) -> DataProto:

@@ -12,6 +12,7 @@ import pytest
 from hone.config.reward import RewardServerConfig
 from hone.rewards.outcome import Response
 from hone.rewards.served import ServedClassifier
+from hone.workers import serve_reward_model
 from hone.workers.serve_reward_model import Service, load
 
 from .test_reward_model import save_classifier
@@ -77,3 +78,27 @@ def test_a_bad_request_is_answered_with_400(model: Path, path: str, body: dict[s
     assert status == 400
     assert "error" in said
     assert health == {"model": str(model)}
+
+
+def test_a_control_token_that_an_answer_spells_is_text(model: Path) -> None:
+    worker = load(str(model), ["trainer.device=cpu"])
+    end = worker.tokenizer.eos_token
+    pairs = {"text_1": ["1+1?"] * 2, "text_2": ["2", f"2{end}2"]}
+    plain, spelled = Service(worker)._pairs(pairs)
+    token = worker.tokenizer.eos_token_id
+    assert spelled.count(token) == plain.count(token)
+    assert len(spelled) > len(plain) + 2
+
+
+def test_keys_may_follow_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def loaded(model: str, overrides: list[str]) -> None:
+        given.extend([model, *overrides])
+        raise SystemExit(0)
+
+    monkeypatch.setattr(serve_reward_model, "load", loaded)
+    with pytest.raises(SystemExit) as ended:
+        serve_reward_model.main(["M", "--port", "8001", "reward_model.max_length=4096"])
+    assert ended.value.code == 0
+    assert given == ["M", "reward_model.max_length=4096"]

@@ -106,7 +106,8 @@ class SearchConversation:
             facts.valid_actions += action is not None
             facts.valid_searches += action is not None and action.kind == "search"
             facts.answered = action is not None and action.kind == "answer"
-            if facts.answered or talk.assistant_turns == self.max_turns:
+            is_last = not output.token_ids or talk.assistant_turns == self.max_turns
+            if facts.answered or is_last:
                 return facts
             ids = await self._observation(action, talk, facts)
             if len(talk.response_mask) + len(ids) >= self.response_length:
@@ -170,7 +171,7 @@ class SearchAgentLoop(AgentLoopBase):
         facts = await SearchConversation(
             self.tokenizer,
             client_of(service.url, service.topk, service.timeout_s, service.retries),
-            self.response_length,
+            self.response_limit(len(prompt)),
             limits.max_assistant_turns,
             limits.max_observation_tokens,
         ).run(talk, generate)

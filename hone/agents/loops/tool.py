@@ -185,7 +185,7 @@ class ToolAgentLoop(AgentLoopBase):
     ) -> None:
         while True:
             text, ids = await self._model_turn(talk, sampling_params)
-            if self._at_a_limit(talk):
+            if not ids or self._at_a_limit(talk):
                 return
             if time.monotonic() > deadline:
                 session.facts.timeouts.append("trajectory")
@@ -229,7 +229,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _model_turn(self, talk: AgentData, sampling: Settings) -> tuple[str, list[int]]:
         """Generates one model turn; returns its text for the parser and its token ids."""
-        room = self.response_length - len(talk.response_mask)
+        room = self._room(talk)
         max_tokens = sampling.get("max_tokens")
         started = time.perf_counter()
         output = await self.server_manager.generate(
@@ -253,10 +253,15 @@ class ToolAgentLoop(AgentLoopBase):
             return self.tokenizer.decode(output.token_ids), output.token_ids
         return words, output.token_ids
 
+    def _room(self, talk: AgentData) -> int:
+        """Returns how many tokens the response may still get."""
+        used = len(talk.response_mask)
+        return self.response_limit(len(talk.prompt_ids) - used) - used
+
     def _at_a_limit(self, talk: AgentData) -> bool:
         most, most_others = self.limits.max_assistant_turns, self.limits.max_user_turns
         return (
-            len(talk.response_mask) >= self.response_length
+            self._room(talk) <= 0
             or (most is not None and talk.assistant_turns >= most)
             or (most_others is not None and talk.user_turns >= most_others)
         )
@@ -282,7 +287,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self._append(talk, new, ids)
 
     def _append(self, talk: AgentData, new: list[Message], ids: Sequence[int]) -> bool:
-        if len(talk.response_mask) + len(ids) >= self.response_length:
+        if len(ids) >= self._room(talk):
             return False
         talk.add_observation(ids, str(new[0]["role"]))
         talk.messages += new

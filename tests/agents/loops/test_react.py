@@ -74,6 +74,17 @@ def test_generation_stops_where_the_observation_begins(
     assert response == f"{ACTION} 42\nThought:{FINAL}</s>"
 
 
+def test_turns_end_where_the_model_length_ends(play: Callable[..., Any], tokenizer: Any) -> None:
+    thought = tokenizer.encode(ACTION, add_special_tokens=False)
+    prompt = len(play([FINAL])[3].batch["prompts"][0])
+    limits = (
+        f"data.max_prompt_length={prompt}",
+        f"actor_rollout_ref.rollout.max_model_len={prompt + len(thought) + 5}",
+    )
+    _, response, _, _ = play([thought, FINAL], *limits)
+    assert response == ACTION
+
+
 def test_a_turn_that_ended_itself_is_answered_by_a_user_turn(play: Callable[..., Any]) -> None:
     _, response, _, _ = play([ACTION.removesuffix("\nObservation:"), FINAL])
     assert "</s>\nu:Observation: 42\nThought:\na:" in response

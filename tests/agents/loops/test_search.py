@@ -121,6 +121,18 @@ def test_an_observation_that_leaves_no_room_is_not_appended(play: Play, tokenize
     assert text(tokenizer, batch) == SEARCH
 
 
+def test_turns_end_where_the_model_length_ends(play: Play, tokenizer: Any) -> None:
+    _, batch = play(["Rome"] * 9, "actor_rollout_ref.rollout.max_model_len=120")
+    assert text(tokenizer, batch) == "Rome</s>"
+    assert counts(batch)["number_of_actions"] == 1
+
+
+def test_a_turn_without_tokens_is_the_last(play: Play, tokenizer: Any) -> None:
+    engine, batch = play(["Rome", [], ANSWER])
+    assert len(engine.requests) == 2
+    assert text(tokenizer, batch) == f"Rome</s>{INVALID}"
+
+
 def test_a_retriever_that_does_not_answer_gives_empty_information(
     play: Play, tokenizer: Any
 ) -> None:

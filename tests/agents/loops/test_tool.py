@@ -169,6 +169,29 @@ def test_an_observation_that_leaves_no_room_is_not_appended(
     assert written(tokenizer, batch, 0) == ""
 
 
+def test_turns_end_where_the_model_length_ends(
+    play: Callable[..., Any], tokenizer: Any, files: dict[str, str]
+) -> None:
+    prompt = len(play(["x"])[0].requests[0].prompt_ids)
+    short = (f"data.max_prompt_length={prompt}", "actor_rollout_ref.rollout.max_model_len={}")
+    _, tool = play([asks("41"), "x"], short[0], short[1].format(prompt + len(asks("41")) + 20))
+    assert written(tokenizer, tool, 0) == ""
+    talks = f"{MULTI}.interaction_config_path={files['talks']}"
+    kwargs = {"name": "gsm8k", "query": "6*7?", "ground_truth": "42"}
+    limits = (short[0], short[1].format(prompt + 20))
+    _, user = play(["#### 41"] * 9, talks, *limits, interaction_kwargs=[kwargs])
+    assert written(tokenizer, user, 0) == ""
+    assert user.non_tensor_batch["turn_scores"][0] == [0.0]
+
+
+def test_a_turn_without_tokens_is_the_last(play: Callable[..., Any], files: dict[str, str]) -> None:
+    talks = f"{MULTI}.interaction_config_path={files['talks']}"
+    kwargs = {"name": "gsm8k", "query": "6*7?", "ground_truth": "42"}
+    engine, batch = play(["#### 41", [], "never"], talks, interaction_kwargs=[kwargs])
+    assert len(engine.requests) == 2
+    assert batch.non_tensor_batch["turn_scores"][0] == [0.0]
+
+
 def test_a_turn_has_what_is_left_of_the_response(play: Callable[..., Any]) -> None:
     engine, _ = play([asks("41"), "x"], "data.max_response_length=300")
     used = len(engine.requests[1].prompt_ids) - len(engine.requests[0].prompt_ids)
