@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hone import cli
+from hone.controller.failures import ClusterFailed
 from hone.trainer.command_line import composed_of, finish
 from hone.trainer.interrupt import SIGNALS, GracefulStop, Interrupted
 from hone.trainer.ppo.trainer import PPOTrainer
@@ -57,6 +58,23 @@ def test_once_finishes_the_step_saves_and_exits_with_the_signals_code(
     assert run.checkpoints() == ["global_step_2"]
     monkeypatch.undo()
     assert train(four).numbers == whole.numbers
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_process_lost_after_a_requested_stop_ends_the_run_without_a_restart(
+    train: Callable[..., Run],
+    interrupted_in_step: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    times: int,
+) -> None:
+    def lose(self: Any, batch: Any) -> Any:
+        raise ClusterFailed("it has ended", "actor", "update_actor", "do x")
+
+    interrupted_in_step(1, times, signal.SIGTERM)
+    monkeypatch.setattr(PPOTrainer, "update", lose)
+    with pytest.raises(ClusterFailed) as caught:
+        train()
+    assert caught.value.may_restart == (times == 0)
 
 
 @pytest.mark.parametrize(
