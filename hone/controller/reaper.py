@@ -18,16 +18,26 @@ END_DEADLINE_S = 10.0
 
 
 def marked(mark: str) -> list[int]:
-    """Returns the pids of the other processes that carry this mark."""
+    """Returns the pids of the other processes that carry this mark, and of those that they started.
+
+    A process that sets its title, as Ray's agents do, may overwrite the mark.
+    """
     entry = f"{MARK_ENV}={mark}".encode()
-    pids = []
+    parents: dict[int, int] = {}
+    pids: set[int] = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+                if state != b"Z":
+                    parents[int(name)] = int(parent)
                 with open(f"/proc/{name}/environ", "rb") as file:
                     if entry in file.read().split(b"\0"):
-                        pids.append(int(name))
-    return pids
+                        pids.add(int(name))
+    while started := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= started
+    return sorted(pids)
 
 
 def end_marked(mark: str) -> list[int]:

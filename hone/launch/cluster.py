@@ -15,8 +15,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TypeAlias
 
 from hone.config.errors import ConfigError
 from hone.launch.node import NodeSettings, Ready
@@ -24,6 +26,7 @@ from hone.launch.node import NodeSettings, Ready
 logger = logging.getLogger(__name__)
 
 END_DEADLINE_S = 30.0
+_Named: TypeAlias = list[tuple[str, subprocess.Popen[str]]]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRANSPORTS: dict[str, Callable[[str, str], list[str]]] = {
     "local": lambda host, line: ["bash", "-c", line],
@@ -64,7 +67,9 @@ class Plan:
 
 def run(plan: Plan, tell: Callable[[str], None], write: Callable[[str], None]) -> int:
     """Starts the nodes, runs the command as a job and ends the nodes; returns the job's exit status."""
-    with _stop_requests() as stops, contextlib.ExitStack() as nodes:
+    with _stop_requests() as stops, contextlib.ExitStack() as ends:
+        nodes: _Named = []
+        ends.callback(_end, nodes)
         loopback = plan.transport == "local"
         settings = NodeSettings(
             mark=secrets.token_hex(8),
@@ -105,20 +110,20 @@ def entrypoint(command: Sequence[str], folder: str, python: str) -> str:
 class _Node:
     """The connection to one node; closing its standard input ends the node's Ray."""
 
-    def __init__(
-        self, plan: Plan, host: str, settings: NodeSettings, nodes: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, plan: Plan, host: str, settings: NodeSettings, nodes: _Named) -> None:
         self.host, self._deadline_s = host, plan.start_deadline_s
         self._errors: list[str] = []
         self._process = _started(plan, host, "hone.launch.node", asdict(settings))
-        nodes.callback(_end, self._process, f"the node {host}")
+        nodes.append((f"the node {host}", self._process))
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._keep_errors, daemon=True).start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        self._answers.put(self._process.stdout.readline())
+        # A --setup line may write before the answer.
+        answers = (line for line in self._process.stdout if line.startswith("{"))
+        self._answers.put(next(answers, ""))
 
     def _keep_errors(self) -> None:
         assert self._process.stderr is not None
@@ -137,10 +142,11 @@ class _Node:
             except queue.Empty:
                 waited += 0.2
                 continue
-            answer = Ready(**json.loads(line)) if line.startswith("{") else Ready(error="no answer")
+            answer = Ready(**json.loads(line)) if line else Ready(error="no answer")
             if not answer.error:
                 return answer
-            self._process.wait(END_DEADLINE_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # for its last errors only
+                self._process.wait(END_DEADLINE_S)
             detail = "".join(self._errors[-6:]).strip()
             raise LaunchError(
                 f"the node {self.host} did not start: {answer.error}\n{detail}".rstrip()
@@ -162,6 +168,7 @@ def _started(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         start_new_session=True,  # Ctrl-C reaches the job through us, once
     )
     assert process.stdin is not None
@@ -199,7 +206,7 @@ def _follow(
                 pass
             stops.set()
     finally:
-        _end(job, "the job")
+        _end([("the job", job)])
     for reader in readers:
         reader.join(END_DEADLINE_S)
     return job.returncode
@@ -210,16 +217,20 @@ def _copy(stream: Iterator[str], write: Callable[[str], None]) -> None:
         write(line)
 
 
-def _end(process: subprocess.Popen[str], name: str) -> None:
-    with contextlib.suppress(OSError):
-        assert process.stdin is not None
-        process.stdin.close()
-    try:
-        process.wait(END_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        logger.warning("%s did not end within %g s; its connection is cut", name, END_DEADLINE_S)
-        process.kill()
-        process.wait()
+def _end(processes: _Named) -> None:
+    """Closes the standard input of all, then waits for them."""
+    for _, process in processes:
+        with contextlib.suppress(OSError):
+            assert process.stdin is not None
+            process.stdin.close()
+    end_time = time.monotonic() + END_DEADLINE_S
+    for name, process in processes:
+        try:
+            process.wait(max(end_time - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            logger.warning("%s has not ended in %g s; its connection is cut", name, END_DEADLINE_S)
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,8 +20,10 @@ from hone.launch.node import CLUSTER_FILE, HEAD, launch_folder
 from hone.launch.scripts import rayjob_manifest, sbatch_script
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.console import screen
+from hone.types import Row
 
 _TRAINING = ("hone.trainer.main_ppo", "verl.trainer.main_ppo")
+_OF_NODES = ("setup", "python", "folder", "start_timeout")
 LISTENS = (
     "Ray listens on every network interface of the nodes; a new token protects it. Keep the nodes' "
     "ports closed to other networks"
@@ -41,6 +45,8 @@ def launch(arguments: Sequence[str]) -> int:
         parser.error(f"--nodes {options.nodes}: give at least 1")
     if options.gpus_per_node is not None and options.gpus_per_node < 0:
         parser.error(f"--gpus-per-node {options.gpus_per_node}: give 0 or more")
+    if options.start_timeout is not None and not options.start_timeout > 0:
+        parser.error(f"--start-timeout {options.start_timeout:g}: give more than 0")
     if options.form in ("slurm", "kubernetes"):
         return _write(options, command, parser)
     hosts = _hosts(options)
@@ -51,11 +57,11 @@ def launch(arguments: Sequence[str]) -> int:
         hosts=hosts,
         command=tuple(_sized(command, len(hosts), options.gpus_per_node)),
         folder=options.folder or os.getcwd(),
-        python=options.python,
-        setup=options.setup,
+        python=options.python or sys.executable,
+        setup=options.setup or "",
         gpus=options.gpus_per_node,
         port=getattr(options, "port", 0),
-        start_deadline_s=options.start_timeout,
+        start_deadline_s=options.start_timeout or Plan.start_deadline_s,
     )
     return run(plan, screen().line, _write_through)
 
@@ -78,12 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus-per-node", type=int, metavar="G", help="slurm, kubernetes: default 8"
     )
-    parser.add_argument("--setup", default="", metavar="LINE", help="shell line run first per node")
-    parser.add_argument(
-        "--python", default=sys.executable, help="interpreter on the nodes (this one)"
-    )
+    parser.add_argument("--setup", metavar="LINE", help="shell line run first per node")
+    parser.add_argument("--python", help="interpreter on the nodes (this one)")
     parser.add_argument("--folder", help="working folder on the nodes (this one)")
-    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="(300)")
+    parser.add_argument("--start-timeout", type=float, metavar="S", help="(300)")
     forms = parser.add_subparsers(dest="form", required=True)
     slurm = forms.add_parser("slurm", help="write an sbatch script", allow_abbrev=False)
     slurm.add_argument("--submit", action="store_true", help="submit it with sbatch")
@@ -152,10 +156,17 @@ def _write(
             gpus=gpus,
             name=options.name,
             options=options.sbatch,
-            python=options.python,
-            setup=options.setup,
+            python=options.python or sys.executable,
+            setup=options.setup or "",
+            folder=options.folder,
+            start_timeout=options.start_timeout or Plan.start_deadline_s,
         )
     else:
+        if given := [key for key in _OF_NODES if getattr(options, key) is not None]:
+            flag = f"--{given[0].replace('_', '-')}"
+            parser.error(
+                f"kubernetes: {flag} has no effect on pods; leave it out and use the image"
+            )
         text = rayjob_manifest(
             _sized(command, nodes, gpus),
             nodes=nodes,
@@ -222,13 +233,25 @@ def jobs(arguments: Sequence[str]) -> int:
 
 def _newest_launch() -> str:
     """Returns the job server of the newest launched cluster here, and sets its token for this process."""
-    files = list(launch_folder().glob(f"*/{HEAD}/{CLUSTER_FILE}"))
-    if not files:
+    clusters = []
+    for file in launch_folder().glob(f"*/{HEAD}/{CLUSTER_FILE}"):
+        with contextlib.suppress(OSError, ValueError):  # it ends just now, or starts
+            cluster = json.loads(file.read_text("utf-8"))
+            if _runs_here(cluster):
+                clusters.append((file.stat().st_mtime, cluster))
+    if not clusters:
         raise ConfigError(
             "no cluster of `hone launch` has its head on this machine; give --address, and set "
             "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH"
         )
-    cluster = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_text("utf-8"))
+    _, cluster = max(clusters, key=lambda entry: entry[0])
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster["token_file"]}
     return str(cluster["jobs"])
+
+
+def _runs_here(cluster: Row) -> bool:
+    """Returns whether the head's process runs on this machine; homes are shared, and files can stay."""
+    if cluster.get("host") != socket.gethostname():
+        return False
+    return b"hone.launch.node" in Path(f"/proc/{cluster.get('pid')}/cmdline").read_bytes()

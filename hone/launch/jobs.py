@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 try:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -15,9 +17,17 @@ except ImportError as error:
         "hone launch and hone jobs need Ray, which is not installed: pip install 'hone-rl[ray]'"
     ) from error
 
+logger = logging.getLogger(__name__)
 logging.getLogger("ray").setLevel(logging.WARNING)  # else it reports every closed connection
 
+Answer = TypeVar("Answer")
+
 LOOK_EVERY_S = 0.5
+RETRY_EVERY_S = 5.0
+RETRY_S = 120.0
+"""A job server that does not answer for so long is given up."""
+STOP_RETRY_S = 20.0
+"""The same for a job that is being stopped: the cluster may have ended."""
 AGENT_DEADLINE_S = 180.0
 STOPPED = 130
 
@@ -27,6 +37,7 @@ class Jobs:
 
     def __init__(self, address: str) -> None:
         self._client = JobSubmissionClient(address)
+        self.retry_s = RETRY_S
 
     def submit(self, entrypoint: str) -> str:
         """Starts a shell command on the head node; returns the job's name."""
@@ -46,10 +57,18 @@ class Jobs:
 
     def follow(self, job: str, write: Callable[[str], None]) -> int:
         """Writes the job's log until it ends; returns its exit status."""
-        asyncio.run(self._tail(job, write))
-        while not self._client.get_job_status(job).is_terminal():
-            time.sleep(LOOK_EVERY_S)
-        info = self._client.get_job_info(job)
+        written, lost, end_time = 0, False, 0.0
+        while True:
+            written, error = asyncio.run(self._tail(job, write, written))
+            if error and not lost:
+                logger.warning("the log of %s broke off (%s); it is opened again", job, error)
+            lost = error is not None
+            info = self._retried(lambda: self._client.get_job_info(job))
+            if info.status.is_terminal():
+                end_time = end_time or time.monotonic() + self.retry_s
+                if not lost or time.monotonic() > end_time:
+                    break
+            time.sleep(RETRY_EVERY_S if lost else LOOK_EVERY_S)
         code = info.driver_exit_code
         if info.status.value == "SUCCEEDED":
             return 0
@@ -58,9 +77,27 @@ class Jobs:
         # A driver that a signal ended has a negative code, a stopped one may have none.
         return code if code and code > 0 else STOPPED if info.status.value == "STOPPED" else 1
 
-    async def _tail(self, job: str, write: Callable[[str], None]) -> None:
-        async for lines in self._client.tail_job_logs(job):
-            write(lines)
+    async def _tail(
+        self, job: str, write: Callable[[str], None], written: int
+    ) -> tuple[int, Exception | None]:
+        """Writes the log without its first `written` characters; returns the new count, and what broke."""
+        place = 0
+        stream = self._client.tail_job_logs(job)
+        while True:
+            try:
+                lines = await anext(stream)
+            except StopAsyncIteration:
+                return max(written, place), None
+            except Exception as error:  # of the connection; Ray and aiohttp raise many kinds
+                return max(written, place), error
+            if new := lines[max(written - place, 0) :]:
+                write(new)
+            place += len(lines)
+
+    def wait(self, job: str) -> None:
+        """Waits until the job has ended."""
+        while not self._retried(lambda: self._client.get_job_info(job)).status.is_terminal():
+            time.sleep(LOOK_EVERY_S)
 
     def log(self, job: str) -> str:
         """Returns what the job has written."""
@@ -68,7 +105,18 @@ class Jobs:
 
     def stop(self, job: str) -> bool:
         """Sends SIGTERM to a job; returns whether it was running. It may save a checkpoint first."""
-        return bool(self._client.stop_job(job))
+        return bool(self._retried(lambda: self._client.stop_job(job)))
+
+    def _retried(self, request: Callable[[], Answer]) -> Answer:
+        """Returns the answer of a request that may be sent again; raises after `retry_s` of failures."""
+        start = time.monotonic()
+        while True:
+            try:
+                return request()
+            except Exception:  # Ray and requests raise many kinds
+                if time.monotonic() - start > self.retry_s:
+                    raise
+            time.sleep(LOOK_EVERY_S)
 
 
 def run_job(
@@ -81,7 +129,19 @@ def run_job(
 
     def stop() -> None:
         wait_for_stop()
-        jobs.stop(job)  # without effect on a job that has ended
+        jobs.retry_s = STOP_RETRY_S
+        try:
+            jobs.stop(job)  # without effect on a job that has ended
+        except Exception as error:
+            logger.error("%s cannot be stopped (%s)", job, error)
 
     threading.Thread(target=stop, name="stop-job", daemon=True).start()
-    return jobs.follow(job, write)
+    try:
+        return jobs.follow(job, write)
+    except Exception as error:
+        logger.error("%s cannot be followed (%s); it is stopped", job, error)
+        jobs.retry_s = STOP_RETRY_S
+        with contextlib.suppress(Exception):  # the same error again
+            jobs.stop(job)
+            jobs.wait(job)  # the nodes end with this process, and the job may save before
+        return 1

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -68,6 +69,7 @@ def launch_folder(mark: str = "") -> Path:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally` below
     settings = NodeSettings(**json.loads(sys.stdin.readline()))
     answer_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Ray's text must not mix with the answer
@@ -90,6 +92,7 @@ def main() -> None:
     try:
         serve(settings, folder, session, answer)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         reaper.end_marked(f"{settings.mark}-{os.getpid()}")
         guard.kill()
         for path in (folder, session):
@@ -127,7 +130,8 @@ def serve(
     if not settings.head:
         file = folder / CLUSTER_FILE
         file.touch(mode=0o600)
-        file.write_text(json.dumps(asdict(ready)), encoding="utf-8")
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
+        file.write_text(json.dumps(asdict(ready) | process), encoding="utf-8")
     answer(ready)
     while sys.stdin.readline():
         pass
@@ -142,7 +146,7 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
     if settings.only_loopback:
         ray_constants.ENABLE_RAY_CLUSTER = True  # else `ray start` refuses a second node
         services.get_node_ip_address = lambda address=None: LOOPBACK
-    options = ["--disable-usage-stats", "--log-color=false"]
+    options = ["--disable-usage-stats", "--log-color=false", f"--temp-dir={session}/ray"]
     # Ray's fixed default would keep a second cluster on this machine from taking jobs.
     options.append(f"--dashboard-agent-listen-port={free_port()}")
     for name, count in (("gpus", settings.gpus), ("cpus", settings.cpus)):
@@ -154,7 +158,7 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
         return Ready(settings.head, token_file=str(token_file))
     port, jobs = settings.port or free_port(), free_port()
     options += ["--head", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
-    options += ["--include-dashboard=true", f"--dashboard-port={jobs}", f"--temp-dir={session}/ray"]
+    options += ["--include-dashboard=true", f"--dashboard-port={jobs}"]
     ray_start.main(options, standalone_mode=False)
     host = services.get_node_ip_address()
     return Ready(f"{host}:{port}", f"http://{LOOPBACK}:{jobs}", str(token_file))

@@ -14,7 +14,7 @@ import yaml
 from hone.config.errors import ConfigError
 from hone.types import Row
 
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 """A name of Kubernetes; KubeRay adds to it and keeps 63 characters in all."""
 
 
@@ -27,6 +27,8 @@ def sbatch_script(
     options: Sequence[str],
     python: str,
     setup: str,
+    folder: str | None,
+    start_timeout: float,
 ) -> str:
     """Returns a batch script that starts Ray on the nodes of its allocation and runs the command."""
     words = [*options, name]
@@ -38,13 +40,17 @@ def sbatch_script(
     directives += ["--exclusive", "--output=%x-%j.log", "--signal=B:TERM@120", *options]
     launch = [python, "-m", "hone.cli", "launch", f"--nodes={nodes}"]
     launch += [f"--gpus-per-node={gpus}"] if gpus else []
-    launch += [*("--setup", setup)] if setup else []
+    launch += [f"--setup={setup}"] if setup else []
+    launch += [f"--folder={folder}"] if folder else []
+    launch.append(f"--start-timeout={start_timeout:g}")
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in directives),
+            *(
+                [setup] if setup else []
+            ),  # before `set`: an environment's scripts may use unset names
             "set -euo pipefail",
-            *([setup] if setup else []),
             "hosts=$(mktemp)",
             "trap 'rm -f \"$hosts\"' EXIT",
             'scontrol show hostnames "$SLURM_JOB_NODELIST" > "$hosts"',
@@ -76,7 +82,9 @@ def rayjob_manifest(
 ) -> str:
     """Returns a KubeRay RayJob: a cluster of `nodes` pods with a token, which ends with the job."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"--name {name}: use at most 47 of a-z, 0-9 and -, as Kubernetes does")
+        raise ConfigError(
+            f"--name {name}: use at most 47 of a-z, 0-9 and -, a letter first, as Kubernetes does"
+        )
     mounts = [_volume(i, text) for i, text in enumerate(volumes)]
 
     def pod(container: str) -> Row:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from hone.controller import reaper
 
@@ -52,6 +53,31 @@ def test_what_a_killed_process_left_is_ended() -> None:
     parent.kill()
     parent.communicate()
     _until(lambda: reaper.marked(mark) == [])
+
+
+def test_a_child_that_lost_the_mark_is_ended_with_its_parent() -> None:
+    started = (
+        "import subprocess, sys; "
+        "print(subprocess.Popen(sys.argv[1:], env={}).pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", started, *SLEEPER],
+        env={**os.environ, reaper.MARK_ENV: "parent"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert reaper.marked("parent") == sorted([parent.pid, child])
+        assert reaper.end_marked("parent") == []
+    _until(lambda: _ended(child))
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() == b""  # a zombie has none
+    except OSError:
+        return True
 
 
 def _until(condition: Callable[[], bool]) -> None:

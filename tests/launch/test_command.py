@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +21,8 @@ from typing import Any, ClassVar
 import pytest
 
 from hone import cli
-from hone.launch.command import _sized
+from hone.config.errors import ConfigError
+from hone.launch.command import _newest_launch, _sized
 from hone.launch.node import free_port
 
 from .test_scripts import program
@@ -55,6 +58,11 @@ sys.exit(3)
         (["ssh", "--hosts", "HOSTS", "--nodes", "9", "--", "hone"], "unrecognized"),
         (["--nodes", "9", "ssh", "--hosts", "HOSTS", "--", "hone"], "names 2 hosts"),
         (["ssh", "--hosts", "ODD", "--", "hone"], "not a host name"),
+        (["--start-timeout", "0", "local", "--", "hone"], "more than 0"),
+        *(
+            (["--nodes", "2", flag, "9", "kubernetes", "--image", "x", "--", "hone"], flag)
+            for flag in ("--setup", "--python", "--folder", "--start-timeout")
+        ),
     ],
 )
 def test_what_cannot_be_launched_is_refused(
@@ -133,6 +141,40 @@ def test_jobs_are_listed_followed_and_stopped_the_newest_by_default(
     assert cli.main(["jobs", "--address", "http://127.0.0.1:1", *words]) == status
     output = capsys.readouterr()
     assert told in output.out + output.err
+
+
+def test_a_slurm_script_has_the_folder_and_the_deadline_of_the_launch(tmp_path: Path) -> None:
+    out = tmp_path / "x.sbatch"
+    words = ["--nodes", "2", "--folder", "/shared/work", "--start-timeout", "900"]
+    assert cli.main(["launch", *words, "slurm", "--out", str(out), "--", "hone", "train"]) == 0
+    assert "--folder=/shared/work --start-timeout=900 srun" in out.read_text()
+
+
+def test_the_newest_launch_is_one_that_runs_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "before")
+    here = socket.gethostname()
+    waiting = [sys.executable, "-c", "input()", "hone.launch.node"]
+    with subprocess.Popen(waiting, stdin=subprocess.PIPE, text=True) as node:
+        entries = [(here, node.pid), (here, os.getpid()), ("elsewhere", node.pid), (here, 2**30)]
+        for age, (host, pid) in enumerate(entries):
+            head = tmp_path / ".hone" / "launch" / str(age) / "head"
+            head.mkdir(parents=True)
+            cluster = {
+                "jobs": f"http://127.0.0.1:{age}",
+                "token_file": "t",
+                "host": host,
+                "pid": pid,
+            }
+            (head / "cluster.json").write_text(json.dumps(cluster))
+            os.utime(head / "cluster.json", (age, age))
+        assert _newest_launch() == "http://127.0.0.1:0"
+        node.communicate("\n")
+    with pytest.raises(ConfigError, match="give --address"):
+        _newest_launch()
 
 
 def test_jobs_without_a_launch_say_what_to_give(

@@ -50,6 +50,7 @@ def slurm(folder: Path, script: str) -> tuple[list[str], dict[str, str]]:
 
 def script_of(command: list[str], python: Path, **options: Any) -> str:
     usual: dict[str, Any] = {"nodes": 2, "gpus": 8, "name": "run 1", "options": [], "setup": ""}
+    usual |= {"folder": None, "start_timeout": 300.0}
     return sbatch_script(command, python=str(python), **usual | options)
 
 
@@ -60,14 +61,24 @@ def test_odd_arguments_reach_the_launch_unchanged(tmp_path: Path) -> None:
         f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv))\n"
         "place = sys.argv.index('--hosts') + 1\nprint(json.dumps(open(sys.argv[place]).read()))\n",
     )
-    command, environment = slurm(tmp_path, script_of(ODD, python, setup="export A='b c'"))
+    command, environment = slurm(
+        tmp_path, script_of(ODD, python, setup="export A='b c'", folder="/a b")
+    )
     assert subprocess.run(["bash", "-n", command[1]], check=True).returncode == 0
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     words, hosts = (json.loads(line) for line in done.stdout.splitlines())
     assert words[words.index("--") + 1 :] == ODD
     assert words[1:6] == ["-m", "hone.cli", "launch", "--nodes=2", "--gpus-per-node=8"]
-    assert words[words.index("--setup") + 1] == "export A='b c'"
+    assert words[6:9] == ["--setup=export A='b c'", "--folder=/a b", "--start-timeout=300"]
     assert hosts == "node1\nnode2\n"
+
+
+def test_a_setup_line_may_use_unset_names_and_fail_in_part(tmp_path: Path) -> None:
+    python = program(tmp_path, "python", "#!/bin/bash\necho launched\n")
+    script = script_of(["hone"], python, setup='false; export A="$UNSET"')
+    command, environment = slurm(tmp_path, script)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "launched\n"
 
 
 def test_a_signal_goes_to_the_launch_and_its_status_is_the_script_s(tmp_path: Path) -> None:
@@ -190,7 +201,11 @@ def test_a_plain_command_stays_readable_and_an_odd_one_survives_every_shell() ->
 
 @pytest.mark.parametrize(
     ("options", "problem"),
-    [({"name": "Run_1"}, "as Kubernetes does"), ({"volumes": ["shared"]}, "CLAIM:/PATH")],
+    [
+        ({"name": "Run_1"}, "as Kubernetes does"),
+        ({"name": "1run"}, "a letter first"),
+        ({"volumes": ["shared"]}, "CLAIM:/PATH"),
+    ],
 )
 def test_what_kubernetes_would_refuse_is_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):

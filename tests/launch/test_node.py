@@ -1,0 +1,60 @@
+"""One node of a launched cluster, with a stand-in for `ray start`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hone.launch import node
+from hone.launch.node import NodeSettings
+
+PROGRAM = """
+from hone.launch import node
+node.start = lambda *_: node.Ready("here:1", "http://127.0.0.1:1", "t")
+node.main()
+"""
+
+
+def test_a_head_names_its_process_and_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    places = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | places,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as head:
+        assert head.stdin is not None
+        assert head.stdout is not None
+        head.stdin.write(json.dumps(asdict(NodeSettings(mark="m", token="t"))) + "\n")
+        head.stdin.flush()
+        assert json.loads(head.stdout.readline())["address"] == "here:1"
+        cluster = json.loads((tmp_path / ".hone/launch/m/head/cluster.json").read_text())
+        assert (cluster["host"], cluster["pid"]) == (socket.gethostname(), head.pid)
+        head.send_signal(signal.SIGTERM)
+        assert head.wait(60) == 143
+    assert list((tmp_path / ".hone" / "launch").iterdir()) == []
+    assert list(tmp_path.glob("hone-ray-*")) == []
+
+
+@pytest.mark.parametrize("head", ["", "here:1"])
+def test_every_node_keeps_the_files_of_ray_in_its_own_folder(
+    head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    given: list[str] = []
+    stand_in = SimpleNamespace(main=lambda words, standalone_mode: given.extend(words))
+    monkeypatch.setattr("ray.scripts.scripts.start", stand_in)
+    monkeypatch.setattr(node, "_wait_for", lambda address: None)
+    node.start(NodeSettings(mark="m", token="t", head=head), tmp_path / "token", "/tmp/session")
+    assert given.count("--temp-dir=/tmp/session/ray") == 1
+    assert (f"--address={head}" in given) is bool(head)
