@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.contract import EngineSpec, Mesh, TrainEngine
 from hone.engine.engine import Engine
@@ -17,7 +19,6 @@ from hone.models.load import (
     LoadOptions,
     load_causal_lm,
     load_classifier,
-    load_config,
     load_step_labels,
 )
 from hone.models.lora import draw_adapters
@@ -60,7 +61,7 @@ def build(spec: EngineSpec) -> Engine:
     """Builds the engine of `strategy=fsdp2`: a Hugging Face decoder, sharded by FSDP2 on several ranks."""
     mesh = Mesh()
     if spec.world_size > 1 or spec.sequence_parallel > 1 or spec.tensor_parallel > 1:
-        from hone.engine.mesh import mesh_of
+        from hone.engine.mesh import mesh_of, refuse_layout
 
         mesh = mesh_of(
             spec.rank,
@@ -68,12 +69,21 @@ def build(spec: EngineSpec) -> Engine:
             sequence=spec.sequence_parallel,
             tensor=spec.tensor_parallel,
         )
-    refuse_unbuilt(spec)
+        refuse_layout(
+            spec.model_path,
+            spec.world_size,
+            sequence=spec.sequence_parallel,
+            tensor=spec.tensor_parallel,
+            shard_size=spec.fsdp.fsdp_size,
+            adapters=spec.adapters is not None,
+        )
     slots = mesh.data_parallel_size
     rules = [rule(slots) for rule in (spec.train_rule, spec.infer_rule)]
     train_rule, infer_rule = (replace(r, tokens=r.tokens * mesh.sequence_size) for r in rules)
+    host = torch.device("cpu")
     return build_engine(
-        load_module(spec),
+        load_module(spec, host if spec.world_size > 1 else None),
+        device=spec.device,
         optim=spec.optim,
         grad_clip=spec.grad_clip,
         fsdp=spec.fsdp,
@@ -85,22 +95,12 @@ def build(spec: EngineSpec) -> Engine:
     )
 
 
-def refuse_unbuilt(spec: EngineSpec) -> None:
-    """Raises for parallel sizes of the spec that this engine does not have, before a model is loaded."""
-    if spec.tensor_parallel > 1:
-        from hone.engine.tensor_parallel import refuse_tensor_parallel
+def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
+    """Loads the decoder with the head of the spec; frozen if the spec has no optimizer.
 
-        config = load_config(spec.model_path, device=spec.device)
-        has_adapters = spec.adapters is not None
-        refuse_tensor_parallel(config, spec.model_path, spec.tensor_parallel, adapters=has_adapters)
-    if spec.sequence_parallel > 1:
-        from hone.engine.mesh import refuse_split
-
-        refuse_split(spec.model_path, spec.sequence_parallel, spec.tensor_parallel)
-
-
-def load_module(spec: EngineSpec) -> Model:
-    """Loads the decoder with the head of the spec; frozen if the spec has no optimizer."""
+    A model that will be sharded is loaded on another device, the host, as it may not fit the spec's.
+    """
+    device = device or spec.device
     options: LoadOptions = {
         "dtype": spec.dtype,
         "override_config": spec.override_config,
@@ -115,7 +115,7 @@ def load_module(spec: EngineSpec) -> Model:
         lm = load_classifier(spec.model_path, labels, seed=spec.seed, **options)
     if spec.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    lm = lm.to(spec.device)
+    lm = lm.to(device)
     module: Model
     if labels is not None:
         module = ScoreModel(lm)
@@ -129,7 +129,7 @@ def load_module(spec: EngineSpec) -> Model:
         module.requires_grad_(False)
     if spec.trains == "head" and isinstance(module, ScoreModel):
         module.head.requires_grad_(True)
-    return module.to(spec.device)
+    return module.to(device)
 
 
 def build_engine(
@@ -143,9 +143,13 @@ def build_engine(
     response_width: int,
     mesh: Mesh | None = None,
     compile_blocks: bool = False,
+    device: torch.device | None = None,
 ) -> Engine:
-    """Shards the module if the mesh has several ranks, and creates the optimizer of a trained model."""
-    device = next(module.parameters()).device
+    """Shards the module if the mesh has several ranks, and creates the optimizer of a trained model.
+
+    Sharding moves a module on the host to the device layer by layer.
+    """
+    device = device or next(module.parameters()).device
     compile_blocks |= fsdp.use_torch_compile
     if mesh is not None and mesh.tensor_size > 1:  # fused and compiled layers need whole weights
         if compile_blocks or device.type == "cuda":

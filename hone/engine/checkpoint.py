@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hone.engine.optimizer import Optimizer
+from hone.engine.packed_shards import with_boxes, without_boxes
 from hone.engine.saved_state import TABLE, State, alone_without_warning, load_state, read_table
 from hone.models.lora import is_lora
 from hone.tracking.manifest import seal_shards
@@ -54,7 +55,7 @@ def save_checkpoint(
     skip = {"moments"} if optimizer is not None and not optimizer.inner.state else set()
     if state := _state(module, optimizer, sections_of(contents) - skip):
         with alone_without_warning():
-            save(state, checkpoint_id=str(folder))
+            save(with_boxes(state), checkpoint_id=str(folder))
         seal_shards(folder, dist.get_rank() if dist.is_initialized() else 0)
 
 
@@ -69,7 +70,9 @@ def load_checkpoint(
     state = _state(module, optimizer, sections)
     refuse_other_tensors(folder, leaves, state)
     base = state["base"].clone() if "base" in state else None
-    load_state(state, folder)
+    boxed = with_boxes(state)
+    load_state(boxed, folder)
+    state = without_boxes(boxed)
     if base is not None and not torch.allclose(base, state["base"], rtol=_SAME_BASE):
         raise AnotherBase(
             f"{folder} holds LoRA adapters over another base model (its weights sum to "

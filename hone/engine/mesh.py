@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hone.engine.contract import Mesh
 from hone.models.families import UnsupportedModel, declared
@@ -68,6 +69,19 @@ def refuse_split(path: str, size: int, tensor: int = 1) -> None:
             )
 
 
+def refuse_layout(
+    path: str, ranks: int, *, sequence: int, tensor: int, shard_size: int, adapters: bool
+) -> None:
+    """Raises, before weights are loaded, for a model that the parallel sizes do not split."""
+    if tensor > 1:
+        from hone.engine.tensor_parallel import refuse_tensor_parallel
+
+        shards = shard_size if shard_size > 0 else ranks // tensor
+        refuse_tensor_parallel(load_config(path), path, tensor, adapters=adapters, shards=shards)
+    if sequence > 1:
+        refuse_split(path, sequence, tensor)
+
+
 def join_groups(mesh: Mesh, shard_size: int, device: torch.device) -> Groups:
     """Creates the process groups of the mesh; all ranks call it together.
 
@@ -81,14 +95,14 @@ def join_groups(mesh: Mesh, shard_size: int, device: torch.device) -> Groups:
     copies = 1 if shard_size == -1 else ranks // shard_size
     dims = {"replicate": copies, "shard": ranks // copies, "tensor": mesh.tensor_size}
     names = tuple(name for name, size in dims.items() if size > 1 or name == "shard")
-    whole = init_device_mesh(device.type, tuple(dims[n] for n in names), mesh_dim_names=names)
+    whole = _mesh(device, {name: dims[name] for name in names})
     over = tuple(name for name in names if name != "tensor")
     split = mesh.tensor_size > 1
     data, sequence = dist.group.WORLD, None
     assert data is not None
     if mesh.ranks_per_slot > 1:
         shape = (mesh.data_parallel_size, mesh.sequence_size, mesh.tensor_size)
-        slots = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence", "inside"))
+        slots = _mesh(device, dict(zip(("data", "sequence", "inside"), shape, strict=True)))
         data = slots.get_group("data")
         sequence = slots.get_group("sequence") if mesh.sequence_size > 1 else None
     return Groups(
@@ -98,3 +112,13 @@ def join_groups(mesh: Mesh, shard_size: int, device: torch.device) -> Groups:
         shards=whole[over] if split else whole,
         tensor=whole["tensor"] if split else None,
     )
+
+
+def _mesh(device: torch.device, dims: dict[str, int]) -> DeviceMesh:
+    """Creates a mesh whose groups have the timeout of the process group; torch's own is 10 or 30 minutes."""
+    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    world = dist.group.WORLD
+    assert world is not None
+    for name in dims:
+        _set_pg_timeout(world._get_backend(device).options._timeout, mesh.get_group(name))
+    return mesh

@@ -52,9 +52,9 @@ _ADAPTERS = {  # the styles of lora_A and lora_B beside a base of each style
 
 
 def refuse_tensor_parallel(
-    config: PreTrainedConfig, path: str, size: int, *, adapters: bool = False
+    config: PreTrainedConfig, path: str, size: int, *, adapters: bool = False, shards: int = 1
 ) -> None:
-    """Raises for a model whose layers do not split over `size` ranks."""
+    """Raises for a model whose layers do not split over `size` ranks, and each part over `shards`."""
     text, key = config.get_text_config(), f"tensor_parallel_size={size}"
     if config.model_type in UNPLANNED:
         raise UnsupportedModel(
@@ -67,21 +67,48 @@ def refuse_tensor_parallel(
             f"{path} is a {config.model_type} model with LoRA adapters over its experts, which {key} does "
             "not split; train it without adapters, or with size 1"
         )
-    if not any(
-        style == "colwise" for name, style in plan.items() if "attn" in name or "attention" in name
-    ):
-        return  # every rank computes all heads
-    heads = [("num_attention_heads", text.num_attention_heads)]
-    per_layer = declared(text, "num_attention_heads_per_layer") or ()
-    heads += [("num_attention_heads_per_layer", count) for count in per_layer]
-    if not declared(text, "kv_lora_rank"):
-        heads.append(("num_key_value_heads", key_shape(config)[0]))
-    for name, count in heads:
+    if not _is_regular(text.vocab_size, size, shards):
+        raise UnsupportedModel(
+            f"{path} has vocab_size={text.vocab_size}, whose {size} parts of {key} FSDP2 cuts into {shards} "
+            "shards of different sizes; use a size that divides it, or fsdp_size=1 or 2"
+        )
+    for name, count in _divided(config, plan):
         if count % size:
-            raise UnsupportedModel(
-                f"{path} has {name}={count}, which {key} does not divide; a rank computes whole heads, so "
-                "use a size that divides them"
+            why = (
+                "a rank computes whole heads, so " if name.endswith(("heads", "per_layer")) else ""
             )
+            raise UnsupportedModel(
+                f"{path} has {name}={count}, which {key} does not divide; {why}use a size that divides "
+                f"{'them' if why else 'it'}"
+            )
+
+
+def _divided(config: PreTrainedConfig, plan: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """Yields the heads, unless every rank computes all of them, and the widths of the MLPs."""
+    text = config.get_text_config()
+    if any(style == "colwise" and ("attn" in n or "attention" in n) for n, style in plan.items()):
+        yield "num_attention_heads", text.num_attention_heads
+        for count in declared(text, "num_attention_heads_per_layer") or ():
+            yield "num_attention_heads_per_layer", count
+        if not declared(text, "kv_lora_rank"):
+            yield "num_key_value_heads", key_shape(config)[0]
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        if isinstance(width := declared(text, name), int):
+            yield name, width
+
+
+def _is_regular(rows: int, size: int, shards: int) -> bool:
+    """Returns whether the shards of a vocabulary's parts have the sizes that DTensor computes for them.
+
+    FSDP2 cuts each part by itself. DTensor divides the rows with the same shard number over the parts.
+    """
+
+    def cut(length: int, pieces: int) -> list[int]:
+        width = -(-length // pieces)
+        return [max(0, min(width, length - i * width)) for i in range(pieces)]
+
+    by_part = [cut(part, shards) for part in cut(rows, size)]
+    return all(list(of) == cut(sum(of), size) for of in zip(*by_part, strict=True))
 
 
 def _placement(style: str, dims: int) -> Placement:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.families.tensor_parallel import difference
+from hone.config.engine import OptimConfig
+from hone.engine.contract import TrainEngine
+from hone.engine.mesh import join_groups, mesh_of
 from hone.engine.sharding import join_group
+from hone.models.lora import whole_tensor
+
+from .layouts import CASES, CONTENTS, ONE, Layout, build, update
 
 KINDS = {  # family, whether the other value of every switch, and with adapters
     "norms of heads": ("qwen3", False, False),
@@ -32,3 +40,52 @@ def families(rank: int, world: int, folder: Path) -> dict[str, dict[str, float]]
         name: difference(family, mesh, flipped=flipped, adapters=adapters)
         for name, (family, flipped, adapters) in KINDS.items()
     }
+
+
+EXPERTS = replace(CASES["token-mean"], model="family qwen3_moe")
+MASTERS = {"dtype": torch.bfloat16, "optim": OptimConfig(lr=1e-4)}
+"""Weights in bfloat16, so that float32 masters and moments are saved besides."""
+
+
+def save_experts(layout: Layout, rank: int, folder: Path) -> list[torch.Tensor]:
+    """Updates packed experts and saves them; returns weights, masters and moments."""
+    engine = build(layout, EXPERTS, folder, rank, **MASTERS)
+    update(engine, EXPERTS.objective())
+    engine.save(folder / f"experts {layout}", CONTENTS)
+    return experts_of(engine)
+
+
+def load_experts(layout: Layout, rank: int, folder: Path, saved: Layout) -> list[torch.Tensor]:
+    engine = build(layout, EXPERTS, folder, rank, **MASTERS)
+    engine.load(folder / f"experts {saved}")
+    return experts_of(engine)
+
+
+def experts_of(engine: TrainEngine) -> list[torch.Tensor]:
+    optimizer = engine.optimizer
+    masters = [m for name, m in optimizer.masters.items() if "experts" in name]
+    moments = [x for m in masters for x in optimizer.inner.state[m].values() if x.dim()]
+    weights = [w for name, w in engine.named_hf_weights() if "experts" in name]
+    return [whole_tensor(x).clone() for x in (*weights, *masters, *moments)]
+
+
+def experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """What two ranks saved, what they load from it, and what they load from one rank."""
+    two = Layout("fsdp2", tensor=world)
+    saved = save_experts(two, rank, folder)
+    loaded = [load_experts(two, rank, folder, layout) for layout in (two, ONE)]
+    return {"experts saved": saved, "experts again": loaded[0], "experts of one": loaded[1]}
+
+
+def timeouts(rank: int, world: int, folder: Path) -> dict[str, set[float]]:
+    """The timeouts in seconds of all groups along the dimensions of meshes."""
+    device, found = torch.device("cpu"), set()
+    for sizes in ({"tensor": world}, {"sequence": world}):
+        groups = join_groups(mesh_of(rank, world, **sizes), -1, device)
+        meshes = [m for m in (groups.shards, groups.tensor) if m is not None]
+        along = [m.get_group(name) for m in meshes for name in m.mesh_dim_names]
+        for group in (groups.data, groups.sequence, *along):
+            if group is not None:
+                timeout = group._get_backend(device).options._timeout
+                found.add(timeout.total_seconds())
+    return {"timeouts": found}

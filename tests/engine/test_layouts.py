@@ -6,12 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hone.engine.sharding import TIMEOUT_S
 from tests.engine import ranks
 from tests.engine.layouts import (
     BOUND,
     CASES,
     LAYOUTS,
     ONE,
+    Layout,
     build,
     cases_of,
     largest_difference,
@@ -22,7 +24,14 @@ from tests.engine.layouts import (
     write_families,
     write_models,
 )
-from tests.engine.tensor_families import KINDS, families
+from tests.engine.tensor_families import (
+    KINDS,
+    experts,
+    families,
+    load_experts,
+    save_experts,
+    timeouts,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,11 +46,13 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     write_models(folder)
     write_families(SPLIT_FAMILIES, folder)
+    save_experts(ONE, 0, folder)
     found = {}
     for world in sorted({layout.ranks for layout in LAYOUTS}, reverse=True):
         scenarios = {"cases": run_cases}
         if world == 2:
             scenarios |= {"resumed": resume, "families": families, "split": run_families}
+            scenarios |= {"experts": experts, "timeouts": timeouts}
         for rank, result in enumerate(ranks.spawn(scenarios, world, folder)):
             found[world, rank] = {k: v for part in result.values() for k, v in part.items()}
     return found, resume(0, 1, folder), folder
@@ -94,6 +105,23 @@ def test_checkpoints_of_any_layout_resume_under_another(results):
         for name, one_more in found.items():
             if name.startswith("saved"):
                 assert max(largest_difference(one_more, baseline).values()) < BOUND, name
+
+
+def test_packed_experts_resume_bit_for_bit_under_other_sizes_of_tensor_parallel(results):
+    """Weights, masters and moments: gate and up rows keep their places."""
+    by_ranks, _, folder = results
+    of_one = load_experts(ONE, 0, folder, ONE)
+    alone = load_experts(ONE, 0, folder, Layout("fsdp2", tensor=2))
+    for rank in range(2):
+        found = by_ranks[2, rank]
+        for loaded in (found["experts again"], alone):
+            assert all(map(torch.equal, loaded, found["experts saved"]))
+        assert all(map(torch.equal, found["experts of one"], of_one))
+
+
+def test_every_group_of_a_mesh_has_the_timeout_of_the_process_group(results):
+    for rank in range(2):
+        assert results[0][2, rank]["timeouts"] == {TIMEOUT_S}
 
 
 def test_families_with_other_attention_can_be_split(results):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
@@ -47,18 +49,39 @@ def test_heads_are_never_cut(family):
 
 
 def test_heads_that_every_rank_computes_need_not_divide():
-    for family in ("olmo2", "phi3", "deepseek_v3"):
+    for family in ("olmo2", "phi3"):
         refuse_tensor_parallel(tiny_config(family), "m", 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "width"),
+    [("qwen2", "intermediate_size", 97), ("qwen3_moe", "moe_intermediate_size", 33)],
+)
+def test_a_width_that_the_ranks_cannot_share_is_refused_from_the_config(family, name, width):
+    config = tiny_config(family)
+    setattr(config, name, width)
+    with pytest.raises(
+        UnsupportedModel, match=f"m has {name}={width}, which tensor_parallel_size=2"
+    ):
+        refuse_tensor_parallel(config, "m", 2)
+
+
+def test_a_vocabulary_whose_parts_get_shards_of_different_sizes_is_refused():
+    config = tiny_config("qwen2")
+    config.vocab_size = 151665
+    for shards in (1, 2):
+        refuse_tensor_parallel(config, "m", 2, shards=shards)
+    with pytest.raises(UnsupportedModel, match=r"m has vocab_size=151665, .* into 4 shards"):
+        refuse_tensor_parallel(config, "m", 2, shards=4)
+    config.vocab_size = 151666
+    refuse_tensor_parallel(config, "m", 2, shards=4)
 
 
 def test_latent_attention_has_a_key_head_per_query_head():
     refuse_tensor_parallel(tiny_config("minicpm3"), "m", 4)
 
 
-def test_an_engine_refuses_the_heads_before_it_loads_the_model(tmp_path, monkeypatch):
-    lm = tiny_lm(40, hidden=32, kv_heads=1)
-    path = save_pretrained(lm, character_tokenizer(), tmp_path / "model")
-    monkeypatch.setattr("hone.engine.build.load_module", None)
+def spec_of(path, **changes):
     rule = MicroBatchRule(rows=1, tokens=0)
     spec = EngineSpec(
         head="policy",
@@ -72,5 +95,25 @@ def test_an_engine_refuses_the_heads_before_it_loads_the_model(tmp_path, monkeyp
         world_size=2,
         tensor_parallel=2,
     )
+    return replace(spec, **changes)
+
+
+def test_an_engine_refuses_the_heads_before_it_loads_the_model(tmp_path, monkeypatch):
+    lm = tiny_lm(40, hidden=32, kv_heads=1)
+    path = save_pretrained(lm, character_tokenizer(), tmp_path / "model")
+    monkeypatch.setattr("hone.engine.build.load_module", None)
     with pytest.raises(UnsupportedModel, match=r"num_key_value_heads=1, which tensor_parallel"):
-        build(spec)
+        build(spec_of(path))
+
+
+def test_a_model_of_several_ranks_is_loaded_on_the_host_and_sharded_on_the_device(
+    tmp_path, monkeypatch
+):
+    path = save_pretrained(tiny_lm(40, hidden=32), character_tokenizer(), tmp_path / "model")
+    device, built = torch.device("meta"), []
+    monkeypatch.setattr("hone.engine.build.build_engine", lambda *a, **kw: built.append((a, kw)))
+    build(spec_of(path, device=device, tensor_parallel=1))
+    build(spec_of(path, device=device, tensor_parallel=1, world_size=1))
+    sharded, alone = [{p.device.type for p in module.parameters()} for (module,), _ in built]
+    assert (sharded, alone) == ({"cpu"}, {"meta"})
+    assert [options["device"] for _, options in built] == [device, device]

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from hone.config import PPOTrainerConfig
-from hone.config.engine import FSDPConfig, UpdateConfig, sequence_parallel
+from hone.config.block import SchemaBlock
+from hone.config.engine import FSDPConfig, sequence_parallel
 from hone.data.create import run_dataset
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
@@ -170,21 +171,14 @@ class _Preflight:
     def _check_models(self, plan: Plan | None) -> None:
         """Check that each model to load has a supported config and complete weights."""
         config = self.config
-        actor, critic = config.actor_rollout_ref.actor, config.critic
-        decoders: list[tuple[str, UpdateConfig, FSDPConfig]] = [
-            (config.actor_rollout_ref.model.path, actor, actor.fsdp_config)
-        ]
-        if plan is not None and plan.critic and critic.model.path:
-            decoders.append((critic.model.path, critic, critic.model.fsdp_config))
-        for path in dict.fromkeys(path for path, *_ in decoders):
+        paths = [config.actor_rollout_ref.model.path]
+        if plan is not None and plan.critic and config.critic.model.path:
+            paths.append(config.critic.model.path)
+        for path in dict.fromkeys(paths):
             self._attempt(partial(check_model, path))
-        for path, role, sharding in decoders:
-            size = sequence_parallel(role, sharding)
-            if size > 1 and role.strategy in ("fsdp", "fsdp2"):
-                from hone.engine.mesh import refuse_split
-
-                tensor = sharding.tensor_parallel_size
-                self._attempt(partial(refuse_split, path, size, tensor))
+        for engine in _engines(config, plan):
+            if engine.strategy in ("fsdp", "fsdp2"):
+                self._attempt(engine.refuse_layout)
         scorer = config.reward_model.model.path
         if plan is not None and plan.reward_model and scorer and not plan.served:
             is_judge = plan.reward_model == "judge"
@@ -278,3 +272,49 @@ class _Preflight:
                 "one prompt, and actor_rollout_ref.rollout.n=1: it trains on raw scores, without a "
                 "baseline, as verl does; use actor_rollout_ref.rollout.n=8, for example"
             )
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """A role that a training engine computes, and the sizes of its layout."""
+
+    path: str
+    strategy: str
+    role: SchemaBlock
+    sharding: FSDPConfig
+    ranks: int
+    adapters: bool = False
+
+    def refuse_layout(self) -> None:
+        sequence = sequence_parallel(self.role, self.sharding)
+        tensor = self.sharding.tensor_parallel_size
+        if sequence * tensor > 1:
+            from hone.engine.mesh import refuse_layout
+
+            refuse_layout(
+                self.path,
+                self.ranks,
+                sequence=sequence,
+                tensor=tensor,
+                shard_size=self.sharding.fsdp_size,
+                adapters=self.adapters,
+            )
+
+
+def _engines(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_Engine]:
+    part, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    actor, ref, ranks, lora = part.actor, part.ref, config.world_size, part.model.uses_lora
+    path = part.model.path
+    yield _Engine(path, actor.strategy, actor, actor.fsdp_config, ranks, lora)
+    if plan is None:
+        return
+    if plan.reference and not lora:
+        yield _Engine(path, ref.strategy, ref, ref.fsdp_config, ranks)
+    if plan.critic:
+        own, has_adapters = critic.model, critic.model.lora_rank > 0
+        start = own.path or path
+        yield _Engine(start, critic.strategy, critic, own.fsdp_config, ranks, has_adapters)
+    if plan.reward_model in ("prm", "prime") and not plan.served and reward.model.path:
+        strategy = actor.strategy if plan.reward_model == "prime" else "fsdp2"
+        ranks = sum(config.reward_pool) or ranks
+        yield _Engine(reward.model.path, strategy, reward, reward.model.fsdp_config, ranks)

@@ -108,3 +108,27 @@ def test_a_reward_model_that_cannot_score_stops_before_a_model_loads(
     dry_run(task, tmp_path / "run", *served)
     told = capsys.readouterr()
     assert "server cannot be reached (http://127.0.0.1:9/v1/chat" in told.out + told.err
+
+
+ROLES = {
+    "the actor": ("actor_rollout_ref.actor.fsdp_config", ()),
+    "the reference": (
+        "actor_rollout_ref.ref.fsdp_config",
+        ("actor_rollout_ref.actor.use_kl_loss=true",),
+    ),
+    "a critic from the actor's model": (
+        "critic.model.fsdp_config",
+        ("algorithm.adv_estimator=gae",),
+    ),
+}
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "ulysses_sequence_parallel_size"])
+@pytest.mark.parametrize("role", ROLES)
+def test_a_layout_that_the_model_of_a_role_does_not_split_into_is_refused(
+    task: Task, tmp_path: Path, role: str, size: str
+) -> None:
+    block, chosen = ROLES[role]
+    ranks = ("trainer.n_gpus_per_node=16", "data.train_batch_size=16")
+    with pytest.raises(UnsupportedModel, match=f"{size}=16"):
+        dry_run(task, tmp_path / "run", *ranks, f"{block}.{size}=16", *chosen)
