@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from hone.types import Settings
 
 if TYPE_CHECKING:
     import aiohttp
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Event = dict[str, Any]
@@ -71,6 +74,9 @@ class HttpServer:
     weights: str | None = None
     """The weight version that it must report; None until it is known."""
     recovery: asyncio.Task[None] | None = None
+    verified: bool = False
+    """Whether its weight version was read since it last served no request."""
+    verifying: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     mode: LogProbMode = LogProbMode()
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
 
@@ -78,6 +84,8 @@ class HttpServer:
     log_prob_hint = "use temperature=1"
     positional = False
     seeded = False
+    shows_weights = False
+    """Whether it has a route that shows weights."""
 
     @property
     def shown_url(self) -> str:
@@ -105,6 +113,22 @@ class HttpServer:
 
     async def weight_version(self) -> str | None:
         raise NotImplementedError
+
+    async def verify_version(self) -> None:
+        """Raises ServerLost if it was restarted or updated while it served no request."""
+        async with self.verifying:
+            if self.verified or self.weights is None:
+                return
+            try:
+                version = await self.weight_version()
+            except RolloutError as error:
+                raise ServerLost(self, f"did not tell its weight version: {error}") from error
+            if version != self.weights:
+                raise ServerLost(
+                    self,
+                    f"has weights {version!r} instead of {self.weights!r}: it was restarted or updated",
+                )
+            self.verified = True
 
     async def pause(self) -> None: ...
 
@@ -139,10 +163,12 @@ class HttpServer:
             raise RolloutError(
                 f"{self.shown_url} acknowledged weights {version!r}, but has {current!r}"
             )
+        checked = 0
         for name, tensor in folder.sample(_CHECKED) if folder is not None else ():
             shown = await self.values_of(name, _ROWS)
             if shown is None:
-                return
+                continue
+            checked += 1
             values, expected = torch.tensor(shown).flatten(), tensor[:_ROWS].float().flatten()
             values = values[: len(expected)]  # a server with several replicas shows each
             if values.shape != expected.shape or not torch.allclose(
@@ -152,6 +178,13 @@ class HttpServer:
                     f"{self.shown_url} acknowledged new weights, but {name!r} has other values: the update "
                     "was applied in part"
                 )
+        if folder is not None and not checked and self.shows_weights:
+            self.shows_weights = False  # one warning
+            log.warning(
+                "%s shows none of the weights that were asked for after an update; updates are checked by "
+                "their version alone",
+                self.shown_url,
+            )
 
     # -- calls ----------------------------------------------------------------------------------
 

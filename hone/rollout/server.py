@@ -140,11 +140,13 @@ class ServerRollout(RemoteEngine):
         server = self._route(request)
         server.streams += 1
         try:
+            await server.verify_version()
             async with aclosing(server.stream(request, sampling)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
             server.streams -= 1
+            server.verified &= server.streams > 0
 
     def _route(self, request: Request) -> HttpServer:
         """Returns the server of the trajectory, else of the prefix if it has room, else the least loaded."""

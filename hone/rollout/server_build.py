@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hone.config.rollout import RolloutConfig
 from hone.event_loop import run_coroutine
 from hone.models.load import load_config, resolve_model_path
+from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Sampling
 from hone.rollout.http_server import HttpServer, Limits
 from hone.rollout.requests import RequestRules
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running SGLang servers, or starts one."""
+    refuse_experts(spec)
     server = spec.config.server
     limits = Limits(server.max_start_wait_time, server.timeout)
     if server.urls:
@@ -50,6 +52,7 @@ def build_sglang(spec: RolloutSpec) -> RolloutEngine:
 
 def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running vLLM servers."""
+    refuse_experts(spec)
     server = spec.config.server
     limits = Limits(server.max_start_wait_time, server.timeout)
     tied = bool(load_config(spec.model_path).tie_word_embeddings)
@@ -60,6 +63,16 @@ def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
             for url in urls_of(spec)
         ],
     )
+
+
+def refuse_experts(spec: RolloutSpec) -> None:
+    """Raises for a mixture of experts: the trainer's tensors of all experts in one are no names of a
+    checkpoint, and a loader that skips them keeps the first weights."""
+    if routing_shape(load_config(spec.model_path)) is not None:
+        raise RolloutError(
+            f"rollout.name={spec.config.name} takes no new weights of mixtures of experts, and "
+            f"{spec.model_path} is one; use rollout.name=native"
+        )
 
 
 def urls_of(spec: RolloutSpec) -> list[str]:

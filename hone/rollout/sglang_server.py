@@ -28,6 +28,7 @@ class SGLangServer(HttpServer):
     tensor_parallel: int = 1
 
     kind = "SGLang"
+    shows_weights = True
     log_prob_hint = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
 
     async def connect(self) -> None:

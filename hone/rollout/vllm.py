@@ -137,7 +137,8 @@ class VLLMRollout(RemoteEngine):
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
-            "seed": sampling.seed if sampling.seed != -1 else 2**63 - 1,  # -1 is no seed in vLLM
+            # A seed of vLLM's own makes a generator, which on a CPU fails when a prefill is split.
+            "extra_args": {"hone_seed": sampling.seed},
             "stop_token_ids": [*ends, *sampling.stop_token_ids],
         }
 
@@ -162,7 +163,7 @@ class VLLMRollout(RemoteEngine):
     # -- control --------------------------------------------------------------------------------
 
     async def _pause(self, keep: bool) -> None:
-        """With `keep`, requests stay in vLLM, with the state of their random generators."""
+        """With `keep`, requests stay in vLLM, and go on there."""
         if not keep:
             await super()._pause(keep)
             return

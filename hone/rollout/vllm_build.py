@@ -17,7 +17,7 @@ from hone.event_loop import run_coroutine
 from hone.models.load import load_config, resolve_model_path
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.requests import RequestRules
-from hone.rollout.server_build import build_vllm_servers
+from hone.rollout.server_build import build_vllm_servers, refuse_experts
 from hone.rollout.server_weights import meta_parameters
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_adapters import AdapterVLLM, engine_arguments
@@ -66,6 +66,7 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
     if not has_vllm(python):
         place = f"rollout.vllm.python={python}" if python else "this interpreter"
         raise RolloutError(f"rollout.name=vllm, but {place} has no vLLM; {INSTALL}")
+    refuse_experts(spec)
     model = load_config(spec.model_path)
     rules = RequestRules.of(model, spec.eos_ids, spec.tokenizer)
     lm = _published_adapters(spec)

@@ -142,7 +142,8 @@ class HoneWorker:
     def draw_by_position(self) -> None:
         """Makes a random token a function of its seed and absolute position, as native draws it.
 
-        vLLM has a generator per request instead, and runs a kernel for each of them in every step.
+        vLLM has a generator per request with a seed instead, and runs a kernel for each of them in every
+        step. The seed comes as `hone_seed` in the `extra_args` of a request's SamplingParams.
         """
         from hone_counter_rng import uniform
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -154,11 +155,11 @@ class HoneWorker:
             p: Tensor | None,
         ) -> tuple[Tensor, None]:
             mass = apply_top_k_top_p(logits, k, p).softmax(-1, dtype=torch.float32).cumsum_(-1)
-            seeds = [0] * len(mass)  # a greedy request has none
-            for row, generator in generators.items():
-                seed = generator.initial_seed()
-                seeds[row] = seed - 2**64 if seed >= 2**63 else seed
-            positions = self.model_runner.input_batch.num_tokens_no_spec[: len(mass)]
+            runner = self.model_runner
+            seeds = [0] * len(mass)  # vLLM's own trial runs have no requests
+            for row, name in enumerate(runner.input_batch.req_ids[: len(mass)]):
+                seeds[row] = runner.requests[name].sampling_params.extra_args["hone_seed"]
+            positions = runner.input_batch.num_tokens_no_spec[: len(mass)]
             numbers = uniform(torch.tensor(seeds), torch.from_numpy(positions).long())
             total = mass[:, -1:]
             threshold = (numbers.to(mass.device).unsqueeze(1) * total.double()).float()

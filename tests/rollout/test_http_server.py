@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.http_server import Limits
+from hone.rollout.server_weights import WeightFolder
 from hone.rollout.sglang_server import SGLangServer
 
 from .contract_server import ContractServer
@@ -100,6 +105,45 @@ def test_two_requests_show_what_the_log_probs_mean(
                     engine.refuse_training(sampling)
 
     asyncio.run(asked())
+
+
+class Showing(SGLangServer):
+    """A server that shows zeros for some of its weights."""
+
+    shown: tuple[str, ...] = ()
+
+    async def weight_version(self) -> str:
+        return "v"
+
+    async def values_of(self, name: str, count: int) -> Any:
+        return [0.0] * count if name in self.shown else None
+
+
+@pytest.fixture
+def ones(tmp_path: Path) -> Iterator[WeightFolder]:
+    folder = WeightFolder(str(tmp_path / "weights"), str(tmp_path))
+    folder.begin()
+    folder.add({"a": torch.ones(4), "b": torch.ones(4)})
+    folder.commit()
+    yield folder
+    folder.close()
+
+
+def test_a_weight_that_is_not_shown_hides_no_other(ones: WeightFolder) -> None:
+    server = Showing("http://gpu:1", Limits(1.0, 1.0))
+    server.shown = ("b",)
+    with pytest.raises(RolloutError, match="'b' has other values"):
+        asyncio.run(server.check_weights("v", ones))
+
+
+def test_a_server_that_shows_no_weight_is_named_once(
+    ones: WeightFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Showing("http://gpu:1", Limits(1.0, 1.0))
+    for _ in range(2):
+        asyncio.run(server.check_weights("v", ones))
+    (record,) = caplog.records
+    assert "http://gpu:1 shows none of the weights" in record.getMessage()
 
 
 def test_a_server_of_another_kind_is_named(servers: list[ContractServer]) -> None:

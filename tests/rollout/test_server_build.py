@@ -13,6 +13,7 @@ import torch
 from hone.config import compose, load_config
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
+from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutError
 from hone.rollout.server_build import urls_of
 
@@ -32,6 +33,34 @@ def test_each_rollout_worker_has_servers_of_its_own() -> None:
     wrong = load_config([f"{URLS}=[localhost:30000]"]).actor_rollout_ref.rollout
     with pytest.raises(RolloutError, match="'localhost:30000' does not begin with http"):
         urls_of(replace(spec, config=wrong))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["name=sglang"],
+        ["name=sglang", "server.urls=[http://a:1]"],
+        ["name=vllm", "server.urls=[http://a:1]"],
+        ["name=vllm"],
+    ],
+    ids=" ".join,
+)
+def test_mixtures_of_experts_are_refused_before_anything_starts(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their fused tensors are no names of a checkpoint, and a server would keep its first experts."""
+    from benchmarks.families.tiny import tiny_config
+
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    rollout = load_config([f"actor_rollout_ref.rollout.{s}" for s in settings[1:]])
+    name = settings[0].removeprefix("name=")
+    config = replace(rollout.actor_rollout_ref.rollout, name=name)
+    monkeypatch.setattr("hone.rollout.vllm_build.has_vllm", lambda python: True)
+    spec = replace(spec_of("hf"), config=config, model_path=str(tmp_path))
+    with pytest.raises(
+        RolloutError, match=f"rollout.name={name} takes no new weights of mixtures of experts"
+    ):
+        build_rollout(spec)
 
 
 def test_sglang_stays_where_servers_run_and_is_native_where_nothing_does() -> None:

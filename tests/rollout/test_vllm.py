@@ -14,7 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenDelta, TokenOutput
+from hone.agents.loop_thread import run_beside
+from hone.event_loop import run_coroutine
+from hone.rollout.contract import (
+    RolloutEngine,
+    RolloutError,
+    Sampling,
+    StopReason,
+    TokenDelta,
+    TokenOutput,
+)
 from hone.rollout.requests import RequestRules
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_process import EngineProcess, Launch
@@ -28,6 +37,7 @@ from . import (  # noqa: F401
     models,
 )
 from .engine_contract import CLAUSES, Violation, verify
+from .factories import NativeFactory
 from .test_vllm_process import fake_python
 from .vllm_factory import SHAPE, SharedVLLM, VLLMFactory, vllm
 
@@ -52,6 +62,29 @@ def test_contract(name: str) -> None:
     verify(name, VLLMFactory())
 
 
+@vllm
+@pytest.mark.usefixtures("_heads_of_32_numbers")
+def test_a_prefill_over_several_steps_gets_the_draws_of_its_seed() -> None:
+    """The process takes 64 tokens per step; native draws the same tokens."""
+    model = models.policy()
+    prompts = models.prompts(3, 150, 200)
+    sampling = [Sampling(12, 1.0, seed, ignore_eos=True) for seed in (-1, 7, 2**63 - 1)]
+
+    async def sampled(engine: RolloutEngine) -> list[list[int]]:
+        jobs = [
+            engine.generate(prompt, one, str(one.seed))
+            for prompt, one in zip(prompts, sampling, strict=True)
+        ]
+        return [out.token_ids for out in await asyncio.gather(*jobs)]
+
+    drawn = []
+    for factory in (VLLMFactory(), NativeFactory()):
+        engine = factory.build(model)
+        drawn.append(run_beside(engine, sampled(engine)))
+        run_coroutine(engine.close())
+    assert drawn[0] == drawn[1]
+
+
 def test_only_clauses_that_look_into_the_engine_are_left_out() -> None:
     probes = {"memory", "prefill"}  # vLLM cannot be looked into
     assert not [n for n, c in CLAUSES.items() if n not in APPLY and not c.needs & probes]
@@ -62,7 +95,7 @@ def test_only_clauses_that_look_into_the_engine_are_left_out() -> None:
 
 class SeedIgnored(SharedVLLM):
     def _parameters_of(self, sampling: Sampling) -> Any:
-        return super()._parameters_of(sampling) | {"seed": 0}
+        return super()._parameters_of(sampling) | {"extra_args": {"hone_seed": 0}}
 
 
 class TopKIgnored(SharedVLLM):

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hone.models.tiny import save_pretrained
-from hone.rollout.contract import RolloutError
+from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.http_server import Limits, ServerLost
+from hone.rollout.requests import RequestRules
+from hone.rollout.server import ServerRollout
+from hone.rollout.server_weights import WeightFolder
 from hone.rollout.vllm_openai import VLLMServer
 
 from . import (
@@ -85,6 +89,61 @@ def test_a_server_that_cannot_be_updated_is_refused_for_training(
 def test_other_servers_train() -> None:
     server(updates=True, device="cpu").refuse_updates()
     server(updates=True, device="cuda", tied=True).refuse_updates()
+
+
+class RestartedServer(VLLMServer):
+    """A server whose version is a variable; it notes the version that each request was served with."""
+
+    current = "default"
+
+    async def connect(self) -> None:
+        self.updates, self.weights, self.served = True, self.current, list[str]()
+
+    async def wait_until_healthy(self) -> None: ...
+
+    async def call(self, path: str, body: Any = None, *, get: bool = False) -> Any:
+        return None
+
+    async def weight_version(self) -> str:
+        await asyncio.sleep(0)
+        return self.current
+
+    async def load_folder(self, folder: str, version: str) -> None:
+        self.current = version
+
+    async def events(self, path: str, body: Any) -> Any:
+        self.served.append(self.current)
+        for reason in (None, "length"):
+            await asyncio.sleep(0)
+            yield choice(finish_reason=reason)
+
+
+def test_a_server_that_restarted_while_it_was_idle_serves_nothing_before_its_weights_are_back() -> (
+    None
+):
+    running = RestartedServer("http://gpu:8000", Limits(1.0, 1.0))
+    engine = ServerRollout(
+        [running],
+        RequestRules(frozenset({89}), vocabulary=90),
+        {"shift": torch.zeros(1)},
+        WeightFolder(None, "no-model"),
+    )
+
+    async def asked() -> None:
+        await engine.start()
+        await engine.begin_update()
+        await engine.load([("shift", torch.ones(1))])
+        await engine.commit(1)
+        published = running.current
+        sampling = Sampling(2, 1.0, 0, ignore_eos=True)
+        await engine.generate([1], sampling, "before")
+        running.current = "default"
+        await asyncio.gather(*(engine.generate([1], sampling, str(i)) for i in range(3)))
+        assert published != "default"
+        assert running.served == [published] * 4
+        await engine.close()
+
+    asyncio.run(asked())
 
 
 # -- vLLM itself ------------------------------------------------------------------------------

@@ -108,17 +108,23 @@ def test_a_draw_is_natives_for_its_seed_and_position(
     monkeypatch.setitem(sys.modules, "hone_counter_rng", counter_rng)
     extension = worker.HoneWorker()
     positions = torch.arange(3, 203, dtype=torch.int32)
-    seeds = torch.tensor([7, 2**63 - 1] * 100)
+    seeds = torch.tensor([7, 2**63 - 1, -1, -(2**63)] * 50)
+    requests = {
+        str(i): SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"hone_seed": seed}))
+        for i, seed in enumerate(seeds.tolist())
+    }
     extension.model_runner = SimpleNamespace(
         sampler=SimpleNamespace(topk_topp_sampler=torch.nn.Module()),
-        input_batch=SimpleNamespace(num_tokens_no_spec=torch.cat([positions, positions]).numpy()),
+        requests=requests,
+        input_batch=SimpleNamespace(
+            num_tokens_no_spec=torch.cat([positions, positions]).numpy(), req_ids=list(requests)
+        ),
     )
     extension.draw_by_position()
     logits = torch.randn(200, 11)
     logits[:, [0, 10]] = -torch.inf
-    generators = {i: torch.Generator().manual_seed(int(seed)) for i, seed in enumerate(seeds)}
     sampler = extension.model_runner.sampler.topk_topp_sampler
-    tokens, log_probs = sampler.forward(logits.clone(), generators, None, None)
+    tokens, log_probs = sampler.forward(logits.clone(), {}, None, None)
     numbers = counter_rng.uniform(seeds, positions.long())
     expected = (logits.softmax(-1).double().cumsum(-1) <= numbers[:, None]).sum(-1)
     assert log_probs is None

@@ -74,7 +74,7 @@ def process() -> EngineProcess:
         "enforce_eager": True,
         "max_model_len": POSITIONS,
         "max_num_seqs": 64,
-        "max_num_batched_tokens": 2048,
+        "max_num_batched_tokens": 64,  # prefills are split
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
         "generation_config": "vllm",

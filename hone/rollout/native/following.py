@@ -110,7 +110,7 @@ class FollowingRollout:
                     if commands[-1]["do"] == "release":
                         return
                     self._condition.notify_all()
-                    self._condition.wait_for(lambda: self._stopped or not self._updating)
+                    self._wait_for_update()
         finally:
             with self._condition:
                 self._driven = False
@@ -138,6 +138,16 @@ class FollowingRollout:
         ):
             raise RolloutError(f"the first rank began no update within {timeout_s:g} s")
         self._raise_if_stopped()
+
+    def _wait_for_update(self) -> None:
+        """Waits until this rank's worker has ended the update; its transfer has the same timeout."""
+        limit_s = 2 * self._peers.timeout_s
+        if not self._condition.wait_for(lambda: self._stopped or not self._updating, limit_s):
+            with self._failing():
+                raise RolloutError(
+                    f"a weight update did not end on this rank within {limit_s:g} s "
+                    "(twice actor_rollout_ref.nccl_timeout)"
+                )
 
     def _receive(self) -> list[Command]:
         with self._failing():

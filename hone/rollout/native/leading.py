@@ -161,8 +161,9 @@ class LeadingRollout(NativeRollout):
         try:
             await super().begin_update()
         except RolloutError as error:
-            if not self._stopped:
-                self._leading.send({"do": "update", "refused": str(error)})
+            with self._between_steps():
+                if not self._stopped:
+                    self._leading.send({"do": "update", "refused": str(error)})
             raise
         with self._between_steps():
             self._leading.send({"do": "update"})

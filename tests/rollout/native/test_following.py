@@ -50,6 +50,18 @@ def test_weights_change_between_two_steps_on_all_ranks() -> None:
     assert torch.equal(whole, dict(other)[name])
 
 
+def test_an_update_that_does_not_end_fails_all_ranks_with_the_cause() -> None:
+    slot = Slot(policy())
+    slot.peers[1].timeout_s = 0.05
+    slot.follow()
+    asyncio.run(slot.leader.begin_update())
+    slot.join()
+    (error,) = slot.errors
+    assert "a weight update did not end on this rank within 0.1 s" in str(error)
+    with pytest.raises(RolloutError, match=r"rank 1 of 2 .* did not end on this rank"):
+        slot.leader._leading.send({"do": "wait"})
+
+
 def test_requests_go_to_the_first_rank() -> None:
     slot = Slot(policy())
     with pytest.raises(RolloutError, match="requests go to the first rank"):

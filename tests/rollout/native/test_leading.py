@@ -57,6 +57,23 @@ def test_an_error_on_one_rank_ends_all_with_its_cause(rank: int) -> None:
         asyncio.run(slot.followers[0].begin_update())
 
 
+def test_a_refused_update_is_told_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the driving thread sends commands too; two threads must not send at once."""
+    leader: Any = Slot(policy()).leader
+    told: list[tuple[str, bool]] = []
+    monkeypatch.setattr(
+        leader._leading,
+        "send",
+        lambda command: told.append((command["refused"], leader._step_lock.locked())),
+    )
+    monkeypatch.setattr(leader, "_awaited", lambda: ["a request"])
+    with pytest.raises(RolloutError, match="begin_update while 1 requests run"):
+        asyncio.run(leader.begin_update())
+    ((refusal, between_steps),) = told
+    assert "begin_update while 1 requests run" in refusal
+    assert between_steps
+
+
 def test_no_thread_outlives_a_closed_slot() -> None:
     slot = Slot(policy())
     slot.follow()
