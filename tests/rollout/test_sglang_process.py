@@ -56,9 +56,10 @@ def test_the_command_listens_nowhere_else_and_passes_arguments_on() -> None:
         launch_arguments(spec("some/model", "engine_kwargs.sglang.host=0.0.0.0"))
 
 
-def test_an_interpreter_that_does_not_run_is_named() -> None:
+def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
+    policy().lm.config.save_pretrained(tmp_path)
     with pytest.raises(RolloutError, match=r"rollout.sglang.python=/no/python does not run"):
-        build_rollout(spec("some/model", "sglang.python=/no/python"))
+        build_rollout(spec(tmp_path, "sglang.python=/no/python"))
 
 
 @pytest.fixture
