@@ -128,18 +128,10 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     alone = config.rollout_ranks == 1 and rollout.tensor_model_parallel_size > 1
     if alone and (missing or rollout.name == "native"):
         yield _ROLLOUT_SIZE, 1, "one rank decodes with the whole model"
-    yield from _not_megatron(config)
-    longest = rollout.prompt_length + rollout.response_length
-    actor, critic = config.actor_rollout_ref.actor, config.critic
-    for block, role, sharding in (
-        (_ACTOR, actor, actor.fsdp_config),
-        (_CRITIC, critic, critic.model.fsdp_config),
-    ):
-        size = sequence_parallel(role, sharding) if config.world_size > 1 else 1
-        share = -(-longest // size)
-        if get(config, f"{block}.ppo_max_token_len_per_gpu") < share:
-            why = f"a rank's budget must hold the longest prompt plus response, so it is {share}"
-            yield f"{block}.ppo_max_token_len_per_gpu", share, why
+    without_megatron = list(_not_megatron(config))
+    yield from without_megatron
+    yield from _small_budgets(config, is_megatron_off=bool(without_megatron))
+    for block in (_ACTOR, _CRITIC):
         if get(config, f"{block}.rollout_n") != rollout.n:
             why = f"a prompt has actor_rollout_ref.rollout.n={rollout.n} responses"
             yield f"{block}.rollout_n", rollout.n, why
@@ -152,6 +144,29 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     if buffer.enable and buffer.len == 0:
         key = "reward_model.reward_kwargs.overlong_buffer_cfg.enable"
         yield key, False, "a buffer of len=0 tokens penalises nothing"
+
+
+def _small_budgets(
+    config: PPOTrainerConfig, *, is_megatron_off: bool
+) -> Iterator[tuple[str, JsonValue, str]]:
+    """Yields token budgets that do not hold a rank's part of the longest sequence."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    longest = policy.rollout.prompt_length + policy.rollout.response_length
+    actor_size = sequence_parallel(policy.actor, policy.actor.fsdp_config)
+    ref_size = sequence_parallel(policy.ref, policy.ref.fsdp_config)
+    critic_size = sequence_parallel(critic, critic.model.fsdp_config)
+    for key, strategy, size in (
+        (f"{_ACTOR}.ppo", policy.actor.strategy, actor_size),
+        ("actor_rollout_ref.rollout.log_prob", policy.actor.strategy, actor_size),
+        (f"{_REF}.log_prob", policy.ref.strategy, ref_size),
+        (f"{_CRITIC}.ppo", critic.strategy, critic_size),
+        (f"{_CRITIC}.forward", critic.strategy, critic_size),
+    ):
+        splits = config.world_size > 1 and (strategy != "megatron" or is_megatron_off)
+        share = -(-longest // size) if splits else longest
+        if get(config, f"{key}_max_token_len_per_gpu") < share:
+            why = f"a rank's budget must hold the longest prompt plus response, so it is {share}"
+            yield f"{key}_max_token_len_per_gpu", share, why
 
 
 def _not_megatron(config: PPOTrainerConfig) -> Iterator[tuple[str, JsonValue, str]]:
@@ -312,7 +327,9 @@ def _unknown_names(tree: str, config: Value) -> Iterator[str]:
 
 
 def _shards(config: PPOTrainerConfig) -> Iterator[str]:
-    for block in (_ACTOR, _REF, "critic.model"):
+    for role, block in ((_ACTOR, _ACTOR), (_REF, _REF), (_CRITIC, "critic.model")):
+        if get(config, f"{role}.strategy") == "megatron":
+            continue
         key = f"{block}.fsdp_config.fsdp_size"
         size: int = get(config, key)
         ranks = config.world_size // get(config, f"{block}.fsdp_config.tensor_parallel_size")

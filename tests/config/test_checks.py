@@ -342,6 +342,69 @@ def test_a_default_budget_grows_with_the_rows_and_needs_no_note() -> None:
     assert composed.notes == ()
 
 
+@pytest.fixture
+def has_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hone.config.checks.find_spec", lambda name: object())
+
+
+BUDGETS = [
+    f"{ACTOR}.ppo_max_token_len_per_gpu",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
+]
+LONG = ["data.max_response_length=79488", "trainer.n_gpus_per_node=2", "data.train_batch_size=8"]
+SPLIT = [f"{ACTOR}.ulysses_sequence_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"]
+LONG_REF = [40000, 40000, 80000, 40000, 40000]
+MEGATRON = [f"{ACTOR}.strategy=megatron", "critic.strategy=megatron"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "budgets"),
+    [
+        ([], [80000] * 5),
+        (SPLIT, [40000] * 5),
+        ([*SPLIT, "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1"], LONG_REF),
+        ([*SPLIT, *MEGATRON], [80000] * 5),
+        ([*SPLIT, "actor_rollout_ref.ref.strategy=megatron"], LONG_REF),
+    ],
+)
+def test_every_budget_holds_the_longest_row_of_its_own_layout(
+    overrides: list[str], budgets: list[int], has_megatron: None
+) -> None:
+    config = load_config([*LONG, *overrides])
+    assert [get(config, key) for key in BUDGETS] == budgets
+
+
+def test_without_megatron_the_budgets_are_those_of_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hone.config.checks.find_spec", lambda name: None)
+    config = load_config([*LONG, *SPLIT, *MEGATRON])
+    assert [get(config, key) for key in BUDGETS] == [40000] * 5
+
+
+@pytest.mark.parametrize(
+    ("role", "block"), [(ACTOR, ACTOR), ("actor_rollout_ref.ref",) * 2, ("critic", "critic.model")]
+)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "ulysses_sequence_parallel_size=2",
+        "fsdp_size=3",
+        "offload_policy=true",
+        "reshard_after_forward=false",
+        "use_torch_compile=true",
+    ],
+)
+def test_megatron_notes_what_it_does_not_read_of_the_sharding(
+    role: str, block: str, setting: str, has_megatron: None
+) -> None:
+    ranks = ["trainer.n_gpus_per_node=2", "data.train_batch_size=8"]
+    written = f"{block}.fsdp_config.{setting}"
+    notes = compose([*ranks, f"{role}.strategy=megatron", written]).notes
+    assert any(written in note and "no effect while strategy=megatron" in note for note in notes)
+
+
 @pytest.mark.parametrize(
     ("overrides", "samples"),
     [

@@ -6,18 +6,20 @@ stage writes some of the stage's tensors; each rank reads the tensors of its sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hone.engine.checkpoint import refuse_other_tensors, saved_sections, sections_of
 from hone.engine.megatron.optimizer import ShardedOptimizer
 from hone.engine.megatron.weights import StageTensors, hf_names
 from hone.engine.saved_state import State, alone_without_warning, load_state
+from hone.tracking.manifest import seal_shards
 from hone.types import Row
 
 Moments: TypeAlias = dict[str, Row]
@@ -36,20 +38,21 @@ def save_stage(
     if "model" in sections:
         state["model"] = {
             alias: tensor
-            for name, tensor in _own_share(tensors, tensors.parameters)
+            for name, tensor in _own_share(tensors, tensors.parameters.__getitem__)
             for alias in _aliases(tensors, name)
         }
     if optimizer is not None:
         if "moments" in sections and optimizer.inner.state:
             state["moments"] = _moments(tensors, optimizer)
         if "masters" in sections and (masters := optimizer.own_masters()):
-            whole = _by_name(tensors, optimizer.gathered(list(masters.values())))
-            state["masters"] = {_key(n): x for n, x in _own_share(tensors, whole)}
+            share = _own_share(tensors, _gathers(tensors, optimizer, list(masters.values())))
+            state["masters"] = {_key(name): tensor for name, tensor in share}
         if "progress" in sections:
             state["progress"] = optimizer.state_dict()
     if state:
         with alone_without_warning():
             save(state, checkpoint_id=str(folder))
+        seal_shards(folder, dist.get_rank())
 
 
 def load_stage(
@@ -87,21 +90,22 @@ def _moments(tensors: StageTensors, optimizer: ShardedOptimizer) -> State:
     flat, single = optimizer.state_keys()
     moments: Moments = {_key(n): {key: states[0][key] for key in single} for n in names}
     for key in flat:
-        whole = _by_name(tensors, optimizer.gathered([state[key] for state in states]))
-        for name, tensor in _own_share(tensors, whole):
+        gather = _gathers(tensors, optimizer, [state[key] for state in states])
+        for name, tensor in _own_share(tensors, gather):
             moments[_key(name)][key] = tensor
     (group,) = optimizer.inner.state_dict()["param_groups"]
     return {"state": moments, "param_groups": [group | {"params": [_key(n) for n in names]}]}
 
 
 def _load_moments(tensors: StageTensors, optimizer: ShardedOptimizer, moments: Moments) -> None:
-    flat, single = optimizer.state_keys()
     masters = list(optimizer.masters.values())
+    flat, single = optimizer.state_keys(masters[0].device)
     some = next(iter(moments.values()))
     for master in masters:
         values = {key: torch.zeros_like(master, requires_grad=False) for key in flat}
         optimizer.inner.state[master] = values | {
-            key: some[key].clone() if isinstance(some[key], Tensor) else some[key] for key in single
+            key: some[key].to(new.device, copy=True) if isinstance(new, Tensor) else some[key]
+            for key, new in single.items()
         }
     for key in flat:
         whole = {name: moments[_key(name)][key] for e in tensors.entries for name in e.whole}
@@ -141,12 +145,14 @@ def _empty(
     return state
 
 
-def _own_share(tensors: StageTensors, local: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _own_share(
+    tensors: StageTensors, tensor_of: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yields the whole tensors that this rank writes: those of its stage, dealt over the stage's ranks."""
     groups = tensors.groups
     place = groups.data.rank() * groups.tensor.size() + groups.tensor.rank()
     ranks = groups.data.size() * groups.tensor.size()
-    for index, (name, tensor) in enumerate(tensors.of_stage(local)):
+    for index, (name, tensor) in enumerate(tensors.of_stage(tensor_of)):
         if index % ranks == place:
             yield name, tensor.cpu().contiguous().clone()
 
@@ -162,8 +168,11 @@ def _scatter(
         optimizer.scatter(parts, flats)
 
 
-def _by_name(tensors: StageTensors, values: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
-    return {name: values[parameter] for name, parameter in tensors.parameters.items()}
+def _gathers(
+    tensors: StageTensors, optimizer: ShardedOptimizer, flats: list[Tensor]
+) -> Callable[[str], Tensor]:
+    """Returns a function that gathers the whole tensor of a parameter from flat shards."""
+    return lambda name: optimizer.gather(tensors.parameters[name], flats)
 
 
 def _module_name(name: str) -> str:

@@ -7,6 +7,7 @@ every stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,17 +32,11 @@ from hone.engine.build import load_module
 from hone.engine.contract import EngineSpec, Lease, Mesh, Objective, Options, Terms
 from hone.engine.engine import Engine, Pass, _moved, _selected
 from hone.engine.megatron.checkpoint import load_stage, save_stage
-from hone.engine.megatron.model import (
-    PackedStage,
-    Stage,
-    build_stage,
-    refuse_model,
-    transformer_config,
-)
+from hone.engine.megatron.model import PackedStage, Stage, build_stage, transformer_config
 from hone.engine.megatron.optimizer import ShardedOptimizer
+from hone.engine.megatron.refusals import refuse_role, refuse_unknown
 from hone.engine.megatron.weights import Groups, StageTensors, hf_names
 from hone.engine.offload import Offload, offload_of
-from hone.models.load import load_config
 from hone.models.policy import Model, PolicyModel, ValueModel
 from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
@@ -323,8 +318,14 @@ def join_mesh(spec: EngineSpec) -> Mesh:
         backend = "gloo" if spec.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
+        world = dist.distributed_c10d._get_default_group()
+        timeout = world._get_backend(spec.device).options._timeout
         parallel_state.initialize_model_parallel(
-            tensor, stages, create_gloo_process_groups=False, order="tp-cp-ep-dp-pp"
+            tensor,
+            stages,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
+            order="tp-cp-ep-dp-pp",
         )
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -363,10 +364,8 @@ def _refuse(spec: EngineSpec) -> None:
         raise ValueError("strategy=megatron trains no LoRA adapters; use strategy=fsdp2")
     if spec.replays_routing:
         raise ValueError("strategy=megatron replays no expert routing; use strategy=fsdp2")
-    config = load_config(spec.model_path)
-    for name, value in spec.override_config.items():
-        setattr(config, name, value)
-    refuse_model(config, spec.model_path, spec.megatron)
+    refuse_role(spec.model_path, spec.override_config, spec.megatron)
+    refuse_unknown(spec.megatron)
 
 
 def _stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:

@@ -1,7 +1,7 @@
 """Builds one pipeline stage of a megatron-core GPTModel from a Hugging Face config.
 
-The stage runs packed rows: attention, norms and rotary positions are hone's, linear layers, embeddings and
-the mixture of experts are megatron-core's local ones, without Transformer Engine.
+The stage runs packed rows: attention, norms and rotary positions are hone's, linear layers and embeddings
+are megatron-core's local ones, without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from hone.config.engine import MegatronConfig
-from hone.models.families import UnsupportedModel, declared, key_shape
+from hone.models.families import declared, key_shape
 from hone.ops.attention import AttentionOptions
 from hone.ops.rms_norm import rms_norm
 from hone.ops.segments import SegmentLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass
@@ -134,7 +132,7 @@ def transformer_config(
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": hf.model_type == "qwen2" or bool(declared(hf, "attention_bias")),
-        "qk_layernorm": hf.model_type.startswith("qwen3"),
+        "qk_layernorm": hf.model_type == "qwen3",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -144,7 +142,7 @@ def transformer_config(
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "sequence_parallel": megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # the only one for variable lengths
+        "moe_token_dispatcher_type": "alltoall",  # checked with variable lengths, also without experts
         "deallocate_pipeline_outputs": False,
         # The loss of a micro-batch is its share of the sum, and gradients are added, never averaged.
         "calculate_per_token_loss": True,
@@ -159,35 +157,14 @@ def transformer_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    if declared(hf, "num_experts"):
-        settings |= {
-            "num_moe_experts": hf.num_experts,
-            "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            "moe_router_topk": hf.num_experts_per_tok,
-            # The softmax over the chosen experts is the normalised softmax over all.
-            "moe_router_pre_softmax": not hf.norm_topk_prob,
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-        }
-    overrides = megatron.override_transformer_config
-    unknown = overrides.keys() - TransformerConfig.__dataclass_fields__.keys()
-    if unknown:
-        raise ValueError(
-            f"megatron.override_transformer_config has {', '.join(sorted(unknown))}, which "
-            "megatron-core's TransformerConfig does not have"
-        )
-    return TransformerConfig(**settings | dict(overrides))
+    return TransformerConfig(**settings | dict(megatron.override_transformer_config))
 
 
 def build_stage(
     hf: PreTrainedConfig, config: TransformerConfig, frequencies: Tensor, *, tied: bool
 ) -> Stage:
     """Builds the layers of this rank's pipeline stage, with weights that are not initialized."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
     attention = parts.self_attention.submodules
@@ -211,33 +188,3 @@ def build_stage(
     )
     stage.rotary_pos_emb = RotaryPositions(frequencies)
     return stage
-
-
-def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
-    """Raises for a model that cannot be built, or not over so many ranks."""
-    if hf.model_type not in FAMILIES:
-        raise UnsupportedModel(
-            f"{path} is a {hf.model_type}; strategy=megatron trains {', '.join(FAMILIES)}. Use "
-            "strategy=fsdp2"
-        )
-    biased = hf.model_type != "qwen2" and declared(hf, "attention_bias")
-    windows = declared(hf, "use_sliding_window")
-    for feature, present in {
-        "attention_bias (a bias of the output projection)": biased,
-        "mlp_bias": declared(hf, "mlp_bias"),
-        "use_sliding_window": windows,
-        f"hidden_act={hf.hidden_act}": hf.hidden_act != "silu",
-    }.items():
-        if present:
-            raise UnsupportedModel(
-                f"{path} has {feature}, which strategy=megatron does not compute; use strategy=fsdp2"
-            )
-    kv_heads, _ = key_shape(hf)
-    for what, count, key in (
-        ("key-value heads", kv_heads, "tensor_model_parallel_size"),
-        ("layers", hf.num_hidden_layers, "pipeline_model_parallel_size"),
-    ):
-        if count % megatron[key]:
-            raise UnsupportedModel(
-                f"{path} has {count} {what}, which megatron.{key}={megatron[key]} does not divide"
-            )

@@ -60,7 +60,7 @@ class Shard:
 def shards_of(model: DistributedDataParallel) -> list[Shard]:
     """Returns this rank's shard of every bucket."""
     found = []
-    for buffer in (*model.buffers, *model.expert_parallel_buffers):
+    for buffer in model.buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             ranges = []
@@ -82,6 +82,11 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self.model = model
         self.shards = shards_of(model)
+        self._places = {
+            parameter: (i, start, end)
+            for i, shard in enumerate(self.shards)
+            for parameter, start, end in shard.ranges
+        }
         flat = ((f"shard{i}", nn.Parameter(s.parameters)) for i, s in enumerate(self.shards))
         super().__init__(flat, config, grad_clip=grad_clip, total=total)
         if not isinstance(self.inner, _ELEMENTWISE):
@@ -103,11 +108,11 @@ class ShardedOptimizer(Optimizer):
             self.model.start_param_sync(force_sync=True)
         return metrics
 
-    def state_keys(self) -> tuple[list[str], Row]:
+    def state_keys(self, device: torch.device | str = "cpu") -> tuple[list[str], Row]:
         """Returns the names of the state that the optimizer keeps per number, and its other state of a new
-        parameter."""
-        probe = nn.Parameter(torch.zeros(2))
-        probe.grad = torch.zeros(2)
+        parameter on a device; a fused optimizer keeps its step count on the parameter's."""
+        probe = nn.Parameter(torch.zeros(2, device=device))
+        probe.grad = torch.zeros_like(probe)
         optimizer = build_optimizer([probe], self._config)
         optimizer.step()
         state = optimizer.state[probe]
@@ -124,16 +129,19 @@ class ShardedOptimizer(Optimizer):
         dist.all_reduce(squares)
         return squares.sqrt()
 
-    def gathered(self, flats: list[Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Returns whole tensors of every parameter from flat shards such as moments; all ranks call it."""
-        whole = {}
-        for shard, flat in zip(self.shards, flats, strict=True):
-            parts = [torch.empty_like(flat) for _ in range(shard.group.size())]
-            dist.all_gather(parts, flat.contiguous(), group=shard.group)
-            bucket = torch.cat(parts)
-            for parameter, start, end in shard.ranges:
-                whole[parameter] = bucket[start:end].view(parameter.shape)
-        return whole
+    def gather(self, parameter: nn.Parameter, flats: list[Tensor]) -> Tensor:
+        """Returns the whole tensor of one parameter from flat shards such as moments; the ranks of the
+        bucket call it together. A bucket may be a whole stage, so it is never gathered at once."""
+        index, start, end = self._places[parameter]
+        group, flat = self.shards[index].group, flats[index]
+        whole, size = flat.new_empty(end - start), flat.numel()
+        for owner in range(start // size, -(-end // size)):
+            low, high = max(start, owner * size), min(end, (owner + 1) * size)
+            piece = whole[low - start : high - start]
+            if owner == group.rank():
+                piece.copy_(flat[low - owner * size : high - owner * size])
+            dist.broadcast(piece, group=group, group_src=owner)
+        return whole.view(parameter.shape)
 
     def scatter(self, tensors: dict[nn.Parameter, Tensor], flats: list[Tensor]) -> None:
         """Writes this rank's part of whole tensors into flat shards."""

@@ -7,7 +7,7 @@ a stage, with the collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -22,16 +22,16 @@ from hone.models.policy import Model
 if TYPE_CHECKING:  # the map itself does not need megatron-core
     from hone.engine.megatron.model import Stage
 
-Kind = Literal["same", "columns", "vocabulary", "qkv", "gate_up", "expert_fc1", "expert_fc2"]
+Kind = Literal["same", "columns", "vocabulary", "qkv", "gate_up"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Parameters of one stage and the Hugging Face tensors with the same numbers."""
+    """A parameter of one stage and the Hugging Face tensors with the same numbers."""
 
     kind: Kind
-    local: tuple[str, ...]
-    """Names in the stage; several for the experts of a layer."""
+    local: str
+    """Its name in the stage."""
     whole: tuple[str, ...]
     """Names in the Hugging Face module."""
 
@@ -43,7 +43,6 @@ class Shape:
     vocabulary: int
     kv_heads: int
     head_dim: int
-    experts: int = 0
 
 
 _LAYER: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
@@ -58,13 +57,10 @@ _LAYER: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("columns", "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
     ("gate_up", "mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     ("columns", "mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
-    ("same", "mlp.router.weight", ("mlp.gate.weight",)),
-    ("expert_fc1", "mlp.experts.local_experts.{}.linear_fc1.weight", ("mlp.experts.gate_up_proj",)),
-    ("expert_fc2", "mlp.experts.local_experts.{}.linear_fc2.weight", ("mlp.experts.down_proj",)),
-)  # fmt: skip
+)
 
 
-def entries(stage: Stage, shape: Shape, *, tied: bool) -> list[Entry]:
+def entries(stage: Stage, *, tied: bool) -> list[Entry]:
     """Returns the map of all parameters of a stage; the copy of a tied embedding comes without a name."""
     names = {name for name, _ in stage.named_parameters()}
     found: list[Entry] = []
@@ -76,68 +72,53 @@ def entries(stage: Stage, shape: Shape, *, tied: bool) -> list[Entry]:
         ("same", "value_head.weight", "value_head.weight"),
         ("same", "value_head.bias", "value_head.bias"),
     )
-    found += [Entry(kind, (local,), (whole,)) for kind, local, whole in ends if local in names]
+    found += [Entry(kind, local, (whole,)) for kind, local, whole in ends if local in names]
     for index, layer in enumerate(stage.decoder.layers):
         for kind, local, wholes in _LAYER:
-            numbers = range(shape.experts) if "{}" in local else range(1)
-            mine = tuple(f"decoder.layers.{index}.{local.format(i)}" for i in numbers)
-            if mine and names.issuperset(mine):
+            mine = f"decoder.layers.{index}.{local}"
+            if mine in names:
                 prefix = f"model.layers.{layer.layer_number - 1}."
                 found.append(Entry(kind, mine, tuple(prefix + name for name in wholes)))
-    if missing := names - {name for entry in found for name in entry.local}:
+    if missing := names - {entry.local for entry in found}:
         raise ValueError(f"the weight map does not know {', '.join(sorted(missing))}")
     return found
 
 
-def to_local(
-    kind: Kind, tensors: Sequence[Tensor], shape: Shape, rank: int, ranks: int
-) -> list[Tensor]:
-    """Returns the parameters of one tensor-parallel rank from Hugging Face tensors."""
+def to_local(kind: Kind, tensors: Sequence[Tensor], shape: Shape, rank: int, ranks: int) -> Tensor:
+    """Returns the parameter of one tensor-parallel rank from Hugging Face tensors."""
 
     def part(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(ranks, dim)[rank]
 
     first = tensors[0]
     if kind == "same":
-        return [first]
+        return first
     if kind == "columns":
-        return [part(first, 1)]
+        return part(first, 1)
     if kind == "vocabulary":
-        return [part(F.pad(first, (0, 0, 0, -first.shape[0] % ranks)), 0)]
+        return part(F.pad(first, (0, 0, 0, -first.shape[0] % ranks)), 0)
     if kind == "gate_up":
-        return [torch.cat([part(tensor, 0) for tensor in tensors])]
-    if kind == "qkv":  # per key-value head: its queries, its key, its value
-        rest = first.shape[1:]
-        heads = [tensor.reshape(shape.kv_heads, -1, *rest) for tensor in tensors]
-        return [part(torch.cat(heads, 1), 0).reshape(-1, *rest)]
-    if kind == "expert_fc1":
-        return [torch.cat([part(half, 0) for half in expert.chunk(2)]) for expert in first]
-    return [part(expert, 1) for expert in first]
+        return torch.cat([part(tensor, 0) for tensor in tensors])
+    rest = first.shape[1:]  # qkv, per key-value head: its queries, its key, its value
+    heads = [tensor.reshape(shape.kv_heads, -1, *rest) for tensor in tensors]
+    return part(torch.cat(heads, 1), 0).reshape(-1, *rest)
 
 
-def to_whole(kind: Kind, parts: Sequence[Sequence[Tensor]], shape: Shape) -> list[Tensor]:
+def to_whole(kind: Kind, parts: Sequence[Tensor], shape: Shape) -> list[Tensor]:
     """Returns Hugging Face tensors from the parameters of all tensor-parallel ranks, in rank order."""
-    first = [rank[0] for rank in parts]
     if kind == "same":
-        return [first[0]]
+        return [parts[0]]
     if kind == "columns":
-        return [torch.cat(first, 1)]
+        return [torch.cat(list(parts), 1)]
     if kind == "vocabulary":
-        return [torch.cat(first)[: shape.vocabulary]]
+        return [torch.cat(list(parts))[: shape.vocabulary]]
     if kind == "gate_up":
-        halves = [tensor.chunk(2) for tensor in first]
+        halves = [tensor.chunk(2) for tensor in parts]
         return [torch.cat([half[i] for half in halves]) for i in range(2)]
-    if kind == "qkv":
-        rest, width = first[0].shape[1:], shape.head_dim
-        heads = torch.cat(first).view(shape.kv_heads, -1, *rest)
-        sizes = [heads.shape[1] - 2 * width, width, width]
-        return [x.reshape(-1, *rest) for x in heads.split(sizes, 1)]
-    if kind == "expert_fc1":
-        experts = [
-            to_whole("gate_up", [[e] for e in same], shape) for same in zip(*parts, strict=True)
-        ]
-        return [torch.stack([torch.cat(halves) for halves in experts])]
-    return [torch.stack([torch.cat(same, 1) for same in zip(*parts, strict=True)])]
+    rest, width = parts[0].shape[1:], shape.head_dim
+    heads = torch.cat(list(parts)).view(shape.kv_heads, -1, *rest)
+    sizes = [heads.shape[1] - 2 * width, width, width]
+    return [x.reshape(-1, *rest) for x in heads.split(sizes, 1)]
 
 
 @dataclass(frozen=True)
@@ -157,12 +138,10 @@ class StageTensors:
         self.groups = groups
         self.parameters = dict(stage.named_parameters())
         config = module.lm.config
-        experts = stage.config.num_moe_experts or 0
-        self._shape = Shape(config.vocab_size, *key_shape(config), experts)
-        self.entries = entries(stage, self._shape, tied=tied)
+        self._shape = Shape(config.vocab_size, *key_shape(config))
+        self.entries = entries(stage, tied=tied)
         for entry in self.entries:  # megatron-core marks only parameters that it initializes itself
-            for name in entry.local:
-                self.parameters[name].tensor_model_parallel = entry.kind != "same"
+            self.parameters[entry.local].tensor_model_parallel = entry.kind != "same"
         self.load(hf_names(module))
         self.tied = tied
         self.skeleton = module.to("meta")
@@ -182,21 +161,21 @@ class StageTensors:
         rank, ranks = self.groups.tensor.rank(), self.groups.tensor.size()
         for entry in self.entries:
             wholes = [tensors[name].detach() for name in entry.whole]
-            parts = to_local(entry.kind, wholes, self._shape, rank, ranks)
-            yield from zip(entry.local, parts, strict=True)
+            yield entry.local, to_local(entry.kind, wholes, self._shape, rank, ranks)
 
-    def of_stage(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole tensors of this stage from those of its parameters; its ranks call it together."""
+    def of_stage(self, tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yields whole tensors of this stage; its ranks call it together. `tensor_of` returns what this
+        tensor-parallel rank holds for a parameter, and is asked for one at a time."""
         for entry in self.entries:
             if not self._is_copy(entry):
-                yield from zip(entry.whole, self._joined(entry, tensors), strict=True)
+                yield from zip(entry.whole, self._joined(entry, tensor_of), strict=True)
 
     def of_model(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all parameters on all ranks, which call it together."""
         group = self.groups.pipeline
         for owner, entry in self._by_stage:
             if owner == group.rank():
-                wholes = [x.contiguous() for x in self._joined(entry, self.parameters)]
+                wholes = [x.contiguous() for x in self._joined(entry, self.parameters.__getitem__)]
             else:
                 some = next(iter(self.parameters.values()))
                 sizes = [self.whole_shapes[name].shape for name in entry.whole]
@@ -206,21 +185,18 @@ class StageTensors:
                     dist.broadcast(whole, dist.get_global_rank(group, owner), group=group)
                 yield name, whole
 
-    def _joined(self, entry: Entry, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        mine = [tensors[name].detach().contiguous() for name in entry.local]
+    def _joined(self, entry: Entry, tensor_of: Callable[[str], Tensor]) -> list[Tensor]:
+        mine = tensor_of(entry.local).detach().contiguous()
         ranks = self.groups.tensor.size()
         if ranks == 1 or entry.kind == "same":
             return to_whole(entry.kind, [mine], self._shape)
-        gathered = []
-        for tensor in mine:
-            parts = [torch.empty_like(tensor) for _ in range(ranks)]
-            dist.all_gather(parts, tensor, group=self.groups.tensor)
-            gathered.append(parts)
-        return to_whole(entry.kind, list(zip(*gathered, strict=True)), self._shape)
+        parts = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(parts, mine, group=self.groups.tensor)
+        return to_whole(entry.kind, parts, self._shape)
 
     def _is_copy(self, entry: Entry) -> bool:
         """Whether the first stage holds the same tied embedding."""
-        return bool(getattr(self.parameters[entry.local[0]], "shared", False))
+        return bool(getattr(self.parameters[entry.local], "shared", False))
 
     def _all_entries(self) -> list[tuple[int, Entry]]:
         mine = [entry for entry in self.entries if not self._is_copy(entry)]

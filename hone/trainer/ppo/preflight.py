@@ -35,7 +35,7 @@ from hone.trainer.ppo.remote_checkpoints import require_store
 from hone.trainer.ppo.row_checks import AgentChecks, Lengths, measure_prompts, try_scorers
 from hone.trainer.ppo.scoring import load_validation_manager, outside_model
 from hone.trainer.ppo.trainer import PPOTrainer
-from hone.types import Function
+from hone.types import Function, Settings
 
 TRAIN, VALIDATION = "data.train_files", "data.val_files"
 T = TypeVar("T")
@@ -179,6 +179,11 @@ class _Preflight:
         for engine in _engines(config, plan):
             if engine.strategy in ("fsdp", "fsdp2"):
                 self._attempt(engine.refuse_layout)
+            elif engine.strategy == "megatron":
+                from hone.engine.megatron.refusals import refuse_role
+
+                megatron = engine.role.get("megatron", config.actor_rollout_ref.actor.megatron)
+                self._attempt(partial(refuse_role, engine.path, engine.override_config, megatron))
         scorer = config.reward_model.model.path
         if plan is not None and plan.reward_model and scorer and not plan.served:
             is_judge = plan.reward_model == "judge"
@@ -279,6 +284,7 @@ class _Engine:
     """A role that a training engine computes, and the sizes of its layout."""
 
     path: str
+    override_config: Settings
     strategy: str
     role: SchemaBlock
     sharding: FSDPConfig
@@ -304,17 +310,18 @@ class _Engine:
 def _engines(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_Engine]:
     part, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     actor, ref, ranks, lora = part.actor, part.ref, config.world_size, part.model.uses_lora
-    path = part.model.path
-    yield _Engine(path, actor.strategy, actor, actor.fsdp_config, ranks, lora)
+    path, changes = part.model.path, part.model.override_config
+    yield _Engine(path, changes, actor.strategy, actor, actor.fsdp_config, ranks, lora)
     if plan is None:
         return
     if plan.reference and not lora:
-        yield _Engine(path, ref.strategy, ref, ref.fsdp_config, ranks)
+        yield _Engine(path, changes, ref.strategy, ref, ref.fsdp_config, ranks)
     if plan.critic:
         own, has_adapters = critic.model, critic.model.lora_rank > 0
-        start = own.path or path
-        yield _Engine(start, critic.strategy, critic, own.fsdp_config, ranks, has_adapters)
+        start, changes = own.path or path, own.override_config
+        yield _Engine(start, changes, critic.strategy, critic, own.fsdp_config, ranks, has_adapters)
     if plan.reward_model in ("prm", "prime") and not plan.served and reward.model.path:
         strategy = actor.strategy if plan.reward_model == "prime" else "fsdp2"
         ranks = sum(config.reward_pool) or ranks
-        yield _Engine(reward.model.path, strategy, reward, reward.model.fsdp_config, ranks)
+        changes, sharding = reward.model.override_config, reward.model.fsdp_config
+        yield _Engine(reward.model.path, changes, strategy, reward, sharding, ranks)

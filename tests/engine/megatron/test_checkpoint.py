@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from types import SimpleNamespace
 
-from hone.engine.megatron.checkpoint import _aliases, _key
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hone.config.engine import OptimConfig
+from hone.engine.megatron.checkpoint import _aliases, _key, _load_moments, save_stage
+from hone.engine.optimizer import build_optimizer
+from tests.engine.megatron.test_optimizer import optimizer
 
 
 def test_names_are_those_of_the_checkpoints_of_fsdp2():
@@ -14,3 +24,58 @@ def test_names_are_those_of_the_checkpoints_of_fsdp2():
     embedding = "model.embed_tokens.weight"
     assert _aliases(tied, embedding) == ["lm.model.embed_tokens.weight", "lm.lm_head.weight"]
     assert _aliases(untied, embedding) == ["lm.model.embed_tokens.weight"]
+
+
+KINDS = {
+    "fused": ("AdamW", {"fused": True}),
+    "foreach": ("AdamW", {"foreach": True}),
+    "momentum": ("SGD", {"momentum": 0.9, "foreach": False}),
+    "products": ("NAdam", {"foreach": False}),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # meta: a device other than the host's
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaded_state_lies_where_an_update_would_create_it(kind, device, monkeypatch):
+    name, overrides = KINDS[kind]
+    module = sys.modules["torch.optim.optimizer"]  # torch.optim deletes its name
+    monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["cpu", "meta"])
+    config = OptimConfig(optimizer=name, override_optimizer_config=overrides)
+    fresh = nn.Parameter(torch.zeros(6, device=device))
+    fresh.grad = torch.zeros_like(fresh)
+    inner = build_optimizer([fresh], config)
+    inner.step()
+    saved = {
+        key: torch.zeros(x.shape) if isinstance(x, torch.Tensor) else x
+        for key, x in inner.state[fresh].items()
+    }
+    made = optimizer(0, optimizer=name, override_optimizer_config=overrides)
+    master = nn.Parameter(torch.zeros(6, device=device))
+    made.masters, made.inner = (
+        nn.ParameterDict({"shard0": master}),
+        build_optimizer([master], config),
+    )
+    made.scatter = lambda tensors, flats: None  # which numbers: test_optimizer.py
+    _load_moments(SimpleNamespace(entries=[], parts=lambda whole: []), made, {"x": saved})
+    loaded = made.inner.state[master]
+    places = {k: x.device for k, x in inner.state[fresh].items() if isinstance(x, torch.Tensor)}
+    assert {k: x.device for k, x in loaded.items() if isinstance(x, torch.Tensor)} == places
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_every_rank_writes_the_checksums_of_its_shards(one_rank, tmp_path):
+    tensors = SimpleNamespace(
+        groups=SimpleNamespace(data=one_rank, tensor=one_rank),
+        parameters={"norm": torch.ones(3)},
+        of_stage=lambda tensor_of: [("model.norm.weight", tensor_of("norm"))],
+        tied=False,
+    )
+    save_stage(tmp_path, tensors, None, ("model",))
+    (sums,) = tmp_path.glob("*0.json")
+    assert list(json.loads(sums.read_text())) == ["__0_0.distcp"]

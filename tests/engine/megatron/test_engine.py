@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.engine.megatron import ranks
@@ -109,6 +113,27 @@ def test_fsdp2_resumes_a_checkpoint_of_megatron(two, folder, dtype):
     expected, _, _ = two[0]["resumed"][f"megatron-{dtype}"]
     rel = 1e-4 if dtype == "float32" else 3e-2
     assert metrics == pytest.approx(expected, rel=rel, abs=1e-4)
+
+
+def test_the_groups_wait_as_long_as_the_process_group(monkeypatch):
+    from hone.engine.megatron import engine
+
+    waits = []
+    state = engine.parallel_state
+    monkeypatch.setattr(state, "model_parallel_is_initialized", lambda: False)
+    monkeypatch.setattr(
+        state,
+        "initialize_model_parallel",
+        lambda *_, distributed_timeout_minutes, **__: waits.append(distributed_timeout_minutes),
+    )
+    wait = timedelta(seconds=601)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+    try:
+        with pytest.raises(AssertionError):  # megatron-core's groups were not created
+            engine.join_mesh(ranks.spec(Case("llama"), Path()))
+    finally:
+        dist.destroy_process_group()
+    assert waits == [11]
 
 
 def test_the_export_holds_the_weights(two, folder):

@@ -1,38 +1,42 @@
-"""Models and layouts that strategy=megatron does not build are refused by name."""
+"""What hone sets of megatron-core's config cannot be overridden."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from hone.config.engine import MegatronConfig
-from hone.models.families import UnsupportedModel
+from hone.config.errors import ConfigError
+from hone.engine.megatron.refusals import RESERVED, refuse_unknown
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow  # importing megatron-core takes seconds
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "megatron", "words"),
-    [
-        ("gemma2", {}, {}, "is a gemma2; strategy=megatron trains llama"),
-        ("llama", {"attention_bias": True}, {}, "attention_bias"),
-        ("llama", {"mlp_bias": True}, {}, "mlp_bias"),
-        ("qwen2", {"use_sliding_window": True}, {}, "use_sliding_window"),
-        ("qwen3_moe", {}, {}, "is a qwen3_moe; strategy=megatron trains llama"),
-        ("llama", {"hidden_act": "gelu"}, {}, "hidden_act=gelu"),
-        (
-            "llama",
-            {"num_key_value_heads": 2},
-            {"tensor_model_parallel_size": 4},
-            "2 key-value heads",
-        ),
-        ("llama", {"num_hidden_layers": 3}, {"pipeline_model_parallel_size": 2}, "3 layers"),
-    ],
-)
-def test_a_model_that_is_not_built_is_refused(family, changes, megatron, words):
-    from hone.engine.megatron.model import refuse_model
+def test_all_settings_but_recomputation_and_fusions_are_reserved(monkeypatch):
+    from hone.engine.megatron import model
 
-    config = AutoConfig.for_model(family, **changes)
-    with pytest.raises(UnsupportedModel, match=words):
-        refuse_model(config, "m", MegatronConfig(**megatron))
+    for name in ("tensor", "pipeline"):
+        size = f"get_{name}_model_parallel_world_size"
+        monkeypatch.setattr(model.parallel_state, size, lambda: 1)
+    settings: dict[str, object] = {}
+    monkeypatch.setattr(model, "TransformerConfig", lambda **given: settings.update(given))
+    model.transformer_config(
+        AutoConfig.for_model("qwen3"),
+        torch.float32,
+        torch.device("cpu"),
+        rotary_scale=1.0,
+        gradient_checkpointing=True,
+        megatron=MegatronConfig(),
+    )
+    free = settings.keys() - RESERVED
+    assert all(name.startswith("recompute_") or name.endswith("_fusion") for name in free), free
+
+
+def test_every_reserved_name_is_a_field_and_an_unknown_one_is_refused():
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    assert not RESERVED - TransformerConfig.__dataclass_fields__.keys()
+    with pytest.raises(ConfigError, match="has no_such_field, which megatron-core"):
+        refuse_unknown(MegatronConfig(override_transformer_config={"no_such_field": 1}))

@@ -28,9 +28,7 @@ def bucket_model(rank: int) -> SimpleNamespace:
         buckets=[bucket],
         param_index_map={second: (0, 4, 0), first: (4, 10, 0)},
     )
-    return SimpleNamespace(
-        buffers=[buffer], expert_parallel_buffers=[], parameters=(first, second), tp_group=group
-    )
+    return SimpleNamespace(buffers=[buffer], parameters=(first, second), tp_group=group)
 
 
 def optimizer(rank: int, **config) -> ShardedOptimizer:
@@ -53,6 +51,26 @@ def test_whole_tensors_are_cut_to_the_shards():
         made.scatter({first: torch.arange(6.0).view(2, 3) + 10, second: torch.arange(4.0)}, [flat])
         flats.append(flat)
     assert torch.cat(flats).tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 14, 15, 0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_parameter_is_gathered_alone_from_the_ranks_that_hold_it(rank, monkeypatch):
+    sent = []
+
+    def broadcast(piece, *, group, group_src):
+        sent.append((group_src, piece.numel()))
+        if group_src != rank:
+            piece.fill_(-1.0)
+
+    monkeypatch.setattr("torch.distributed.broadcast", broadcast)
+    made = optimizer(rank)
+    first, second = made.model.parameters
+    flat = torch.arange(6.0) + 6 * rank
+    mine = [[4.0, 5.0, -1.0], [-1.0] * 3] if rank == 0 else [[-1.0, -1.0, 6.0], [7.0, 8.0, 9.0]]
+    assert made.gather(first, [flat]).tolist() == mine
+    assert sent == [(0, 2), (1, 4)]
+    made.gather(second, [flat])
+    assert sent[2:] == [(0, 4)]
 
 
 def test_the_state_of_an_optimizer_is_known_before_its_first_step():

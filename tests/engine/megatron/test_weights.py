@@ -7,7 +7,7 @@ import torch
 
 from hone.engine.megatron.weights import Shape, to_local, to_whole
 
-SHAPE = Shape(vocabulary=41, kv_heads=2, head_dim=4, experts=3)
+SHAPE = Shape(vocabulary=41, kv_heads=2, head_dim=4)
 WIDTH = 8
 WHOLE = {
     "same": [(WIDTH,)],
@@ -15,8 +15,6 @@ WHOLE = {
     "vocabulary": [(41, WIDTH)],
     "qkv": [(16, WIDTH), (8, WIDTH), (8, WIDTH)],
     "gate_up": [(12, WIDTH), (12, WIDTH)],
-    "expert_fc1": [(3, 24, WIDTH)],
-    "expert_fc2": [(3, WIDTH, 12)],
 }
 
 
@@ -38,11 +36,11 @@ def test_a_bias_of_the_attention_is_mapped_like_its_weight():
 
 def test_the_queries_of_a_key_value_head_stand_before_its_key_and_value():
     queries, key, value = torch.arange(16.0), torch.full((8,), 100.0), torch.full((8,), 200.0)
-    (first,) = to_local("qkv", [queries, key, value], SHAPE, 0, 2)
+    first = to_local("qkv", [queries, key, value], SHAPE, 0, 2)
     assert first.tolist() == [*range(8), *[100.0] * 4, *[200.0] * 4]
 
 
 def test_a_vocabulary_is_padded_to_the_ranks():
-    (last,) = to_local("vocabulary", [torch.ones(41, WIDTH)], SHAPE, 1, 2)
+    last = to_local("vocabulary", [torch.ones(41, WIDTH)], SHAPE, 1, 2)
     assert last.shape == (21, WIDTH)
     assert last[-1].eq(0).all()

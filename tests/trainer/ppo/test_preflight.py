@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from hone import cli
+from hone.config import ConfigError
 from hone.models.families import UnsupportedModel
 
 from ..runs import Task
@@ -132,3 +134,23 @@ def test_a_layout_that_the_model_of_a_role_does_not_split_into_is_refused(
     ranks = ("trainer.n_gpus_per_node=16", "data.train_batch_size=16")
     with pytest.raises(UnsupportedModel, match=f"{size}=16"):
         dry_run(task, tmp_path / "run", *ranks, f"{block}.{size}=16", *chosen)
+
+
+@pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"])
+def test_what_megatron_does_not_train_is_refused_before_workers_start(
+    task: Task, tmp_path: Path, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hone.config.checks.find_spec", lambda name: object())
+    windowed = tmp_path / "windowed"
+    shutil.copytree(task.model, windowed)
+    config = json.loads((windowed / "config.json").read_text())
+    (windowed / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
+    roles = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true")
+    roles += ("actor_rollout_ref.ref.strategy=fsdp2", f"{role}.strategy=megatron")
+    with pytest.raises(
+        UnsupportedModel, match="has use_sliding_window, which strategy=megatron does not"
+    ):
+        dry_run(task, tmp_path / "run", *roles, f"actor_rollout_ref.model.path={windowed}")
+    override = f"{role}.megatron.override_transformer_config={{hidden_dropout: 0.1}}"
+    with pytest.raises(ConfigError, match="has hidden_dropout, which hone sets"):
+        dry_run(task, tmp_path / "run", *roles, override)
