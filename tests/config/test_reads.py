@@ -27,12 +27,20 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     "**.offload_policy": ("engine/sharding.py", "config.offload_policy"),
     "**.reshard_after_forward": ("engine/sharding.py", "config.reshard_after_forward"),
     "**.fsdp_size": ("engine/sharding.py", "config.fsdp_size"),
+    "**.ulysses_sequence_parallel_size": (
+        "config/engine.py",
+        "sharding.ulysses_sequence_parallel_size",
+    ),
+    "**.megatron.sequence_parallel": ("engine/megatron/model.py", "megatron.sequence_parallel"),
+    "**.megatron.override_transformer_config": (
+        "engine/megatron/model.py",
+        "megatron.override_transformer_config",
+    ),
     # a GPU
     "**.gpu_memory_utilization": ("rollout/build.py", "config.gpu_memory_utilization"),
     "**.enforce_eager": ("rollout/build.py", "config.enforce_eager"),
     "**.cudagraph_capture_sizes": ("rollout/build.py", "config.cudagraph_capture_sizes"),
     "**.enable_prefix_caching": ("rollout/build.py", "config.enable_prefix_caching"),
-    "actor_rollout_ref.rollout.max_model_len": ("rollout/build.py", "config.max_total_tokens"),
     "global_profiler.nsys_options": ("trainer/nsys.py", "config.nsys_options"),
     "data.output_path": ("trainer/main_generation_server.py", "data.output_path"),
     # a cluster
