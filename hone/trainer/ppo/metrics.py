@@ -98,7 +98,7 @@ def split_attention(batch: DataProto) -> tuple[Tensor, Tensor]:
     return split_at_response(batch.batch["attention_mask"], batch.batch["responses"])
 
 
-def data_metrics(batch: DataProto, *, prompt_limit: int, response_limit: int) -> dict[str, float]:
+def data_metrics(batch: DataProto, prompt_limit: int, response_limit: int) -> dict[str, float]:
     """Return metrics of scores, rewards, advantages, lengths and turns of one batch."""
     columns, facts = batch.batch, batch.non_tensor_batch
     mask = columns["response_mask"].bool()

@@ -31,8 +31,10 @@ class RolloutWriter:
         self._pending: Future[None] | None = None
         self._permanent: set[Path] = set()
 
-    def write(self, batch: DataProto, step: int) -> None:
-        """Start writing the file of a step; raise the error of an earlier file that failed."""
+    def write(self, batch: DataProto, step: int, tracking: Tracking | None = None) -> None:
+        """Log some rows of a step to trackers that show tables, and start writing its file; raise the
+        error of an earlier file that failed."""
+        self._log("train", batch, step, tracking, self._trainer.log_train_generations)
         if not self._all_steps and self._trainer.rollout_steps_to_keep == 0:
             return
         self.flush()
@@ -46,9 +48,14 @@ class RolloutWriter:
         file = RunFolder(folder).path / f"step_{step}.parquet" if folder else None
         file = file or self._run.validation_file(step)
         write_rollouts(file, batch, self._tokenizer, step=step)
-        if tracking is not None and self._trainer.log_val_generations > 0:
-            samples = sample_rows(batch, self._tokenizer, self._trainer.log_val_generations)
-            tracking.log_samples("val/generations", samples, step)
+        self._log("val", batch, step, tracking, self._trainer.log_val_generations)
+
+    def _log(
+        self, kind: str, batch: DataProto, step: int, tracking: Tracking | None, count: int
+    ) -> None:
+        if tracking is not None and count > 0:
+            samples = sample_rows(batch, self._tokenizer, count)
+            tracking.log_samples(f"{kind}/generations", samples, step)
 
     def flush(self) -> None:
         """Wait for the last file, which must be on disk before the checkpoint of its step is final."""

@@ -5,7 +5,7 @@ Extras, which a scorer returns next to its score, are columns too; they override
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -59,14 +59,14 @@ _NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
 
 
 def check_rows(
-    reward_fn: Function, dataset: Dataset, config: PPOTrainerConfig, *, is_by_table: bool = False
+    reward_fn: Function, dataset: Dataset | None, config: PPOTrainerConfig, by_table: bool = False
 ) -> None:
     """Raise an error for reserved columns, images, unknown agent loops, or data sources without a score.
 
-    `is_by_table` means that the caller passed `reward_fn` but no `val_reward_fn`.
+    `by_table` means that the caller passed `reward_fn` but no `val_reward_fn`.
     """
     if not isinstance(dataset, RLHFDataset):
-        return
+        return  # also without validation
     loops = LoopNames(config.actor_rollout_ref.rollout)
     check_columns(dataset.store, config.data.prompt_key)
     known: set[str | None] = {None}
@@ -84,7 +84,7 @@ def check_rows(
         has_model = config.reward_model.enable
         check_sources(reward_fn, dataset, default_loop=loops.default, has_model=has_model)
     except UnknownSourceError as error:
-        raise UnknownSourceError(f"{error}{SCORED_BY_TABLE if is_by_table else ''}") from error
+        raise UnknownSourceError(f"{error}{SCORED_BY_TABLE if by_table else ''}") from error
 
 
 def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
@@ -98,7 +98,7 @@ def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop:
     keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
     own_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
     for position, row in _used_rows(dataset, (*keys, "agent_name")):
-        media = [key for key in keys if _is_filled(row, key)]
+        media = [key for key in keys if _is_filled(row.get(key))]
         own_loop = not LOOPS.is_built_in(row.get("agent_name") or default_loop)
         if media and not (own_engine and own_loop):
             raise DataError(
@@ -108,9 +108,8 @@ def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop:
             )
 
 
-def _is_filled(row: Row, key: str) -> bool:
-    value = row.get(key)
-    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+def _is_filled(value: object) -> bool:
+    return value is not None and (not isinstance(value, Sized) or len(value) > 0)
 
 
 def check_columns(store: RowStore, prompt_key: str) -> None:
@@ -160,11 +159,12 @@ def is_for_model(reward_model: object) -> bool:
     return isinstance(reward_model, Mapping) and reward_model.get("style") == MODEL
 
 
-def routes_by_style(config: PPOTrainerConfig, *datasets: Dataset) -> bool:
+def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | None) -> bool:
     """Return whether rows of another style than `model` are scored by the rule alone."""
     model = config.reward_model
     if not model.enable or model.type in ("prm", "prime") or model.route_by_style is False:
         return False
+    datasets = [dataset for dataset in (train, val) if dataset is not None]
     known = [dataset for dataset in datasets if isinstance(dataset, RLHFDataset)]
     rows = (row for dataset in known for _, row in _used_rows(dataset, ("reward_model",)))
     if any(is_for_model(row.get("reward_model")) for row in rows):
@@ -195,13 +195,8 @@ def load_validation_manager(
     return by_rule
 
 
-def score_parts(
-    batch: DataProto,
-    reward_fn: Function,
-    reward_model: RewardModel | None,
-    *,
-    routed: bool = False,
-    by_step: bool = False,
+def _parts(
+    batch: DataProto, reward_fn: Function, model: RewardModel | None, routed: bool, by_step: bool
 ) -> tuple[dict[str, Tensor], Extras]:
     """Return token scores [B, T] by part, and extras. An agent loop's score replaces the rule's.
 
@@ -213,7 +208,7 @@ def score_parts(
     extras: Extras = {}
     final = is_last_row(batch)
     for_model = np.zeros(len(batch), dtype=bool)
-    if reward_model is not None:
+    if model is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
         for_model = np.array([is_for_model(value) for value in styles], dtype=bool)
     if batch.has_column(LOOP_SCORE):
@@ -221,16 +216,16 @@ def score_parts(
     else:
         parts[RULE], extras = _of_rows(batch, final & ~for_model, reward_fn)
         _check_extras(extras, reward_fn)
-    if reward_model is not None:
+    if model is not None:
         rows = final & for_model if routed else final | by_step
-        if isinstance(reward_model, RuleRewardManager):
-            parts[MODEL], of_model = _of_rows(batch, rows, reward_model)
+        if isinstance(model, RuleRewardManager):
+            parts[MODEL], of_model = _of_rows(batch, rows, model)
             extras = _joined(extras, of_model)
         elif not rows.any():
             parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
         else:
             some = batch if rows.all() else batch[rows]
-            scored = reward_model.call(RewardModelWorker.compute_rm_score, some)
+            scored = model.call(RewardModelWorker.compute_rm_score, some)
             if scored.has_column("step_mask"):
                 write(batch, "step_mask", _spread(scored.batch["step_mask"], rows))
                 parts[PROCESS] = _spread(scored.batch["process_scores"], rows)
@@ -324,10 +319,16 @@ def has_extra(batch: DataProto, name: str) -> bool:
     return name in batch.meta_info.get("reward_extra_names", ()) or all_failed
 
 
-def write_scores(
-    batch: DataProto, parts: Mapping[str, Tensor], extras: Extras, config: RewardModelConfig
+def score(
+    batch: DataProto,
+    reward_fn: Function,
+    reward_model: RewardModel | None,
+    config: RewardModelConfig,
+    *,
+    routed: bool = False,
 ) -> DataProto:
     """Write `reward/<part>`, their weighted sum, and the extras as columns."""
+    parts, extras = _parts(batch, reward_fn, reward_model, routed, config.type == "prm")
     weights = {MODEL: config.modeling_reward_coef, RULE: config.verifiable_reward_coef}
     total: Tensor | None = None
     for part, scores in parts.items():

@@ -35,7 +35,6 @@ from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.publish import Publisher
 from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.restarts import graceful_stop
-from hone.trainer.ppo.rollout_file import sample_rows
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.source import TrajectorySource, prompts_of
 from hone.trainer.ppo.validation import attempts_at
@@ -69,7 +68,7 @@ class PPOTrainer:
         self.loader = create_train_loader(
             data, self.train_dataset, data.prompts_per_generation, trainer.seed
         )
-        self.val_loader = None
+        self.val_dataset: Dataset | None = None
         if data.val_files or val_dataset is not None:
             self.val_dataset = run_dataset(val_dataset, data, tokenizer, processor, is_train=False)
             self.val_loader = create_val_loader(data, self.val_dataset, trainer.seed)
@@ -80,15 +79,12 @@ class PPOTrainer:
         )
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or scoring.load_validation_manager(
-            config, tokenizer, getattr(self, "val_dataset", None)
+            config, tokenizer, self.val_dataset
         )
         scoring.check_rows(self.reward_fn, self.train_dataset, config)
-        datasets = [self.train_dataset]
-        if self.val_loader is not None:
-            by_table = reward_fn is not None and val_reward_fn is None
-            scoring.check_rows(self.val_reward_fn, self.val_dataset, config, is_by_table=by_table)
-            datasets.append(self.val_dataset)
-        self.routed = scoring.routes_by_style(config, *datasets)
+        by_table = reward_fn is not None and val_reward_fn is None
+        scoring.check_rows(self.val_reward_fn, self.val_dataset, config, by_table)
+        self.routed = scoring.routes_by_style(config, self.train_dataset, self.val_dataset)
         lora = config.actor_rollout_ref.model.uses_lora
         self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=lora))
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
@@ -98,8 +94,8 @@ class PPOTrainer:
         self.rollouts = RolloutWriter(self.run, trainer, tokenizer)
         self.timers = Timers()
         self.alarms = Alarms(trainer.alarms, self.run)
-        groups = self.plan.estimator.groups
-        self.warnings = metrics.StepWarnings(compares_groups=groups != "ignored")
+        by_group = self.plan.estimator.groups != "ignored"
+        self.warnings = metrics.StepWarnings(compares_groups=by_group)
         self.tracking: Tracking | None = None
         self.bar = silent_bar("train")
         self._running = ExitStack()
@@ -168,10 +164,8 @@ class PPOTrainer:
                     measured |= self.after_step(batch, last=self.global_step >= self.total_steps)
                     measured |= self.alarms.observe(measured, self.global_step)
                     with self.saved_if_due(stop.requested) as saved:
-                        timing = self.timers.drain()
-                        measured |= timing | metrics.throughput_metrics(
-                            batch, timing, self.actor.world_size
-                        )
+                        timing, ranks = self.timers.drain(), self.actor.world_size
+                        measured |= timing | metrics.throughput_metrics(batch, timing, ranks)
                         tracking.log(measured, self.global_step)
                     self.alarms.raise_if_due()
                     if saved:
@@ -228,14 +222,8 @@ class PPOTrainer:
             return self._scored(batch, self.reward_fn)
 
     def _scored(self, batch: DataProto, reward_fn: Function) -> DataProto:
-        parts, extras = scoring.score_parts(
-            batch,
-            reward_fn,
-            self.reward_model,
-            routed=self.routed,
-            by_step=self.plan.reward_model == "prm",
-        )
-        return scoring.write_scores(batch, parts, extras, self.config.reward_model)
+        config = self.config.reward_model
+        return scoring.score(batch, reward_fn, self.reward_model, config, routed=self.routed)
 
     def estimate(self, batch: DataProto) -> DataProto:
         """Compute the log-probs and values that the algorithm reads."""
@@ -314,9 +302,7 @@ class PPOTrainer:
             "training/global_step": self.global_step,
             "training/epoch": self.loader.epoch,
             "training/old_log_probs_recomputed": float(self.plan.old_log_probs),
-            **metrics.data_metrics(
-                batch, prompt_limit=data.max_prompt_length, response_limit=data.max_response_length
-            ),
+            **metrics.data_metrics(batch, data.max_prompt_length, data.max_response_length),
             # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
             **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
             **metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path),
@@ -335,17 +321,14 @@ class PPOTrainer:
     def after_step(self, batch: DataProto, *, last: bool) -> dict[str, float]:
         """Write the rollout file, call data hooks and validate."""
         trainer = self.config.trainer
-        self.rollouts.write(batch, self.global_step)
-        if self.tracking is not None and trainer.log_train_generations > 0:
-            samples = sample_rows(batch, self.tokenizer, trainer.log_train_generations)
-            self.tracking.log_samples("train/generations", samples, self.global_step)
+        self.rollouts.write(batch, self.global_step, self.tracking)
         self.loader.on_batch_end(batch)
         due = trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0
         return self.validate() if due or last else {}
 
     def validate(self) -> dict[str, float]:
         """Validate on every validation row, greedily or as `val_kwargs` configures."""
-        if self.val_loader is None:
+        if self.val_dataset is None:
             return {}
         rollout = self.config.actor_rollout_ref.rollout
         samples, sampling = rollout.val_kwargs.n, validation_sampling(rollout)

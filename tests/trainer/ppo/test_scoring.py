@@ -14,12 +14,13 @@ from aiohttp import web
 from rewards.scoring_server import ScoringServer, by_length, digits_judge
 
 from hone.config import load_config
+from hone.config.reward import RewardModelConfig
 from hone.data.dataset import RLHFDataset
 from hone.data.rows import BadRows, DataError, read_rows, write_parquet
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
-from hone.trainer.ppo.scoring import check_columns, check_media, score_parts
+from hone.trainer.ppo.scoring import check_columns, check_media, score
 from hone.trainer.ppo.trainer import PPOTrainer
 
 from .. import rewards
@@ -264,7 +265,7 @@ def test_an_extra_may_not_be_called_like_a_column(name: str) -> None:
 
     batch = DataProto.from_dict({"responses": torch.zeros(2, 3)})
     with pytest.raises(RewardError, match=rf"polite returns '{name}'.*another name"):
-        score_parts(batch, polite, None)
+        score(batch, polite, None, RewardModelConfig())
 
 
 @pytest.fixture
