@@ -18,7 +18,7 @@ PROGRAMS: dict[str, str] = {
         + "}"
     ),
     "hone.search_r1.search.retrieval_server": "hone.retrieval.serve",
-    "hone.model_merger": "hone.trainer.model_merger",
+    "hone.model_merger.__main__": "hone.trainer.model_merger",
     "hone.recipe.dapo.main_dapo": _DAPO,
     "hone.recipe.dapo.src.main_dapo": _DAPO,
     "hone.recipe.entropy.main_entropy": _DAPO,

@@ -68,6 +68,10 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.utils.device": "hone.ops.device",
     "hone.utils.rollout_trace": "hone.tracking.markers",
     "hone.utils.tensordict_utils": "hone.protocol.tensordicts",
+    **{
+        f"hone.model_merger.{kind}_model_merger": "hone.trainer.model_merger"
+        for kind in ("base", "fsdp", "megatron")
+    },
 }
 """Paths whose names are all in one of our modules."""
 
@@ -205,10 +209,6 @@ _ALGORITHM_CONFIGS = {
     "AlgoConfig": "hone.config.algorithm:AlgorithmConfig",
     **_from("hone.config.algorithm", "FilterGroupsConfig KLControlConfig RolloutCorrectionConfig"),
 }
-_TRAINER_CONFIGS = {
-    "BaseModelConfig": "hone.config.model:ModelConfig",
-    **_from("hone.config.engine", "CheckpointConfig"),
-}
 _ACTOR_CONFIGS = {
     "FSDPActorConfig": "hone.config.actor:ActorConfig",
     "McoreActorConfig": "hone.config.actor:ActorConfig",
@@ -297,9 +297,11 @@ NAMES: dict[str, dict[str, str]] = {
         **_from("hone.protocol", "DataProto"),
     },
     "hone.utils.metric": _from(_METRICS, "reduce_metrics AggregationType Metric"),
-    "hone.trainer.config": {**_ALGORITHM_CONFIGS, **_TRAINER_CONFIGS},
     "hone.trainer.config.algorithm": _ALGORITHM_CONFIGS,
-    "hone.trainer.config.config": _TRAINER_CONFIGS,
+    "hone.trainer.config.config": {
+        "BaseModelConfig": "hone.config.model:ModelConfig",
+        **_from("hone.config.engine", "CheckpointConfig"),
+    },
     "hone.workers.config": {
         **_ACTOR_CONFIGS,
         **_CRITIC_CONFIGS,

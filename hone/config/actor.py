@@ -14,6 +14,7 @@ from hone.config.engine import (
     FSDPConfig,
     LogProbConfig,
     MegatronConfig,
+    ProfilerConfig,
     UpdateConfig,
 )
 from hone.types import Settings
@@ -107,3 +108,4 @@ class RefConfig(LogProbConfig):
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     )
     """Ranks that split each sequence; follows the actor."""
+    profiler: ProfilerConfig = block(ProfilerConfig)

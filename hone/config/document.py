@@ -1,5 +1,6 @@
 """Writes docs/config.md from the schema: `python -m hone.config.document > docs/config.md`.
 
+`python -m hone.config.document rollout > hone/trainer/config/rollout/rollout.yaml` writes verl's file.
 One table per block with the keys that work; an appendix with the neutral and refused keys and other names.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
+from hone.config import Composed, PPOTrainerConfig
+from hone.config.commands import as_yaml
 from hone.config.convert import show_value
 from hone.config.keys import Leaf, blocks, leaves
 from hone.config.states import Rule, other_names, rules
@@ -34,6 +37,11 @@ takes the value that was written.
 def document() -> str:
     """Returns the whole page."""
     return "\n".join(_page())
+
+
+def rollout_yaml() -> str:
+    """Returns the rollout's defaults, with references, for code that reads verl's YAML file."""
+    return as_yaml(Composed(PPOTrainerConfig(), {}), "actor_rollout_ref.rollout")
 
 
 def _page() -> Iterator[str]:
@@ -88,4 +96,4 @@ def _values(rule: Rule) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(document())
+    sys.stdout.write(rollout_yaml() if sys.argv[1:] == ["rollout"] else document())

@@ -131,6 +131,17 @@ class CheckpointConfig(SchemaBlock):
     """Parts to load on resume; null loads all saved parts."""
 
 
+class ProfilerConfig(SchemaBlock):
+    """The ranks of a role that are recorded in `global_profiler.steps`."""
+
+    enable: bool | None = None
+    """Record the role; null records it unless another role is true."""
+    all_ranks: bool = False
+    """Record every rank."""
+    ranks: tuple[int, ...] = ()
+    """Ranks to record; empty is rank 0 if `enable` is true, else all."""
+
+
 def sequence_parallel(role: SchemaBlock, sharding: FSDPConfig) -> int:
     """Returns the role's ulysses_sequence_parallel_size if above 1, else that of its sharding block."""
     size: int = role["ulysses_sequence_parallel_size"]
@@ -180,6 +191,7 @@ class UpdateConfig(MicroBatches):
     """Divisor of `seq-mean-token-sum-norm`; null is the maximum response length."""
     optim: OptimConfig = block(OptimConfig)
     checkpoint: CheckpointConfig = block(CheckpointConfig)
+    profiler: ProfilerConfig = block(ProfilerConfig)
 
     def sequences_per_update(self, responses_per_prompt: int | None = None) -> int:
         """Returns the sequences in one update over all ranks."""

@@ -15,7 +15,7 @@ from hone.config.block import (
     block,
     follows,
 )
-from hone.config.engine import FSDPConfig, MicroBatches, OptimConfig
+from hone.config.engine import FSDPConfig, MicroBatches, OptimConfig, ProfilerConfig
 from hone.types import Settings
 
 
@@ -253,3 +253,4 @@ class RewardModelConfig(MicroBatches):
     """Additional keyword arguments of the score functions."""
     format_score: float | None = None
     """Rule scores: credit for a well-formed wrong answer; null uses each rule's default (countdown 0.1)."""
+    profiler: ProfilerConfig = block(ProfilerConfig)

@@ -20,7 +20,7 @@ from hone.config.block import (
     block,
     follows,
 )
-from hone.config.engine import LogProbConfig
+from hone.config.engine import LogProbConfig, ProfilerConfig
 from hone.types import Settings
 
 SINGLE_TURN_LOOP, TOOL_LOOP, SEARCH_LOOP = "single_turn_agent", "tool_agent", "search_agent"
@@ -265,6 +265,13 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     """Nodes of a separate rollout pool; 0 shares the trainer's."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
     """Devices per node of that pool."""
+    profiler: ProfilerConfig = block(
+        ProfilerConfig,
+        **{
+            name: follows(f"actor_rollout_ref.actor.profiler.{name}")
+            for name in ("enable", "all_ranks", "ranks")
+        },
+    )
 
     @property
     def default_loop(self) -> str:

@@ -162,7 +162,7 @@ class TrainerConfig(TrainingRunConfig):
 
 
 class GlobalProfilerConfig(SchemaBlock):
-    """Profiler and steps to profile, on every rank."""
+    """Profiler and steps to profile; each role's `profiler` chooses its ranks."""
 
     tool: Literal["torch", "nsys"] | None = "torch"
     """torch writes a Chrome trace per step and process; nsys needs Nsight Systems; null is off."""

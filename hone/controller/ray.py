@@ -259,6 +259,11 @@ class RayWorkerGroup(WorkerGroup[W]):
         super().__init__(crew, ray_cls_with_init, name)
 
 
+def ray_task(function: Callable[P, T]) -> Any:
+    """Makes a function a Ray task: `task.remote(…)` runs it on one core of another process."""
+    return ray.remote(num_cpus=1)(function)
+
+
 def parallel_put(data_list: Sequence[T], max_workers: int | None = None) -> list[ray.ObjectRef[T]]:
     """Puts values into Ray's object store from several threads; returns references in order."""
     if not data_list:

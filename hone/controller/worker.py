@@ -11,7 +11,7 @@ import contextvars
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -154,9 +154,12 @@ class Worker:
         return self._meshes[mesh_name]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_profile(self, tool: str, step: int, role: str) -> None:
-        """Records this process with `tool` until `stop_profile`."""
-        profiling.start(tool, step, role)
+    def start_profile(
+        self, tool: str, step: int, role: str, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Records this process with `tool` until `stop_profile`, if its rank is one of `ranks`."""
+        if ranks is None or self.rank in ranks:
+            profiling.start(tool, step, role)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_profile(self, folder: str) -> None:

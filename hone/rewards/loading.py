@@ -152,6 +152,30 @@ def compute_reward(data: DataProto, reward_fn: Function) -> tuple[torch.Tensor, 
     return result["reward_tensor"], result.get("reward_extra_info", {})
 
 
+def _reward_task(
+    data: DataProto,
+    config: PPOTrainerConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+    reward_fn: Function | None = None,
+) -> tuple[torch.Tensor, Row]:
+    """Does the same as `compute_reward`; without a `reward_fn`, with the manager that the config selects."""
+    if reward_fn is None:
+        if config is None or tokenizer is None:
+            raise TypeError("compute_reward_async needs reward_fn, or config and tokenizer")
+        reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
+    return compute_reward(data, reward_fn)
+
+
+def __getattr__(name: str) -> Any:
+    """Makes verl's `compute_reward_async` when it is first asked for, so that Ray is imported only then."""
+    if name != "compute_reward_async":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hone.controller.ray import ray_task
+
+    globals()[name] = task = ray_task(_reward_task)
+    return task
+
+
 def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
     manager = config.reward_manager
     if manager.source == "register":

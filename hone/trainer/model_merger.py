@@ -1,48 +1,206 @@
-"""`python -m hone.model_merger merge --local_dir RUN --target_dir OUT`: verl's name of `hone export`."""
+"""`python -m hone.model_merger merge --local_dir RUN --target_dir OUT`: verl's name of `hone export`.
+
+The classes are verl's, for programs that merge by themselves or that have a merger of their own.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hone.config.errors import ConfigError
 from hone.trainer.command_line import finish
+from hone.types import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    from hone.config.errors import ConfigError
-    from hone.tracking.console import screen
-    from hone.trainer.export import export, local_target
+@dataclass
+class ModelMergerConfig:
+    """verl's settings of a merge. A checkpoint says how it was written and with which model, so backend,
+    hf_model_config_path, tie_word_embedding and use_cpu_initialization change nothing in an export."""
 
-    options = _parser().parse_args(arguments)
-    if options.operation == "test":
-        raise ConfigError(
-            "model_merger test is not built: merge, then compare the two folders with from_pretrained"
-        )
-    if options.hf_upload_path:
-        raise ConfigError(
-            f"--hf_upload_path {options.hf_upload_path}: model_merger only writes the folder; "
-            f"`hone export {options.local_dir} {options.target_dir} --push {options.hf_upload_path}` "
-            "uploads it too"
-        )
-    with local_target(options.target_dir) as target:
-        export(options.local_dir, target, trust_remote_code=options.trust_remote_code)
-    screen().line(f"wrote {options.target_dir}")
+    operation: str
+    backend: str
+    target_dir: str | None = "tmp"
+    hf_upload_path: str | None = None
+    private: bool = False
+    test_hf_dir: str | None = None
+    tie_word_embedding: bool = False
+    trust_remote_code: bool = False
+    is_value_model: bool = False
+    local_dir: str | None = None
+    hf_model_config_path: str | None = None
+    hf_upload: bool = field(init=False)
+    use_cpu_initialization: bool = False
+    hf_model_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.operation == "test":
+            raise ConfigError(
+                "model_merger test is not built: merge, then compare the two folders with from_pretrained"
+            )
+        self.hf_upload = bool(self.hf_upload_path)
 
 
-def _parser() -> argparse.ArgumentParser:
+class BaseModelMerger:
+    """Writes the model of a checkpoint as a Hugging Face folder; a subclass may have its own
+    `merge_and_save`, with the methods below."""
+
+    def __init__(self, config: ModelMergerConfig) -> None:
+        from transformers import AutoConfig
+
+        self.config = config
+        self.hf_model_config_path = config.hf_model_path or config.hf_model_config_path
+        if type(self).merge_and_save is not BaseModelMerger.merge_and_save:
+            self.model_config = AutoConfig.from_pretrained(
+                self.hf_model_config_path, trust_remote_code=config.trust_remote_code
+            )
+
+    def merge_and_save(self) -> None:
+        """Exports `local_dir` to `target_dir`, and uploads it if `hf_upload_path` is given."""
+        from hone.trainer.export import export, local_target
+        from hone.trainer.hub import push, require_hub
+
+        config = self.config
+        if config.hf_upload_path:
+            require_hub(config.hf_upload_path)
+        with local_target(str(config.target_dir)) as target:
+            out = export(str(config.local_dir), target, trust_remote_code=config.trust_remote_code)
+            if config.hf_upload_path:
+                push(out, config.hf_upload_path, private=config.private)
+
+    def cleanup(self) -> None:
+        """Does nothing: an export leaves no process group."""
+
+    def get_transformers_auto_model_class(self) -> type[_BaseAutoModelClass]:
+        """Returns the class that the model is saved with."""
+        import transformers
+
+        classes = {
+            "ForTokenClassification": transformers.AutoModelForTokenClassification,
+            "ForCausalLM": transformers.AutoModelForCausalLM,
+            "ForConditionalGeneration": transformers.AutoModelForImageTextToText,
+        }
+        architecture = self.model_config.architectures[0]
+        for ending, cls in classes.items():
+            if ending in architecture:
+                return cls
+        raise NotImplementedError(f"{architecture} has none of {', '.join(classes)} in its name")
+
+    def patch_model_generation_config(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Gives the model the generation config of its folder, if there is one."""
+        from transformers import GenerationConfig
+
+        if (
+            model.can_generate()
+            and Path(str(self.hf_model_config_path), "generation_config.json").is_file()
+        ):
+            model.generation_config = GenerationConfig.from_pretrained(self.hf_model_config_path)
+        return model
+
+    def save_lora_adapter(self, state_dict: dict[str, Tensor]) -> str | None:
+        """Moves LoRA matrices from the weights to `lora_adapter` in the target folder, and returns it; the
+        other weights get their names without adapter. Alpha is the checkpoint's, or the rank."""
+        from peft import LoraConfig
+        from safetensors.torch import save_file
+
+        matrices = {
+            name.replace(".default.weight", ".weight"): state_dict.pop(name).contiguous()
+            for name in [name for name in state_dict if "lora_" in name]
+        }
+        if not matrices:
+            return None
+        for name in list(state_dict):
+            plain = name.replace("base_model.model.", "").replace(".base_layer.", ".")
+            state_dict[plain] = state_dict.pop(name)
+        rank = min(next(iter(matrices.values())).shape)
+        saved = Path(str(self.config.local_dir), "lora_adapter", "adapter_config.json")
+        before = json.loads(saved.read_text("utf-8")) if saved.is_file() else {}
+        folder = Path(str(self.config.target_dir), "lora_adapter")
+        folder.mkdir(parents=True, exist_ok=True)
+        LoraConfig(
+            r=rank,
+            lora_alpha=before.get("lora_alpha", rank),
+            target_modules=sorted({name.split(".")[-3] for name in matrices}),
+        ).save_pretrained(folder)
+        save_file(matrices, folder / "adapter_model.safetensors")
+        return str(folder)
+
+    def save_hf_model_and_tokenizer(self, state_dict: dict[str, Tensor]) -> None:
+        """Saves weights, tokenizer and processor to the target folder."""
+        import torch
+        from transformers import AutoProcessor
+
+        from hone.models.processor import hf_processor, hf_tokenizer
+
+        source, target = str(self.hf_model_config_path), str(self.config.target_dir)
+        self.save_lora_adapter(state_dict)
+        with torch.device("meta"):
+            model = self.get_transformers_auto_model_class().from_config(self.model_config)
+        self.patch_model_generation_config(model).save_pretrained(target, state_dict=state_dict)
+        trust = self.config.trust_remote_code
+        hf_tokenizer(source, trust_remote_code=trust).save_pretrained(target)
+        if hf_processor(source, trust_remote_code=trust) is not None:  # of a multimodal model
+            AutoProcessor.from_pretrained(source, trust_remote_code=trust).save_pretrained(target)
+
+    def upload_to_huggingface(self) -> None:
+        """Uploads the target folder to `hf_upload_path`."""
+        from hone.trainer.hub import push
+
+        push(Path(str(self.config.target_dir)), str(self.config.hf_upload_path))
+
+
+class FSDPModelMerger(BaseModelMerger):
+    """Merges a checkpoint of any engine."""
+
+
+class MegatronModelMerger(BaseModelMerger):
+    """Merges a checkpoint of any engine."""
+
+
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line of verl's program."""
     parser = argparse.ArgumentParser(prog="python -m hone.model_merger", description=__doc__)
     parser.add_argument("operation", nargs="?", default="merge", choices=("merge", "test"))
     parser.add_argument("--local_dir", required=True, help="run, global_step_N or actor folder")
     parser.add_argument("--target_dir", default="tmp", help="new folder to write to")
     parser.add_argument("--backend", help="not needed: a checkpoint says how it was written")
     parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--hf_upload_path", help=argparse.SUPPRESS)
-    for name in ("--hf_model_path", "--test_hf_dir", "--model_path"):
+    parser.add_argument("--hf_upload_path", help="upload it to the hub too, as NAME or OWNER/NAME")
+    parser.add_argument("--private", action="store_true", help="in a private repository")
+    for name in ("--hf_model_path", "--hf_model_config_path", "--test_hf_dir", "--model_path"):
         parser.add_argument(name, help=argparse.SUPPRESS)
-    for name in ("tie-word-embedding", "is-value-model", "use_cpu_initialization", "private"):
+    for name in ("tie-word-embedding", "is-value-model", "use_cpu_initialization"):
         parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
-    return parser
+    return parser.parse_args(arguments)
+
+
+def generate_config_from_args(args: argparse.Namespace) -> ModelMergerConfig:
+    """Returns the settings of a parsed command line; the model's config is in the checkpoint by default."""
+    names = ModelMergerConfig.__dataclass_fields__.keys() - {"hf_upload"}
+    given: Settings = {name: getattr(args, name, None) for name in names}
+    config = ModelMergerConfig(**given)
+    config.hf_model_config_path = config.hf_model_config_path or str(
+        Path(args.local_dir, "huggingface")
+    )
+    return config
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from hone.tracking.console import screen
+
+    config = generate_config_from_args(parse_args(arguments))
+    FSDPModelMerger(config).merge_and_save()
+    screen().line(f"wrote {config.target_dir}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hone.config.document import document
+from omegaconf import OmegaConf
+
+import hone
+from hone.config.document import document, rollout_yaml
 from hone.config.keys import leaves
 from hone.config.states import rules
 from hone.config.trees import TREES
@@ -16,6 +19,16 @@ def test_the_page_is_what_the_schema_says() -> None:
     assert PAGE.read_text(encoding="utf-8") == document(), (
         "run: python -m hone.config.document > docs/config.md"
     )
+
+
+def test_verls_rollout_file_holds_the_defaults_of_the_schema() -> None:
+    file = Path(hone.__file__).parent / "trainer" / "config" / "rollout" / "rollout.yaml"
+    assert file.read_text(encoding="utf-8") == rollout_yaml(), (
+        "run: python -m hone.config.document rollout > hone/trainer/config/rollout/rollout.yaml"
+    )
+    rollout = OmegaConf.load(file)
+    assert "function_tool_path" in rollout.multi_turn
+    assert rollout.multi_turn.function_tool_path is None
 
 
 def test_the_appendix_holds_every_neutral_and_refused_key() -> None:

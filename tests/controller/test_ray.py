@@ -257,3 +257,21 @@ def _until(condition: Any, what: str) -> None:
     while not condition():
         assert time.monotonic() < ends, f"waited 120 s, and not: {what}"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_verls_reward_task_scores_in_another_process() -> None:
+    import ray
+
+    from hone.rewards.loading import compute_reward_async
+
+    def reward_fn(data: DataProto, return_dict: bool) -> dict[str, Any]:
+        assert return_dict
+        return {"reward_tensor": data.batch["x"] * 2, "reward_extra_info": {"pid": [os.getpid()]}}
+
+    batch = DataProto.from_dict({"x": torch.ones(1, 2)})
+    rewards, extras = ray.get(compute_reward_async.remote(data=batch, reward_fn=reward_fn))
+    assert rewards.tolist() == [[2.0, 2.0]]
+    assert extras["pid"] != [os.getpid()]
+    with pytest.raises(ray.exceptions.RayTaskError, match="needs reward_fn, or config"):
+        ray.get(compute_reward_async.remote(batch))

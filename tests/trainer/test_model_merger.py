@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hone.config import ConfigError
 from hone.trainer import export as exports
-from hone.trainer.model_merger import main
+from hone.trainer.model_merger import (
+    BaseModelMerger,
+    ModelMergerConfig,
+    generate_config_from_args,
+    main,
+    parse_args,
+)
+
+from .runs import Task
 
 MERGE = ["merge", "--backend", "fsdp", "--local_dir", "run/global_step_2/actor"]
 
@@ -29,7 +42,48 @@ def test_merge_exports(monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None
 
 
 def test_what_it_does_not_do_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"hone export run.* --push me/it"):
+    with pytest.raises(exports.ExportError, match="HF_HUB_OFFLINE is set"):
         main([*MERGE, "--hf_upload_path", "me/it"])
     with pytest.raises(ConfigError, match="is not built"):
         main(["test", *MERGE[1:], "--test_hf_dir", "other"])
+
+
+class OwnMerger(BaseModelMerger):
+    """A merger of a user's, for weights that are no checkpoint of a run."""
+
+    def merge_and_save(self) -> None:
+        lm = AutoModelForCausalLM.from_pretrained(str(self.config.local_dir))
+        weights = {f"base_model.model.{name}": value for name, value in lm.state_dict().items()}
+        q_proj = "base_model.model.model.layers.0.self_attn.q_proj"
+        weights[f"{q_proj}.base_layer.weight"] = weights.pop(f"{q_proj}.weight") + 1
+        weights[f"{q_proj}.lora_A.default.weight"] = torch.ones(2, 8)
+        weights[f"{q_proj}.lora_B.default.weight"] = torch.ones(8, 2)
+        self.save_hf_model_and_tokenizer(weights)
+
+
+def test_a_users_merger_saves_weights_adapter_and_tokenizer(task: Task, tmp_path: Path) -> None:
+    out = tmp_path / "merged"
+    config = ModelMergerConfig(
+        "merge", "fsdp", str(out), local_dir=str(task.model), hf_model_config_path=str(task.model)
+    )
+    merger = OwnMerger(config)
+    merger.merge_and_save()
+    merger.cleanup()
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (task.model, out)
+    )
+    assert torch.equal(after.pop(weight), before.pop(weight) + 1)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert AutoTokenizer.from_pretrained(out).encode("1") == (
+        AutoTokenizer.from_pretrained(task.model).encode("1")
+    )
+    adapter = json.loads((out / "lora_adapter" / "adapter_config.json").read_text("utf-8"))
+    assert (adapter["r"], adapter["lora_alpha"], adapter["target_modules"]) == (2, 2, ["q_proj"])
+
+
+def test_arguments_become_settings_and_the_config_is_the_checkpoints() -> None:
+    config = generate_config_from_args(parse_args([*MERGE, "--private"]))
+    assert (config.backend, config.target_dir, config.private) == ("fsdp", "tmp", True)
+    assert config.hf_model_config_path == "run/global_step_2/actor/huggingface"
+    assert not config.hf_upload

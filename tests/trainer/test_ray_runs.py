@@ -75,12 +75,12 @@ def test_two_ranks_have_the_metrics_of_one(
     train: Callable[..., Run], name: str, balanced: str
 ) -> None:
     shared = [*SHARED_OUT[name], "actor_rollout_ref.rollout.n=3", "data.max_response_length=10"]
-    shared += ["global_profiler.steps=[2]"]
+    profiler = "actor_rollout_ref.actor.profiler"
+    shared += ["global_profiler.steps=[2]", f"{profiler}.enable=true", f"{profiler}.ranks=[1]"]
     one = train(*shared, folder="one")
     two = train(*shared, *TWO_RANKS, f"trainer.balance_batch={balanced}", folder="two")
     traces = sorted(file.name for file in (two.folder / "profile").iterdir())
-    assert [trace.rpartition("-")[2] for trace in traces] == ["rank_0.json.gz", "rank_1.json.gz"]
-    assert all(trace.startswith("step_2-actor+rollout") for trace in traces)
+    assert traces == ["step_2-actor+rollout-rank_1.json.gz"]
     for step in (1, 2):
         rows = [
             {row["trajectory_id"]: row["response_ids"] for row in run.rollouts(step)}

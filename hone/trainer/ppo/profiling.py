@@ -1,24 +1,44 @@
-"""Profiles the steps listed in `global_profiler`, on every rank."""
+"""Profiles the steps listed in `global_profiler`, on the ranks that the roles' `profiler` blocks choose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from hone.config.trainer import GlobalProfilerConfig
+from hone.config import PPOTrainerConfig
+from hone.config.engine import ProfilerConfig
 from hone.controller import Role, WorkerGroup, profiling
 from hone.controller.worker import Worker
 from hone.tracking.console import screen
 from hone.trainer.ppo.memory import memory_explained
 
 
+def recorded_ranks(config: PPOTrainerConfig, role: Role) -> tuple[int, ...] | None:
+    """Returns the ranks of a role to record; None is all of them."""
+    policy = config.actor_rollout_ref
+    blocks: dict[Role, ProfilerConfig] = {
+        Role.Rollout: policy.rollout.profiler,
+        Role.RefPolicy: policy.ref.profiler,
+        Role.Critic: config.critic.profiler,
+        Role.RewardModel: config.reward_model.profiler,
+    }
+    block = blocks.get(role, policy.actor.profiler)
+    chosen = any(other.enable for other in (policy.actor.profiler, *blocks.values()))
+    if block.enable is False or (chosen and not block.enable):
+        return ()
+    if block.all_ranks or not (block.enable or block.ranks):
+        return None
+    return block.ranks or (0,)
+
+
 class StepProfiler:
-    """Profiles the listed steps in every worker process."""
+    """Profiles the listed steps in the worker processes."""
 
     def __init__(
-        self, config: GlobalProfilerConfig, groups: Mapping[Role, WorkerGroup[Worker]]
+        self, config: PPOTrainerConfig, groups: Mapping[Role, WorkerGroup[Worker]]
     ) -> None:
-        self._config = config
+        self._config = config.global_profiler
+        self._ranks = {role: recorded_ranks(config, role) for role in groups}
         self._groups = groups
 
     @contextmanager
@@ -35,7 +55,7 @@ class StepProfiler:
     @contextmanager
     def _recorded(self, tool: str, number: int) -> Iterator[None]:
         for role, group in self._groups.items():
-            group.call(Worker.start_profile, tool, number, str(role))
+            group.call(Worker.start_profile, tool, number, str(role), self._ranks[role])
         try:
             yield
         except BaseException:
@@ -43,5 +63,5 @@ class StepProfiler:
             raise
         for group in self._groups.values():
             group.call(Worker.stop_profile, self._config.save_path)
-        if tool == "torch":
+        if tool == "torch" and any(ranks != () for ranks in self._ranks.values()):
             screen().line(f"step {number}: traces in {self._config.save_path}")

@@ -107,7 +107,7 @@ class PPOTrainer:
         """Start every role and load its model."""
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
         groups = roles.start_workers(config, self.roles, self.pools, self.group_cls, self._running)
-        self.profiler = StepProfiler(config.global_profiler, groups)
+        self.profiler = StepProfiler(config, groups)
         self.traffic = [group.traffic for group in groups.values()]
         roles.load_models(groups)
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)

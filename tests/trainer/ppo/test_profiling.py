@@ -7,16 +7,45 @@ from pathlib import Path
 import pytest
 
 from hone import cli
-from hone.controller import profiling
+from hone.config import load_config
+from hone.controller import Role, profiling
+from hone.trainer.ppo.profiling import recorded_ranks
 
 from ..runs import Task
 
 
 def test_each_listed_step_leaves_a_trace_in_the_run_folder(task: Task, tmp_path: Path) -> None:
-    overrides = task.overrides(tmp_path / "run", "trainer.profile_steps=[2]")
+    roles = (
+        "actor_rollout_ref.rollout.profiler.enable=true"  # the reference and the actor are silent
+    )
+    overrides = task.overrides(tmp_path / "run", "trainer.profile_steps=[2]", roles)
     assert cli.main(["train", *overrides]) == 0
     (trace,) = (tmp_path / "run" / "profile").iterdir()
-    assert trace.name == "step_2-actor+rollout-rank_0.json.gz"
+    assert trace.name == "step_2-rollout-rank_0.json.gz"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ([], {"actor": None, "rollout": None, "critic": None}),
+        (["actor.enable=true"], {"actor": (0,), "rollout": (0,), "critic": ()}),
+        (["actor.enable=true", "actor.ranks=[1,3]"], {"actor": (1, 3), "rollout": (1, 3)}),
+        (["actor.enable=true", "actor.all_ranks=true"], {"actor": None, "rollout": None, "rm": ()}),
+        (["actor.ranks=[2]", "critic.enable=false"], {"actor": (2,), "critic": (), "ref": None}),
+        (["critic.enable=true", "rollout.ranks=[1]"], {"actor": (), "rollout": (), "critic": (0,)}),
+    ],
+)
+def test_the_roles_choose_their_ranks(
+    settings: list[str], ranks: dict[str, tuple[int, ...] | None]
+) -> None:
+    config = load_config([*(_key(setting) for setting in settings), "global_profiler.steps=[1]"])
+    chosen = {role: recorded_ranks(config, Role.from_string(role)) for role in ranks}
+    assert chosen == ranks
+
+
+def _key(setting: str) -> str:
+    role, _, rest = setting.partition(".")
+    return f"{'critic' if role == 'critic' else f'actor_rollout_ref.{role}'}.profiler.{rest}"
 
 
 def test_a_step_that_fails_stops_the_recording(

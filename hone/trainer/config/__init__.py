@@ -1,0 +1,15 @@
+"""verl's `trainer.config`: its names, and the rollout's defaults as a file, `rollout/rollout.yaml`."""
+
+from hone.config.algorithm import AlgorithmConfig as AlgoConfig
+from hone.config.algorithm import FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
+from hone.config.engine import CheckpointConfig
+from hone.config.model import ModelConfig as BaseModelConfig
+
+__all__ = [
+    "AlgoConfig",
+    "BaseModelConfig",
+    "CheckpointConfig",
+    "FilterGroupsConfig",
+    "KLControlConfig",
+    "RolloutCorrectionConfig",
+]
