@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -170,17 +169,11 @@ def _start(options: Settings, tell: Callable[[str], None]) -> None:
     global _own
     mark = secrets.token_hex(8)
     private = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
-    # A new session: a signal to this process group must not kill the reaper.
-    program = [sys.executable, "-S", "-E", reaper.__file__, mark, str(os.getpid())]
-    nothing = subprocess.DEVNULL
-    reaper_process = subprocess.Popen(
-        program, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
-    )
-    _own = OwnCluster(mark, private, reaper_process)
+    _own = OwnCluster(mark, private, reaper.start_reaper(mark))
     settings = {
         "RAY_AUTH_MODE": "token",
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
-        reaper.MARK_ENV: mark,
+        **reaper.with_mark(mark),
         _LOOPBACK_ENV: "0",
         "RAY_prestart_worker_first_driver": "0",  # our workers need another environment
     }

@@ -1,20 +1,40 @@
 """Kills every local process that carries a mark in its environment; uses the standard library only.
 
 As a program (`python reaper.py MARK PARENT_PID`) it waits until its parent has ended, for whatever
-reason, and then kills the marked processes.
+reason, and then kills the marked processes. `start_reaper` starts it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 
-MARK_ENV = "HONE_RAY_CLUSTER"
+MARK_ENV = "HONE_PROCESS_MARKS"
+"""Holds the marks of a process, separated by colons: that of its cluster, and that of its server."""
 LOOK_EVERY_S = 0.5
 END_DEADLINE_S = 10.0
+
+
+def start_reaper(mark: str) -> subprocess.Popen[bytes]:
+    """Starts the program that kills the marked processes when this one has ended."""
+    # A new session: a signal to this process group must not kill the reaper.
+    return subprocess.Popen(
+        [sys.executable, "-S", "-E", __file__, mark, str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def with_mark(mark: str) -> dict[str, str]:
+    """Returns the variable that marks a child process, which keeps the marks of this one."""
+    return {MARK_ENV: ":".join(filter(None, (os.environ.get(MARK_ENV), mark)))}
 
 
 def marked(mark: str) -> list[int]:
@@ -22,7 +42,7 @@ def marked(mark: str) -> list[int]:
 
     A process that sets its title, as Ray's agents do, may overwrite the mark.
     """
-    entry = f"{MARK_ENV}={mark}".encode()
+    entry = re.compile(rf"(^|\0){MARK_ENV}=([^\0]*:)?{re.escape(mark)}[:\0]".encode())
     parents: dict[int, int] = {}
     pids: set[int] = set()
     for name in os.listdir("/proc"):
@@ -33,7 +53,7 @@ def marked(mark: str) -> list[int]:
                 if state != b"Z":
                     parents[int(name)] = int(parent)
                 with open(f"/proc/{name}/environ", "rb") as file:
-                    if entry in file.read().split(b"\0"):
+                    if entry.search(file.read() + b"\0"):
                         pids.add(int(name))
     while started := {pid for pid, parent in parents.items() if parent in pids} - pids:
         pids |= started

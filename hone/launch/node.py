@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -81,11 +80,7 @@ def main() -> None:
     # Several nodes may share one machine or one home.
     name = f"{socket.gethostname()}-{os.getpid()}" if settings.head else HEAD
     folder = launch_folder(settings.mark) / name
-    program = [sys.executable, "-S", "-E", str(reaper.__file__), f"{settings.mark}-{os.getpid()}"]
-    nothing = subprocess.DEVNULL
-    guard = subprocess.Popen(
-        [*program, str(os.getpid())], stdin=nothing, stdout=nothing, stderr=nothing
-    )
+    guard = reaper.start_reaper(f"{settings.mark}-{os.getpid()}")
     # Only this user may enter it: Ray makes its session folder inside world-writable. Ray's own place would
     # offer this cluster to every other program of the machine that looks for one.
     session = tempfile.mkdtemp(prefix="hone-ray-")
@@ -118,7 +113,7 @@ def serve(
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(START_DEADLINE_S),
         "RAY_agent_register_timeout_ms": str(1000 * START_DEADLINE_S),
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
-        reaper.MARK_ENV: f"{settings.mark}-{os.getpid()}",
+        **reaper.with_mark(f"{settings.mark}-{os.getpid()}"),
     }
     if settings.only_loopback:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

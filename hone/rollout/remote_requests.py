@@ -133,7 +133,17 @@ class RemoteEngine(RequestEngine):
         if self._closed:
             work.close()
             raise engine_failed(None)
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._until_closed(work), self._loop)
+        )
+
+    async def _until_closed(self, work: Coroutine[None, None, T]) -> T:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._closed:
+                raise engine_failed(None) from None
+            raise
 
     async def _serve(self, request: Request) -> None:
         """Streams a request, again after each interruption, until it ends; settles its future."""
@@ -331,7 +341,12 @@ class RemoteEngine(RequestEngine):
         self.version = version
 
     async def sleep(self) -> None:
-        await self._submit(self._remote_sleep())
+        await self._submit(self._sleep())
+
+    async def _sleep(self) -> None:
+        if self._running and not self._paused:
+            raise RolloutError("sleep was asked for while requests run; abort them first")
+        await self._remote_sleep()
 
     async def wake_up(self) -> None:
         await self._submit(self._remote_wake_up())
@@ -351,6 +366,11 @@ class RemoteEngine(RequestEngine):
         while self._running:
             await asyncio.sleep(0.001)
         await self._remote_close()
+        # A call that waits for a server to come back would wait for ever in a loop that has stopped.
+        waiting = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
     def _fail(self, error: BaseException) -> None:
         """Fails every request with the cause."""

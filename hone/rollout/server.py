@@ -76,6 +76,9 @@ class ServerRollout(RemoteEngine):
         self._stale: set[HttpServer] = set()  # servers that missed a part of the update under way
         self._released: list[str] = []
         """What the servers' memory lacks while they sleep: kv_cache, weights."""
+        self._hollow = False
+        """Whether the memory of the weights was released, and their values have not come back."""
+        self._waking = asyncio.Lock()
         self._server_of: OrderedDict[object, HttpServer] = OrderedDict()
         self._warned: set[str] = set()
         self.traits = Traits(decodes_with_module=False)
@@ -137,6 +140,8 @@ class ServerRollout(RemoteEngine):
     async def _remote_stream(
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
+        if self._released:
+            await self._remote_wake_up()
         server = self._route(request)
         server.streams += 1
         try:
@@ -170,11 +175,15 @@ class ServerRollout(RemoteEngine):
         if not isinstance(error, ServerLost):
             return
         server = error.server
+        recovery = self._recovery(server)
+        if not any(other.healthy for other in self._servers if other is not server):
+            await recovery
+
+    def _recovery(self, server: HttpServer) -> asyncio.Future[None]:
+        """Returns the repair of a server, which goes on if the caller is cancelled."""
         if server.recovery is None or server.recovery.done():
             server.recovery = asyncio.ensure_future(self._repair(server))
-        others = [other for other in self._servers if other is not server and other.healthy]
-        if not others:
-            await asyncio.shield(server.recovery)
+        return asyncio.shield(server.recovery)
 
     async def _repair(self, server: HttpServer) -> None:
         server.healthy = False
@@ -217,7 +226,7 @@ class ServerRollout(RemoteEngine):
             try:
                 await getattr(server, verb)(*arguments)
             except ServerLost:
-                await self._repair(server)
+                await self._recovery(server)
                 await getattr(server, verb)(*arguments)
 
         await self._all(call(server) for server in self._servers)
@@ -234,7 +243,7 @@ class ServerRollout(RemoteEngine):
     async def _remote_begin(self) -> None:
         for server in self._servers:
             if server.recovery is not None and not server.recovery.done():
-                await server.recovery
+                await self._recovery(server)
             server.refuse_updates()
         if "weights" in self._released:
             await self._each("resume_memory", ["weights"])
@@ -295,8 +304,9 @@ class ServerRollout(RemoteEngine):
                 self._folder.commit()
             expected = f"{self._token}-{version}"
             await self._all(self._publish(server, expected) for server in self._servers)
-            self._expected = expected
-        # Without new weights the servers keep their version string, which names their weights.
+            self._expected, self._hollow = expected, False
+        else:  # the servers keep their version string, which names their weights
+            await self._fill()
 
     def _refuse_incomplete(self) -> None:
         tied = {name for name in self._parameters if name.endswith("lm_head.weight")}
@@ -336,24 +346,35 @@ class ServerRollout(RemoteEngine):
     async def _remote_sleep(self) -> None:
         """Frees the KV cache, and the weights too where a copy can restore them."""
         if not self._released:
-            self._released = ["kv_cache"]
+            tags = ["kv_cache"]
             if self._expected is not None and self._folder.current is not None:
-                self._released.append("weights")
-            await self._each("release_memory", self._released)
+                tags.append("weights")
+                self._hollow = True
+            self._released = tags
+            await self._each("release_memory", tags)
 
     async def _remote_wake_up(self) -> None:
-        released, self._released = self._released, []
-        if released:
-            await self._each("resume_memory", released)
-        if "weights" in released:
+        async with self._waking:
+            if self._released:
+                await self._each("resume_memory", self._released)
+                self._released = []
+            if not self._update.under_way:  # otherwise the commit brings the weights
+                await self._fill()
+
+    async def _fill(self) -> None:
+        """Publishes the current weights again if their memory came back without values."""
+        if self._hollow:
             await self._all(self._republish(server) for server in self._servers)
+            self._hollow = False
 
     async def _remote_close(self) -> None:
-        for server in self._servers:
+        async def end(server: HttpServer) -> None:
             if server.recovery is not None:
                 server.recovery.cancel()
             if self._paused:
                 with suppress(ConnectionLost, RolloutError):
                     await server.resume()
             await server.close()
+
+        await self._all(end(server) for server in self._servers)
         self._folder.close()

@@ -41,9 +41,6 @@ def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     )
     try:
         launched.launch()
-    except OSError as error:
-        raise RolloutError(f"rollout.sglang.python={command[0]} does not run ({error})") from error
-    try:
         return _engine(spec, [launched])
     except BaseException:
         launched.end()

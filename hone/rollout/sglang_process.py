@@ -1,10 +1,13 @@
-"""An SGLang server that a rollout worker starts, watches, restarts and ends."""
+"""An SGLang server that a rollout worker starts, watches, restarts and ends.
+
+A reaper ends it if the worker is killed.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,8 +16,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import IO
 
+from hone.controller import reaper
 from hone.rollout.contract import RolloutError, RolloutSpec
 from hone.rollout.sglang_server import SGLangServer
 from hone.types import Settings
@@ -24,6 +28,7 @@ log = logging.getLogger(__name__)
 _STARTS = 3
 """Starts in a row of a process that does not become healthy."""
 _END_S = 10.0
+_LOG_BYTES = 4096
 _OWN = ("model_path", "host", "port", "skip_tokenizer_init")
 """Server arguments that hone sets."""
 
@@ -37,7 +42,9 @@ class LaunchedSGLang(SGLangServer):
     starts: int = 0
     """Starts since it was last healthy."""
     _child: subprocess.Popen[bytes] | None = None
-    _folder: Path | None = None
+    _reaper: subprocess.Popen[bytes] | None = None
+    _log: IO[bytes] | None = None
+    """Has no name, so that it goes with the last process that has it open."""
 
     def launch(self) -> None:
         """Starts the process on a free port."""
@@ -45,17 +52,24 @@ class LaunchedSGLang(SGLangServer):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self._folder = Path(tempfile.mkdtemp(prefix="hone-sglang-"))
         self.starts += 1
-        with (self._folder / "log").open("wb") as file:
+        mark = f"sglang-{secrets.token_hex(8)}"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._reaper = reaper.start_reaper(mark)
+        try:
             self._child = subprocess.Popen(
                 [*self.command, "--host", "127.0.0.1", "--port", str(port)],
                 stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=os.environ | self.environment,
+                stdout=self._log,
+                stderr=self._log,
+                env=os.environ | self.environment | reaper.with_mark(mark),
                 start_new_session=True,
             )
+        except OSError as error:
+            self.end()
+            raise RolloutError(
+                f"rollout.sglang.python={self.command[0]} does not run ({error})"
+            ) from error
         log.info("SGLang starts at %s (pid %d)", self.url, self._child.pid)
 
     @property
@@ -103,13 +117,19 @@ class LaunchedSGLang(SGLangServer):
                     time.sleep(0.05)
             self._child.wait()
             self._child = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        if self._reaper is not None:
+            self._reaper.kill()
+            self._reaper.wait()
+            self._reaper = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def _last_lines(self) -> str:
-        assert self._folder is not None
-        lines = (self._folder / "log").read_text(errors="replace").splitlines()
+        assert self._log is not None
+        file = self._log.fileno()
+        end = os.pread(file, _LOG_BYTES, max(0, os.fstat(file).st_size - _LOG_BYTES))
+        lines = end.decode(errors="replace").splitlines()
         return " / ".join(line.strip() for line in lines[-3:])
 
 

@@ -15,10 +15,12 @@ from hone.controller import reaper
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 PARENT = """
 import os, subprocess, sys, time
-subprocess.Popen([sys.executable, "-S", sys.argv[1], sys.argv[2], str(os.getpid())], start_new_session=True)
+sys.path.insert(0, sys.argv[1])
+import reaper
+reaper.start_reaper(sys.argv[2])
 child = subprocess.Popen(
     [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
-    env={**os.environ, "HONE_RAY_CLUSTER": sys.argv[2]}, start_new_session=True,
+    env={**os.environ, **reaper.with_mark(sys.argv[2])}, start_new_session=True,
 )
 print(child.pid, flush=True)
 time.sleep(600)
@@ -45,11 +47,14 @@ def test_only_marked_processes_are_ended_and_stopped_ones_too() -> None:
 def test_what_a_killed_process_left_is_ended() -> None:
     mark = f"left-{os.getpid()}"
     parent = subprocess.Popen(
-        [sys.executable, "-S", "-c", PARENT, reaper.__file__, mark], stdout=subprocess.PIPE
+        [sys.executable, "-S", "-c", PARENT, str(Path(reaper.__file__).parent), mark],
+        stdout=subprocess.PIPE,
+        env={**os.environ, reaper.MARK_ENV: "outer"},
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     _until(lambda: reaper.marked(mark) == [child])
+    assert {parent.pid, child} <= set(reaper.marked("outer")), "the mark around it is lost"
     parent.kill()
     parent.communicate()
     _until(lambda: reaper.marked(mark) == [])

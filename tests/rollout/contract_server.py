@@ -54,7 +54,7 @@ class ContractServer:
         self.calls: list[str] = []
         self.bodies: list[Body] = []
         self.version, self.paused, self.released = "default", "", set[str]()
-        self.dead = False
+        self.dead = self.hung = False
         self.running: set[str] = set()
         self.groups: dict[str, Any] = {}
         core = NativeCore(
@@ -148,6 +148,8 @@ class ContractServer:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         self.calls.append(request.path)
+        while self.hung:
+            await asyncio.sleep(0.05)
         if self.dead:
             assert request.transport is not None
             request.transport.abort()

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 
-from hone.rollout.contract import RolloutError, Sampling
+from hone.rollout.contract import RolloutError, Sampling, StopReason
 from hone.rollout.http_server import Limits
 from hone.rollout.sglang_server import SGLangServer
 
@@ -182,6 +182,110 @@ def test_sleep_frees_the_weights_and_waking_restores_them(servers: list[Contract
             out = await engine.generate(PROMPT, SHORT, "new")
             expected = trainer_log_probs(policy(), PROMPT, out.token_ids, 1.0)
             assert out.log_probs == pytest.approx(expected, abs=1e-4)
+
+    asyncio.run(asked())
+
+
+def test_a_commit_without_load_after_sleep_brings_the_weights_back(
+    servers: list[ContractServer],
+) -> None:
+    """Released memory comes back without values, and no version string tells."""
+
+    async def asked() -> None:
+        async with opened(servers) as engine:
+            await updated(engine, 1)
+            before = await engine.generate(PROMPT, SHORT, "before")
+            await engine.sleep()
+            await engine.begin_update()
+            await engine.wake_up()
+            await engine.commit(2)
+            after = await engine.generate(PROMPT, SHORT, "after")
+            assert after.token_ids == before.token_ids
+            assert after.versions == [2] * SHORT.max_tokens
+
+    asyncio.run(asked())
+
+
+def test_a_request_to_sleeping_servers_wakes_them_and_one_that_runs_refuses_sleep(
+    servers: list[ContractServer],
+) -> None:
+    async def asked() -> None:
+        async with opened(servers, 2) as engine:
+            await updated(engine, 1)
+            before = await engine.generate(PROMPT, SHORT, "before")
+            await engine.sleep()
+            jobs = [engine.generate(PROMPT, SHORT, f"{i}") for i in range(4)]
+            assert {tuple(out) for out in await asyncio.gather(*jobs)} == {tuple(before)}
+            assert not servers[0].released
+            assert not servers[1].released
+            some = asyncio.Event()
+            long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
+            job = asyncio.create_task(
+                engine.generate(PROMPT, long, "runs", on_tokens=lambda delta: some.set())
+            )
+            await some.wait()
+            with pytest.raises(RolloutError, match="sleep was asked for while requests run"):
+                await engine.sleep()
+            await engine.abort()
+            await job
+
+    asyncio.run(asked())
+
+
+@pytest.mark.parametrize("ending", ["abort", "close"])
+@pytest.mark.parametrize("loss", ["dead", "hung"])
+def test_no_request_that_waits_for_a_lost_server_outlives_an_abort_or_a_close(
+    loss: str, ending: str, servers: list[ContractServer]
+) -> None:
+    """Each ends within the limit of a call, not within that of the server's return."""
+
+    async def asked() -> None:
+        async with opened(servers, call_s=0.3, start_s=3600.0) as engine:
+            some = asyncio.Event()
+            long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
+            job = asyncio.create_task(
+                engine.generate(PROMPT, long, "waits", on_tokens=lambda delta: some.set())
+            )
+            await some.wait()
+            setattr(servers[0], loss, True)
+            while engine._servers[0].recovery is None:
+                if loss == "hung":  # a stream that is under way does not pass the door
+                    servers[0].dead = True
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(getattr(engine, ending)(), 30)
+            out = await asyncio.wait_for(job, 30)
+            assert out.stop_reason is StopReason.ABORT
+            assert len(out) > 0
+            await asyncio.wait_for(engine.close(), 30)
+            servers[0].hung = servers[0].dead = False
+
+    asyncio.run(asked())
+
+
+@pytest.mark.parametrize("verb", ["pause", "begin_update", "commit"])
+def test_closing_ends_a_call_that_waits_for_a_lost_server(
+    verb: str, servers: list[ContractServer]
+) -> None:
+    async def asked() -> None:
+        async with opened(servers, call_s=0.3, start_s=3600.0) as engine:
+            if verb == "commit":
+                await engine.begin_update()
+                await engine.load(policy(seed=1).lm.named_parameters())
+                servers[0].die()
+            else:
+                servers[0].die()
+                request = asyncio.create_task(engine.generate(PROMPT, SHORT, "lost"))
+                while engine._servers[0].recovery is None:
+                    await asyncio.sleep(0.01)
+                await engine.abort()
+                await request
+            call = asyncio.create_task(getattr(engine, verb)(*[1] * (verb == "commit")))
+            await asyncio.sleep(0.3)
+            assert not call.done()
+            await asyncio.wait_for(engine.close(), 30)
+            with pytest.raises(RolloutError, match="is closed"):
+                await asyncio.wait_for(call, 30)
+            servers[0].dead = False
 
     asyncio.run(asked())
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,16 @@ from .opened_servers import PROMPT, updated
 from .test_build import spec_of
 
 FAKE = Path(__file__).parent / "fake_sglang"
+WORKER = """
+import asyncio, sys
+from hone.rollout.http_server import Limits
+from hone.rollout.sglang_process import LaunchedSGLang
+server = LaunchedSGLang("", Limits(60.0, 5.0), command=sys.argv[1:])
+server.launch()
+asyncio.run(server.wait_until_healthy())
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
 
 
 def spec(model: Path | str, *overrides: str) -> RolloutSpec:
@@ -70,6 +83,24 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return save_pretrained(policy().lm, TOKENIZER, tmp_path / "model")
 
 
+def _group(leader: int) -> list[int]:
+    """Returns the living processes of a group."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                pids.append(int(path.parent.name))
+    return pids
+
+
+def _until_ended(leader: int) -> bool:
+    ends = time.monotonic() + 30
+    while (living := _group(leader)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    return not living
+
+
 @pytest.mark.slow
 def test_a_server_that_is_killed_is_restarted_with_the_current_weights(fake: Path) -> None:
     engine: Any = build_rollout(spec(fake))
@@ -93,10 +124,28 @@ def test_a_server_that_is_killed_is_restarted_with_the_current_weights(fake: Pat
         assert out.log_probs == pytest.approx(expected, abs=1e-3)
         last = server.pid
         await engine.close()
-        with pytest.raises(ProcessLookupError):
-            os.killpg(last, 0)
+        assert _until_ended(last)
 
     asyncio.run(asked())
+
+
+@pytest.mark.slow
+def test_a_killed_worker_leaves_no_server(fake: Path) -> None:
+    """Neither the server nor the processes that it started outlive a SIGKILL of the worker."""
+    command, _ = launch_arguments(spec(fake))
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with worker:
+        assert worker.stdout is not None
+        server = int(worker.stdout.readline())
+        try:
+            assert len(_group(server)) == 2
+            worker.kill()
+            assert _until_ended(server)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server, signal.SIGKILL)
 
 
 @pytest.mark.slow

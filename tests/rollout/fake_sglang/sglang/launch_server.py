@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import threading
 
-import torch
 
-from hone.models.load import load_causal_lm
-from hone.models.policy import PolicyModel
-from tests.rollout.contract_server import ContractServer
-
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--port", type=int, required=True)
@@ -20,6 +16,17 @@ if __name__ == "__main__":
     arguments, _ = parser.parse_known_args()
     if arguments.fails:
         raise SystemExit("no kernel image for this device")
+    import torch
+
+    from hone.models.load import load_causal_lm
+    from hone.models.policy import PolicyModel
+    from tests.rollout.contract_server import ContractServer
+
+    subprocess.Popen(["sleep", "600"])  # in place of SGLang's scheduler processes
     lm = load_causal_lm(arguments.model_path, dtype=torch.float32).eval()
-    server = ContractServer(PolicyModel(lm), port=arguments.port, eos=lm.config.eos_token_id)
+    ContractServer(PolicyModel(lm), port=arguments.port, eos=lm.config.eos_token_id)
     threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
