@@ -130,7 +130,7 @@ def answer_of(question: Callable[[], T]) -> T:
             answer.set_exception(error)
 
     threading.Thread(target=ask, name="ray-question", daemon=True).start()
-    limit_s = TrainerConfig.liveness_deadline_s if _watch is None else _watch.limit_s
+    limit_s = TrainerConfig.liveness_deadline_s if _watch is None else _watch.silence.limit_s
     try:
         return answer.result(limit_s)
     except TimeoutError:
@@ -179,22 +179,18 @@ class ClusterWatch:
         self.failed = False
         self._own = dict(own)
         self._log_folder = log_folder
-        self._silence = Silence(limit_s)
-        self._ping = _Ping()
+        self.silence = Silence(limit_s)
+        """Its limit is the `trainer.liveness_deadline_s` of the run."""
+        self.ping = _Ping()
         self.here = ray.get_runtime_context().get_node_id()
         self._seats: dict[tuple[str, int], tuple[str, Seat]] = {}
         self._nodes: dict[str, _RemoteNode] = {}
         self._lock = threading.Lock()
         self._refresh_at = 0.0
 
-    @property
-    def limit_s(self) -> float:
-        """The `trainer.liveness_deadline_s` of the run."""
-        return self._silence.limit_s
-
     def add(self, role: str, seats: Sequence[Seat], limit_s: float) -> None:
         """Starts watching these processes."""
-        self._silence.limit_s = limit_s
+        self.silence.limit_s = limit_s
         for seat in seats:
             self._seats[seat.node_id, seat.pid] = role, seat
             if seat.node_id != self.here and seat.node_id not in self._nodes:
@@ -207,14 +203,11 @@ class ClusterWatch:
         for node_id in self._nodes.keys() - {node_id for node_id, _ in self._seats}:
             ray.kill(self._nodes.pop(node_id).actor)
 
-    def close(self) -> None:
-        self._ping.close()
-
     def look(self, owner: str, method: str) -> None:
         """Raises if the result that `owner` waits for can no longer arrive."""
         with self._lock:
             silent: dict[Hashable, Callable[[], RuntimeError]] = {}
-            limit = f"{self._silence.limit_s:g} s"
+            limit = f"{self.silence.limit_s:g} s"
             failed = partial(self._failed, owner, method)
             for name, pid in self._own.items():  # Ray's processes, if we started them
                 who = f"{PARTS[name]} ({name}, pid {pid} on this machine)"
@@ -226,22 +219,25 @@ class ClusterWatch:
                 if state in (GONE, ZOMBIE):
                     raise failed(f"{who} has ended", hint)
                 if state == STOPPED:
-                    silent[name] = partial(
-                        failed, f"{who} has been stopped (SIGSTOP) for {limit}", hint
-                    )
-            for worker, (role, seat) in self._stopped_workers().items():
-                silent[worker] = partial(self._end, role, seat, owner, method)
+                    event = f"{who} has been stopped (SIGSTOP) for {limit}"
+                    silent[name] = partial(failed, event, hint)
             for node_id, node in self._nodes.items():
-                if node_id in self._ping.dead:
-                    raise self.lost(node_id, owner, method, self._ping.dead[node_id])
+                node.ask(self._logs(node_id))
+                if node_id in self.ping.dead:
+                    raise self.lost(node_id, owner, method, self.ping.dead[node_id])
                 if node.answers:
-                    silent[node_id, "node", node.answers] = partial(
-                        self.lost, node_id, owner, method, f"it has not answered for {limit}"
-                    )
-            if self._ping.unanswered:
-                silence = _silent_control_plane(self._silence.limit_s)
-                silent["ping", self._ping.number] = partial(failed, *silence)
-            for target in self._silence.look(silent, time.monotonic()):
+                    event = f"it has not answered for {limit}"
+                    lost = partial(self.lost, node_id, owner, method, event)
+                    silent[node_id, "node", node.answers] = lost
+            for (node_id, pid), (role, seat) in self._seats.items():
+                remote = self._nodes.get(node_id)
+                state = process_state(pid) if remote is None else remote.states.get(pid, "")
+                if state == STOPPED:
+                    silent[node_id, pid] = partial(self._end, role, seat, owner, method)
+            if self.ping.unanswered:
+                silence = _silent_control_plane(self.silence.limit_s)
+                silent["ping", self.ping.number] = partial(failed, *silence)
+            for target in self.silence.look(silent, time.monotonic()):
                 raise silent[target]()
 
     def lines(self, seat: Seat) -> list[str]:
@@ -271,8 +267,10 @@ class ClusterWatch:
         if node_id == self.here and (reason := raylet_problem(node_id)) is not None:
             event = f"the Ray node of this machine was lost ({reason})"
             raise ClusterFailed(event, owner, method, "start it again with `ray start`")
-        node, began = self._nodes.get(node_id), time.monotonic()
-        while node is not None and time.monotonic() < began + NODE_DEADLINE_S:
+        if (node := self._nodes.get(node_id)) is None:
+            return
+        began = time.monotonic()
+        while time.monotonic() < began + NODE_DEADLINE_S:
             if (reason := raylet_problem(node_id)) is not None:
                 raise self.lost(node_id, owner, method, reason)
             with self._lock:
@@ -280,9 +278,8 @@ class ClusterWatch:
             if asked_at is not None and asked_at > began + LAST_ANSWER_S:
                 return
             time.sleep(0.5)
-        if node is not None:
-            reason = f"it has not answered for {NODE_DEADLINE_S:g} s"
-            raise self.lost(node_id, owner, method, reason)
+        reason = f"it has not answered for {NODE_DEADLINE_S:g} s"
+        raise self.lost(node_id, owner, method, reason)
 
     def raise_if_any_is_lost(self, owner: str, method: str) -> None:
         """Raises if a worker of any group is gone, which may be why another one failed."""
@@ -316,16 +313,6 @@ class ClusterWatch:
     def _logs(self, node_id: str) -> dict[int, tuple[str, ...]]:
         return {pid: seat.logs for (at, pid), (_, seat) in self._seats.items() if at == node_id}
 
-    def _stopped_workers(self) -> dict[tuple[str, int], tuple[str, Seat]]:
-        for node_id, node in self._nodes.items():
-            node.ask(self._logs(node_id))
-        states = {node_id: node.states for node_id, node in self._nodes.items()}
-        return {
-            (node_id, pid): seat
-            for (node_id, pid), seat in self._seats.items()
-            if (states[node_id].get(pid) if node_id in states else process_state(pid)) == STOPPED
-        }
-
     def _failed(self, owner: str, method: str, event: str, hint: str) -> ClusterFailed:
         self.failed = True
         return ClusterFailed(event, owner, method, hint)
@@ -336,7 +323,7 @@ class ClusterWatch:
                 os.kill(seat.pid, signal.SIGKILL)
         else:
             self._nodes[seat.node_id].actor.end.remote(seat.pid)
-        return WorkerStopped(role, seat, owner, method, self._silence.limit_s)
+        return WorkerStopped(role, seat, owner, method, self.silence.limit_s)
 
 
 _watch: ClusterWatch | None = None
@@ -374,7 +361,7 @@ def end_watch() -> None:
     """Stops watching: this process leaves the cluster."""
     global _watch
     if _watch is not None:
-        _watch.close()
+        _watch.ping.close()
     _watch = None
 
 

@@ -18,7 +18,8 @@ except ImportError as error:
     ) from error
 
 logger = logging.getLogger(__name__)
-logging.getLogger("ray").setLevel(logging.WARNING)  # else it reports every closed connection
+# Else it reports every closed connection.
+logging.getLogger(JobSubmissionClient.__module__).setLevel(logging.WARNING)
 
 Answer = TypeVar("Answer")
 

@@ -26,6 +26,12 @@ import hone
 LOOPBACK = "127.0.0.1"
 HEAD, CLUSTER_FILE = "head", "cluster.json"
 START_DEADLINE_S = 240
+AGENT_PORTS = (
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+)
 STOP_WAIT_S = 120
 """How long a stopped job may take to save and end; Ray's default is 3 s."""
 
@@ -120,7 +126,7 @@ def serve(
     try:
         ready = start(settings, token_file, session)
     except Exception as error:  # Ray raises many kinds
-        answer(Ready(error=f"{type(error).__name__}: {error}"))
+        answer(Ready(error=f"{type(error).__name__}: {error}{_raylet_failure(session)}"))
         return
     if not settings.head:
         file = folder / CLUSTER_FILE
@@ -142,8 +148,8 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
         ray_constants.ENABLE_RAY_CLUSTER = True  # else `ray start` refuses a second node
         services.get_node_ip_address = lambda address=None: LOOPBACK
     options = ["--disable-usage-stats", "--log-color=false", f"--temp-dir={session}/ray"]
-    # Ray's fixed default would keep a second cluster on this machine from taking jobs.
-    options.append(f"--dashboard-agent-listen-port={free_port()}")
+    # A raylet waits 15 s for a port that its agents choose, which a slow disk or a busy machine exceeds.
+    options += [f"--{name}={port}" for name, port in zip(AGENT_PORTS, free_ports(4), strict=True)]
     for name, count in (("gpus", settings.gpus), ("cpus", settings.cpus)):
         if count is not None:
             options.append(f"--num-{name}={count}")
@@ -151,7 +157,8 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
         _wait_for(settings.head)
         ray_start.main([f"--address={settings.head}", *options], standalone_mode=False)
         return Ready(settings.head, token_file=str(token_file))
-    port, jobs = settings.port or free_port(), free_port()
+    port, jobs = free_ports(2)
+    port = settings.port or port
     options += ["--head", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
     options += ["--include-dashboard=true", f"--dashboard-port={jobs}"]
     ray_start.main(options, standalone_mode=False)
@@ -159,10 +166,20 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
     return Ready(f"{host}:{port}", f"http://{LOOPBACK}:{jobs}", str(token_file))
 
 
-def free_port() -> int:
-    """Returns a port that is free on every interface now."""
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
+def _raylet_failure(session: str) -> str:
+    """Returns the line with which a raylet has ended, if it has; its log goes with the session."""
+    for file in Path(session).glob("ray/session_latest/logs/raylet.out"):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            if "Check failed: " in line:
+                return f"\nits raylet: {line.partition('Check failed: ')[2]}"
+    return ""
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns different ports that are free on every interface now."""
+    with contextlib.ExitStack() as held:
+        servers = [held.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [int(server.getsockname()[1]) for server in servers]
 
 
 def _wait_for(address: str) -> None:

@@ -38,8 +38,7 @@ def sbatch_script(
     directives += [f"--gpus-per-node={gpus}"] if gpus else []
     # 120 s before the limit the job is told to stop, so that it can save.
     directives += ["--exclusive", "--output=%x-%j.log", "--signal=B:TERM@120", *options]
-    launch = [python, "-m", "hone.cli", "launch", f"--nodes={nodes}"]
-    launch += [f"--gpus-per-node={gpus}"] if gpus else []
+    launch = [python, "-m", "hone.cli", "launch", f"--nodes={nodes}", f"--gpus-per-node={gpus}"]
     launch += [f"--setup={setup}"] if setup else []
     launch += [f"--folder={folder}"] if folder else []
     launch.append(f"--start-timeout={start_timeout:g}")

@@ -47,6 +47,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
 class FakePing:
     def __init__(self) -> None:
         self.unanswered, self.number, self.dead = False, 1, dict[str, str]()
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class FakeNode:
@@ -112,7 +116,7 @@ def test_a_node_that_answers_no_more_is_named(watch: Any) -> None:
 def test_a_node_that_ray_calls_dead_is_named_with_all_its_ranks_and_roles(watch: Any) -> None:
     watch.add("actor", [Seat(rank, 50 + rank, "10.0.0.7", "far", ()) for rank in (2, 3)], 20.0)
     watch.add("rm", [Seat(0, 60, "10.0.0.7", "far", ()), Seat(1, 61, "10.0.0.8", "other", ())], 20)
-    watch._ping.dead = {"far": "Ray reports: missed heartbeats"}
+    watch.ping.dead = {"far": "Ray reports: missed heartbeats"}
     with pytest.raises(
         NodeLost, match=r"ranks 2 and 3 of 'actor' and rank 0 of 'rm', .*heartbeats"
     ):
@@ -161,10 +165,10 @@ def test_a_failed_call_is_laid_to_a_process_that_is_gone(watch: Any) -> None:
 
 
 def test_a_control_plane_that_answers_no_more_is_named(watch: Any) -> None:
-    watch._ping.unanswered = True
+    watch.ping.unanswered = True
 
     def next_ping() -> None:
-        watch._ping.number += 1
+        watch.ping.number += 1
 
     look_for(watch, 100, next_ping)  # each one was answered, the next is on its way
     with pytest.raises(ClusterFailed, match=r"control plane \(the GCS at 10.0.0.1:6379\).*20 s"):
@@ -207,13 +211,13 @@ def test_a_process_of_our_ray_that_ended_or_is_stopped_is_named(
 def test_another_cluster_gets_a_watch_of_its_own(
     watch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "close", lambda: None)
     monkeypatch.setattr(ray_liveness, "_watch", watch)
     ray_liveness.watch_workers("actor", (), 20.0)
     assert ray_liveness._watch is watch
     watch.here = "a node of a cluster that is gone"
     ray_liveness.watch_workers("actor", (), 20.0)
     assert ray_liveness._watch is not watch
+    assert watch.ping.closed
 
 
 def test_failures_survive_pickling() -> None:

@@ -23,7 +23,7 @@ import pytest
 from hone import cli
 from hone.config.errors import ConfigError
 from hone.launch.command import _newest_launch, _sized
-from hone.launch.node import free_port
+from hone.launch.node import free_ports
 
 from .test_scripts import program
 
@@ -157,8 +157,11 @@ def test_the_newest_launch_is_one_that_runs_on_this_machine(
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, "before")
     here = socket.gethostname()
-    waiting = [sys.executable, "-c", "input()", "hone.launch.node"]
-    with subprocess.Popen(waiting, stdin=subprocess.PIPE, text=True) as node:
+    waiting = [sys.executable, "-c", "input('up\\n')", "hone.launch.node"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(waiting, text=True, **pipes) as node:
+        assert node.stdout is not None
+        assert node.stdout.readline() == "up\n"  # before, its command line is this process's
         entries = [(here, node.pid), (here, os.getpid()), ("elsewhere", node.pid), (here, 2**30)]
         for age, (host, pid) in enumerate(entries):
             head = tmp_path / ".hone" / "launch" / str(age) / "head"
@@ -301,28 +304,37 @@ def test_an_sbatch_script_runs_a_real_cluster_and_has_the_job_s_status(tmp_path:
     assert processes_of(tmp_path) == []
 
 
-@contextmanager
-def ssh_on_path(folder: Path) -> Iterator[Path]:
-    """A folder with an `ssh` to this machine: through a real sshd, else by running the line here."""
+def sshd_command(folder: Path, port: int) -> list[str] | None:
+    """The command of an SSH server with keys of its own; None where none can run."""
     sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-    keygen = shutil.which("ssh-keygen")
-    if sshd is None or keygen is None or shutil.which("ssh") is None:
-        local = '#!/bin/bash\nwhile [[ $1 != -- ]]; do shift; done\nexec bash -c "$3"\n'
-        yield program(folder / "bin", "ssh", local).parent
-        return
+    if sshd is None or shutil.which("ssh-keygen") is None or shutil.which("ssh") is None:
+        return None
     for key in ("host", "user"):
-        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    port = free_port()
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
+        subprocess.run(make, check=True)
     options = [f"Port={port}", "ListenAddress=127.0.0.1", "StrictModes=no", "PidFile=none"]
     options += [f"HostKey={folder / 'host'}", f"AuthorizedKeysFile={folder / 'user.pub'}"]
     options += ["PasswordAuthentication=no", "UsePAM=no"]
-    flags = [word for option in options for word in ("-o", option)]
+    command = [sshd, "-f", "/dev/null", *(w for option in options for w in ("-o", option))]
+    # Debian's needs /run/sshd, which its service makes.
+    return command if subprocess.run([*command, "-t"], check=False).returncode == 0 else None
+
+
+@contextmanager
+def ssh_on_path(folder: Path) -> Iterator[Path]:
+    """A folder with an `ssh` to this machine: through a real sshd, else by running the line here."""
+    (port,) = free_ports(1)
+    server = sshd_command(folder, port)
+    if server is None:
+        local = '#!/bin/bash\nwhile [[ $1 != -- ]]; do shift; done\nexec bash -c "$3"\n'
+        yield program(folder / "bin", "ssh", local).parent
+        return
     client = (
         f"#!/bin/bash\nexec {shutil.which('ssh')} -i {folder / 'user'} -p {port} -l {getpass.getuser()} "
         f"-o StrictHostKeyChecking=no -o UserKnownHostsFile={folder / 'known'} -o LogLevel=ERROR "
         f'"$@"\n'
     )
-    with subprocess.Popen([sshd, "-D", "-e", "-f", "/dev/null", *flags]) as daemon:
+    with subprocess.Popen([*server, "-D", "-e"]) as daemon:
         try:
             yield program(folder / "bin", "ssh", client).parent
         finally:

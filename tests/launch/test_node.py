@@ -58,3 +58,31 @@ def test_every_node_keeps_the_files_of_ray_in_its_own_folder(
     node.start(NodeSettings(mark="m", token="t", head=head), tmp_path / "token", "/tmp/session")
     assert given.count("--temp-dir=/tmp/session/ray") == 1
     assert (f"--address={head}" in given) is bool(head)
+    # A raylet ends after 15 s without ports that its agents chose.
+    ports = {word.partition("=")[2] for word in given if "agent" in word or "metrics" in word}
+    assert len(ports) == len(node.AGENT_PORTS)
+
+
+def test_a_raylet_that_fails_is_quoted_before_its_log_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text(
+        "[C] a bug in Ray. Check failed: x.ok() Timed out\n*** Stack\n"
+    )
+
+    def failing(*_: object) -> node.Ready:
+        raise RuntimeError("the current node timed out")
+
+    monkeypatch.setattr(node, "start", failing)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "before")
+    answers: list[node.Ready] = []
+    folder, before = tmp_path / "folder", dict(os.environ)
+    try:
+        node.serve(NodeSettings(mark="m", token="t"), folder, str(tmp_path), answers.append)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    assert answers[0].error.endswith("timed out\nits raylet: x.ok() Timed out")
