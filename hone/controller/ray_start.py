@@ -35,6 +35,7 @@ from ray.exceptions import AuthenticationError
 
 from hone.controller import reaper
 from hone.controller.ray_liveness import PARTS, cluster_failed, end_watch, watch_cluster
+from hone.controller.ray_ports import chosen_agent_ports
 from hone.types import Row, Settings
 
 logger = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ def _start(options: Settings, tell: Callable[[str], None]) -> None:
     }
     tell("starting Ray on this machine")
     try:
-        with _environment(settings), _loopback(), _own_signal_handlers():
+        with _environment(settings), _loopback(), _own_signal_handlers(), chosen_agent_ports():
             _read_settings()
             context = ray.init(**{"_temp_dir": os.path.join(private, "ray"), **options})
     except BaseException:

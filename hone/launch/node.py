@@ -20,29 +20,29 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 
 import hone
 
 LOOPBACK = "127.0.0.1"
 HEAD, CLUSTER_FILE = "head", "cluster.json"
 START_DEADLINE_S = 240
-AGENT_PORTS = (
-    "dashboard-agent-listen-port",
-    "dashboard-agent-grpc-port",
-    "runtime-env-agent-port",
-    "metrics-export-port",
-)
 STOP_WAIT_S = 120
 """How long a stopped job may take to save and end; Ray's default is 3 s."""
 
-# By its file: the package of the controller imports torch, which a node does not need.
-_spec = importlib.util.spec_from_file_location(
-    "reaper", Path(hone.__file__).with_name("controller") / "reaper.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-reaper = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reaper)
+
+def _controller(name: str) -> ModuleType:
+    """Returns a module of the controller by its file: its package imports torch, which is slow."""
+    file = Path(hone.__file__).with_name("controller") / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reaper, ray_ports = _controller("reaper"), _controller("ray_ports")
 
 
 @dataclass(frozen=True)
@@ -148,20 +148,20 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
         ray_constants.ENABLE_RAY_CLUSTER = True  # else `ray start` refuses a second node
         services.get_node_ip_address = lambda address=None: LOOPBACK
     options = ["--disable-usage-stats", "--log-color=false", f"--temp-dir={session}/ray"]
-    # A raylet waits 15 s for a port that its agents choose, which a slow disk or a busy machine exceeds.
-    options += [f"--{name}={port}" for name, port in zip(AGENT_PORTS, free_ports(4), strict=True)]
     for name, count in (("gpus", settings.gpus), ("cpus", settings.cpus)):
         if count is not None:
             options.append(f"--num-{name}={count}")
     if settings.head:
         _wait_for(settings.head)
-        ray_start.main([f"--address={settings.head}", *options], standalone_mode=False)
+        with ray_ports.chosen_agent_ports():
+            ray_start.main([f"--address={settings.head}", *options], standalone_mode=False)
         return Ready(settings.head, token_file=str(token_file))
-    port, jobs = free_ports(2)
+    port, jobs = ray_ports.free_ports(2)
     port = settings.port or port
     options += ["--head", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
     options += ["--include-dashboard=true", f"--dashboard-port={jobs}"]
-    ray_start.main(options, standalone_mode=False)
+    with ray_ports.chosen_agent_ports():
+        ray_start.main(options, standalone_mode=False)
     host = services.get_node_ip_address()
     return Ready(f"{host}:{port}", f"http://{LOOPBACK}:{jobs}", str(token_file))
 
@@ -173,13 +173,6 @@ def _raylet_failure(session: str) -> str:
             if "Check failed: " in line:
                 return f"\nits raylet: {line.partition('Check failed: ')[2]}"
     return ""
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns different ports that are free on every interface now."""
-    with contextlib.ExitStack() as held:
-        servers = [held.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [int(server.getsockname()[1]) for server in servers]
 
 
 def _wait_for(address: str) -> None:

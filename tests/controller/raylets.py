@@ -16,12 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 OBJECT_STORE_BYTES = 100 * 2**20
-AGENT_PORTS = (
-    "dashboard_agent_listen_port",
-    "metrics_agent_port",
-    "runtime_env_agent_port",
-    "metrics_export_port",
-)
 
 
 class Raylets:
@@ -81,7 +75,7 @@ class Raylets:
 def main() -> None:
     from ray.cluster_utils import Cluster
 
-    from hone.launch.node import free_ports
+    from hone.controller.ray_ports import chosen_agent_ports
 
     said = os.dup(1)
     os.dup2(2, 1)  # whatever Ray prints is no answer
@@ -91,9 +85,8 @@ def main() -> None:
         answer: Any = None
         if verb == "add":
             options = {"num_cpus": value, "object_store_memory": OBJECT_STORE_BYTES}
-            # A raylet waits 15 s for a port that its agents choose, which a busy machine exceeds.
-            options |= dict(zip(AGENT_PORTS, free_ports(4), strict=True))
-            node = cluster.add_node(include_dashboard=False, **options)
+            with chosen_agent_ports():
+                node = cluster.add_node(include_dashboard=False, **options)
             nodes[node.node_id] = node
             raylet = node.all_processes["raylet"][0].process.pid
             answer = {"node_id": node.node_id, "raylet": raylet, "address": cluster.address}

@@ -22,8 +22,8 @@ import pytest
 
 from hone import cli
 from hone.config.errors import ConfigError
+from hone.controller.ray_ports import free_ports
 from hone.launch.command import _newest_launch, _sized
-from hone.launch.node import free_ports
 
 from .test_scripts import program
 

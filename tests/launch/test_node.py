@@ -58,9 +58,6 @@ def test_every_node_keeps_the_files_of_ray_in_its_own_folder(
     node.start(NodeSettings(mark="m", token="t", head=head), tmp_path / "token", "/tmp/session")
     assert given.count("--temp-dir=/tmp/session/ray") == 1
     assert (f"--address={head}" in given) is bool(head)
-    # A raylet ends after 15 s without ports that its agents chose.
-    ports = {word.partition("=")[2] for word in given if "agent" in word or "metrics" in word}
-    assert len(ports) == len(node.AGENT_PORTS)
 
 
 def test_a_raylet_that_fails_is_quoted_before_its_log_goes(
