@@ -17,6 +17,7 @@ from hone.config.apply import Further, compose_settings
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import hints, leaves
 from hone.config.sources import Setting, flatten, read_config
+from hone.config.states import translate
 from hone.config.trees import TREES
 from hone.types import JsonValue
 
@@ -98,7 +99,7 @@ class CallSettings:
 
     def values(self) -> Values:
         """The values by current dotted key, with deprecated keys renamed."""
-        return {s.key: s.value for s in TREES[self.tree].translate(self._settings, [])}
+        return {s.key: s.value for s in translate(self._settings, [], self.tree)}
 
     def composed(
         self,

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, overload
 
 from hone.config.apply import Composed, Further, compose_settings
 from hone.config.convert import Value, to_plain
 from hone.config.errors import ConfigError
-from hone.config.evaluation import EvaluationConfig
-from hone.config.generation import GenerationConfig
 from hone.config.keys import replace
 from hone.config.schema import PPOTrainerConfig
-from hone.config.sft import SFTConfig
 from hone.config.sources import Setting, read_config
+from hone.config.states import translate
 from hone.config.trees import TREES
 from hone.types import JsonObject, Row
 
@@ -54,27 +51,11 @@ def compose(
     tree_name, settings = read_config(name, folders, overrides)
     tree = TREES[schema or tree_name or "ppo_trainer"]
     if starting is not None:
-        values = {s.key: s.value for s in tree.translate(settings, [])}
+        values = {s.key: s.value for s in translate(settings, [], tree.name)}
         settings = [*starting(values), *settings]
     return compose_settings(tree, settings, further)
 
 
-@overload
-def load_config(  # type: ignore[overload-overlap]
-    overrides: Sequence[str] = (), *, config_name: Literal["sft_trainer"]
-) -> SFTConfig: ...
-@overload
-def load_config(  # type: ignore[overload-overlap]
-    overrides: Sequence[str] = (), *, config_name: Literal["generation"]
-) -> GenerationConfig: ...
-@overload
-def load_config(  # type: ignore[overload-overlap]
-    overrides: Sequence[str] = (), *, config_name: Literal["evaluation"]
-) -> EvaluationConfig: ...
-@overload
-def load_config(
-    overrides: Sequence[str] = (), *, config_name: str = ..., config_path: str | Path | None = None
-) -> PPOTrainerConfig: ...
 def load_config(
     overrides: Sequence[str] = (),
     *,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Literal
 
-from hone.config.block import AboveOne, Count, NotNegative, Positive, SchemaBlock, block, follows
+from hone.config.block import SchemaBlock, block, follows
 from hone.config.engine import (
     ACTORS_LAYOUT,
     FSDPConfig,
@@ -17,6 +17,7 @@ from hone.config.engine import (
     ProfilerConfig,
     UpdateConfig,
 )
+from hone.config.ranges import AboveOne, Count, NotNegative, Positive
 from hone.types import Settings
 
 announced: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
@@ -39,7 +40,7 @@ class PolicyLossConfig(SchemaBlock):
     """kl_cov: share of tokens that get the KL term."""
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of the KL term."""
-    dro_beta: float | None = None
+    dro_beta: Positive | None = None
     """dro: weight of the squared log-ratio; must be given and positive for `dro`."""
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Count, CountOrZero, NotNegative, Positive, SchemaBlock, Share, block
+from hone.config.block import SchemaBlock, block
 from hone.config.errors import did_you_mean, nearest
+from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
 from hone.types import Function, Row, Settings
 
 

@@ -13,32 +13,13 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hone.config import keys
 from hone.config.checks import find_idle, find_problems, settle
-from hone.config.convert import (
-    NoFit,
-    Value,
-    describe_type,
-    fit,
-    show_value,
-    to_plain,
-)
+from hone.config.convert import NoFit, Value, describe_type, fit, show_value, to_plain
 from hone.config.errors import ConfigError
-from hone.config.keys import (
-    block_type,
-    blocks,
-    get,
-    hints,
-    leaves,
-    named_keys,
-    owner_of,
-    rename_references,
-    replace,
-    resolve,
-    unknown_key,
-    value_in,
-)
+from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of, replace
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
-from hone.config.states import new_name, replacements_of, rule_of, scalar, topics
+from hone.config.states import new_name, replacements_of, rule_of, scalar, topics, translate
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
 
@@ -65,7 +46,7 @@ def compose_settings(
     run = _Composition(schema)
     others = run.place(settings)
     try:
-        run.values = resolve(run.values)
+        run.values = keys.resolve(run.values)
     except ConfigError as error:
         raise ConfigError([*run.problems, *error.problems]) from None
     run.judge(others)
@@ -76,10 +57,9 @@ def compose_settings(
             run.answer(key, get(config, key), sentence)
         config = replace(config, key, value)
     run.add_checks(find_problems(schema.name, config))
-    for prefix, why in find_idle(schema.name, config):
-        for key in requested:
-            if key == prefix or key.startswith(prefix + "."):
-                run.answer(key, get(config, key), why)
+    for key, why in find_idle(schema.name, config):
+        if key in requested:
+            run.answer(key, get(config, key), why)
     notes: list[str] = []
     if further is not None:
         more_problems, notes = further(config, requested)
@@ -120,8 +100,8 @@ class _Composition:
         others: dict[str, Setting] = {}
         unknown = (s for s in settings if not s.delete and owner_of(root, s.key) is None)
         self.values |= {setting.key: setting.value for setting in unknown}
-        for written in self.schema.translate(settings, self.problems):
-            value = rename_references(written.value, lambda key: new_name(key, tree))
+        for written in translate(settings, self.problems, tree):
+            value = keys.rename_references(written.value, lambda key: new_name(key, tree))
             setting = dataclasses.replace(written, value=value)
             key, origin, owner = setting.key, setting.origin, owner_of(root, setting.key)
             if owner is None:
@@ -133,7 +113,9 @@ class _Composition:
                 self.problems.append(f"{problem} ({origin})")
             else:
                 self.origins[key] = origin
-        refs = {key for s in settings for key in named_keys(s.value)} - {s.key for s in settings}
+        refs = {key for s in settings for key in keys.named_keys(s.value)} - {
+            s.key for s in settings
+        }
         for key in refs:
             if owner_of(root, key) is None and (rule := rule_of(key, tree)):
                 self.values[key] = rule.usual
@@ -148,7 +130,7 @@ class _Composition:
         """Writes one setting to its leaf or block, and returns the problem, if any."""
         value, inside = setting.value, setting.key[len(owner) + 1 :]
         if owner in blocks(self.root):
-            sources = named_keys(value)
+            sources = keys.named_keys(value)
             if not sources and value is not None and value != {}:
                 choices = f"choose {', '.join(GROUPS[owner])}, or " if owner in GROUPS else ""
                 return f"{owner} is a block of keys; {choices}set the keys inside it"
@@ -172,7 +154,7 @@ class _Composition:
         refused: list[tuple[str, str]] = []
         for key, setting in others.items():
             rule, value = rule_of(key, self.schema.name), self.values[key]
-            if rule is None and (sentence := unknown_key(self.root, key, setting.added)):
+            if rule is None and (sentence := keys.unknown_key(self.root, key, setting.added)):
                 self.problems.append(f"{sentence} ({setting.origin})")
             elif rule is None:
                 self.answer(key, value, "a key of your own; nothing here reads it")
@@ -225,7 +207,7 @@ class _Composition:
                 break
         takes_null = type(None) in typing.get_args(leaf.hint)
         if value is None and self.origins.get(key) != COMMAND_LINE and not takes_null:
-            value = value_in(leaf.default, self.values)
+            value = keys.value_in(leaf.default, self.values)
             return to_plain(_defaults(self.root)[key]) if value is None else value
         return value
 
@@ -254,7 +236,7 @@ def _built(cls: Value, values: Mapping[str, Value], prefix: str = "") -> Value:
 @functools.cache
 def _defaults(root: type) -> dict[str, Value]:
     """Returns the default of every leaf, with references resolved."""
-    values = resolve({key: leaf.default for key, leaf in leaves(root).items()})
+    values = keys.resolve({key: leaf.default for key, leaf in leaves(root).items()})
     return {key: fit(value, leaves(root)[key].hint) for key, value in values.items()}
 
 
@@ -266,7 +248,7 @@ def _requested(config: Value, origins: Mapping[str, str]) -> dict[str, str]:
     requested: dict[str, str] = {}
     for key, origin in origins.items():
         leaf = leaves(root).get(owner_of(root, key) or "")
-        changed = leaf and values[leaf.key] != value_in(leaf.default, values)
+        changed = leaf and values[leaf.key] != keys.value_in(leaf.default, values)
         if leaf and (changed or origin.startswith(COMMAND_LINE)):
             requested[leaf.key] = origin
     return requested

@@ -1,4 +1,4 @@
-"""Building blocks of the schema: dict-like blocks, ranges, and defaults that follow other keys.
+"""Building blocks of the schema: dict-like blocks, and defaults that follow other keys.
 
 `config.get("clip_ratio_c", 3.0)`, `config["clip_ratio"]`, `"lam" in config` and `**config` work in a
 user's loss, estimator or manager, as with verl's configs. Blocks are read-only.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import dataclass_transform
 
-from hone.config.convert import Value, show_value
+from hone.config.convert import Value
 from hone.config.errors import did_you_mean, nearest
 
 B = TypeVar("B")
@@ -34,11 +33,6 @@ def follows(key: str) -> Value:
 def at_most(limit: int, key: str) -> Value:
     """Declares a default that is the smaller of `limit` and the value of another key."""
     return "${least:" + str(limit) + ",${" + key + "}}"
-
-
-def at_least(limit: int, key: str) -> Value:
-    """Declares a default that is the larger of `limit` and the value of another key."""
-    return "${most:" + str(limit) + ",${" + key + "}}"
 
 
 class MissingKey(KeyError, AttributeError):
@@ -88,35 +82,3 @@ class SchemaBlock(Block):
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)
-
-
-@dataclass(frozen=True)
-class Range:
-    """Bounds of a number; `above` excludes the bound itself. `-1` may be allowed as "no value"."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    above: float = -math.inf
-    minus_one: bool = False
-
-    def holds(self, value: float) -> bool:
-        """Returns whether the number is in range."""
-        inside = self.least <= value <= self.most and self.above < value
-        return math.isfinite(value) and (inside or (self.minus_one and value == -1))
-
-    def __str__(self) -> str:
-        words = {"{} or more": self.least, "above {}": self.above, "at most {}": self.most}
-        parts = [text.format(show_value(b)) for text, b in words.items() if math.isfinite(b)]
-        return " and ".join(parts) + (", or -1" if self.minus_one else "")
-
-
-Count = Annotated[int, Range(least=1)]
-CountOrZero = Annotated[int, Range(least=0)]
-CountOrAll = Annotated[int, Range(least=1, minus_one=True)]
-TopK = Annotated[int, Range(least=0, minus_one=True)]
-NotNegative = Annotated[float, Range(least=0)]
-Positive = Annotated[float, Range(above=0)]
-Share = Annotated[float, Range(least=0, most=1)]
-PositiveShare = Annotated[float, Range(above=0, most=1)]
-AboveOne = Annotated[float, Range(above=1)]
-OneOrMore = Annotated[float, Range(least=1)]

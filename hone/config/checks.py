@@ -38,6 +38,7 @@ _SIZES = (
     "megatron.pipeline_model_parallel_size",
 )
 """Parallel sizes, which do not change the training."""
+_KEY = re.compile(r"[\w.]+")
 _BELONGS = re.compile(r"([a-z_]+): ")
 
 
@@ -67,18 +68,22 @@ def find_problems(tree: str, config: Value) -> Iterator[str]:
         for check in (_rewards, _data, _shards, _rollout):
             yield from check(config)
     tree = _SAME_CHECKS.get(tree, tree)
-    yield from _rows("problems", tree, config)
+    yield from (sentence for _, sentence in _rows("problems", tree, config))
     yield from _unknown_names(tree, config)
 
 
 def find_idle(tree: str, config: Value) -> Iterator[tuple[str, str]]:
-    """Yields keys or blocks that have no effect with the other values, and why.
+    """Yields keys that have no effect with the other values, and why.
 
     A docstring that begins with a name (`clip_cov: …`) names the option to which a key belongs.
     """
-    for row in _rows("idle", tree, config):
+    root: type = type(config)
+    for condition, row in _rows("idle", tree, config):
         keys, _, why = row.partition(" | ")
-        yield from ((key, why) for key in keys.split())
+        of_condition = _KEY.findall(condition)
+        for prefix in keys.split():
+            inside = (key for key in leaves(root) if f"{key}.".startswith(f"{prefix}."))
+            yield from ((key, why) for key in inside if key == prefix or key not in of_condition)
     if not isinstance(config, PPOTrainerConfig):
         return
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
@@ -97,13 +102,20 @@ def find_idle(tree: str, config: Value) -> Iterator[tuple[str, str]]:
             yield key, f"no effect without {belongs[1]}"
 
 
-def _rows(section: str, tree: str, config: Value) -> Iterator[str]:
-    """Yields the other cells of every row whose condition holds, with values filled in."""
-    for first, *cells in read_table("checks.txt")[section]:
-        owner, _, condition = first.rpartition(":")
-        if (owner or "ppo_trainer") == tree and holds(condition, partial(get, config)):
+def rows_of(section: str) -> Iterator[list[str]]:
+    """Yields the tree and the cells of each row; the names of trees are taken out of the cells."""
+    for row in read_table("checks.txt")[section]:
+        owner = row[0].partition(":")[0] if ":" in row[0] else "ppo_trainer"
+        yield [owner, *(cell.replace(f"{owner}:", "") for cell in row)]
+
+
+def _rows(section: str, tree: str, config: Value) -> Iterator[tuple[str, str]]:
+    """Yields the condition of every row that holds, and the other cells with values filled in."""
+    for owner, condition, *cells in rows_of(section):
+        if owner == tree and holds(condition, partial(get, config)):
             cells[-1] = cells[-1] or f"no effect while {condition}"
-            yield _VALUE.sub(lambda match: show_value(get(config, match[1])), " | ".join(cells))
+            text = _VALUE.sub(lambda match: show_value(get(config, match[1])), " | ".join(cells))
+            yield condition, text
 
 
 def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
@@ -244,8 +256,6 @@ def _rollout(config: PPOTrainerConfig) -> Iterator[str]:
         return
     if ranks % size:
         yield f"{_ROLLOUT_SIZE}={size} does not divide {ranks} rollout ranks; {divisors(ranks, size)}"
-    if rollout.exact:
-        yield f"{_ROLLOUT_SIZE}={size}: rollout.exact decodes on one rank; use 1"
 
 
 def _indivisible(prompts: int, ranks: int, n: int = 1) -> Iterator[str]:

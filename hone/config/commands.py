@@ -15,7 +15,7 @@ from hone.config.convert import Value, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.keys import blocks, fitting, get, leaves
 from hone.config.sources import Setting, read_config
-from hone.config.states import names, new_name, other_names, replacements_of, rules
+from hone.config.states import names, new_name, other_names, replacements_of, rules, translate
 from hone.config.trees import TREES, Tree
 
 _TREE_NAMES = "\0"
@@ -146,6 +146,6 @@ def _likely_tree(settings: Sequence[Setting]) -> Tree:
     """Returns the tree with most of the settings' keys; `ppo_trainer` in a tie."""
 
     def keys_of(tree: Tree) -> int:
-        return sum(s.key in leaves(tree.root) for s in tree.translate(settings, []))
+        return sum(s.key in leaves(tree.root) for s in translate(settings, [], tree.name))
 
     return max(TREES.values(), key=keys_of)

@@ -5,9 +5,10 @@ The critic is built if the estimator reads values (gae) or `critic.enable` is tr
 
 from __future__ import annotations
 
-from hone.config.block import Count, Positive, block, follows
+from hone.config.block import block, follows
 from hone.config.engine import ACTORS_LAYOUT, FSDPConfig, MegatronConfig, OptimConfig, UpdateConfig
 from hone.config.model import TrainedModelConfig
+from hone.config.ranges import Count, Positive
 
 
 class CriticModelConfig(TrainedModelConfig):

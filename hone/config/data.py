@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Count, CountOrAll, OneOrMore, SchemaBlock, Share, block, follows
+from hone.config.block import SchemaBlock, block, follows
+from hone.config.ranges import Count, CountOrAll, OneOrMore, Share
 from hone.types import Settings
 
 

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hone.config.block import (
-    Count,
-    NotNegative,
-    Positive,
-    SchemaBlock,
-    Share,
-    at_most,
-    block,
-    follows,
-)
+from hone.config.block import SchemaBlock, at_most, block, follows
+from hone.config.ranges import Count, NotNegative, Positive, Share
 from hone.types import Settings
 
 LossAggMode = Literal[
@@ -58,8 +50,8 @@ class OptimConfig(SchemaBlock):
     """Additional keyword arguments for the optimizer class."""
 
 
-class PlacementConfig(SchemaBlock):
-    """Dtype, offload and seed of a model on a rank."""
+class FSDPConfig(SchemaBlock):
+    """Dtype, offload, seed and sharding of a model."""
 
     param_offload: bool = False
     """Keep parameters in host memory between phases (no effect on CPU)."""
@@ -69,10 +61,6 @@ class PlacementConfig(SchemaBlock):
     """Use deterministic torch kernels, and seed every generator."""
     dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
     """Compute dtype; auto is fp32 on CPU and bf16 on GPU."""
-
-
-class FSDPConfig(PlacementConfig):
-    """Sharding of a model over the ranks."""
 
     optimizer_offload: bool = False
     """Keep optimizer state and float32 master weights in host memory between updates."""

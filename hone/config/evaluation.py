@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hone.config.block import Count, Positive, PositiveShare, SchemaBlock, block
+from hone.config.block import SchemaBlock, block
+from hone.config.ranges import Count, Positive, PositiveShare
 from hone.config.reward import CustomRewardFunctionConfig, SandboxConfig
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hone.config.block import Count, SchemaBlock, block
+from hone.config.block import SchemaBlock, block
 from hone.config.model import ModelSourceConfig
+from hone.config.ranges import Count
 from hone.config.rollout import RolloutEngineConfig, SearchServiceConfig
 from hone.config.trainer import RunTree
 from hone.types import Settings

@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hone.config.block import Block, Range
+from hone.config.block import Block
 from hone.config.convert import Hint, Value, describe_type, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
+from hone.config.ranges import Range
 from hone.types import JsonObject, JsonValue
 
 B = TypeVar("B", bound=Block)
 
 _MOST_SUGGESTED = 4
 PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-BOUND = re.compile(r"\$\{(least|most):(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
+BOUND = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
 _REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
-_BOUNDS: dict[str, Callable[[int, int], int]] = {"least": min, "most": max}
 _DEEPEST = 20
 """Maximum depth of nested references; a longer chain is treated as a cycle."""
 
@@ -62,8 +62,7 @@ class Leaf:
         if self.followed:
             return f"follows {self.followed}"
         if bound := BOUND.fullmatch(str(self.default)):
-            compared = {"least": "smaller", "most": "larger"}[bound[1]]
-            return f"{bound[2]}, or {bound[3]} where that is {compared}"
+            return f"{bound[1]}, or {bound[2]} where that is smaller"
         return show_value(self.default)
 
 
@@ -228,8 +227,8 @@ def _resolved(value: Value, values: JsonObject, depth: int = 0) -> Value:
     if whole := PLAIN.fullmatch(value):
         return look_up(whole[1])
     if bound := BOUND.fullmatch(value):
-        other, limit = look_up(bound[3]), int(bound[2])
-        return _BOUNDS[bound[1]](limit, other) if isinstance(other, int) else other
+        other = look_up(bound[2])
+        return min(int(bound[1]), other) if isinstance(other, int) else other
     text = PLAIN.sub(lambda match: str(look_up(match[1])), value)
     if "${" in text:
         raise _NotPlain
@@ -257,8 +256,7 @@ def by_omegaconf(values: JsonObject) -> JsonObject:
     from omegaconf.errors import OmegaConfBaseException
 
     setup_globals()  # Hydra's resolvers, such as `now`
-    for name, bound in _BOUNDS.items():
-        OmegaConf.register_new_resolver(name, bound, replace=True)
+    OmegaConf.register_new_resolver("least", min, replace=True)
     tree = OmegaConf.create({})
     for key, value in values.items():
         OmegaConf.update(tree, key, value, force_add=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from hone.config.block import CountOrZero, SchemaBlock, Share
+from hone.config.block import SchemaBlock
+from hone.config.ranges import CountOrZero, Share
 from hone.types import Settings
 
 

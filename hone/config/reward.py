@@ -5,17 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hone.config.block import (
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    SchemaBlock,
-    Share,
-    block,
-    follows,
-)
+from hone.config.block import SchemaBlock, block, follows
 from hone.config.engine import FSDPConfig, MicroBatches, OptimConfig, ProfilerConfig
+from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
 from hone.types import Settings
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hone.config.block import Count, CountOrZero, NotNegative, SchemaBlock, Share, at_least, block
+from hone.config.block import SchemaBlock, block
 from hone.config.engine import OptimConfig
+from hone.config.ranges import Count, CountOrZero, NotNegative, Share
 from hone.config.sft import PackedDataConfig, SFTTrainerSection, SupervisedConfig
 
 StepFormat = Literal["auto", "steps", "prm800k", "math_shepherd", "processbench"]
@@ -16,8 +17,6 @@ class StepDataConfig(PackedDataConfig):
 
     train_batch_size: Count = 128
     """Solutions in one update, over all ranks."""
-    train_files: tuple[str, ...] = ("~/data/prm800k/train.parquet",)
-    """Parquet or jsonl files to train on; one path or a list."""
     format: StepFormat = "auto"
     """Layout of a row: steps (prompt, completions, labels), prm800k, math_shepherd or processbench; auto
     reads it from the columns."""
@@ -31,8 +30,6 @@ class StepDataConfig(PackedDataConfig):
     """hone eval-prm: `reward_model.step_labels` of a causal process reward model; null is a classifier."""
     neutral_label: Share | None = 1.0
     """prm800k format: label of steps rated 0 (neither good nor bad); null leaves them unlabelled."""
-    max_length: Count = 2048
-    """Maximum prompt plus steps in tokens."""
     truncation: Literal["error", "left", "right"] = "left"
     """How a longer row is handled; left keeps its end, as `reward_model.max_length` does in RL."""
 
@@ -58,7 +55,9 @@ class PRMTrainerSection(SFTTrainerSection):
 class PRMConfig(SupervisedConfig):
     """The config of a run that trains a process reward model."""
 
-    data: StepDataConfig = block(StepDataConfig)
+    data: StepDataConfig = block(
+        StepDataConfig, train_files=("~/data/prm800k/train.parquet",), max_length=2048
+    )
     head_stage: HeadStageConfig = block(HeadStageConfig)
     optim: OptimConfig = block(OptimConfig, betas=(0.9, 0.95), weight_decay=0.1)
     trainer: PRMTrainerSection = block(
@@ -71,10 +70,8 @@ class PairDataConfig(PackedDataConfig):
 
     train_batch_size: Count = 64
     """Pairs in one update, over all ranks."""
-    max_token_len_per_gpu: Count = at_least(16384, "data.max_length")
-    """Token budget of one forward and backward on one rank; it must hold both responses of a pair."""
-    train_files: tuple[str, ...] = ("~/data/preferences/train.parquet",)
-    """Parquet or jsonl files to train on; one path or a list."""
+    max_token_len_per_gpu: Count = 16384
+    """Token budget of one forward and backward on one rank; at least both responses of a pair."""
     chosen_key: str = "chosen"
     """Column of the preferred response: text, messages, or a whole dialogue if there is no prompt."""
     rejected_key: str = "rejected"
@@ -90,7 +87,7 @@ class PairDataConfig(PackedDataConfig):
 class RMConfig(SupervisedConfig):
     """The config of a run that trains an outcome reward model on preferences."""
 
-    data: PairDataConfig = block(PairDataConfig)
+    data: PairDataConfig = block(PairDataConfig, train_files=("~/data/preferences/train.parquet",))
     optim: OptimConfig = block(OptimConfig, lr=1e-5, betas=(0.9, 0.95), lr_warmup_steps_ratio=0.03)
     trainer: SFTTrainerSection = block(
         SFTTrainerSection, project_name="reward-models", experiment_name="rm", total_epochs=1

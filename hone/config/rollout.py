@@ -8,19 +8,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hone.config.block import (
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    PositiveShare,
-    SchemaBlock,
-    Share,
-    TopK,
-    block,
-    follows,
-)
+from hone.config.block import SchemaBlock, block, follows
 from hone.config.engine import LogProbConfig, ProfilerConfig
+from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, PositiveShare, Share, TopK
 from hone.types import Settings
 
 SINGLE_TURN_LOOP, TOOL_LOOP, SEARCH_LOOP = "single_turn_agent", "tool_agent", "search_agent"

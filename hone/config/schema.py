@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from hone.config.actor import ActorConfig, RefConfig
 from hone.config.algorithm import AlgorithmConfig, CurriculumFilterConfig
-from hone.config.block import Count, SchemaBlock, block, follows
+from hone.config.block import SchemaBlock, block, follows
 from hone.config.critic import CriticConfig
 from hone.config.data import DataConfig
 from hone.config.model import ModelConfig
+from hone.config.ranges import Count
 from hone.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from hone.config.rollout import RetrieverConfig, RolloutConfig
 from hone.config.trainer import GlobalProfilerConfig, RayKwargs, RunTree, TrainerConfig

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hone.config.block import Count, SchemaBlock, at_least, block, follows
+from hone.config.block import SchemaBlock, block, follows
 from hone.config.data import RowsConfig
 from hone.config.engine import (
     CheckpointConfig,
@@ -17,6 +17,7 @@ from hone.config.engine import (
     sequence_parallel,
 )
 from hone.config.model import ModelConfig
+from hone.config.ranges import Count
 from hone.config.trainer import RunTree, TrainingRunConfig
 
 
@@ -42,12 +43,11 @@ class PackedDataConfig(MicroBatches, RowsConfig):
     """Sequences in one forward over all ranks; prefer `micro_batch_size_per_gpu`."""
     micro_batch_size_per_gpu: Count | None = None
     """Sequences in one forward on one rank; used if `use_dynamic_bsz` is false."""
-    max_token_len_per_gpu: Count = at_least(8192, "data.max_length")
-    """Token budget of one forward and backward on one rank."""
+    max_token_len_per_gpu: Count = 8192
+    """Token budget of one forward and backward on one rank; at least the longest row."""
     use_dynamic_bsz: bool = True
     """Form micro-batches by token budget."""
     train_files: tuple[str, ...] = ("~/data/gsm8k/train.parquet",)
-    """Parquet or jsonl files to train on; one path or a list."""
     val_files: tuple[str, ...] | None = None
     """Files for the validation loss; null disables it."""
     max_length: Count = 1024

@@ -23,6 +23,7 @@ OFF = (None, False, 0, -1, "", "none", "None", "disabled", "???")
 ABSENT = object()
 """The value of an unset key in a condition."""
 _WORDS = {"true": True, "false": False, "null": None}
+_EACH = re.compile(r"<([\w.,:*]+)>")
 _TERM = re.compile(r"(!?)([\w.]+)(?:(!=|<=|=|>)(.+))?")
 _CELLS = {
     **dict.fromkeys(("refused", "neutral"), ("values", "why")),
@@ -108,8 +109,16 @@ def read_table(file: str) -> dict[str, list[list[str]]]:
         if line.startswith("["):
             rows = sections.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
-            rows.append([cell.strip() for cell in re.split(r" \|(?= |$)", line)])
+            rows += ([cell.strip() for cell in re.split(r" \|(?= |$)", row)] for row in _each(line))
     return sections
+
+
+def _each(line: str) -> list[str]:
+    """Returns a line once per word of its `<a,b>`; the word also replaces `<>`."""
+    words = _EACH.search(line)
+    if words is None:
+        return [line]
+    return [line.replace(words[0], word).replace("<>", word) for word in words[1].split(",")]
 
 
 @functools.cache

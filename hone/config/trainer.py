@@ -5,17 +5,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from hone.config.block import (
-    AboveOne,
-    Count,
-    CountOrZero,
-    OneOrMore,
-    Positive,
-    PositiveShare,
-    SchemaBlock,
-    block,
-    follows,
-)
+from hone.config.block import SchemaBlock, block, follows
+from hone.config.ranges import AboveOne, Count, CountOrZero, OneOrMore, Positive, PositiveShare
 from hone.types import Settings
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from hone.config.engine import PlacementConfig
+from hone.config.engine import FSDPConfig
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -40,7 +40,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def prepare_process(
-    device: torch.device, world_size: int, timeout_s: float, sharding: Iterable[PlacementConfig]
+    device: torch.device, world_size: int, timeout_s: float, sharding: Iterable[FSDPConfig]
 ) -> None:
     """Joins the process group and enables determinism if a role needs it; called before loading models."""
     if world_size > 1:

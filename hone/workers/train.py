@@ -13,7 +13,7 @@ from hone.config import PPOTrainerConfig, load_config
 from hone.config.actor import ActorConfig
 from hone.config.block import Block
 from hone.config.critic import CriticConfig
-from hone.config.engine import CheckpointConfig, PlacementConfig
+from hone.config.engine import CheckpointConfig, FSDPConfig
 from hone.config.reward import RewardModelConfig
 from hone.config.schema import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
@@ -49,7 +49,7 @@ class TrainWorker(Worker):
         """Returns the override, or the rollout's temperature."""
         return self.config.actor_rollout_ref.rollout.temperature if override is None else override
 
-    def build_engine(self, strategy: str, spec_of: SpecOf, *sharding: PlacementConfig) -> None:
+    def build_engine(self, strategy: str, spec_of: SpecOf, *sharding: FSDPConfig) -> None:
         """Builds the engine on this rank's device and registers its mesh for dispatch."""
         device = pick_device(self.config.trainer.device, self.local_rank)
         timeout_s = self.config.actor_rollout_ref.nccl_timeout
@@ -137,12 +137,13 @@ def whole_config(config: Block) -> PPOTrainerConfig:
     """Returns the full config; verl builds workers from a part of it, and the rest is then default."""
     if isinstance(config, PPOTrainerConfig):
         return config
+    defaults: PPOTrainerConfig = load_config()
     if isinstance(config, ActorRolloutRefConfig):
-        return replace(load_config(), actor_rollout_ref=config)
+        return replace(defaults, actor_rollout_ref=config)
     if isinstance(config, CriticConfig):
-        return replace(load_config(), critic=config)
+        return replace(defaults, critic=config)
     if isinstance(config, RewardModelConfig):
-        return replace(load_config(), reward_model=config)
+        return replace(defaults, reward_model=config)
     raise TypeError(
         f"a worker is built from a run's config, its actor_rollout_ref, critic or reward_model, not "
         f"from a {type(config).__name__}"

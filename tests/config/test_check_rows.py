@@ -8,11 +8,12 @@ from functools import partial
 import pytest
 
 from hone.config import load_config
+from hone.config.checks import rows_of
 from hone.config.keys import blocks, get, leaves
-from hone.config.states import holds, read_table
+from hone.config.states import holds
 from hone.config.trees import TREES
 
-TABLE = read_table("checks.txt")
+PROBLEMS = list(rows_of("problems"))
 
 
 @pytest.mark.parametrize(
@@ -36,21 +37,18 @@ def test_a_condition_compares_keys_with_values(condition: str, true: bool) -> No
     assert holds(condition, partial(get, load_config())) is true
 
 
-@pytest.mark.parametrize("row", [*TABLE["problems"], *TABLE["idle"]], ids=lambda row: row[0])
+@pytest.mark.parametrize("row", [*PROBLEMS, *rows_of("idle")], ids=lambda row: row[1])
 def test_every_key_of_a_row_exists_in_its_tree(row: list[str]) -> None:
-    owner, _, condition = row[0].rpartition(":")
-    tree = TREES[owner or "ppo_trainer"]
-    keys = [re.split(r"!=|<=|=|>", term)[0] for term in condition.split(" and ")]
+    tree = TREES[row[0]]
+    keys = [re.split(r"!=|<=|=|>", term)[0] for term in row[1].split(" and ")]
     keys += re.findall(r"\{([\w.]+)\}", row[-1])
     config = load_config(config_name=tree.name)
     for key in keys:
         get(config, key)
-    for key in row[1].split() if len(row) == 3 else ():
+    for key in row[2].split() if len(row) == 4 else ():
         assert key in leaves(tree.root) or key in blocks(tree.root), key
 
 
 def test_no_row_speaks_of_the_defaults() -> None:
-    for owner_condition, *_ in TABLE["problems"]:
-        owner, _, condition = owner_condition.rpartition(":")
-        defaults = load_config(config_name=owner or "ppo_trainer")
-        assert not holds(condition, partial(get, defaults)), condition
+    for owner, condition, *_ in PROBLEMS:
+        assert not holds(condition, partial(get, load_config(config_name=owner))), condition

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hone.config import ConfigError, PPOTrainerConfig, compose, load_config
-from hone.config.block import Range
 from hone.config.checks import divisors, multiples
 from hone.config.keys import get, leaves
+from hone.config.ranges import Range
 
 RANGES = {key: leaf.bounds for key, leaf in leaves(PPOTrainerConfig).items() if leaf.bounds}
 ACTOR = "actor_rollout_ref.actor"

@@ -73,8 +73,8 @@ def test_the_supervised_tree_has_its_own_optimizer_defaults() -> None:
     [
         (
             ["rollout.temperature=0"],
-            "rollout.temperature=0 with rollout.do_sample=true samples nothing; use "
-            "rollout.temperature=1.0, or rollout.do_sample=false",
+            "rollout.temperature=0 with do_sample=true samples nothing; use temperature=1.0, or "
+            "do_sample=false to decode greedily",
             ["rollout.temperature=1.0"],
         ),
         (
