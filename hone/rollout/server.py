@@ -55,18 +55,20 @@ class ServerRollout(RemoteEngine):
         *,
         direct: bool = False,
         group: Callable[[], UpdateGroup] | None = None,
+        renamed: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict,
         keep_weights: bool = True,
         bucket_bytes: int = 2**30,
         max_attempts: int = 3,
     ) -> None:
         """`direct` sends tensors in requests and `group` broadcasts them; otherwise servers load the folder.
-        `parameters` are the model's, of any device."""
+        `parameters` are the model's, of any device; `renamed` gives them the names of a checkpoint."""
         self.name = servers[0].kind
         self.retries = max_attempts
         self._servers = list(servers)
         self._parameters, self._folder = parameters, folder
         self._direct, self._open_group = direct, group
         self._group: UpdateGroup | None = None  # of the update under way
+        self._renamed = renamed
         self._keeps_weights = keep_weights or not (direct or group)
         self._bucket_bytes = bucket_bytes
         self._token = secrets.token_hex(4)
@@ -253,8 +255,9 @@ class ServerRollout(RemoteEngine):
         self._folder.begin()
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for bucket in in_buckets(self._known(weights), self._bucket_bytes):
-            self._names |= set(bucket)
+        for tensors in in_buckets(self._known(weights), self._bucket_bytes):
+            self._names |= set(tensors)
+            bucket = self._renamed(tensors)
             if self._keeps_weights:
                 self._folder.add(bucket)
             if self._open_group is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hone.config.rollout import RolloutConfig
@@ -13,7 +14,7 @@ from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Samp
 from hone.rollout.http_server import HttpServer, Limits
 from hone.rollout.requests import RequestRules
 from hone.rollout.server import ServerRollout
-from hone.rollout.server_weights import WeightFolder, meta_parameters
+from hone.rollout.server_weights import WeightFolder, checkpoint_tensors, meta_model
 from hone.rollout.sglang_process import LaunchedSGLang, launch_arguments
 from hone.rollout.sglang_server import SGLangServer
 from hone.rollout.vllm_openai import VLLMServer
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running SGLang servers, or starts one."""
-    refuse_experts(spec)
     server = spec.config.server
     limits = Limits(server.max_start_wait_time, server.timeout)
     if server.urls:
@@ -63,8 +63,7 @@ def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
 
 
 def refuse_experts(spec: RolloutSpec) -> None:
-    """Raises for a mixture of experts: the trainer's tensors of all experts in one are no names of a
-    checkpoint, and a loader that skips them keeps the first weights."""
+    """Raises for a mixture of experts: no update of its weights was shown to be right in vLLM."""
     if routing_shape(load_config(spec.model_path)) is not None:
         raise RolloutError(
             f"rollout.name={spec.config.name} takes no new weights of mixtures of experts, and "
@@ -107,16 +106,18 @@ def _engine(spec: RolloutSpec, servers: Sequence[HttpServer]) -> ServerRollout:
     config = spec.config
     _refuse_transfer(spec, servers)
     path = resolve_model_path(spec.model_path)
+    lm = meta_model(path)
     bucket = 2**30
     if isinstance(config, RolloutConfig):
         bucket = config.checkpoint_engine.bucket_bytes
     engine = ServerRollout(
         servers,
         RequestRules.of(load_config(path), spec.eos_ids, spec.tokenizer),
-        meta_parameters(path),
+        dict(lm.named_parameters(remove_duplicate=False)),
         WeightFolder(config.server.weights_folder, path),
         direct=config.server.weights == "tensor",
         group=_group_of(spec, servers) if config.server.weights == "distributed" else None,
+        renamed=partial(checkpoint_tensors, lm),
         keep_weights=config.server.keep_weights,
         bucket_bytes=bucket,
         max_attempts=config.server.max_attempts,

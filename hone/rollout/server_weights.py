@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.rollout.contract import RolloutError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Weights = Iterable[tuple[str, Tensor]]
 _SHARED_MEMORY = Path("/dev/shm")
@@ -131,15 +134,27 @@ def as_payload(bucket: Mapping[str, Tensor]) -> str:
     return base64.b64encode(content).decode()
 
 
-def meta_parameters(model_path: str) -> dict[str, Tensor]:
-    """Returns every parameter of a model by name, without data, from its config alone."""
+def meta_model(model_path: str) -> PreTrainedModel:
+    """Returns a model without data, from its config alone."""
     from transformers import AutoModelForCausalLM
 
     from hone.models.load import load_config
 
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(load_config(model_path))
-    return dict(lm.named_parameters(remove_duplicate=False))
+        return AutoModelForCausalLM.from_config(load_config(model_path))
+
+
+def meta_parameters(model_path: str) -> dict[str, Tensor]:
+    """Returns every parameter of a model by name, without data."""
+    return dict(meta_model(model_path).named_parameters(remove_duplicate=False))
+
+
+def checkpoint_tensors(lm: PreTrainedModel, bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns parameters by the names of the model's checkpoint, where every expert has tensors of its own."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors: dict[str, Tensor] = revert_weight_conversion(lm, dict(bucket))
+    return tensors
 
 
 def _locked(folder: Path) -> IO[bytes]:

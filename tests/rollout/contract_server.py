@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import pickle
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -19,8 +20,9 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d, rendezvous
+from transformers import AutoModelForCausalLM
 
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenDelta
@@ -215,8 +217,18 @@ class ContractServer:
         if self.fails("weights are applied in part"):
             weights = dict(list(weights.items())[::2])
         await self.engine.begin_update()
-        await self.engine.load(weights.items())
+        await self.engine.load(self._by_parameter(weights).items())
         await self.engine.commit(0)
+
+    def _by_parameter(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Reads tensors by their names in a checkpoint; those of experts are not the module's."""
+        lm = self.policy.lm
+        if weights.keys() <= dict(lm.named_parameters(remove_duplicate=False)).keys():
+            return weights
+        with tempfile.TemporaryDirectory() as folder:
+            save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
+            lm.config.save_pretrained(folder)
+            return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
     async def _updated(self, weights: dict[str, Any], body: Body) -> web.Response:
         if self.fails("update fails"):
@@ -294,7 +306,9 @@ class ContractServer:
 
     async def _get_weights_by_name(self, request: web.Request) -> web.Response:
         body = await request.json()
-        value = dict(self.policy.lm.named_parameters(remove_duplicate=False))[body["name"]]
+        value = dict(self.policy.lm.named_parameters(remove_duplicate=False)).get(body["name"])
+        if value is None:
+            return web.json_response({"error": "no such weight"}, status=400)
         return web.json_response(value[: body["truncate_size"]].tolist())
 
     # -- tokens ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +10,18 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from benchmarks.families.tiny import tiny_config
 from hone.config import compose, load_config
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
 from hone.rollout.build import build_rollout
-from hone.rollout.contract import RolloutError
+from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.server_build import urls_of
 
 from .contract_server import ContractServer
+from .models import trainer_log_probs
 from .test_build import spec_of
 
 URLS = "actor_rollout_ref.rollout.server.urls"
@@ -35,32 +39,49 @@ def test_each_rollout_worker_has_servers_of_its_own() -> None:
         urls_of(replace(spec, config=wrong))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["name=sglang"],
-        ["name=sglang", "server.urls=[http://a:1]"],
-        ["name=vllm", "server.urls=[http://a:1]"],
-        ["name=vllm"],
-    ],
-    ids=" ".join,
-)
-def test_mixtures_of_experts_are_refused_before_anything_starts(
+@pytest.mark.parametrize("settings", [["server.urls=[http://a:1]"], []], ids=["servers", "own"])
+def test_vllm_refuses_mixtures_of_experts_before_anything_starts(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their fused tensors are no names of a checkpoint, and a server would keep its first experts."""
-    from benchmarks.families.tiny import tiny_config
-
     tiny_config("qwen3_moe").save_pretrained(tmp_path)
-    rollout = load_config([f"actor_rollout_ref.rollout.{s}" for s in settings[1:]])
-    name = settings[0].removeprefix("name=")
-    config = replace(rollout.actor_rollout_ref.rollout, name=name)
+    rollout = load_config([f"actor_rollout_ref.rollout.{s}" for s in settings])
+    config = replace(rollout.actor_rollout_ref.rollout, name="vllm")
     monkeypatch.setattr("hone.rollout.vllm_build.has_vllm", lambda python: True)
     spec = replace(spec_of("hf"), config=config, model_path=str(tmp_path))
     with pytest.raises(
-        RolloutError, match=f"rollout.name={name} takes no new weights of mixtures of experts"
+        RolloutError, match="rollout.name=vllm takes no new weights of mixtures of experts"
     ):
         build_rollout(spec)
+
+
+@pytest.mark.parametrize("weights", ["disk", "tensor"])
+def test_the_experts_of_a_mixture_reach_sglang_by_the_names_of_a_checkpoint(
+    weights: str, tmp_path: Path, servers: list[ContractServer]
+) -> None:
+    """The trainer has the experts of a layer in one tensor, which no checkpoint has."""
+    torch.manual_seed(0)
+    lms = []
+    for _ in range(2):
+        AutoModelForCausalLM.from_config(tiny_config("qwen3_moe")).save_pretrained(tmp_path)
+        lms.append(load_causal_lm(str(tmp_path), dtype=torch.float32).eval())
+    old, new = lms
+    servers.append(ContractServer(PolicyModel(old)))
+    rollout = [f"{URLS}=[{servers[0].url}]", f"{URLS.removesuffix('urls')}weights={weights}"]
+    config = replace(load_config(rollout).actor_rollout_ref.rollout, name="sglang")
+    engine = build_rollout(replace(spec_of("hf"), config=config, model_path=str(tmp_path)))
+
+    async def asked() -> None:
+        await engine.begin_update()
+        await engine.load(new.named_parameters())
+        await engine.commit(1)
+        out = await engine.generate([1, 2, 3], Sampling(8, 1.0, 0, ignore_eos=True), "new")
+        expected = trainer_log_probs(PolicyModel(new), [1, 2, 3], out.token_ids, 1.0)
+        assert out.log_probs == pytest.approx(expected, abs=1e-4)
+        await engine.close()
+
+    asyncio.run(asked())
+    for name, value in new.named_parameters():
+        assert torch.equal(old.get_parameter(name), value), name
 
 
 def test_sglang_stays_where_servers_run_and_is_native_where_nothing_does() -> None:
