@@ -5,6 +5,7 @@ A reaper ends it if the worker is killed.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -163,7 +164,7 @@ def launch_arguments(spec: RolloutSpec) -> tuple[list[str], dict[str, str]]:
             command.append(flag)
         elif value is not False and value is not None:
             values = value if isinstance(value, list | tuple) else [value]
-            command += [flag, *map(str, values)]
+            command += [flag, *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
     environment = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
     devices = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
     if devices * config.data_parallel_size > 1:

@@ -55,6 +55,9 @@ def test_the_command_listens_nowhere_else_and_passes_arguments_on() -> None:
             "engine_kwargs.sglang.attention_backend=triton",
             "engine_kwargs.sglang.enable_memory_saver=true",
             "engine_kwargs.sglang.incremental_streaming_output=false",
+            "engine_kwargs.sglang.cuda_graph_bs=[1,2]",
+            "engine_kwargs.sglang.json_model_override_args={rope_theta: 5}",
+            "engine_kwargs.sglang.chat_template=null",
         )
     )
     assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
@@ -62,6 +65,9 @@ def test_the_command_listens_nowhere_else_and_passes_arguments_on() -> None:
     assert "--model-path some/model --skip-tokenizer-init" in flags
     assert "--max-running-requests 7" in flags
     assert "--attention-backend triton" in flags
+    assert "--cuda-graph-bs 1 2" in flags
+    assert '{"rope_theta": 5}' in command
+    assert "--chat-template" not in command
     assert "--enable-memory-saver" in command
     assert "--incremental-streaming-output" not in command
     assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
