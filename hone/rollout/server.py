@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -57,11 +58,13 @@ class ServerRollout(RemoteEngine):
         group: Callable[[], UpdateGroup] | None = None,
         renamed: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict,
         keep_weights: bool = True,
+        adapters: bool = False,
         bucket_bytes: int = 2**30,
         max_attempts: int = 3,
     ) -> None:
         """`direct` sends tensors in requests and `group` broadcasts them; otherwise servers load the folder.
-        `parameters` are the model's, of any device; `renamed` gives them the names of a checkpoint."""
+        `parameters` are the model's, of any device; `renamed` gives them the names of a checkpoint. With
+        `adapters` they are a LoRA adapter's."""
         self.name = servers[0].kind
         self.retries = max_attempts
         self._servers = list(servers)
@@ -83,7 +86,7 @@ class ServerRollout(RemoteEngine):
         self._waking = asyncio.Lock()
         self._server_of: OrderedDict[object, HttpServer] = OrderedDict()
         self._warned: set[str] = set()
-        self.traits = Traits(decodes_with_module=False)
+        self.traits = Traits(decodes_with_module=False, adapters=adapters)
         super().__init__(rules)
 
     async def start(self) -> None:
@@ -92,8 +95,8 @@ class ServerRollout(RemoteEngine):
 
     async def _start(self) -> None:
         await asyncio.gather(*(self._connect(server) for server in self._servers))
-        self.traits = Traits(
-            decodes_with_module=False,
+        self.traits = replace(
+            self.traits,
             seeded=all(server.seeded for server in self._servers),
             positional=all(server.positional for server in self._servers),
             batch_invariant=all(server.positional for server in self._servers),
@@ -350,7 +353,8 @@ class ServerRollout(RemoteEngine):
         """Frees the KV cache, and the weights too where a copy can restore them."""
         if not self._released:
             tags = ["kv_cache"]
-            if self._expected is not None and self._folder.current is not None:
+            copied = self._folder.current is not None and not self.traits.adapters
+            if self._expected is not None and copied:
                 tags.append("weights")
                 self._hollow = True
             self._released = tags

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -9,42 +10,86 @@ from typing import TYPE_CHECKING
 from hone.config.rollout import RolloutConfig
 from hone.event_loop import run_coroutine
 from hone.models.load import load_config, resolve_model_path
+from hone.models.lora import adapter_weights
 from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Sampling
 from hone.rollout.http_server import HttpServer, Limits
 from hone.rollout.requests import RequestRules
 from hone.rollout.server import ServerRollout
-from hone.rollout.server_weights import WeightFolder, checkpoint_tensors, meta_model
+from hone.rollout.server_weights import (
+    AdapterFolder,
+    WeightFolder,
+    checkpoint_tensors,
+    meta_model,
+)
 from hone.rollout.sglang_process import LaunchedSGLang, launch_arguments
 from hone.rollout.sglang_server import SGLangServer
 from hone.rollout.vllm_openai import VLLMServer
+from hone.types import Settings
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+
     from hone.rollout.server_group import UpdateGroup
+
+log = logging.getLogger(__name__)
 
 
 def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running SGLang servers, or starts one."""
-    server = spec.config.server
+    server, adapter = spec.config.server, _plain_adapter(spec)
     limits = Limits(server.max_start_wait_time, server.timeout)
     if server.urls:
-        return _engine(
-            spec,
-            [
-                SGLangServer(url, limits, server.api_key_env, eos_ids=spec.eos_ids)
-                for url in urls_of(spec)
-            ],
-        )
-    command, environment = launch_arguments(spec)
+        servers = [
+            SGLangServer(url, limits, server.api_key_env, eos_ids=spec.eos_ids)
+            for url in urls_of(spec)
+        ]
+        if adapter is not None and not run_coroutine(_all_take(servers, adapter)):
+            log.info("a server runs without --enable-lora: merged weights are published")
+            adapter = None
+        return _engine(spec, servers, adapter)
+    command, environment = launch_arguments(spec, adapter and lora_arguments(adapter))
     launched = LaunchedSGLang(
         "", limits, eos_ids=spec.eos_ids, command=command, environment=environment
     )
     try:
         launched.launch()
-        return _engine(spec, [launched])
+        return _engine(spec, [launched], adapter)
     except BaseException:
         launched.end()
         raise
+
+
+def _plain_adapter(spec: RolloutSpec) -> PeftModel | None:
+    """Returns the policy's PEFT model if its adapter can be published alone, as a folder."""
+    if not spec.adapters or spec.config.server.weights != "disk":
+        return None
+    lm: PeftModel = spec.load_policy().lm
+    names_modules = not isinstance(lm.peft_config[lm.active_adapter].target_modules, str)
+    plain = all(".lora_" in name for name, _ in adapter_weights(lm))
+    return lm if plain and names_modules else None
+
+
+def lora_arguments(lm: PeftModel) -> Settings:
+    """Returns the server arguments that an adapter needs."""
+    config = lm.peft_config[lm.active_adapter]
+    return {
+        "enable_lora": True,
+        "max_lora_rank": max([config.r, *config.rank_pattern.values()]),
+        "lora_target_modules": sorted(config.target_modules),
+    }
+
+
+async def _all_take(servers: Sequence[SGLangServer], lm: PeftModel) -> bool:
+    """Whether every server takes this adapter."""
+    rank = lora_arguments(lm)["max_lora_rank"]
+    for server in servers:
+        await server.wait_until_healthy()
+        info = await server.server_info()
+        await server.close()  # its connections belong to this event loop
+        if not info.get("enable_lora") or rank > (info.get("max_lora_rank") or rank):
+            return False
+    return True
 
 
 def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
@@ -102,26 +147,43 @@ def _refuse_transfer(spec: RolloutSpec, servers: Sequence[HttpServer]) -> None:
         )
 
 
-def _engine(spec: RolloutSpec, servers: Sequence[HttpServer]) -> ServerRollout:
+def _engine(
+    spec: RolloutSpec, servers: Sequence[HttpServer], adapter: PeftModel | None = None
+) -> ServerRollout:
     config = spec.config
     _refuse_transfer(spec, servers)
     path = resolve_model_path(spec.model_path)
-    lm = meta_model(path)
     bucket = 2**30
     if isinstance(config, RolloutConfig):
         bucket = config.checkpoint_engine.bucket_bytes
-    engine = ServerRollout(
-        servers,
-        RequestRules.of(load_config(path), spec.eos_ids, spec.tokenizer),
-        dict(lm.named_parameters(remove_duplicate=False)),
-        WeightFolder(config.server.weights_folder, path),
-        direct=config.server.weights == "tensor",
-        group=_group_of(spec, servers) if config.server.weights == "distributed" else None,
-        renamed=partial(checkpoint_tensors, lm),
-        keep_weights=config.server.keep_weights,
-        bucket_bytes=bucket,
-        max_attempts=config.server.max_attempts,
-    )
+    rules = RequestRules.of(load_config(path), spec.eos_ids, spec.tokenizer)
+    if adapter is not None:
+        for server in servers:
+            assert isinstance(server, SGLangServer)
+            server.takes_adapters, server.shows_weights = True, False
+        engine = ServerRollout(
+            servers,
+            rules,
+            {name: tensor.to("meta") for name, tensor in adapter_weights(adapter)},
+            AdapterFolder(config.server.weights_folder, adapter),
+            adapters=True,
+            bucket_bytes=bucket,
+            max_attempts=config.server.max_attempts,
+        )
+    else:
+        lm = meta_model(path)
+        engine = ServerRollout(
+            servers,
+            rules,
+            dict(lm.named_parameters(remove_duplicate=False)),
+            WeightFolder(config.server.weights_folder, path),
+            direct=config.server.weights == "tensor",
+            group=_group_of(spec, servers) if config.server.weights == "distributed" else None,
+            renamed=partial(checkpoint_tensors, lm),
+            keep_weights=config.server.keep_weights,
+            bucket_bytes=bucket,
+            max_attempts=config.server.max_attempts,
+        )
     try:
         run_coroutine(engine.start())
         if isinstance(config, RolloutConfig) and config.calculate_log_probs:

@@ -23,6 +23,7 @@ from torch import Tensor
 from hone.rollout.contract import RolloutError
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -60,27 +61,36 @@ class WeightFolder:
     def add(self, bucket: Mapping[str, Tensor]) -> None:
         assert self._next is not None, "begin() comes first"
         name = f"model-{len(set(self._index.values())) + 1:05}.safetensors"
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in bucket.items()}
+        self._save(
+            {key: tensor.detach().cpu() for key, tensor in bucket.items()}, self._next / name
+        )
+        self._index |= dict.fromkeys(bucket, name)
+
+    def _save(self, bucket: Mapping[str, Tensor], file: Path) -> None:
+        tensors = {key: tensor.contiguous() for key, tensor in bucket.items()}
         try:
-            save_file(tensors, self._next / name, metadata={"format": "pt"})
+            save_file(tensors, file, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise RolloutError(
                 f"new weights do not fit into {self.root} ({error}); set rollout.server.weights_folder"
             ) from error
-        self._index |= dict.fromkeys(bucket, name)
 
     def commit(self) -> Path:
-        """Makes the update the current weights; the weights before it are deleted by `drop_old`."""
+        """Makes the update the current weights, and deletes those before it."""
         assert self._next is not None, "begin() comes first"
-        index = {"metadata": {}, "weight_map": self._index}
-        (self._next / "model.safetensors.index.json").write_text(json.dumps(index))
-        for file in self._model.glob("*.json"):
-            if not file.name.endswith("index.json"):
-                shutil.copy(file, self._next / file.name)
+        self._complete(self._next)
         if self.current is not None:
             shutil.rmtree(self.current, ignore_errors=True)
         self.current, self._next = self._next, None
         return self.current
+
+    def _complete(self, folder: Path) -> None:
+        """Writes what a checkpoint has beside its tensors."""
+        index = {"metadata": {}, "weight_map": self._index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        for file in self._model.glob("*.json"):
+            if not file.name.endswith("index.json"):
+                shutil.copy(file, folder / file.name)
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
         """Yields the current weights, one file at a time."""
@@ -105,6 +115,27 @@ class WeightFolder:
             for folder in (self.current, self._next):
                 if folder is not None:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+class AdapterFolder(WeightFolder):
+    """The last complete LoRA adapter in PEFT's format, and that of the update under way."""
+
+    def __init__(self, parent: str | None, lm: PeftModel) -> None:
+        super().__init__(parent, "")
+        self._config, self._infix = lm.peft_config[lm.active_adapter], f".{lm.active_adapter}."
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, bucket: Mapping[str, Tensor]) -> None:
+        for name, tensor in bucket.items():
+            self._tensors[name.replace(self._infix, ".")] = tensor.detach().to("cpu", copy=True)
+
+    def _complete(self, folder: Path) -> None:
+        self._save(self._tensors, folder / "adapter_model.safetensors")
+        self._config.save_pretrained(folder)
+
+    def sample(self, count: int) -> Iterator[tuple[str, Tensor]]:
+        """Yields nothing: no server shows an adapter."""
+        return iter(())
 
 
 def in_buckets(weights: Weights, capacity: int) -> Iterator[dict[str, Tensor]]:
@@ -150,7 +181,7 @@ def meta_parameters(model_path: str) -> dict[str, Tensor]:
 
 
 def checkpoint_tensors(lm: PreTrainedModel, bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns parameters by the names of the model's checkpoint, where every expert has tensors of its own."""
+    """Returns parameters by the names of a checkpoint, where every expert has tensors of its own."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors: dict[str, Tensor] = revert_weight_conversion(lm, dict(bucket))

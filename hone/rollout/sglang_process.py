@@ -134,7 +134,9 @@ class LaunchedSGLang(SGLangServer):
         return " / ".join(line.strip() for line in lines[-3:])
 
 
-def launch_arguments(spec: RolloutSpec) -> tuple[list[str], dict[str, str]]:
+def launch_arguments(
+    spec: RolloutSpec, more: Settings | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Returns the command of SGLang's server and its environment."""
     config = spec.config
     own = {name for name in _OWN if name in config.engine_kwargs.sglang}
@@ -155,6 +157,7 @@ def launch_arguments(spec: RolloutSpec) -> tuple[list[str], dict[str, str]]:
         "max_running_requests": config.max_num_seqs,
         "disable_cuda_graph": config.enforce_eager,
         "disable_radix_cache": not config.enable_prefix_caching,
+        **(more or {}),
         **config.engine_kwargs.sglang,
     }
     command = [config.sglang.python or sys.executable, "-m", "sglang.launch_server"]

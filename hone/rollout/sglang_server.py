@@ -26,13 +26,17 @@ class SGLangServer(HttpServer):
 
     eos_ids: tuple[int, ...] = ()
     tensor_parallel: int = 1
+    takes_adapters: bool = False
+    """Whether an update is a LoRA adapter, and the base stays as it is."""
+    adapter: str | None = None
+    """The name of the adapter that requests use."""
 
     kind = "SGLang"
     shows_weights = True
     log_prob_hint = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
 
     async def connect(self) -> None:
-        info = await self._server_info()
+        info = await self.server_info()
         self.tensor_parallel = int(info.get("tp_size") or 1)
         # Only then does the seed of a request count, and draws depend on (seed, position).
         self.seeded = self.positional = bool(info.get("enable_deterministic_inference"))
@@ -40,7 +44,7 @@ class SGLangServer(HttpServer):
         self.weights = await self.weight_version()
         await self.find_log_prob_mode()
 
-    async def _server_info(self) -> Event:
+    async def server_info(self) -> Event:
         for path in ("/server_info", "/get_server_info"):
             if (await self._answer("GET", path))[0] != 404:
                 info = await self.call(path, get=True)
@@ -81,6 +85,8 @@ class SGLangServer(HttpServer):
         }
         if self.seeded:
             body["sampling_params"]["sampling_seed"] = sampling.seed
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
         ended = False
         tokens: list[int] = []  # of this stream
         try:
@@ -197,8 +203,21 @@ class SGLangServer(HttpServer):
     # -- weights --------------------------------------------------------------------------------
 
     async def load_folder(self, folder: str, version: str) -> None:
+        if self.takes_adapters:
+            await self._load_adapter(folder)
+            await self.end_update(version)
+            return
         body = {"model_path": folder, "weight_version": version, "flush_cache": True}
         await self.succeeded("/update_weights_from_disk", body)
+
+    async def _load_adapter(self, folder: str) -> None:
+        """Loads an adapter under a new name, so that it gets no KV cache of another."""
+        old, name = self.adapter, f"hone-{uuid4().hex}"
+        await self.succeeded("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        self.adapter = name
+        if old is not None:
+            with suppress(RolloutError):  # a server that was restarted has forgotten it
+                await self.call("/unload_lora_adapter", {"lora_name": old})
 
     async def send_tensors(self, bucket: Mapping[str, Tensor]) -> None:
         payload = await asyncio.to_thread(as_payload, bucket)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import json
 import pickle
 import tempfile
@@ -20,10 +21,12 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d, rendezvous
 from transformers import AutoModelForCausalLM
 
+from hone.models.lora import merged_weights
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenDelta
 from hone.rollout.native.core import NativeCore
@@ -59,6 +62,9 @@ class ContractServer:
         self.dead = self.hung = False
         self.running: set[str] = set()
         self.groups: dict[str, Any] = {}
+        self.lora = False
+        """Whether it was started with --enable-lora."""
+        self.adapters: list[str] = []
         core = NativeCore(
             policy,
             eos_ids=(eos,),
@@ -95,6 +101,8 @@ class ContractServer:
             ("POST", "destroy_weights_update_group"),
             ("POST", "update_weight_version"),
             ("POST", "get_weights_by_name"),
+            ("POST", "load_lora_adapter"),
+            ("POST", "unload_lora_adapter"),
             ("POST", "release_memory_occupation"),
             ("POST", "resume_memory_occupation"),
         ):
@@ -140,6 +148,7 @@ class ContractServer:
             await self._load(self.initial)
             await self.engine.resume()
             self.version, self.paused, self.dead = "default", "", False
+            self.adapters = []
 
         asyncio.run_coroutine_threadsafe(restart(), self._loop).result(30)
 
@@ -167,7 +176,11 @@ class ContractServer:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"tp_size": 1, "enable_deterministic_inference": self.deterministic}
+            {
+                "tp_size": 1,
+                "enable_deterministic_inference": self.deterministic,
+                "enable_lora": self.lora,
+            }
         )
 
     async def _weight_version(self, request: web.Request) -> web.Response:
@@ -304,6 +317,24 @@ class ContractServer:
             self.version = (await request.json())["new_version"]
         return web.json_response({"success": True, "new_version": self.version})
 
+    async def _load_lora_adapter(self, request: web.Request) -> web.Response:
+        """Merges the adapter into the base of the start; one at a time is enough for a trainer."""
+        body = await request.json()
+        if not self.lora or body["lora_name"] in self.adapters:
+            return web.json_response({"success": False, "error_message": "no LoRA"}, status=400)
+        base = copy.deepcopy(self.policy.lm)
+        base.load_state_dict(self.initial, strict=False)
+        await self._load(dict(merged_weights(PeftModel.from_pretrained(base, body["lora_path"]))))
+        self.adapters.append(body["lora_name"])
+        return web.json_response({"success": True, "loaded_adapters": self.adapters})
+
+    async def _unload_lora_adapter(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        if name not in self.adapters:
+            return web.json_response({"success": False, "error_message": "unknown"}, status=400)
+        self.adapters.remove(name)
+        return web.json_response({"success": True, "loaded_adapters": self.adapters})
+
     async def _get_weights_by_name(self, request: web.Request) -> web.Response:
         body = await request.json()
         value = dict(self.policy.lm.named_parameters(remove_duplicate=False)).get(body["name"])
@@ -318,6 +349,8 @@ class ContractServer:
         self.bodies.append(body)
         if body.get("stream") and self.fails("500 at the start"):
             return web.Response(text="internal error", status=500)
+        if (name := body.get("lora_path")) is not None and name not in self.adapters:
+            return web.json_response({"error": {"message": f"no adapter {name}"}}, status=400)
         if not body.get("input_ids"):
             return web.json_response({"error": {"message": "no input_ids"}}, status=400)
         if body.get("stream"):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,13 +16,17 @@ from transformers import AutoModelForCausalLM
 from benchmarks.families.tiny import tiny_config
 from hone.config import compose, load_config
 from hone.models.load import load_causal_lm
+from hone.models.lora import adapter_weights, wrap_lora
 from hone.models.policy import PolicyModel
+from hone.models.tiny import save_pretrained
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.server_build import urls_of
+from hone.rollout.server_build import lora_arguments, urls_of
+from hone.rollout.sglang_process import launch_arguments
 
 from .contract_server import ContractServer
-from .models import trainer_log_probs
+from .models import TOKENIZER, policy, trainer_log_probs
+from .opened_servers import PROMPT, SHORT
 from .test_build import spec_of
 
 URLS = "actor_rollout_ref.rollout.server.urls"
@@ -49,7 +54,7 @@ def test_vllm_refuses_mixtures_of_experts_before_anything_starts(
     monkeypatch.setattr("hone.rollout.vllm_build.has_vllm", lambda python: True)
     spec = replace(spec_of("hf"), config=config, model_path=str(tmp_path))
     with pytest.raises(
-        RolloutError, match="rollout.name=vllm takes no new weights of mixtures of experts"
+        RolloutError, match=r"rollout.name=vllm takes no new weights of mixtures of experts"
     ):
         build_rollout(spec)
 
@@ -84,6 +89,90 @@ def test_the_experts_of_a_mixture_reach_sglang_by_the_names_of_a_checkpoint(
         assert torch.equal(old.get_parameter(name), value), name
 
 
+@pytest.fixture
+def adapted(tmp_path: Path) -> Any:
+    """A model in a folder, and its policy with a LoRA adapter that changes it."""
+    save_pretrained(policy().lm, TOKENIZER, tmp_path)
+    lm = wrap_lora(
+        load_causal_lm(str(tmp_path), dtype=torch.float32).eval(),
+        rank=4,
+        alpha=8.0,
+        dropout=0.0,
+        target_modules=("q_proj", "v_proj"),
+        exclude_modules=None,
+        adapter_path=None,
+    )
+    changed(lm)
+    return lm
+
+
+def changed(lm: Any) -> None:
+    with torch.no_grad():
+        for _, parameter in adapter_weights(lm):
+            parameter.normal_(0.0, 0.3)
+
+
+def lora_engine(lm: Any, folder: Path, server: ContractServer) -> Any:
+    config = replace(
+        load_config([f"{URLS}=[{server.url}]"]).actor_rollout_ref.rollout, name="sglang"
+    )
+    return build_rollout(
+        replace(
+            spec_of("hf"),
+            config=config,
+            model_path=str(folder),
+            load_policy=lambda: PolicyModel(lm),
+            adapters=True,
+        )
+    )
+
+
+def test_an_adapter_is_published_alone_and_given_again_to_a_server_that_restarts(
+    adapted: Any, tmp_path: Path, servers: list[ContractServer]
+) -> None:
+    servers.append(ContractServer(policy()))
+    servers[0].lora = True
+    engine = lora_engine(adapted, tmp_path, servers[0])
+    assert engine.traits.adapters
+
+    async def asked() -> None:
+        for version in (1, 2):
+            changed(adapted)
+            await engine.begin_update()
+            await engine.load(adapter_weights(adapted))
+            await engine.commit(version)
+            out = await engine.generate(PROMPT, SHORT, "new")
+            assert out.versions == [version] * SHORT.max_tokens
+            expected = trainer_log_probs(PolicyModel(adapted), PROMPT, out.token_ids, 1.0)
+            assert out.log_probs == pytest.approx(expected, abs=1e-4)
+            assert len(servers[0].adapters) == 1, "the adapter before it stays"
+        await engine.sleep()
+        assert servers[0].released == {"kv_cache"}, "the copy here has no base"
+        servers[0].die()
+        await asyncio.to_thread(servers[0].come_back)
+        assert (await engine.generate(PROMPT, SHORT, "again")).token_ids == out.token_ids
+        await engine.close()
+
+    asyncio.run(asked())
+    assert "/update_weights_from_disk" not in servers[0].calls
+
+
+def test_a_server_without_lora_gets_merged_weights(
+    adapted: Any, tmp_path: Path, servers: list[ContractServer]
+) -> None:
+    servers.append(ContractServer(policy()))
+    engine = lora_engine(adapted, tmp_path, servers[0])
+    assert not engine.traits.adapters
+    asyncio.run(engine.close())
+
+
+def test_a_launched_server_is_told_of_the_adapter(adapted: Any) -> None:
+    spec = spec_of("hf", model_path="some/model")
+    command, _ = launch_arguments(spec, lora_arguments(adapted))
+    flags = " ".join(command)
+    assert "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj v_proj" in flags
+
+
 def test_sglang_stays_where_servers_run_and_is_native_where_nothing_does() -> None:
     name = "actor_rollout_ref.rollout.name=sglang"
     there = compose([name, f"{URLS}=[http://a:1]"])
@@ -97,8 +186,9 @@ def test_sglang_stays_where_servers_run_and_is_native_where_nothing_does() -> No
     assert "no effect while" in " ".join(idle.notes)
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_a_run_trains_through_a_running_server(
-    tmp_path: Path, servers: list[ContractServer]
+    lora: bool, tmp_path: Path, servers: list[ContractServer]
 ) -> None:
     """The server ends with the weights of the last step, and its log-probs are the trainer's."""
     from hone.trainer.main_ppo import run
@@ -107,6 +197,7 @@ def test_a_run_trains_through_a_running_server(
     model = write_model(tmp_path / "model")
     lm = load_causal_lm(str(model), dtype=torch.float32).eval()
     servers.append(ContractServer(PolicyModel(lm), eos=lm.config.eos_token_id))
+    servers[0].lora = lora
     row = {"data_source": "arithmetic", "prompt": "1+1=", "reward_model": {"ground_truth": 2}}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
     run(
@@ -114,6 +205,7 @@ def test_a_run_trains_through_a_running_server(
             model,
             "actor_rollout_ref.rollout.name=sglang",
             f"{URLS}=[{servers[0].url}]",
+            *["actor_rollout_ref.model.lora_rank=4"] * lora,
             "algorithm.adv_estimator=grpo",
             f"data.train_files={tmp_path / 'rows.jsonl'}",
             "data.val_files=[]",
@@ -125,6 +217,7 @@ def test_a_run_trains_through_a_running_server(
     )
     lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["perf/weight_bytes"] > 0
+    assert ("/load_lora_adapter" in servers[0].calls) == lora
     assert max(abs(line["rollout_corr/kl"]) for line in lines) < 1e-5
     trained = load_causal_lm(
         str(tmp_path / "run/global_step_2/actor/huggingface"), dtype=torch.float32
