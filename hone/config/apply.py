@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from hone.config import keys
 from hone.config.checks import find_idle, find_problems, settle
-from hone.config.convert import NoFit, Value, describe_type, fit, show_value, to_plain
+from hone.config.convert import NoFit, Value, describe_type, fit, scalar, show_value, to_plain
 from hone.config.errors import ConfigError
 from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of, replace
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
-from hone.config.states import new_name, replacements_of, rule_of, scalar, topics, translate
+from hone.config.states import new_name, replacements_of, rule_of, topics, translate
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
 

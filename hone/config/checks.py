@@ -14,7 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from hone.config.block import SchemaBlock
-from hone.config.convert import Value, show_value
+from hone.config.convert import Value, read_table, show_value
 from hone.config.engine import FSDPConfig, sequence_parallel
 from hone.config.errors import did_you_mean, nearest
 from hone.config.generation import GenerationConfig
@@ -23,7 +23,7 @@ from hone.config.reward_training import RMConfig
 from hone.config.rollout import RolloutEngineConfig
 from hone.config.schema import PPOTrainerConfig
 from hone.config.sft import SupervisedConfig
-from hone.config.states import holds, read_table
+from hone.config.states import holds
 from hone.types import JsonValue
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"

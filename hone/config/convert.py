@@ -1,4 +1,4 @@
-"""Converts values to type hints, and formats values and hints as text.
+"""Converts values to type hints, formats values and hints as text, and reads the tables of this folder.
 
 OmegaConf's structured configs support no union of a list and a string, and do not report origins.
 """
@@ -6,11 +6,16 @@ OmegaConf's structured configs support no union of a list and a string, and do n
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any, Literal, TypeAlias, Union
+
+from hone.types import JsonValue
 
 Hint: TypeAlias = Any
 """A type hint: a class, a union, a literal or a generic."""
@@ -28,6 +33,8 @@ _WORDS: dict[Hint, str] = {
 }
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True}
 _TRUTH |= {"false": False, "no": False, "off": False, "0": False}
+_CONSTANTS = {"true": True, "false": False, "null": None}
+_EACH = re.compile(r"<([\w.,:*]+)>")
 _ACCEPTED = {int: (int, str), float: (int, float, str), str: (int, float, str)}
 
 
@@ -112,3 +119,43 @@ def to_plain(value: Value) -> Value:
     if isinstance(value, list | tuple):
         return [to_plain(v) for v in value]
     return value
+
+
+def scalar(text: str) -> JsonValue:
+    """Parses a value of a table."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return list(scalars(text[1:-1])) if text.startswith("[") else _CONSTANTS.get(text, text)
+
+
+def scalars(text: str) -> tuple[JsonValue, ...]:
+    """Parses comma-separated values."""
+    return tuple(scalar(word.strip()) for word in text.split(",") if word.strip())
+
+
+@functools.cache
+def read_table(file: str) -> dict[str, list[list[str]]]:
+    """Returns the cells of every row of a table, by section."""
+    sections: dict[str, list[list[str]]] = {}
+    for line in files("hone.config").joinpath(file).read_text("utf-8").splitlines():
+        if line.startswith("["):
+            rows = sections.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            rows += ([cell.strip() for cell in re.split(r" \|(?= |$)", row)] for row in _each(line))
+    return sections
+
+
+def _each(line: str) -> list[str]:
+    """Returns a line once per word of its `<a,b>`; the word also replaces `<>`."""
+    words = _EACH.search(line)
+    if words is None:
+        return [line]
+    return [line.replace(words[0], word).replace("<>", word) for word in words[1].split(",")]
+
+
+def pairs(text: str) -> dict[str, JsonValue]:
+    """Parses `key=value` words of a table."""
+    return {key: scalar(value) for key, _, value in (w.partition("=") for w in text.split())}

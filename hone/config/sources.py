@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hone.config.convert import pairs, read_table
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.types import JsonObject, JsonValue
 
@@ -25,74 +26,12 @@ COMMAND_LINE = "command line"
 MISSING = "???"
 """OmegaConf's marker of a mandatory value; the schema's default is used instead."""
 
-_ENGINES = ("dp", "megatron", "torchtitan", "veomni")
-_PLAIN_GROUPS = "distillation npu_profile profiler reward reward_manager rollout transfer_queue"
-GROUPS: dict[str, tuple[str, ...]] = {
-    **{role: (role, *(f"{e}_{role}" for e in _ENGINES)) for role in ("actor", "critic", "ref")},
-    **dict.fromkeys(("engine", "optim"), ("fsdp", "automodel", *_ENGINES[1:])),
-    **{name: (name,) for name in _PLAIN_GROUPS.split()},
-    "algorithm": ("rollout_correction",),
-    "data": ("legacy_data",),
-    "model": ("hf_model",),
-    "model_engine": _ENGINES,
-    "reward_model": (
-        "reward_model",
-        *(f"{e}_reward_{kind}" for e in _ENGINES for kind in ("model", "loop")),
-    ),
-}
-_ROLES = {
-    "actor@actor_rollout_ref.actor": "actor",
-    "ref@actor_rollout_ref.ref": "ref",
-    "critic@critic": "critic",
-    "reward_model@reward_model": "reward_loop",
-}
-_DEFAULTS_LISTS: dict[str, dict[str, str]] = {
-    "ppo_trainer": {
-        "model_engine": "dp",
-        "data@data": "legacy_data",
-        "rollout@actor_rollout_ref.rollout": "rollout",
-        "model@actor_rollout_ref.model": "hf_model",
-        **{group: "${model_engine}_" + role for group, role in _ROLES.items()},
-    },
-    "sft_trainer": {"model@model": "hf_model", "engine@engine": "fsdp", "optim@optim": "fsdp"},
-}
-"""verl's groups, their options, and the options in verl's defaults lists."""
-BUILT_IN: dict[str, str] = {
-    **{name: name for name in ("ppo_trainer", "sft_trainer", "generation", "evaluation")},
-    **{name: name for name in ("prm_trainer", "rm_trainer")},
-    **dict.fromkeys(("sft", "sft_trainer_engine"), "sft_trainer"),
-    **dict.fromkeys(
-        ("ppo", "_generated_ppo_trainer", "dapo_trainer", "prime_trainer"), "ppo_trainer"
-    ),
-    **{
-        f"{k}_ppo_trainer": "ppo_trainer" for k in ("fully_async", "one_step_off", "transfer_queue")
-    },
-}
+_TABLE = read_table("other_keys.txt")
+GROUPS: dict[str, list[str]] = {group: options.split() for group, options in _TABLE["groups"]}
+"""verl's groups and their options."""
+_CONFIGS = {name: row for names, *row in _TABLE["configs"] for name in names.split()}
+BUILT_IN: dict[str, str] = {name: tree for name, (tree, _) in _CONFIGS.items()}
 """verl's config names and our trees."""
-_PRIME: dict[str, JsonValue] = {
-    "algorithm.adv_estimator": "rloo",
-    "reward_model.enable": True,
-    "reward_model.type": "prime",
-    "reward_model.reward_manager": "prime",
-    "data.filter_accuracy": True,
-    "data.filter_truncate": True,
-    "data.oversample_factor": 4.0,
-    "data.truncation": "right",
-    "actor_rollout_ref.rollout.n": 4,
-    "actor_rollout_ref.actor.entropy_coeff": 0.001,
-    "trainer.project_name": "prime",
-    "trainer.experiment_name": "examples",
-    "trainer.val_before_train": False,
-    "trainer.balance_batch": False,
-}
-"""The values in which verl's config of PRIME differs from ours."""
-BUILT_IN |= {
-    name.replace("_trainer", f"_{engine}_trainer"): tree
-    for name, tree in BUILT_IN.items()
-    if name.endswith("_trainer")
-    for engine in _ENGINES[1:]
-}
-_STRATEGY = {"ppo_trainer": "actor_rollout_ref.actor.strategy", "sft_trainer": "engine.strategy"}
 _STARTS = re.compile(r"[~+-]|[^=]+=")
 """The start of an argument that is not the value of the previous one."""
 _ENGINE_CHOICE = re.compile(r"(actor|critic|engine)/(automodel|megatron|torchtitan|veomni)")
@@ -210,14 +149,8 @@ def read_config(
         if file is not None:
             settings += read_file(file, package)
         elif path in BUILT_IN:
-            # Parts of a verl config's name determine the keys in which it differs from our tree.
-            keys = dict.fromkeys(_ENGINES[1:], _STRATEGY.get(BUILT_IN[path], ""))
-            keys["dapo"] = "reward_model.reward_manager"
-            settings += [Setting(key, word, path) for word, key in keys.items() if word in path]
-            if "megatron" in path and tree == "ppo_trainer":
-                settings.append(Setting("critic.strategy", "megatron", path))
-            if "prime" in path:
-                settings += [Setting(key, value, path) for key, value in _PRIME.items()]
+            built_in = pairs(_CONFIGS[path][1])
+            settings += [Setting(key, value, path) for key, value in built_in.items()]
         elif engine := _ENGINE_CHOICE.match(path):
             settings.append(Setting(f"{package}.strategy", engine[2], path))
     rest = [text for text in overrides if text not in choices]
@@ -295,7 +228,8 @@ def _declare() -> None:
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    lists = {name: _DEFAULTS_LISTS.get(tree, {}) for name, tree in BUILT_IN.items()}
+    defaults = {tree: pairs(options) for tree, options in _TABLE["defaults"]}
+    lists = {name: defaults.get(tree, {}) for name, tree in BUILT_IN.items()}
     lists |= {"reward_manager": {}, "legacy_reward_impl": {}}  # verl files without a tree
     for name, options in lists.items():
         entries = [*({group: option} for group, option in options.items()), "_self_"]

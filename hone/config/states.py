@@ -11,9 +11,8 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.resources import files
 
-from hone.config.convert import Value, same, show_value
+from hone.config.convert import Value, pairs, read_table, same, scalars, show_value
 from hone.config.errors import nearest
 from hone.config.reward import RewardKwargs
 from hone.config.sources import Setting
@@ -22,8 +21,6 @@ from hone.types import JsonObject, JsonValue
 OFF = (None, False, 0, -1, "", "none", "None", "disabled", "???")
 ABSENT = object()
 """The value of an unset key in a condition."""
-_WORDS = {"true": True, "false": False, "null": None}
-_EACH = re.compile(r"<([\w.,:*]+)>")
 _TERM = re.compile(r"(!?)([\w.]+)(?:(!=|<=|=|>)(.+))?")
 _CELLS = {
     **dict.fromkeys(("refused", "neutral"), ("values", "why")),
@@ -62,8 +59,7 @@ class Rule:
     @property
     def settings(self) -> dict[str, JsonValue]:
         """The settings that replace the key; `*` is the given value."""
-        pairs = (word.split("=") for word in self.becomes.split())
-        return {key: scalar(value) for key, value in pairs}
+        return pairs(self.becomes)
 
     def __str__(self) -> str:
         where = f" where {self.where}" if self.where else ""
@@ -84,41 +80,6 @@ def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
     many = {"any": True, "off": is_off(value), "number": number, "count": count}
     many["count_or_zero"] = type(value) is int and value >= 0
     return any(many.get(str(word)) or same(value, word) for word in words)
-
-
-def scalar(text: str) -> JsonValue:
-    """Parses a value of a table."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return list(scalars(text[1:-1])) if text.startswith("[") else _WORDS.get(text, text)
-
-
-def scalars(text: str) -> tuple[JsonValue, ...]:
-    """Parses comma-separated values."""
-    return tuple(scalar(word.strip()) for word in text.split(",") if word.strip())
-
-
-@functools.cache
-def read_table(file: str) -> dict[str, list[list[str]]]:
-    """Returns the cells of every row of a table, by section."""
-    sections: dict[str, list[list[str]]] = {}
-    for line in files("hone.config").joinpath(file).read_text("utf-8").splitlines():
-        if line.startswith("["):
-            rows = sections.setdefault(line.strip("[]"), [])
-        elif line and not line.startswith("#"):
-            rows += ([cell.strip() for cell in re.split(r" \|(?= |$)", row)] for row in _each(line))
-    return sections
-
-
-def _each(line: str) -> list[str]:
-    """Returns a line once per word of its `<a,b>`; the word also replaces `<>`."""
-    words = _EACH.search(line)
-    if words is None:
-        return [line]
-    return [line.replace(words[0], word).replace("<>", word) for word in words[1].split(",")]
 
 
 @functools.cache
