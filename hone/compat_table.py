@@ -116,7 +116,10 @@ _MARKERS = _from(
     "hone.tracking.markers",
     "DistProfiler GPUMemoryLogger ProfilerConfig log_gpu_memory_usage mark_annotate mark_end_range "
     "mark_start_range marked_timer simple_timer",
-) | _from(_STEPS, "DistProfilerExtension")
+) | {
+    "_timer": "hone.tracking.markers:simple_timer",  # verl 0.4's name
+    **_from(_STEPS, "DistProfilerExtension"),
+}
 _LOGGERS = _from("hone.tracking.markers", "LocalLogger log_with_rank print_rank_0 print_with_rank")
 _REWARD_LOOP_NAMES = {
     "AsyncTokenBucket": f"{_STREAMING}:AsyncTokenBucket",
@@ -233,7 +236,7 @@ _ROLLOUT_CONFIGS = {
 }
 _REWARD_CONFIGS = _from("hone.config.reward", "RewardModelConfig SandboxFusionConfig")
 _METRICS = "hone.trainer.ppo.metric_utils"
-_NEEDS = "need_critic need_reference_policy need_reward_model"
+_NEEDS = "WorkerType need_critic need_reference_policy need_reward_model"
 _TOKENIZERS = _from("hone.models.processor", "hf_tokenizer hf_processor")
 _DYNAMIC = _from(_DATA, "AbstractDataGenerator DynamicGenDataset")
 _DATASET_NAMES = {
@@ -293,6 +296,7 @@ NAMES: dict[str, dict[str, str]] = {
             "process_validation_metrics reduce_metrics",
         ),
         **_from("hone.tracking.markers", "marked_timer simple_timer"),
+        "_timer": "hone.tracking.markers:simple_timer",
         **_from("hone.algorithms.aggregation", "agg_loss"),
         **_from("hone.protocol", "DataProto"),
     },

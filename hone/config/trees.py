@@ -28,7 +28,7 @@ _TREES = (
     Tree("sft_trainer", SFTConfig, f"supervised fine-tuning: `hone sft`, `{_RUN}.main_sft`"),
     Tree("prm_trainer", PRMConfig, f"process reward models: `hone train-prm`, `{_RUN}.main_prm`"),
     Tree("rm_trainer", RMConfig, f"outcome reward models: `hone train-rm`, `{_RUN}.main_rm`"),
-    Tree("generation", GenerationConfig, f"answers: `hone generate`, `{_RUN}.main_generation`"),
-    Tree("evaluation", EvaluationConfig, f"scores of answers: `hone eval`, `{_RUN}.main_eval`"),
+    Tree("generation", GenerationConfig, f"responses: `hone generate`, `{_RUN}.main_generation`"),
+    Tree("evaluation", EvaluationConfig, f"scores of responses: `hone eval`, `{_RUN}.main_eval`"),
 )
 TREES: dict[str, Tree] = {tree.name: tree for tree in _TREES}

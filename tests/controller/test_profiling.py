@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from toy_workers import Toy
 
-from hone.controller import profiling
+from hone.controller import ClassWithInitArgs, LocalWorkerGroup, Worker, profiling
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,16 @@ def test_a_step_that_failed_leaves_no_file_and_the_next_one_is_recorded(tmp_path
     profiling.start("torch", 2, "actor")
     profiling.stop(str(tmp_path), rank=0)
     assert [file.name for file in tmp_path.iterdir()] == ["step_2-actor-rank_0.json.gz"]
+
+
+@pytest.mark.parametrize(("ranks", "files"), [(None, 1), ([0], 1), ([1, 2], 0), ([], 0)])
+def test_only_the_ranks_of_a_role_are_recorded(
+    tmp_path: Path, ranks: list[int] | None, files: int
+) -> None:
+    with LocalWorkerGroup(None, ClassWithInitArgs(Toy, 1.0)) as group:
+        group.call(Worker.start_profile, "torch", 1, "toy", ranks)
+        group.call(Worker.stop_profile, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == files
 
 
 def test_nsys_writes_its_own_files(tmp_path: Path) -> None:

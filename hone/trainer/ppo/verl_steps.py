@@ -18,6 +18,7 @@ from hone.config.data import DataConfig
 from hone.config.of_dict import plain_containers
 from hone.config.sources import flatten
 from hone.config.trees import TREES
+from hone.controller import Worker
 from hone.controller.colocated import plain_class
 from hone.controller.decorator import Dispatch, register
 from hone.data import create
@@ -32,6 +33,9 @@ from hone.trainer.ppo.plan import Plan
 from hone.types import JsonValue, Row, Settings
 
 __all__ = ["create_rl_dataset"]
+
+WorkerType = type[Worker]
+"""verl's name of a worker class, for annotations."""
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
