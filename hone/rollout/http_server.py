@@ -84,6 +84,8 @@ class HttpServer:
     log_prob_hint = "use temperature=1"
     positional = False
     seeded = False
+    frees_memory = False
+    """Whether it can give back memory while the actor trains."""
     shows_weights = False
     """Whether it has a route that shows weights."""
 

@@ -351,7 +351,7 @@ class ServerRollout(RemoteEngine):
 
     async def _remote_sleep(self) -> None:
         """Frees the KV cache, and the weights too where a copy can restore them."""
-        if not self._released:
+        if not self._released and all(server.frees_memory for server in self._servers):
             tags = ["kv_cache"]
             copied = self._folder.current is not None and not self.traits.adapters
             if self._expected is not None and copied:

@@ -40,6 +40,7 @@ class SGLangServer(HttpServer):
         self.tensor_parallel = int(info.get("tp_size") or 1)
         # Only then does the seed of a request count, and draws depend on (seed, position).
         self.seeded = self.positional = bool(info.get("enable_deterministic_inference"))
+        self.frees_memory = bool(info.get("enable_memory_saver"))
         await self.resume()  # a run that was killed may have left it paused
         self.weights = await self.weight_version()
         await self.find_log_prob_mode()

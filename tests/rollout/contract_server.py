@@ -32,12 +32,11 @@ from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenDelta
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.engine import NativeRollout
 
+from .contract_faults import Body, Faults
 from .models import EOS, TOKENIZER, next_probabilities
 
-Body = dict[str, Any]
 
-
-class ContractServer:
+class ContractServer(Faults):
     """An SGLang server by its interface, in a thread of its own."""
 
     def __init__(
@@ -54,8 +53,7 @@ class ContractServer:
         self.policy, self.port = policy, port
         self.initial = {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
         self.deterministic, self.incremental, self.api_key = deterministic, incremental, api_key
-        self.faults: dict[str, int] = {}
-        """How often each fault still happens."""
+        super().__init__()
         self.calls: list[str] = []
         self.bodies: list[Body] = []
         self.version, self.paused, self.released = "default", "", set[str]()
@@ -130,13 +128,6 @@ class ContractServer:
         self._thread.join(10)
         self._driver.join(10)
 
-    def fails(self, fault: str) -> bool:
-        """Whether the fault happens now; it is counted."""
-        if not self.faults.get(fault):
-            return False
-        self.faults[fault] -= 1
-        return True
-
     def die(self) -> None:
         """Every connection breaks; the weights are those of the start afterwards."""
         self.dead = True
@@ -180,6 +171,7 @@ class ContractServer:
                 "tp_size": 1,
                 "enable_deterministic_inference": self.deterministic,
                 "enable_lora": self.lora,
+                "enable_memory_saver": True,
             }
         )
 
@@ -437,59 +429,3 @@ class ContractServer:
                 await answer.write(f"data: {json.dumps(event)}\n\n".encode())
         await answer.write(b"data: [DONE]\n\n")
         return answer
-
-    async def _breaks(
-        self, request: web.Request, answer: web.StreamResponse, event: Body, count: int
-    ) -> bool:
-        """Falsifies an event, or ends the stream; returns whether it has ended."""
-        meta, pairs = event["meta_info"], event["meta_info"]["output_token_logprobs"]
-        if self.fails("version is old"):
-            meta["weight_version"] = "default"
-        if count <= 3 or not pairs:  # some tokens come first
-            return False
-        if self.fails("connection is reset"):
-            assert request.transport is not None
-            request.transport.abort()
-            return True
-        if self.fails("stream ends early"):
-            return True
-        if self.fails("stream stalls"):
-            await asyncio.sleep(3600)
-        if self.fails("error in the stream"):
-            await answer.write(b'data: {"error": {"message": "out of memory"}}\n\n')
-            return True
-        if self.fails("json is truncated"):
-            await answer.write(json.dumps(event).join(["data: ", "\n\n"])[:40].encode() + b"\n\n")
-            return True
-        if self.fails("server aborts the request"):
-            meta["finish_reason"] = {"type": "abort", "message": "another client"}
-        if self.fails("count is wrong"):
-            meta["completion_tokens"] += 2
-        if self.fails("log-probs are missing"):
-            del meta["output_token_logprobs"]
-        if self.fails("log-prob is nan"):
-            pairs[-1][0] = float("nan")
-        if self.fails("log-prob is positive"):
-            pairs[-1][0] = 1.5
-        if self.fails("a log-prob is null"):
-            pairs[-1][0] = None
-        if self.fails("another request is answered"):
-            meta["id"] = "hone-somebody-else"
-        if self.fails("ids differ from log-probs"):
-            event["output_ids"][-1] ^= 1
-        if self.fails("id is outside the vocabulary"):
-            event["output_ids"][-1] = pairs[-1][1] = 10**6
-        if self.fails("sent tokens change"):
-            event["output_ids"][0] = pairs[0][1] = pairs[0][1] ^ 1
-        if self.fails("finish reason is wrong"):
-            meta["finish_reason"] = {"type": "stop", "matched": 5}
-        if self.fails("finish reason is unknown"):
-            meta["finish_reason"] = {"type": "bored"}
-        if self.fails("tokens come after the end"):
-            extra = [[-0.5, 3, None]] * 4
-            meta["output_token_logprobs"] = pairs + extra
-            event["output_ids"] = event["output_ids"] + [3] * 4
-            meta["completion_tokens"] += 4
-        if self.fails("meta is missing"):
-            del event["meta_info"]
-        return False

@@ -35,6 +35,19 @@ def test_a_server_that_does_not_return_is_reported_at_the_deadline(
     asyncio.run(asked())
 
 
+def test_a_server_that_is_not_healthy_yet_is_waited_for(servers: list[ContractServer]) -> None:
+    servers.append(ContractServer(policy()))
+    servers[0].faults["unhealthy"] = 2
+
+    async def asked() -> None:
+        server = SGLangServer(servers[0].url, Limits(30.0, 5.0))
+        await server.wait_until_healthy()
+        await server.close()
+        assert servers[0].calls == ["/health"] * 3
+
+    asyncio.run(asked())
+
+
 def test_a_healthy_server_that_cannot_generate_is_reported(servers: list[ContractServer]) -> None:
     async def asked() -> None:
         async with opened(servers) as engine:

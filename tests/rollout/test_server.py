@@ -186,6 +186,20 @@ def test_sleep_frees_the_weights_and_waking_restores_them(servers: list[Contract
     asyncio.run(asked())
 
 
+def test_servers_without_a_memory_saver_keep_their_memory(servers: list[ContractServer]) -> None:
+    async def asked() -> None:
+        async with opened(servers) as engine:
+            await updated(engine, 1)
+            engine._servers[0].frees_memory = False
+            before = len(servers[0].calls)
+            await engine.sleep()
+            await engine.wake_up()
+            assert len(servers[0].calls) == before
+            await engine.generate(PROMPT, SHORT, "awake")
+
+    asyncio.run(asked())
+
+
 def test_a_commit_without_load_after_sleep_brings_the_weights_back(
     servers: list[ContractServer],
 ) -> None:

@@ -173,7 +173,9 @@ def test_a_launched_server_is_told_of_the_adapter(adapted: Any) -> None:
     assert "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj v_proj" in flags
 
 
-def test_sglang_stays_where_servers_run_and_is_native_where_nothing_does() -> None:
+def test_sglang_stays_where_servers_run_and_is_native_where_nothing_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = "actor_rollout_ref.rollout.name=sglang"
     there = compose([name, f"{URLS}=[http://a:1]"])
     assert there.config.actor_rollout_ref.rollout.name == "sglang"
@@ -184,6 +186,8 @@ def test_sglang_stays_where_servers_run_and_is_native_where_nothing_does() -> No
     assert "SGLang is not installed" in note
     idle = compose([f"{URLS}=[http://a:1]"])
     assert "no effect while" in " ".join(idle.notes)
+    monkeypatch.setattr("hone.config.checks.find_spec", lambda name: object())
+    assert compose([name]).config.actor_rollout_ref.rollout.name == "sglang"
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +24,6 @@ HANDLED = [
     "an event comes twice",
     "stream stalls",
     "the first token comes too late",
-    "abort is ignored",
 ]
 REPORTED = {
     "count is wrong": "counts",
@@ -53,16 +54,46 @@ def test_a_fault_of_the_connection_loses_no_token(
             again = await engine.generate(
                 PROMPT, SHORT, "again", on_tokens=lambda delta: streamed.extend(delta.token_ids)
             )
-            if fault == "abort is ignored":
-                await engine.abort()
-            else:
-                assert servers[0].faults[fault] == 0, "the fault did not happen"
+            assert servers[0].faults[fault] == 0, "the fault did not happen"
             return whole, again, streamed
 
     whole, again, streamed = asyncio.run(asked())
     assert again.token_ids == streamed == whole.token_ids
     assert again.log_probs == pytest.approx(whole.log_probs, abs=1e-4)
     assert again.stop_reason is StopReason.LENGTH
+
+
+def test_a_request_ends_although_the_server_ignores_its_abort(
+    servers: list[ContractServer],
+) -> None:
+    async def asked() -> None:
+        async with opened(servers) as engine:
+            some = asyncio.Event()
+            long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
+            job = asyncio.create_task(
+                engine.generate(PROMPT, long, "long", on_tokens=lambda delta: some.set())
+            )
+            await some.wait()
+            servers[0].faults["abort is ignored"] = 1
+            await engine.abort()
+            out = await job
+            assert out.stop_reason is StopReason.ABORT
+            assert servers[0].faults["abort is ignored"] == 0
+            assert len(await engine.generate(PROMPT, SHORT, "after")) == SHORT.max_tokens
+
+    asyncio.run(asked())
+
+
+def test_every_fault_of_the_contract_server_is_tried() -> None:
+    here = Path(__file__).parent
+    faults = {
+        fault
+        for file in ("contract_server.py", "contract_faults.py")
+        for fault in re.findall(r'fails\("([^"]+)"\)', (here / file).read_text())
+    }
+    tests = "".join(file.read_text() for file in here.glob("test_*.py"))
+    assert len(faults) > 30
+    assert {fault for fault in faults if f'"{fault}"' not in tests} == set()
 
 
 @pytest.mark.parametrize(("fault", "words"), REPORTED.items())
