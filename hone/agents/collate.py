@@ -25,16 +25,10 @@ LOOP_SCORE = reward_column("agent")
 """The score that a loop returned, on the last policy token."""
 
 
-def collate_outputs(
-    outputs: Sequence[AgentLoopOutput],
-    *,
-    pad_token_id: int,
-    prompt_width: int | None = None,
-    response_width: int | None = None,
-) -> DataProto:
-    """Pads and stacks the trajectories; the widths default to the longest row."""
-    width = prompt_width or max(len(o.prompt_ids) for o in outputs)
-    length = response_width or max(len(o.response_ids) for o in outputs)
+def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) -> DataProto:
+    """Pads the trajectories to the longest prompt and the longest response, and stacks them."""
+    width = max(len(o.prompt_ids) for o in outputs)
+    length = max(len(o.response_ids) for o in outputs)
     in_prompt = np.arange(-width, 0) >= -_lengths([o.prompt_ids for o in outputs])
     in_response = np.arange(length) < _lengths([o.response_ids for o in outputs])
     prompts = _filled(in_prompt, [o.prompt_ids for o in outputs], pad_token_id, np.int64)

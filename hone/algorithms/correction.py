@@ -38,11 +38,10 @@ def correct(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     config: Settings | None = None,
-    loss_mask: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """Returns (importance weights or None, the loss mask after rejection, `rollout_corr/…` metrics).
 
-    `config` is algorithm.rollout_correction. `loss_mask` is the response mask after earlier filters.
+    `config` is algorithm.rollout_correction.
     """
     option = partial(setting, config, defaults=RolloutCorrectionConfig)
     mask = response_mask.bool()
@@ -72,8 +71,11 @@ def correct(
         keep = keep & ~vetoed[:, None]
         metrics["rollout_is_veto_fraction"] = masked_mean(vetoed.float(), mask.any(-1))
         metrics["rollout_is_catastrophic_token_fraction"] = masked_mean(flags.float(), mask)
-    narrowed = (response_mask if loss_mask is None else loss_mask) * keep
-    return weights, narrowed, {_PREFIX + key: float(value) for key, value in metrics.items()}
+    return (
+        weights,
+        response_mask * keep,
+        {_PREFIX + key: float(value) for key, value in metrics.items()},
+    )
 
 
 def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: Bound) -> Tensor:

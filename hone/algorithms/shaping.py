@@ -1,13 +1,9 @@
-"""PF-PPO resampling of rows and whitening of advantages, for any estimator. The overlong penalty is
-part of the dapo reward manager.
-"""
+"""PF-PPO resampling of rows, for any estimator."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from hone.ops.masked import masked_whiten
 
 _FLOOR = 1e-8
 
@@ -40,8 +36,3 @@ def pf_ppo_rows(
         return torch.zeros(0, dtype=torch.long, device=scores.device)
     weights = pf_ppo_weights(scores, reweight_method, weight_pow)
     return torch.multinomial(weights, len(weights), replacement=True, generator=generator)
-
-
-def normalise_advantages(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """`algorithm.adv_norm`: whitens over all policy tokens of the batch; 0 elsewhere."""
-    return masked_whiten(advantages, response_mask)

@@ -72,7 +72,7 @@ def check_file(
     path: str | os.PathLike[str],
     *,
     tokenizer: Tokenizer | None = None,
-    known_sources: Collection[str] | Callable[[str], bool] | None = None,
+    known_sources: Callable[[str], bool] | None = None,
     known_loops: Collection[str] = BUILT_IN_LOOPS,
     config: DataConfig | None = None,
     score: Score | None = None,
@@ -236,7 +236,7 @@ class _Check:
             for content in contents
         )
 
-    def errors(self, known: Collection[str] | Callable[[str], bool] | None) -> Iterator[str]:
+    def errors(self, is_known: Callable[[str], bool] | None) -> Iterator[str]:
         for reason, count in sorted(self.bad.counts.items()):
             yield f"{count:,} rows: {reason}"
         if 0 < len(self.without_truth) < sum(self.sources.values()):
@@ -244,8 +244,7 @@ class _Check:
                 f"{len(self.without_truth):,} rows have no reward_model.ground_truth"
                 f" (rows {_some(self.without_truth)}) and others do"
             )
-        if known is not None:
-            is_known = known if callable(known) else known.__contains__
+        if is_known is not None:
             unknown = [repr(name) for name in sorted(self.ruled) if not is_known(name)]
             if unknown:
                 yield (

@@ -128,13 +128,13 @@ class PromptLoader:
             self._end_pass()
         return batch
 
-    def one_epoch(self, epoch: int = 0) -> Iterator[Batch]:
-        """Yields the batches of one epoch; the loader's position does not change."""
+    def one_epoch(self) -> Iterator[Batch]:
+        """Yields the batches of the first epoch; the loader's position does not change."""
         counts: Counter[int] = Counter()
-        indices = map(int, self._iterate_epoch(epoch))
+        indices = map(int, self._iterate_epoch(0))
         while batch := list(islice(indices, self.batch_size)):
             if len(batch) == self.batch_size or not self.drop_last:
-                yield self._collate(batch, epoch, counts)
+                yield self._collate(batch, 0, counts)
 
     def on_batch_end(self, batch: DataProto) -> int:
         """Passes a finished batch to sampler and dataset; returns the number of added rows."""

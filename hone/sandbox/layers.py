@@ -55,9 +55,9 @@ class _Machine:
     layers: dict[str, LayerState]
 
 
-def layers(interpreter_path: str | None = None) -> dict[str, LayerState]:
+def layers() -> dict[str, LayerState]:
     """Returns the state of every layer on this machine. The first call runs a probe; the result is cached."""
-    return dict(_examine(interpreter_path).layers)
+    return dict(_examine(None).layers)
 
 
 def plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> Plan:

@@ -44,16 +44,9 @@ class Timers:
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
         return simple_timer(name, self._seconds, self._clock)
 
-    def add(self, name: str, seconds: float) -> None:
-        """Adds seconds that another process measured."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-
-    def metrics(self) -> dict[str, float]:
-        return {TIMING + name: seconds for name, seconds in self._seconds.items()}
-
     def drain(self) -> dict[str, float]:
         """Returns the metrics and resets the timers."""
-        metrics = self.metrics()
+        metrics = {TIMING + name: seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return metrics
 

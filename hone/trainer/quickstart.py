@@ -251,8 +251,8 @@ def proposals(folder: Path) -> list[str]:
     return [command.format(**paths) for command in NEXT]
 
 
-def sample_answers(run: Path, first: int, last: int, count: int = 3) -> list[tuple[str, str, str]]:
-    """Return held-out prompts with their answers at two steps, those with the largest score gain first."""
+def sample_answers(run: Path, first: int, last: int) -> list[tuple[str, str, str]]:
+    """Return held-out prompts with their answers at two steps, the three with the largest score gain."""
     import pyarrow.parquet as pq
 
     columns = ["prompt_text", "response_text", "score"]
@@ -261,4 +261,4 @@ def sample_answers(run: Path, first: int, last: int, count: int = 3) -> list[tup
         for step in (first, last)
     )
     pairs = sorted(zip(before, after, strict=True), key=lambda p: p[0]["score"] - p[1]["score"])
-    return [(b["prompt_text"], b["response_text"], a["response_text"]) for b, a in pairs[:count]]
+    return [(b["prompt_text"], b["response_text"], a["response_text"]) for b, a in pairs[:3]]

@@ -86,21 +86,20 @@ def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> fl
     return float(middles[int(np.argmax(scores))]) if len(middles) else 0.5
 
 
-def bootstrap_f1(
-    answers: np.ndarray, labels: np.ndarray, samples: int = 1000, seed: int = 1
-) -> tuple[float, float]:
+def bootstrap_f1(answers: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     """Returns the 95 % percentile interval of F1 over resampled solutions."""
-    generator = np.random.default_rng(seed)
-    draws = (generator.integers(len(labels), size=len(labels)) for _ in range(samples))
+    generator = np.random.default_rng(1)
+    draws = (generator.integers(len(labels), size=len(labels)) for _ in range(1000))
     scores = [process_bench(answers[rows], labels[rows])["f1"] for rows in draws]
     low, high = np.quantile(scores, [0.025, 0.975])
     return float(low), float(high)
 
 
-def wilson(hits: int, count: int, z: float = 1.959963984540054) -> Estimate:
+def wilson(hits: int, count: int) -> Estimate:
     """Returns a share with its 95 % Wilson interval."""
     if not count:
         return Estimate(0.0, None, None)
+    z = 1.959963984540054
     share, square = hits / count, z * z / count
     middle = (share + square / 2) / (1 + square)
     half = z * ((share * (1 - share) + square / 4) / count) ** 0.5 / (1 + square)

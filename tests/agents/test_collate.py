@@ -93,14 +93,6 @@ def test_extra_fields_become_columns_with_none_where_a_loop_gave_none() -> None:
     assert facts["tool"].tolist() == [["x", "y"], None]
 
 
-def test_widths_can_be_given() -> None:
-    columns = collate_outputs(
-        [trajectory(2, [1])], pad_token_id=PAD, prompt_width=4, response_width=3
-    ).batch
-    assert columns["prompts"].tolist() == [[PAD, PAD, 10, 11]]
-    assert columns["responses"].tolist() == [[20, PAD, PAD]]
-
-
 def test_log_probs_may_be_tensors_or_arrays() -> None:
     pair = [
         trajectory(1, [1, 1], response_logprobs=torch.tensor([-1.0, -2.0])),
@@ -163,13 +155,6 @@ def test_a_missing_log_prob_of_the_policy_is_refused(absent: float | None) -> No
     ]
     with pytest.raises(BadTrajectory, match=r"trajectory 1 has no number .* at token 2"):
         collate_outputs(pair, pad_token_id=PAD)
-
-
-@pytest.mark.parametrize("widths", [{"prompt_width": 2}, {"response_width": 1}])
-def test_rows_that_do_not_fit_are_refused_and_not_moved(widths: dict[str, int]) -> None:
-    pair = [trajectory(3, [1, 1]), trajectory(1, [1])]
-    with pytest.raises(BadTrajectory, match=r"row 0 has . values for . places"):
-        collate_outputs(pair, pad_token_id=PAD, **widths)
 
 
 def test_values_of_another_length_than_the_response_are_refused_and_not_moved() -> None:

@@ -108,18 +108,6 @@ def test_rejection_narrows_the_loss_mask_and_leaves_the_response_mask():
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
 
 
-def test_an_earlier_filters_mask_is_narrowed_further():
-    earlier = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0]])
-    _, loss_mask, _ = correct(
-        OLD,
-        ROLLOUT,
-        MASK,
-        options(rollout_rs="token_k1", rollout_rs_threshold="0.1_3"),
-        loss_mask=earlier,
-    )
-    assert loss_mask.tolist() == [[1, 0, 0, 0], [0, 1, 1, 0]]
-
-
 def test_wrong_settings_are_refused():
     for bad in ({"rollout_is": "word"}, {"rollout_is": "token", "rollout_is_threshold": 0}):
         with pytest.raises(ValueError, match="rollout_is"):

@@ -108,3 +108,9 @@ def test_a_mask_is_split_where_the_response_begins() -> None:
     prompt, response = split_at_response(mask, torch.zeros(2, 2))
     assert prompt.tolist() == [[0, 1, 2], [5, 6, 7]]
     assert response.tolist() == [[3, 4], [8, 9]]
+
+
+def test_whitening_is_over_policy_tokens_and_zero_elsewhere():
+    advantages = torch.tensor([[1.0, 3.0, torch.nan]])
+    white = masked_whiten(advantages, torch.tensor([[1, 1, 0]]))
+    np.testing.assert_allclose(white, [[-np.sqrt(0.5), np.sqrt(0.5), 0]], rtol=1e-6)

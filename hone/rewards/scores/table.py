@@ -6,13 +6,12 @@ come before all of them. Scorers are imported on first use.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from hone.plugins import load_object
+from hone.plugins import load_object, proposal
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
 from hone.rewards.ground_truth import GroundTruthError, is_missing
@@ -244,9 +243,8 @@ def check_sources(
 
 def _unknown(source: str, where: str) -> str:
     names = known_sources()
-    close = difflib.get_close_matches(source, names["exact"], n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
     others = sum(map(len, names.values())) - len(_EXAMPLES)
+    hint = proposal(source, names["exact"])
     return (
         f"no score for data_source {source!r} ({where}).{hint} Known are {', '.join(_EXAMPLES)} and "
         f"{others} more (docs/rewards.md); name your own score function with "

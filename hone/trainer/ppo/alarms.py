@@ -176,8 +176,10 @@ class Alarms:
         return values[:-patience], values[-patience:]
 
     def _crosses(self, name: str, rule: Rule) -> bool:
-        parts = self._split(name)
-        if parts is None or (rule.needs_truth and not self._knows_truth()):
+        parts, truth = self._split(name), self._split(TRUE_SCORE)
+        # A true score that never leaves 0 is that of a missing rule.
+        knows_truth = truth is not None and any(self._history[TRUE_SCORE])
+        if parts is None or (rule.needs_truth and not knows_truth):
             return False
         reference, recent = parts
         if rule.needs_truth:
@@ -188,10 +190,6 @@ class Alarms:
         if rule.bound.startswith("rise"):
             return min(recent) > max(bound, centre + distance, rule.least)
         return max(recent) < min(bound, centre - distance)
-
-    def _knows_truth(self) -> bool:
-        """Return whether there is a true score; one that never leaves 0 is that of a missing rule."""
-        return self._split(TRUE_SCORE) is not None and any(self._history[TRUE_SCORE])
 
     def _is_learning(self) -> bool:
         """Return whether the true score has risen and is, noise aside, as high as it has been."""

@@ -13,7 +13,7 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +24,7 @@ from hone.engine.saved_state import TABLE, read_table
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import make_folder, rename_folder, sync
 from hone.tracking.console import screen
+from hone.tracking.contract import flatten
 from hone.tracking.lock import require_lock
 from hone.tracking.manifest import MANIFEST, damage, require_files, seal
 from hone.tracking.storage import reason, remedy, storage_failure
@@ -251,7 +252,7 @@ def changed_settings(before: Settings, now: Settings, keys: tuple[str, ...]) -> 
 
     `keys` are the settings that affect what is computed.
     """
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(flatten(before)), dict(flatten(now))
     below = tuple(f"{key}." for key in keys)
     changed = [
         f"{key}={show_value(new[key])}, before {show_value(old[key])}"
@@ -264,14 +265,6 @@ def changed_settings(before: Settings, now: Settings, keys: tuple[str, ...]) -> 
     if len(changed) > MAX_LINES:
         changed[MAX_LINES - 1 :] = [f"and {len(changed) - MAX_LINES + 1} settings more"]
     return changed
-
-
-def _leaves(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _lists(value: JsonValue) -> JsonValue:

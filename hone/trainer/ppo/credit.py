@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +12,11 @@ from hone.agents.trajectory_rows import of_trajectories, totals, trajectory_numb
 from hone.algorithms.advantages.estimator import TRAJECTORY, Estimator, Trajectories
 from hone.algorithms.correction import correct
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
-from hone.algorithms.shaping import normalise_advantages, pf_ppo_rows
+from hone.algorithms.shaping import pf_ppo_rows
 from hone.columns import REWARD_PREFIX, require, write
-from hone.config import PPOTrainerConfig
 from hone.config.algorithm import AlgorithmConfig
-from hone.controller import WorkerGroup
 from hone.ops.counter_rng import fold_seed
+from hone.ops.masked import masked_whiten
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.trainer.ppo.scoring import has_extra, numbers_of
@@ -84,7 +82,7 @@ def estimate_advantages(
     columns = {c: _required(batch, c, failure_score) for c in estimator.requires}
     advantages, returns = run_estimator(batch, estimator, columns)
     if whiten:
-        advantages = normalise_advantages(advantages, require(batch, "response_mask"))
+        advantages = masked_whiten(advantages, require(batch, "response_mask"))
     write(batch, "advantages", advantages)
     write(batch, "returns", returns)
 
@@ -121,15 +119,6 @@ def derive(batch: DataProto, names: Set[str]) -> None:
     """Write the columns of `names` that are derived from other columns."""
     for name in names & DERIVED.keys():
         write(batch, name, DERIVED[name](batch))
-
-
-def write_implicit_rewards(
-    batch: DataProto, model: WorkerGroup[Any], config: PPOTrainerConfig
-) -> None:
-    """Train PRIME's reward model on the batch, and write `reward/implicit`."""
-    from hone.trainer.ppo.implicit_reward import train_and_score  # runs without it do not load it
-
-    train_and_score(batch, model, config)
 
 
 def greedy_baselines(batch: DataProto, greedy: DataProto) -> Tensor:

@@ -46,10 +46,11 @@ def response_metrics(
     if known.any():
         parts |= {"correct": correct == 1, "incorrect": correct == 0}
     scores = verifiable_rewards(batch, config)
+    is_filtered = config.algorithm.filter_groups.enable or config.curriculum_learning.enable
     measured = {
         **_text_metrics(policy_texts(batch, tokenizer), parts, config.reward_model),
         **_length_metrics(batch, parts, config.data.max_response_length),
-        **group_metrics(batch, correct, _batch_name(config)),
+        **group_metrics(batch, correct, "retained_batch" if is_filtered else "whole_batch"),
     }
     if scores is not None:
         answered = totals(batch, scores)[has_answer(batch)]
@@ -159,12 +160,6 @@ def policy_texts(batch: DataProto, tokenizer: Tokenizer) -> list[str]:
 def reflection_score(text: str) -> int:
     """Return how many of PURE's reflection patterns a response has."""
     return len(REFLECTION.findall(text.lower()))
-
-
-def _batch_name(config: PPOTrainerConfig) -> str:
-    """Return what the rows of the update are: all that were generated, or those that a filter keeps."""
-    filters = config.algorithm.filter_groups.enable or config.curriculum_learning.enable
-    return "retained_batch" if filters else "whole_batch"
 
 
 def _text_metrics(

@@ -6,7 +6,6 @@ Extras, which a scorer returns next to its score, are columns too; they override
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -32,6 +31,7 @@ from hone.rewards.loading import load_reward_manager
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.blank import BlankRewardManager
 from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.places import unbound
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
 from hone.tokenizer import Tokenizer
@@ -271,9 +271,7 @@ def _check_extras(extras: Extras, reward_fn: Function) -> None:
     for name in extras:
         column = declared(name)
         if column is not None and name != FAILURE:
-            scorer = getattr(reward_fn, "compute_score", None) or reward_fn
-            while isinstance(scorer, partial):
-                scorer = scorer.func
+            scorer = unbound(getattr(reward_fn, "compute_score", None) or reward_fn)
             scorer_name = getattr(scorer, "__name__", type(scorer).__name__)
             raise RewardError(
                 f"the score function {scorer_name} returns {name!r}, which is a column of step "

@@ -29,6 +29,7 @@ from hone.trainer.ppo import checkpoint, credit, metrics, roles, scoring
 from hone.trainer.ppo.alarms import Alarms
 from hone.trainer.ppo.balance import balance, refuse_uneven
 from hone.trainer.ppo.collect import DynamicSampling, filtered
+from hone.trainer.ppo.implicit_reward import train_and_score
 from hone.trainer.ppo.memory import garbage_frozen
 from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.profiling import StepProfiler
@@ -245,7 +246,7 @@ class PPOTrainer:
                 adopt(batch, self.critic.call(CriticWorker.compute_values, batch))
         if self.plan.implicit_rewards:
             with self.phase("update_rm"):
-                credit.write_implicit_rewards(batch, self.trained["reward"], self.config)
+                train_and_score(batch, self.trained["reward"], self.config)
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
@@ -266,14 +267,12 @@ class PPOTrainer:
         trainer, algorithm = self.config.trainer, self.config.algorithm
         with self.timers.timer("adv"):
             rows = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
-            ordered_rows, spread = balance(
-                rows,
-                ranks=self.actor.data_parallel_size,
-                rows_per_update=self.plan.rows_per_update,
-                by_length=trainer.balance_batch,
+            ranks, sizes = self.actor.data_parallel_size, self.plan.rows_per_update
+            rows, spread = balance(
+                rows, ranks=ranks, rows_per_update=sizes, by_length=trainer.balance_batch
             )
         batch.meta_info["metrics"].update(spread)
-        return ordered_rows
+        return rows
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Update the critic, then the actor, and publish the actor's weights."""
