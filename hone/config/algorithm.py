@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block
@@ -120,9 +119,7 @@ class CurriculumFilterConfig(SchemaBlock):
     """Filter groups by their mean rule score."""
     fn_name: Literal["remove_extreme", "interquartile"] = "remove_extreme"
     """remove_extreme keeps 0 < mean < 1; interquartile keeps the middle of the batch."""
-    fn_params: Settings = field(
-        default_factory=lambda: {"lower_percentile_bound": 25, "upper_percentile_bound": 75}
-    )
+    fn_params: Settings = block(dict, lower_percentile_bound=25, upper_percentile_bound=75)
     """interquartile: lower and upper percentile."""
 
 

@@ -21,7 +21,7 @@ B = TypeVar("B")
 
 
 def block(cls: type[B], **changes: Value) -> B:
-    """Declares a block inside another one; its docstring is that of its class."""
+    """Declares a block or a dict inside a block; the docstring of a block is that of its class."""
     return dataclasses.field(default_factory=functools.partial(cls, **changes))
 
 

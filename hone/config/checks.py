@@ -252,9 +252,7 @@ def uneven_mesh(
 def _rollout(config: PPOTrainerConfig) -> Iterator[str]:
     rollout, ranks = config.actor_rollout_ref.rollout, config.rollout_ranks
     size = rollout.tensor_model_parallel_size
-    if rollout.name != "native" or size == 1:
-        return
-    if ranks % size:
+    if rollout.name == "native" and ranks % size:
         yield f"{_ROLLOUT_SIZE}={size} does not divide {ranks} rollout ranks; {divisors(ranks, size)}"
 
 

@@ -5,7 +5,6 @@ The loader is `hone.data`; lengths here are in tokens, batch sizes in prompts.
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
@@ -51,7 +50,7 @@ class RowsConfig(SchemaBlock):
     seed: int | None = None
     """Seed of the data order; null uses the run seed."""
     custom_cls: CustomClassConfig = block(CustomClassConfig)
-    apply_chat_template_kwargs: Settings = field(default_factory=dict)
+    apply_chat_template_kwargs: Settings = block(dict)
     """Additional arguments of the chat template."""
     on_bad_row: Literal["raise", "skip"] = "raise"
     """Whether an invalid row stops the run, or is skipped and counted."""

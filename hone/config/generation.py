@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block
@@ -32,7 +31,7 @@ class GenerationDataConfig(SchemaBlock):
     """Concurrent prompts; a row is saved as soon as its last response ends."""
     max_samples: int = -1
     """Number of rows to use; -1 uses all."""
-    apply_chat_template_kwargs: Settings = field(default_factory=dict)
+    apply_chat_template_kwargs: Settings = block(dict)
     """Additional arguments of the chat template."""
 
 

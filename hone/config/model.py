@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
-from hone.config.block import SchemaBlock
+from hone.config.block import SchemaBlock, block
 from hone.config.ranges import CountOrZero, Share
 from hone.types import Settings
 
@@ -29,7 +27,7 @@ class ModelSourceConfig(SchemaBlock):
 class TrainedModelConfig(SchemaBlock):
     """Changes to a model for training."""
 
-    override_config: Settings = field(default_factory=dict)
+    override_config: Settings = block(dict)
     """Overrides of the model's config."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""

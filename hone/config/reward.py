@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
@@ -18,7 +17,7 @@ class CustomRewardFunctionConfig(SchemaBlock):
     """File, `pkg://module` or module that holds the function; null scores by data source."""
     name: str = "compute_score"
     """Name of the function."""
-    reward_kwargs: Settings = field(default_factory=dict)
+    reward_kwargs: Settings = block(dict)
     """Additional keyword arguments of the function."""
 
 
@@ -84,7 +83,7 @@ class RewardKwargs(SchemaBlock):
     """Whether a score function that raises, hangs or returns NaN stops the run or gets `failure_score`."""
     failure_score: float = 0.0
     """Score of a failed call with `on_failure=score`."""
-    extra: Settings = field(default_factory=dict)
+    extra: Settings = block(dict)
     """Additional keyword arguments of a custom manager; unknown keys of this block are moved here."""
 
 
@@ -99,7 +98,7 @@ class RewardModelModelConfig(SchemaBlock):
     """Python modules to import first; follows the actor."""
     trust_remote_code: bool = False
     """Run code that ships with the model."""
-    override_config: Settings = field(default_factory=dict)
+    override_config: Settings = block(dict)
     """Overrides of the model's config."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
     ref_path: str | None = None
@@ -207,9 +206,9 @@ class RewardModelConfig(MicroBatches):
     """Weight of the rule score in the sum."""
     modeling_reward_coef: float = 1.0
     """Weight of the reward model's score in the sum."""
-    turn_reward_coef: dict[str, float] = field(default_factory=dict)
+    turn_reward_coef: dict[str, float] = block(dict)
     """Weights of turn rewards by tool or interaction name: `{calc_gsm8k_reward: 0.5}`."""
-    trajectory_reward_coef: dict[str, float] = field(default_factory=dict)
+    trajectory_reward_coef: dict[str, float] = block(dict)
     """Weights of trajectory rewards by tool or interaction name."""
     credit_assignment: str | float = 0.1
     """Process rewards: gamma-decay, strict min-form, or a temperature above 0 (soft min)."""
@@ -239,9 +238,9 @@ class RewardModelConfig(MicroBatches):
     """Search scores: credit for retrieving a passage with the answer."""
     score_observations: bool = False
     """Include tool and search output in the scored text, as verl does."""
-    scores: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, str] = block(dict)
     """Additional score functions: data source to `pkg.mod:function` or `file.py:function`."""
-    score_kwargs: Settings = field(default_factory=dict)
+    score_kwargs: Settings = block(dict)
     """Additional keyword arguments of the score functions."""
     format_score: float | None = None
     """Rule scores: credit for a well-formed wrong answer; null uses each rule's default (countdown 0.1)."""

@@ -5,7 +5,6 @@ The built-in engine `native` decodes with the actor's parameters; server setting
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
@@ -164,9 +163,9 @@ class VLLMConfig(SchemaBlock):
 class EngineKwargs(SchemaBlock):
     """Arguments that are passed on to other engines, unread."""
 
-    sglang: Settings = field(default_factory=dict)
+    sglang: Settings = block(dict)
     """Server arguments of SGLang: mem_fraction_static=0.8 becomes --mem-fraction-static 0.8."""
-    vllm: Settings = field(default_factory=dict)
+    vllm: Settings = block(dict)
     """Arguments of vllm.LLM, as max_num_batched_tokens or quantization."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
@@ -161,7 +160,7 @@ class GlobalProfilerConfig(SchemaBlock):
     """Steps to profile; null is none."""
     save_path: str = "${trainer.default_local_dir}/profile"
     """Folder of the traces."""
-    nsys_options: dict[str, str] = field(default_factory=dict)
+    nsys_options: dict[str, str] = block(dict)
     """nsys: command-line options, for example {trace: "cuda,nvtx"}."""
 
 
@@ -174,7 +173,7 @@ class RayInitConfig(SchemaBlock):
     """GPUs Ray may use; null is all."""
     address: str | None = None
     """Address of a Ray cluster; null joins RAY_ADDRESS or a local cluster, or starts one."""
-    runtime_env: Settings = field(default_factory=dict)
+    runtime_env: Settings = block(dict)
     """Ray's runtime environment of the workers."""
 
 
