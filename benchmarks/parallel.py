@@ -1,9 +1,10 @@
 """`python -m benchmarks.parallel`: every layout of ranks against one rank, and the table of docs/parallel.md.
 
 Rows are `tests.engine.layouts.LAYOUTS`. Parts, which can be run one by one: `updates` (one SGD step of every
-case), `grpo` (5 steps under Ray over recorded trajectories), `sampled` (5 steps under Ray with the native
-engine, compared up to the first token that differs), `families` (rows split over 2 ranks, per family) and
-`table`. Results: benchmarks/results/parallel.json.
+case), `checkpoints` (one more update from the checkpoint of every layout, under every layout), `grpo` (5
+steps under Ray over recorded trajectories), `sampled` (5 steps under Ray with the native engine, compared up
+to the first token that differs), `families` (rows split over 2 ranks, per family) and `table`. Results:
+benchmarks/results/parallel.json.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,18 @@ from tests.engine.layouts import (
     CASES,
     LAYOUTS,
     ONE,
+    SAVED,
     Layout,
     build,
     cases_of,
+    exported_weights,
     largest_difference,
+    resume,
     run_cases,
     run_families,
+    save,
     update,
+    weight_differences,
     write_families,
     write_models,
 )
@@ -40,40 +46,69 @@ RESULTS = Path(__file__).parent / "results" / "parallel.json"
 PAGE = Path(__file__).parent.parent / "docs" / "parallel.md"
 BEGIN, END = "<!-- table of benchmarks/parallel.py -->", "<!-- end of the table -->"
 STEPS = 5
+DIFFERENCES = ("metrics", "grad_norm", "weights")
 OF_THE_LAYOUT = ("timing_", "perf/", "traffic/", "global_seqlen/", "system/")
 """Metrics that may differ between layouts: clocks, memory, bytes, and rows per rank."""
 
 
-def updates() -> dict[str, Any]:
-    """The largest relative differences of one update, per layout, over its cases."""
+Rows = Iterator[tuple[str, dict[str, Any]]]
+"""A layout or a family, and its numbers; each is written when it is measured."""
+
+
+def updates(layouts: list[Layout]) -> Rows:
+    """The largest relative differences of one update, over the cases of a layout."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_models(folder)
         expected = {n: update(build(ONE, c, folder, 0), c.objective()) for n, c in CASES.items()}
-        found = {}
-        for world in sorted({layout.ranks for layout in LAYOUTS}):
-            results = [r["cases"] for r in spawn({"cases": run_cases}, world, folder)]
-            for layout in (x for x in LAYOUTS if x.ranks == world):
-                apart = [
-                    largest_difference(result[f"{layout} {case}"], expected[case])
-                    for result in results
-                    for case in cases_of(layout)
-                ]
-                worst = {key: max(a[key] for a in apart) for key in apart[0]}
-                found[str(layout)] = {"cases": len(cases_of(layout)), **worst}
-    return found
+        for layout in layouts:
+            results = spawn({"cases": partial(run_cases, [layout])}, layout.ranks, folder)
+            apart = [
+                largest_difference(result["cases"][f"{layout} {case}"], expected[case])
+                for result in results
+                for case in cases_of(layout)
+            ]
+            yield str(layout), {"cases": len(cases_of(layout)), **_worst(apart)}
 
 
-def families() -> dict[str, Any]:
+def checkpoints(layouts: list[Layout]) -> Rows:
+    """One more update from the checkpoint of a layout, on one rank and on every layout, and its export."""
+    by_ranks = {n: [x for x in LAYOUTS if x.ranks == n] for n in {x.ranks for x in LAYOUTS}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_models(folder)
+        case = CASES[SAVED]
+        engine = build(ONE, case, folder, 0)
+        exported = update(engine, case.objective()).weights
+        expected = update(engine, case.objective())
+        for world in by_ranks:
+            saves = {str(x): partial(save, x) for x in layouts if x.ranks == world}
+            if saves:
+                spawn(saves, world, folder)
+        found = resume(layouts, [ONE], 0, 1, folder)
+        for world, under in by_ranks.items():
+            found |= spawn({"on": partial(resume, layouts, under)}, world, folder)[0]["on"]
+        for layout in layouts:
+            updates = [x for n, x in found.items() if n.startswith(f"{layout} -> ")]
+            worst = _worst([largest_difference(x, expected) for x in updates])
+            export = max(weight_differences(exported_weights(folder, layout), exported))
+            yield str(layout), {"resumed under": len(updates), **worst, "export": export}
+
+
+def _worst(differences: list[dict[str, float]]) -> dict[str, float]:
+    return {key: max(x[key] for x in differences) for key in differences[0]}
+
+
+def families(_: list[Layout]) -> Rows:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_families(sorted(FAMILIES), folder)
         found = spawn({"families": run_families}, 2, folder)[0]["families"]
-    return {name.removeprefix("family "): numbers for name, numbers in found.items()}
+    yield from ((name.removeprefix("family "), numbers) for name, numbers in found.items())
 
 
-def runs(rollout: str, found: dict[str, Any], only: str) -> Iterator[dict[str, Any]]:
-    """5 GRPO steps of every layout under Ray, against one process; yields the results so far."""
+def runs(rollout: str, layouts: list[Layout]) -> Rows:
+    """5 GRPO steps of every layout under Ray, against one process."""
     from hone.controller.ray_start import start_ray
 
     start_ray({"num_cpus": 4, "log_to_driver": False, "object_store_memory": 200_000_000})
@@ -81,11 +116,9 @@ def runs(rollout: str, found: dict[str, Any], only: str) -> Iterator[dict[str, A
         folder = Path(name)
         task = make_task(folder)
         one = _train(task, ONE, folder / "one", rollout)
-        for number, layout in enumerate(x for x in LAYOUTS if only in str(x)):
+        for number, layout in enumerate(layouts):
             run = _train(task, layout, folder / str(number), rollout)
-            found[str(layout)] = _compared(run, one)
-            print(layout, found[str(layout)], flush=True)
-            yield found
+            yield str(layout), _compared(run, one)
 
 
 def _train(task: Task, layout: Layout, folder: Path, rollout: str) -> Run:
@@ -96,10 +129,7 @@ def _train(task: Task, layout: Layout, folder: Path, rollout: str) -> Run:
         f"{actor}.optim.optimizer=SGD",
         f"{actor}.optim.lr=0.1",
         f"{actor}.ppo_mini_batch_size=2",
-        f"{actor}.strategy={layout.strategy}",
-        f"{actor}.ulysses_sequence_parallel_size={layout.sequence}",
-        f"{actor}.fsdp_config.tensor_parallel_size={layout.tensor}",
-        f"actor_rollout_ref.ref.fsdp_config.tensor_parallel_size={layout.tensor}",
+        *_sizes(layout),
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.free_cache_engine=false",
         f"trainer.total_training_steps={STEPS}",
@@ -107,6 +137,23 @@ def _train(task: Task, layout: Layout, folder: Path, rollout: str) -> Run:
         f"trainer.controller={'ray' if layout.ranks > 1 else 'local'}",
     ]
     return Run(folder).train(task.overrides(folder, *overrides))
+
+
+def _sizes(layout: Layout) -> list[str]:
+    """The keys of a layout; the reference follows."""
+    actor = "actor_rollout_ref.actor"
+    if layout.strategy == "megatron":
+        return [
+            f"{actor}.strategy=megatron",
+            f"{actor}.megatron.tensor_model_parallel_size={layout.tensor}",
+            f"{actor}.megatron.pipeline_model_parallel_size={layout.pipeline}",
+            "actor_rollout_ref.model.external_lib=tests.engine.megatron_on_cpu",
+        ]
+    return [
+        f"{actor}.ulysses_sequence_parallel_size={layout.sequence}",
+        f"{actor}.fsdp_config.tensor_parallel_size={layout.tensor}",
+        f"actor_rollout_ref.ref.fsdp_config.tensor_parallel_size={layout.tensor}",
+    ]
 
 
 def _compared(run: Run, one: Run) -> dict[str, Any]:
@@ -153,51 +200,68 @@ def write_table(results: dict[str, Any]) -> None:
 def table(results: dict[str, Any]) -> str:
     lines = [
         "| engine, data × sequence × tensor × pipeline | one update: metrics | gradient norm | weights "
-        f"| {STEPS} GRPO steps, recorded | {STEPS} GRPO steps, sampled |",
-        "|---|---|---|---|---|---|",
+        f"| {STEPS} GRPO steps, recorded | {STEPS} GRPO steps, sampled "
+        "| an update from its checkpoint, under every layout | its export |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for layout in LAYOUTS:
-        cells = [f"{layout}"]
-        one = results.get("updates", {}).get(str(layout))
-        for key in ("metrics", "grad_norm", "weights"):
-            cells.append(f"{one[key]:.0e}" if one else "not run")
-        for part in ("grpo", "sampled"):
-            cells.append(_cell(results.get(part, {}).get(str(layout))))
-        lines.append("| " + " | ".join(cells) + " |")
+        update, saved = (
+            results.get(p, {}).get(str(layout), {}) for p in ("updates", "checkpoints")
+        )
+        cells = [_number(update.get(key)) for key in DIFFERENCES]
+        cells += [_cell(results.get(part, {}).get(str(layout))) for part in ("grpo", "sampled")]
+        cells.append(_number(max(saved[key] for key in DIFFERENCES) if saved else None))
+        cells.append(_number(saved.get("export")))
+        lines.append(" | ".join(["| " + str(layout), *cells]) + " |")
     return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "not run" if value is None else f"{value:.0e}"
 
 
 def _cell(run: dict[str, Any] | None) -> str:
     if run is None:
         return "not run"
     if (place := run.get("first other token")) is None:
-        return f"{run['metrics']:.0e}"
+        return _number(run["metrics"])
     step, row, token = place
     return f"{run['metrics']:.0e} up to step {step}, where token {token} of row {row} differs"
 
 
-PARTS: dict[str, Callable[[dict[str, Any], str], Iterable[dict[str, Any]]]] = {
-    "updates": lambda *_: [updates()],
-    "families": lambda *_: [families()],
+PARTS: dict[str, Callable[[list[Layout]], Rows]] = {
+    "updates": updates,
+    "checkpoints": checkpoints,
+    "families": families,
     "grpo": partial(runs, "tests.trainer.recorded:Recorded"),
     "sampled": partial(runs, "native"),
 }
 
 
+def read_results() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"bound": BOUND}
+
+
+def record(part: str, row: str, numbers: dict[str, Any]) -> None:
+    """Adds a row to the results, so that an interruption loses none."""
+    results = read_results()
+    results.setdefault(part, {})[row] = numbers
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    print(part, row, numbers, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, "table", []], default=[])
-    parser.add_argument(
-        "--only", default="", help="layouts whose name has this text, in GRPO steps"
-    )
+    parser.add_argument("--only", default="", help="layouts whose name has this text")
+    parser.add_argument("--missing", action="store_true", help="layouts without results")
     options = parser.parse_args()
-    parts = options.parts or list(PARTS)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"bound": BOUND}
-    for part in parts:
-        for found in PARTS[part](results.get(part, {}), options.only) if part in PARTS else ():
-            results[part] = found
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    write_table(results)
+    for part in options.parts or list(PARTS):
+        known = read_results().get(part, {}) if options.missing else {}
+        layouts = [x for x in LAYOUTS if options.only in str(x) and str(x) not in known]
+        for row, numbers in PARTS[part](layouts) if part in PARTS and layouts else ():
+            record(part, row, numbers)
+    write_table(read_results())
 
 
 if __name__ == "__main__":

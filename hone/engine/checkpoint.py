@@ -30,6 +30,8 @@ from hone.tracking.manifest import seal_shards
 _STRICT = StateDictOptions(strict=True)
 _SAME_BASE = 1e-9
 """Relative tolerance; the order of the float64 sum depends on the number of ranks."""
+_KERNELS = {"capturable", "differentiable", "foreach", "fused"}
+"""Settings of an optimizer that depend on the device and the layout of this run, not on the saved one."""
 
 Leaves = dict[str, tuple[int, ...] | None]
 """Dotted names of the entries of a state, with the shape of tensors."""
@@ -85,6 +87,9 @@ def load_checkpoint(
     if optimizer is None:
         return
     if "moments" in state:
+        groups = zip(state["moments"]["param_groups"], optimizer.inner.param_groups, strict=True)
+        for saved, own in groups:
+            saved.update({name: own[name] for name in _KERNELS & own.keys()})
         set_optimizer_state_dict(
             optimizer.masters, optimizer.inner, state["moments"], options=_STRICT
         )

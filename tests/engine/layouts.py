@@ -7,7 +7,8 @@ One spawn of ranks runs the cases of all layouts of its size. A new engine or di
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.families.tiny import randomise, tiny_config
 from hone.config.critic import CriticConfig
-from hone.config.engine import FSDPConfig
+from hone.config.engine import FSDPConfig, MegatronConfig
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
@@ -38,6 +39,8 @@ from .engines import SGD, actor
 BOUND = 1e-5
 """Relative difference of metrics, gradient norm and weights from those of one rank, in float32."""
 CONTENTS = ("model", "optimizer", "extra")
+MOMENTUM = replace(SGD, override_optimizer_config={"momentum": 0.9})
+"""An SGD step at first; later ones rest on the state that a checkpoint holds."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,14 @@ LAYOUTS = [
     Layout("fsdp2", tensor=2),
     Layout("fsdp2", data=2, tensor=2),
     Layout("fsdp2", sequence=2, tensor=2),
+    Layout("megatron", data=2),
+    Layout("megatron", tensor=2),
+    Layout("megatron", pipeline=2),
+    Layout("megatron", data=2, tensor=2),
+    Layout("megatron", tensor=2, pipeline=2),
 ]
+if find_spec("megatron") is None:
+    LAYOUTS = [layout for layout in LAYOUTS if layout.strategy != "megatron"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,8 @@ class Case:
     """Fields of the EngineSpec."""
     sequence_only: bool = False
     """Whether layouts that split matrices leave it out."""
+    fsdp_only: bool = False
+    """Whether Megatron refuses it."""
     on_many_ranks: bool = False
     """Whether layouts of more than 2 ranks have it too."""
 
@@ -103,13 +115,15 @@ CASES = {
     ),
     "batch statistics": Case(_policy(loss_mode="kl_cov")),
     "recomputed activations": Case(_policy(), changes=(("gradient_checkpointing", True),)),
-    "LoRA": Case(_policy(), changes=(("adapters", _LORA),)),
+    "LoRA": Case(_policy(), changes=(("adapters", _LORA),), fsdp_only=True),
     "critic": Case(_value, head="value", on_many_ranks=True),
-    "process reward model": Case(StepObjective, head="steps"),
-    "outcome reward model": Case(StepObjective, head="score"),
+    "process reward model": Case(StepObjective, head="steps", fsdp_only=True),
+    "outcome reward model": Case(StepObjective, head="score", fsdp_only=True),
     "odd vocabulary": Case(_policy(entropy_coeff=0.1), model="odd"),
     "one key head, untied": Case(_policy(), model="llama", sequence_only=True, on_many_ranks=True),
 }
+SAVED = "token-mean"
+"""The case whose checkpoint is saved and resumed."""
 MODELS: dict[str, dict[str, Any]] = {
     "odd": {"family": "qwen3", "kv_heads": 2, "vocabulary": VOCABULARY + 1},
     "qwen2": {"family": "qwen2", "kv_heads": 2},
@@ -128,7 +142,9 @@ def cases_of(layout: Layout) -> dict[str, Case]:
     return {
         name: case
         for name, case in CASES.items()
-        if not (splits and case.sequence_only) and (layout.ranks <= 2 or case.on_many_ranks)
+        if not (splits and case.sequence_only)
+        and not (layout.strategy == "megatron" and case.fsdp_only)
+        and (layout.ranks <= 2 or case.on_many_ranks)
     }
 
 
@@ -145,13 +161,29 @@ def build(layout: Layout, case: Case, folder: Path, rank: int, **changes: Any) -
         "train_rule": rule,
         "infer_rule": rule,
         "response_width": WIDTH,
-        "optim": SGD,
+        "optim": MOMENTUM,
         "rank": rank,
         "world_size": layout.ranks,
         "sequence_parallel": layout.sequence,
         "tensor_parallel": layout.tensor,
+        "megatron": MegatronConfig(
+            tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline
+        ),
     }
+    if layout.strategy == "megatron":
+        _leave_megatron()
     return build_strategy(layout.strategy, EngineSpec(**settings | dict(case.changes) | changes))
+
+
+def _leave_megatron() -> None:
+    """Destroys megatron-core's groups, which another layout of this process may have created."""
+    from megatron.core import parallel_state
+
+    import tests.engine.megatron_on_cpu  # noqa: F401
+
+    join_group(torch.device("cpu"))
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
 
 
 def slot_rows(engine: TrainEngine) -> DataProto:
@@ -178,32 +210,45 @@ def update(engine: TrainEngine, objective: Any) -> Update:
     return Update(outputs, metrics, {name: tensor.detach().clone() for name, tensor in named})
 
 
-def run_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Every case on every layout of this many ranks, and a checkpoint of each layout."""
+def run_cases(layouts: list[Layout], rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Every case on every one of these layouts, and a checkpoint of each layout."""
     found: dict[str, Any] = {}
-    for layout in LAYOUTS:
-        if layout.ranks != world:
-            continue
+    for layout in layouts:
+        found[f"{layout} {SAVED}"] = save(layout, rank, world, folder)
         for name, case in cases_of(layout).items():
-            engine = build(layout, case, folder, rank)
-            found[f"{layout} {name}"] = update(engine, case.objective())
-            if name == "token-mean":
-                engine.save(folder / f"saved {layout}", CONTENTS)
-                engine.export(folder / f"export {layout}", character_tokenizer())
-    return found
-
-
-def resume(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """One more update on every layout of this many ranks, from every checkpoint there is."""
-    found: dict[str, Any] = {}
-    case = CASES["token-mean"]
-    for saved in sorted(folder.glob("saved *")):
-        for layout in LAYOUTS if world > 1 else [ONE]:
-            if layout.ranks == world:
+            if name != SAVED:
                 engine = build(layout, case, folder, rank)
-                engine.load(saved)
-                found[f"{saved.name} -> {layout}"] = update(engine, case.objective())
+                found[f"{layout} {name}"] = update(engine, case.objective())
     return found
+
+
+def save(layout: Layout, rank: int, world: int, folder: Path) -> Update:
+    """One update, and the checkpoint and the export after it."""
+    case = CASES[SAVED]
+    engine = build(layout, case, folder, rank)
+    found = update(engine, case.objective())
+    engine.save(folder / f"saved {layout}", CONTENTS)
+    engine.export(folder / f"export {layout}", character_tokenizer())
+    return found
+
+
+def resume(
+    saved: list[Layout], layouts: list[Layout], rank: int, world: int, folder: Path
+) -> dict[str, Any]:
+    """One more update under these layouts from the checkpoints of those."""
+    found: dict[str, Any] = {}
+    case = CASES[SAVED]
+    for source in saved:
+        for layout in layouts:
+            engine = build(layout, case, folder, rank)
+            engine.load(folder / f"saved {source}")
+            found[f"{source} -> {layout}"] = update(engine, case.objective())
+    return found
+
+
+def exported_weights(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    path = folder / f"export {layout}" / "huggingface"
+    return dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
 
 
 def largest_difference(found: Update, expected: Update) -> dict[str, float]:
@@ -213,14 +258,20 @@ def largest_difference(found: Update, expected: Update) -> dict[str, float]:
         return abs(a - b) / max(abs(b), 1e-2)
 
     assert set(found.metrics) == set(expected.metrics)
-    assert set(found.weights) == set(expected.weights)
     metrics = {n: apart(found.metrics[n], v) for n, v in expected.metrics.items()}
     norm = metrics.pop("grad_norm")
-    weights = (
-        float((found.weights[n] - w).norm() / w.norm().clamp(min=1e-2))
-        for n, w in expected.weights.items()
-    )
+    weights = weight_differences(found.weights, expected.weights)
     return {"metrics": max(metrics.values()), "grad_norm": norm, "weights": max(weights)}
+
+
+def weight_differences(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> list[float]:
+    assert set(found) == set(expected)
+    return [
+        float((found[n] - w).detach().norm() / w.norm().clamp(min=1e-2))
+        for n, w in expected.items()
+    ]
 
 
 def write_families(names: list[str], folder: Path) -> None:

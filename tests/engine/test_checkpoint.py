@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -58,6 +60,19 @@ def test_a_loaded_engine_goes_on_bit_for_bit(name, tmp_path):
     assert other.optimizer.state_dict() == {"updates": 2, "skipped": 0, "schedule_step": 2}
     assert train(other, 2) == expected
     assert all(torch.equal(weights(other)[n], x) for n, x in weights(made).items())
+
+
+def test_a_checkpoint_of_fused_updates_continues_without_them(tmp_path):
+    """Updates of one rank are fused, those of sharded tensors are not."""
+    made = engine(policy(), MOMENTUM)
+    train(made, 2)
+    made.save(tmp_path, CONTENTS)
+    settings = dict(MOMENTUM.override_optimizer_config or {}) | {"foreach": False}
+    other = engine(policy(), replace(MOMENTUM, override_optimizer_config=settings))
+    other.load(tmp_path)
+    (group,) = other.optimizer.inner.param_groups
+    assert (group["fused"], group["foreach"]) == (None, False)
+    assert train(other) == pytest.approx(train(made), rel=1e-6)
 
 
 @pytest.mark.filterwarnings("error:torch.distributed is disabled:UserWarning")
