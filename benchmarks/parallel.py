@@ -152,7 +152,6 @@ def _sizes(layout: Layout) -> list[str]:
     return [
         f"{actor}.ulysses_sequence_parallel_size={layout.sequence}",
         f"{actor}.fsdp_config.tensor_parallel_size={layout.tensor}",
-        f"actor_rollout_ref.ref.fsdp_config.tensor_parallel_size={layout.tensor}",
     ]
 
 

@@ -103,7 +103,10 @@ class RefConfig(LogProbConfig):
     """Engine; follows the actor."""
     use_torch_compile: bool = follows("actor_rollout_ref.actor.use_torch_compile")
     """Compile each decoder block; follows the actor."""
-    fsdp_config: FSDPConfig = block(FSDPConfig)
+    fsdp_config: FSDPConfig = block(
+        FSDPConfig,
+        tensor_parallel_size=follows("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"),
+    )
     megatron: MegatronConfig = block(MegatronConfig, **ACTORS_LAYOUT)
     ulysses_sequence_parallel_size: Count = follows(
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size"

@@ -163,18 +163,29 @@ def _small_budgets(
 ) -> Iterator[tuple[str, JsonValue, str]]:
     """Yields token budgets that do not hold a rank's part of the longest sequence."""
     policy, critic = config.actor_rollout_ref, config.critic
+    reward, pool = config.reward_model, sum(config.reward_pool)
     longest = policy.rollout.prompt_length + policy.rollout.response_length
     actor_size = sequence_parallel(policy.actor, policy.actor.fsdp_config)
     ref_size = sequence_parallel(policy.ref, policy.ref.fsdp_config)
     critic_size = sequence_parallel(critic, critic.model.fsdp_config)
-    for key, strategy, size in (
-        (f"{_ACTOR}.ppo", policy.actor.strategy, actor_size),
-        ("actor_rollout_ref.rollout.log_prob", policy.actor.strategy, actor_size),
-        (f"{_REF}.log_prob", policy.ref.strategy, ref_size),
-        (f"{_CRITIC}.ppo", critic.strategy, critic_size),
-        (f"{_CRITIC}.forward", critic.strategy, critic_size),
-    ):
-        splits = config.world_size > 1 and (strategy != "megatron" or is_megatron_off)
+    roles = [
+        (f"{_ACTOR}.ppo", policy.actor.strategy, actor_size, config.world_size),
+        (
+            "actor_rollout_ref.rollout.log_prob",
+            policy.actor.strategy,
+            actor_size,
+            config.world_size,
+        ),
+        (f"{_REF}.log_prob", policy.ref.strategy, ref_size, config.world_size),
+        (f"{_CRITIC}.ppo", critic.strategy, critic_size, config.world_size),
+        (f"{_CRITIC}.forward", critic.strategy, critic_size, config.world_size),
+    ]
+    if reward.enable and reward.type in ("orm", "prm", "prime"):
+        split = sequence_parallel(reward, reward.model.fsdp_config) if reward.type != "orm" else 1
+        strategy = policy.actor.strategy if reward.type == "prime" else "fsdp2"
+        roles.append(("reward_model.forward", strategy, split, pool or config.world_size))
+    for key, strategy, size, ranks in roles:
+        splits = ranks > 1 and (strategy != "megatron" or is_megatron_off)
         share = -(-longest // size) if splits else longest
         if get(config, f"{key}_max_token_len_per_gpu") < share:
             why = f"a rank's budget must hold the longest prompt plus response, so it is {share}"

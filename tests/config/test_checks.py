@@ -310,6 +310,20 @@ SETTLED: list[tuple[list[str], str, object, str]] = [
         20512,
         "must hold the longest prompt plus response, so it is 20512",
     ),
+    (
+        [
+            "data.max_response_length=20000",
+            "trainer.n_gpus_per_node=2",
+            "reward_model.enable=true",
+            "reward_model.type=prm",
+            "reward_model.model.path=prm",
+            "reward_model.ulysses_sequence_parallel_size=2",
+            "reward_model.forward_max_token_len_per_gpu=4096",
+        ],
+        "reward_model.forward_max_token_len_per_gpu",
+        10256,
+        "must hold the longest prompt plus response, so it is 10256",
+    ),
     ([f"{ACTOR}.rollout_n=5", f"{ROLLOUT}.n=4"], f"{ACTOR}.rollout_n", 4, "n=4 responses"),
     ([f"{ROLLOUT}.val_kwargs.n=4"], f"{ROLLOUT}.val_kwargs.n", 4, "are all the same"),
     (
@@ -375,6 +389,13 @@ def test_every_budget_holds_the_longest_row_of_its_own_layout(
 ) -> None:
     config = load_config([*LONG, *overrides])
     assert [get(config, key) for key in BUDGETS] == budgets
+
+
+def test_the_reference_has_the_layout_of_the_actor() -> None:
+    sizes = [f"{ACTOR}.fsdp_config.tensor_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    assert load_config(sizes).actor_rollout_ref.ref.fsdp_config.tensor_parallel_size == 2
+    own = "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=1"
+    assert load_config([*sizes, own]).actor_rollout_ref.ref.fsdp_config.tensor_parallel_size == 1
 
 
 def test_without_megatron_the_budgets_are_those_of_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,12 @@ def test_the_budget_of_a_supervised_run_follows_its_longest_row() -> None:
     assert "must hold data.max_length=100 tokens" in composed.notes[0]
 
 
+def test_a_supervised_run_says_that_fsdp2_takes_the_place_of_megatron() -> None:
+    composed = compose(["engine.strategy=megatron"], config_name="sft_trainer")
+    assert composed.notes == ("engine.strategy=megatron: models are sharded with FSDP2",)
+    assert composed.config.engine.strategy == "fsdp2"
+
+
 def test_supervised_micro_batches_follow_tokens_unless_a_size_is_given() -> None:
     assert load_config(config_name="sft_trainer").data.sequences_per_micro_batch(2) is None
     fixed = ["data.use_dynamic_bsz=false", "data.micro_batch_size=8"]

@@ -10,7 +10,6 @@ from .runs import Run, Task
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
-ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
 RECORDED = [
     "actor_rollout_ref.rollout.agent.default_agent_loop=trainer.ppo.loops:Recorded",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -21,26 +20,22 @@ RECORDED = [
     "trainer.total_training_steps=5",
     "data.shuffle=false",
 ]
-LAYOUTS = {
-    "data × tensor = 1 × 2": (2, [f"{role}.fsdp_config.tensor_parallel_size=2" for role in ROLES]),
-    "data × tensor = 2 × 2": (4, [f"{role}.fsdp_config.tensor_parallel_size=2" for role in ROLES]),
-}
+SPLIT = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"  # the reference follows
+
+
+def ray(ranks: int) -> list[str]:
+    return ["trainer.controller=ray", f"trainer.n_gpus_per_node={ranks}"]
+
+
 METRICS = ("pg_loss", "kl_loss", "entropy", "grad_norm", "ppo_kl", "pg_clipfrac")
 
 
-@pytest.fixture(scope="module")
-def one(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("one")
-    return Run(folder).train(task.overrides(folder, *RECORDED))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_five_steps_have_the_metrics_of_one_rank(
-    task: Task, one: Run, tmp_path: Path, name: str
-) -> None:
-    ranks, layout = LAYOUTS[name]
-    ray = ["trainer.controller=ray", f"trainer.n_gpus_per_node={ranks}"]
-    run = Run(tmp_path).train(task.overrides(tmp_path, *RECORDED, *layout, *ray))
+def test_five_steps_of_two_by_two_ranks_have_the_metrics_of_one(task: Task, tmp_path: Path) -> None:
+    """Data × tensor parallel; benchmarks/parallel.py has every layout."""
+    one, run = (
+        Run(tmp_path / name).train(task.overrides(tmp_path / name, *RECORDED, *more))
+        for name, more in {"one": [], "four": [SPLIT, *ray(4)]}.items()
+    )
     for metric in METRICS:
         expected = one.series(f"actor/{metric}")
         assert len(expected) == 5
@@ -50,11 +45,9 @@ def test_five_steps_have_the_metrics_of_one_rank(
 def test_a_layout_samples_with_the_whole_model(task: Task, tmp_path: Path) -> None:
     """The first step has equal weights and seeds, so equal tokens."""
     sampled = ["trainer.total_training_steps=2", "data.shuffle=false"]
-    ranks, layout = LAYOUTS["data × tensor = 1 × 2"]
-    ray = ["trainer.controller=ray", f"trainer.n_gpus_per_node={ranks}"]
     one, two = (
         Run(tmp_path / name).train(task.overrides(tmp_path / name, *sampled, *more))
-        for name, more in {"one": [], "two": [*layout, *ray]}.items()
+        for name, more in {"one": [], "two": [SPLIT, *ray(2)]}.items()
     )
     texts = [[row["response_text"] for row in run.rollouts(1)] for run in (one, two)]
     assert texts[0] == texts[1]
