@@ -1,4 +1,4 @@
-"""`main_ppo --config-name=ppo_megatron_trainer` under Ray: actor, critic and reference on Megatron's layouts."""
+"""`main_ppo --config-name=ppo_megatron_trainer` under Ray: actor, critic and reference on several ranks."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def test_ppo_with_a_critic_on_two_pipeline_stages_gives_the_metrics_of_one_rank(
         "algorithm.adv_estimator=gae",
         "algorithm.use_kl_in_reward=true",
         "actor_rollout_ref.rollout.name=tests.trainer.recorded:Recorded",
+        "actor_rollout_ref.rollout.free_cache_engine=false",
         *(f"{role}.optim.optimizer=SGD" for role in (ACTOR, "critic")),
     ]
     size = f"{ACTOR}.megatron.pipeline_model_parallel_size=2"

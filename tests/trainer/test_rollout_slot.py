@@ -72,6 +72,16 @@ LAYOUTS = {
         *TWO_RANKS,
         "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
     ],
+    "a sequence parallel actor": [
+        *TWO_RANKS,
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+    ],
+    "a Megatron actor of two stages": [
+        *TWO_RANKS,
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.model.external_lib=tests.engine.megatron_on_cpu",
+    ],
 }
 
 
@@ -81,6 +91,8 @@ def test_a_sharded_rollout_takes_weights_of_any_layout(
     train: Callable[..., Run], layout: str
 ) -> None:
     """Both steps: the second decodes with the weights of the first update."""
+    if "Megatron" in layout:
+        pytest.importorskip("megatron.core")
     model = [key for key in LAYOUTS[layout] if "lora" in key]
     one = train(*SGD, *model, folder="one")
     size = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"

@@ -184,6 +184,12 @@ class _Preflight:
 
                 megatron = engine.role.get("megatron", config.actor_rollout_ref.actor.megatron)
                 self._attempt(partial(refuse_role, engine.path, engine.override_config, megatron))
+        rollout = config.actor_rollout_ref.rollout
+        if rollout.name == "native" and (size := rollout.tensor_model_parallel_size) > 1:
+            from hone.rollout.native.sharded_build import refuse_sharding
+
+            ranks, model = config.rollout_ranks, config.actor_rollout_ref.model
+            self._attempt(partial(refuse_sharding, size, ranks, model))
         scorer = config.reward_model.model.path
         if plan is not None and plan.reward_model and scorer and not plan.served:
             is_judge = plan.reward_model == "judge"

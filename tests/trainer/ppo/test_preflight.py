@@ -11,6 +11,7 @@ import pytest
 from hone import cli
 from hone.config import ConfigError
 from hone.models.families import UnsupportedModel
+from hone.models.tiny import tiny_lm
 
 from ..runs import Task
 from .dry_runs import MULTI_TURN, TOOL_LOOP, dry_run, no_models, problems_of  # noqa: F401
@@ -134,6 +135,21 @@ def test_a_layout_that_the_model_of_a_role_does_not_split_into_is_refused(
     ranks = ("trainer.n_gpus_per_node=16", "data.train_batch_size=16")
     with pytest.raises(UnsupportedModel, match=f"{size}=16"):
         dry_run(task, tmp_path / "run", *ranks, f"{block}.{size}=16", *chosen)
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])
+def test_a_family_that_the_rollout_does_not_shard_is_refused_before_workers_start(
+    task: Task, tmp_path: Path, family: str
+) -> None:
+    """Fused projections, and a mixture of experts."""
+    other = tmp_path / "other"
+    shutil.copytree(task.model, other)
+    config = tiny_lm(42, hidden=32, mlp=48, family=family).config
+    config.save_pretrained(other)
+    ranks = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    sentence = f"is a {family} model, which the native engine does not shard"
+    with pytest.raises(UnsupportedModel, match=sentence):
+        dry_run(task, tmp_path / "run", *ranks, f"actor_rollout_ref.model.path={other}")
 
 
 @pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"])
