@@ -188,6 +188,7 @@ def _leave_megatron() -> None:
 
 def slot_rows(engine: TrainEngine) -> DataProto:
     batch = rows()
+    batch.batch["responses"][0, 1] = 0  # a policy may write the padding token
     batch.batch["labels"] = (batch.batch["advantages"] > 0).float()
     return split_padded(batch, engine.mesh.data_parallel_size)[engine.mesh.data_parallel_rank]
 

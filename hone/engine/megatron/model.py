@@ -187,4 +187,19 @@ def build_stage(
         parallel_output=True,
     )
     stage.rotary_pos_emb = RotaryPositions(frequencies)
+    if stage.pre_process and hf.pad_token_id is not None:
+        _freeze_padding(stage.embedding.word_embeddings, hf.pad_token_id)
     return stage
+
+
+def _freeze_padding(embedding: nn.Module, padding: int) -> None:
+    """Gives the embedding of the padding token no gradient, as Hugging Face's `padding_idx` does."""
+
+    def detach(module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        is_padding = (inputs[0] == padding)[..., None]  # [1, N, 1]
+        if module.reduce_scatter_embeddings:  # a tensor-parallel rank's part of [N, 1, d]
+            group = module.tp_group
+            is_padding = is_padding.transpose(0, 1).chunk(group.size())[group.rank()]
+        return torch.where(is_padding, output.detach(), output)
+
+    embedding.register_forward_hook(detach)
