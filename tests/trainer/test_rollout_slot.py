@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .runs import Run
+from .runs import Run, Task
 from .test_ray_runs import SGD, TWO_RANKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -85,16 +85,22 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def alone(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("alone")
+    return Run(folder).train(task.overrides(folder, *SGD))
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sharded_rollout_takes_weights_of_any_layout(
-    train: Callable[..., Run], layout: str
+    train: Callable[..., Run], alone: Run, layout: str
 ) -> None:
     """Both steps: the second decodes with the weights of the first update."""
     if "Megatron" in layout:
         pytest.importorskip("megatron.core")
     model = [key for key in LAYOUTS[layout] if "lora" in key]
-    one = train(*SGD, *model, folder="one")
+    one = train(*SGD, *model, folder="one") if model else alone
     size = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
     two = train(*SGD, *LAYOUTS[layout], size, folder="two")
     assert first_difference(one, two) is None
