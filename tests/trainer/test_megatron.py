@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.runs import Run, Task, make_task, start
+from .runs import Run, Task, start
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ACTOR = "actor_rollout_ref.actor"
 OF_THE_LAYOUT = ("timing_", "perf/", "traffic/", "global_seqlen/", "system/")
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Task:
-    return make_task(tmp_path_factory.mktemp("task"))
 
 
 def train(task: Task, folder: Path, *overrides: str) -> Run:
