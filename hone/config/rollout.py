@@ -158,6 +158,9 @@ class VLLMConfig(SchemaBlock):
     """Seconds until vLLM must be ready."""
     stall_timeout_s: Positive = 600.0
     """Seconds until a decode step or a weight update must have ended; then vLLM is started again."""
+    weights: Literal["auto", "distributed"] = "auto"
+    """Transfer of new weights to vLLM's workers: auto shares memory (CUDA IPC on a GPU) with workers that are
+    all on this machine; distributed shares it with the first, which broadcasts to the others (gloo, NCCL)."""
 
 
 class EngineKwargs(SchemaBlock):

@@ -1,9 +1,9 @@
 """vLLM as a rollout engine (`rollout.name=vllm`): processes of their own, in an interpreter of their own.
 
 Requests go to one of `data_parallel_size` processes by trajectory, prefix and load. Weights go through a
-bucket in a memory file or, on a GPU, in its memory (CUDA IPC). A process that dies is started again with
-the current weights, and its requests continue from the tokens that they have. Weights across machines
-come to this process through hone.weights; vLLM always runs on the machine of its rollout worker.
+bucket in a memory file or, on a GPU, in its memory (CUDA IPC); a worker of vLLM that is on another machine
+gets it from the first one. A process that dies is started again with the current weights, and its requests
+continue from the tokens that they have.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.remote_requests import Chunk, ConnectionLost, RemoteEngine
 from hone.rollout.requests import Request, RequestRules
 from hone.rollout.vllm_buckets import buckets
+from hone.rollout.vllm_experts import by_expert
 from hone.rollout.vllm_process import EngineProcess
 from hone.rollout.weights import refuse_unknown
 from hone.types import Row
@@ -221,7 +222,7 @@ class VLLMRollout(RemoteEngine):
         """Loads the current weights into a process that does not have them."""
         if self._updated:
             process.loading = False
-            for bucket in buckets(self._current(), self._device, self._bucket_bytes):
+            for bucket in self._buckets(self._current()):
                 await self._load_bucket(bucket, [process])
             await process.call("finish")
         process.stale = process.missed = process.loading = False
@@ -286,8 +287,11 @@ class VLLMRollout(RemoteEngine):
             process.loading = process.missed = False
 
     async def _load(self, weights: Weights) -> None:
-        for bucket in buckets(self._checked(weights), self._device, self._bucket_bytes):
+        for bucket in self._buckets(self._checked(weights)):
             await self._submit(self._load_bucket(bucket, self._processes))
+
+    def _buckets(self, weights: Weights) -> Iterator[Row]:
+        return buckets(by_expert(weights), self._device, self._bucket_bytes)
 
     def _checked(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:

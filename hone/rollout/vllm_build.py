@@ -15,12 +15,14 @@ import torch
 from hone.config.rollout import RolloutConfig
 from hone.event_loop import run_coroutine
 from hone.models.load import load_config, resolve_model_path
+from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.requests import RequestRules
-from hone.rollout.server_build import build_vllm_servers, refuse_experts
+from hone.rollout.server_build import build_vllm_servers
 from hone.rollout.server_weights import meta_parameters
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_adapters import AdapterVLLM, engine_arguments
+from hone.rollout.vllm_experts import FAMILIES as EXPERT_FAMILIES
 from hone.rollout.vllm_process import EngineProcess, Launch
 from hone.types import Row, Settings
 
@@ -66,10 +68,15 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
     if not has_vllm(python):
         place = f"rollout.vllm.python={python}" if python else "this interpreter"
         raise RolloutError(f"rollout.name=vllm, but {place} has no vLLM; {INSTALL}")
-    refuse_experts(spec)
     model = load_config(spec.model_path)
+    experts = routing_shape(model) is not None
+    if experts and model.model_type not in EXPERT_FAMILIES:
+        raise RolloutError(
+            f"rollout.name=vllm takes new weights of {', '.join(sorted(EXPERT_FAMILIES))} among mixtures of "
+            f"experts, and {spec.model_path} is {model.model_type}; use rollout.name=native"
+        )
     rules = RequestRules.of(model, spec.eos_ids, spec.tokenizer)
-    lm = _published_adapters(spec)
+    lm = None if experts else _published_adapters(spec)
     more = (engine_arguments(lm) if lm is not None else None) or {}
     launches = [
         launch(spec, rules.max_positions, i, more) for i in range(config.data_parallel_size)
@@ -111,9 +118,12 @@ def _published_adapters(spec: RolloutSpec) -> Any:
     """Returns the policy's PEFT model if its adapters are published alone.
 
     On a GPU that the actor shares, vLLM gives its weights back while the actor trains, and all of them
-    are published on waking: merged ones then need no second computation per layer.
+    are published on waking: merged ones then need no second computation per layer. Adapters are files on
+    this machine, which workers on another one would not find.
     """
     config = spec.config
+    if config.vllm.weights == "distributed":
+        return None
     shares_gpu = spec.device.type == "cuda" and spec.current_weights is not None
     if shares_gpu and isinstance(config, RolloutConfig) and config.free_cache_engine:
         return None
@@ -174,6 +184,7 @@ def launch(
         environment(cuda, devices),
         config.vllm.start_timeout_s,
         config.vllm.stall_timeout_s,
+        config.vllm.weights,
     )
 
 

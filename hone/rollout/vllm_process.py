@@ -58,6 +58,8 @@ class Launch:
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 600.0
     """A single command or decode step may take this long."""
+    weights: str = "auto"
+    """How new weights reach vLLM's workers (rollout.vllm.weights)."""
 
 
 class EngineProcess:
@@ -105,10 +107,13 @@ class EngineProcess:
         self.starts_without_tokens += 1
         began = time.monotonic()
         await self._spawn()
-        starting = asyncio.ensure_future(self.call("start", engine=self._launch.engine))
+        launch = self._launch
+        starting = asyncio.ensure_future(
+            self.call("start", engine=launch.engine, weights=launch.weights)
+        )
         while not (await asyncio.wait({starting}, timeout=_PROGRESS_S))[0]:
             seconds = time.monotonic() - began
-            if seconds > self._launch.start_timeout_s:
+            if seconds > launch.start_timeout_s:
                 last = self._last_line()
                 starting.cancel()
                 await self.stop()

@@ -65,6 +65,8 @@ class Server:
         self._unsent: dict[str, list[Any]] = {}
         self._sent_at = 0.0
         self._updating = False
+        self._workers = 0
+        self._distributed = False
         self._llm: Any = None
         self._parameters: Any = None
         self._adapter: Any = None
@@ -94,11 +96,15 @@ class Server:
             if frame is None:
                 self._step()
                 continue
+            if frame["verb"] not in ("start", "add", "abort"):
+                self._drain()
             self._send(list(self._unsent))
             answer: Frame = {"call": frame.get("call")}
             try:
                 answer["result"] = verbs[frame["verb"]](frame)
             except Exception as error:
+                if self._workers > 1:  # some may have done it, or wait for the others
+                    raise
                 traceback.print_exc()
                 answer["error"] = f"{type(error).__name__}: {error}"
             if frame.get("call") is not None:
@@ -136,6 +142,17 @@ class Server:
         if everything:
             self._sent_at = now
 
+    def _drain(self) -> None:
+        """Ends the batches that pipeline stages have in flight: their tokens are of the weights before."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        if core.batch_queue:
+            from vllm.v1.core.sched.interface import PauseState
+
+            core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            while core.batch_queue:
+                self._step()
+            core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def _send(self, keys: list[str]) -> None:
         if keys:
             self._connection.send({"tokens": [self._unsent.pop(key) for key in keys]})
@@ -154,9 +171,14 @@ class Server:
             worker_extension_cls="hone_vllm_worker.HoneWorker",
             weight_transfer_config=transfer,
         )
+        self._llm.collective_rpc("allocate_stage_input")
         self._llm.collective_rpc("report_log_probs_before_truncation")
         self._llm.collective_rpc("draw_by_position")
         self._llm.init_weight_transfer_engine({"init_info": {}})
+        on_this_machine = self._llm.collective_rpc("sees", args=(str(Path(__file__).parent),))
+        self._distributed = frame["weights"] == "distributed" or not all(on_this_machine)
+        self._llm.llm_engine.model_executor.register_failure_callback(kill_group)
+        self._workers = len(on_this_machine)
 
         def parameters(sampling: Frame) -> Any:
             return SamplingParams(
@@ -204,7 +226,8 @@ class Server:
                 self._llm.finish_weight_update()
             self._llm.start_weight_update()
             self._updating = True
-        self._llm.update_weights({"update_info": frame["bucket"]})
+        bucket = frame["bucket"] | {"distributed": self._distributed}
+        self._llm.update_weights({"update_info": bucket})
 
     def finish(self, frame: Frame) -> None:
         """Ends an update; running requests compute their KV cache again."""
@@ -237,6 +260,10 @@ def end_group() -> None:
     """Removes the folder of this process and kills its group."""
     sys.stderr.flush()
     shutil.rmtree(Path(__file__).parent, ignore_errors=True)
+    kill_group()
+
+
+def kill_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
@@ -253,7 +280,7 @@ def main() -> None:
         traceback.print_exc()
         sys.stderr.flush()
     finally:
-        os.killpg(0, signal.SIGKILL)
+        kill_group()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,8 @@ class BucketInfo(WeightTransferUpdateInfo):
     path: str | None = None
     cuda: list[Any] | None = None
     """The handle of the GPU memory; its bytes are {"bytes": base64}."""
+    distributed: bool = False
+    """Whether only the first worker can read the memory; it broadcasts the bucket to the others."""
 
 
 class BucketEngine(WeightTransferEngine):
@@ -61,7 +64,8 @@ class BucketEngine(WeightTransferEngine):
         load_weights: Callable[[list[tuple[str, Tensor]]], object] | None = None,
     ) -> None:
         """vLLM 0.22 passes `load_weights`."""
-        (load_weights or self.model.load_weights)(list(_tensors(update_info)))
+        content = _broadcast(update_info) if update_info.distributed else _memory(update_info)
+        (load_weights or self.model.load_weights)(list(_tensors(update_info, content)))
 
     def finish_weight_update(self) -> None:
         """vLLM 0.22 does this in its worker."""
@@ -69,13 +73,8 @@ class BucketEngine(WeightTransferEngine):
 
         with torch.device(self.device):
             finalize_layerwise_reload(self.model, self.model_config)
-        head = getattr(self.model, "lm_head", None)
-        if self.device.type == "cpu" and head is not None and hasattr(head, "weight"):
-            # The CPU kernel keeps a packed copy of a tied head, which no reload replaces.
-            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-            if self.model_config.hf_text_config.tie_word_embeddings:
-                dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+        if self.device.type == "cpu":
+            _repack(self.model, self.model_config.hf_text_config.tie_word_embeddings)
 
     def shutdown(self) -> None: ...
 
@@ -84,19 +83,49 @@ class BucketEngine(WeightTransferEngine):
         raise NotImplementedError("hone sends its buckets itself")
 
 
-def _tensors(info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
-    """Yields copies: vLLM may keep a tensor until its layer is complete, after the bucket is refilled."""
+def _repack(model: Any, tied: bool) -> None:
+    """Packs for the CPU kernels what vLLM's reload forgets: experts, and the kernel's copy of a tied head."""
+    for layer in model.modules():
+        if "w13_weight" in layer._parameters:
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+    head = getattr(model, "lm_head", None)
+    if tied and hasattr(head, "weight"):
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def _memory(info: BucketInfo) -> Tensor:
+    """Returns the bytes of a bucket in the memory of the rollout worker, which is on this machine."""
     if info.cuda is None:
         assert info.path is not None
         with open(info.path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), info.size, prot=mmap.PROT_READ)
-        content = torch.frombuffer(mapped, dtype=torch.uint8)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+    torch.cuda.init()
+    parts = [base64.b64decode(x["bytes"]) if isinstance(x, dict) else x for x in info.cuda]
+    parts[0] = torch.cuda.current_device()  # the sender counts its visible devices
+    storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+
+
+def _broadcast(info: BucketInfo) -> Tensor:
+    """Returns the bytes of a bucket, which the first worker sends to all in vLLM's group (gloo, NCCL).
+
+    The rollout worker is no member: it shares the first worker's GPU, and NCCL takes a GPU once.
+    """
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.rank_in_group == 0:
+        content = _memory(info)[: info.size]
     else:
-        torch.cuda.init()
-        parts = [base64.b64decode(x["bytes"]) if isinstance(x, dict) else x for x in info.cuda]
-        parts[0] = torch.cuda.current_device()  # the sender counts its visible devices
-        storage = torch.UntypedStorage._new_shared_cuda(*parts)
-        content = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+        content = torch.empty(info.size, dtype=torch.uint8, device=group.device)
+    return group.broadcast(content, 0)
+
+
+def _tensors(info: BucketInfo, content: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields copies: vLLM may keep a tensor until its layer is complete, after the bucket is refilled."""
     for name, kind, shape, offset in info.tensors:
         dtype = getattr(torch, kind)
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -113,6 +142,23 @@ class HoneWorker:
     """Methods that vLLM's worker inherits."""
 
     model_runner: Any
+
+    def sees(self, folder: str) -> bool:
+        """Whether this worker is on the machine that has the folder."""
+        return os.path.isdir(folder)
+
+    def allocate_stage_input(self) -> None:
+        """Allocates what a pipeline stage gets from the stage before, where no trial run has: on a CPU vLLM
+        has none with `enforce_eager`, and its first step would fail."""
+        from vllm.distributed.parallel_state import get_pp_group
+
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
 
     def report_log_probs_before_truncation(self) -> None:
         """Makes log-probs those of softmax(logits / temperature), before top-k, top-p and min-p; greedy

@@ -72,6 +72,7 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     "**.rollout.vllm.python": ("rollout/vllm_build.py", "config.vllm.python"),
     "**.rollout.vllm.start_timeout_s": ("rollout/vllm_build.py", "config.vllm.start_timeout_s"),
     "**.rollout.vllm.stall_timeout_s": ("rollout/vllm_build.py", "config.vllm.stall_timeout_s"),
+    "**.rollout.vllm.weights": ("rollout/vllm_build.py", "config.vllm.weights"),
     "**.engine_kwargs.vllm": ("rollout/vllm_build.py", "config.engine_kwargs.vllm"),
     "**.rollout.data_parallel_size": ("rollout/vllm_build.py", "config.data_parallel_size"),
     "**.tensor_model_parallel_size": (

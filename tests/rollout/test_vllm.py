@@ -6,7 +6,7 @@ The contract runs over vLLM itself (`make test-vllm`); deaths, routes and update
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,31 +39,20 @@ from . import (  # noqa: F401
 from .engine_contract import CLAUSES, Violation, verify
 from .factories import NativeFactory
 from .test_vllm_process import fake_python
-from .vllm_factory import SHAPE, SharedVLLM, VLLMFactory, vllm
+from .vllm_factory import SharedVLLM, VLLMFactory, vllm
 
 APPLY = [name for name, clause in CLAUSES.items() if clause.applies(VLLMFactory())]
 
 
-@pytest.fixture
-def _heads_of_32_numbers() -> Iterator[None]:
-    before = dict(models.SHAPE)
-    models.SHAPE.update(SHAPE)
-    models.sharp_lm.cache_clear()
-    yield
-    models.SHAPE.clear()
-    models.SHAPE.update(before)
-    models.sharp_lm.cache_clear()
-
-
 @vllm
-@pytest.mark.usefixtures("_heads_of_32_numbers")
+@pytest.mark.usefixtures("heads_of_32_numbers")
 @pytest.mark.parametrize("name", APPLY)
 def test_contract(name: str) -> None:
     verify(name, VLLMFactory())
 
 
 @vllm
-@pytest.mark.usefixtures("_heads_of_32_numbers")
+@pytest.mark.usefixtures("heads_of_32_numbers")
 def test_a_prefill_over_several_steps_gets_the_draws_of_its_seed() -> None:
     """The process takes 64 tokens per step; native draws the same tokens."""
     model = models.policy()
@@ -180,7 +169,7 @@ MUTANTS = [
 
 
 @vllm
-@pytest.mark.usefixtures("_heads_of_32_numbers")
+@pytest.mark.usefixtures("heads_of_32_numbers")
 @pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[m.__name__ for m, _ in MUTANTS])
 def test_the_contract_names_the_clause_a_mutant_breaks(mutant: type[SharedVLLM], name: str) -> None:
     class Factory(VLLMFactory):
@@ -230,6 +219,12 @@ def with_engine(
             await engine.close()
 
     asyncio.run(run())
+
+
+async def sampling(engine: VLLMRollout, count: int) -> None:
+    """Waits until so many requests have tokens."""
+    while sum(bool(r.request.token_ids) for r in list(engine._running.values())) < count:
+        await asyncio.sleep(0.001)
 
 
 async def update(engine: VLLMRollout, shift: int, version: int) -> None:
@@ -289,7 +284,7 @@ def test_a_death_in_an_update_does_not_end_it(tmp_path: Path, when: str) -> None
     async def work(engine: VLLMRollout) -> None:
         (process,) = engine._processes
         running = asyncio.ensure_future(engine.generate([1, 2], LONG, "kept"))
-        await asyncio.sleep(0.05)
+        await sampling(engine, 1)
         await engine.pause(keep=True)
 
         async def kill() -> None:
@@ -389,7 +384,7 @@ def test_a_process_that_dies_while_another_commits_gets_the_new_weights(tmp_path
         first, second = engine._processes
         call = second.call
         jobs = [asyncio.ensure_future(engine.generate([g], LONG, f"{g}")) for g in (1, 2)]
-        await asyncio.sleep(0.05)
+        await sampling(engine, 2)
         assert (first.load, second.load) == (1, 1)
         await engine.pause(keep=True)
 
@@ -416,7 +411,7 @@ def test_abort_and_close_do_not_wait_for_a_process_that_starts_again(tmp_path: P
     async def work(engine: VLLMRollout) -> None:
         (process,) = engine._processes
         jobs = [asyncio.ensure_future(engine.generate([1], LONG, name)) for name in ("a", "b")]
-        await asyncio.sleep(0.05)
+        await sampling(engine, 2)
         process._launch = Launch(process._launch.python, {"model": "slow"}, {})
         pid = process.pid
         process.kill()

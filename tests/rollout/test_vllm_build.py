@@ -15,6 +15,7 @@ from hone.config import load_config
 from hone.rollout.contract import RolloutError, RolloutSpec
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_build import build_vllm, environment, launch
+from hone.rollout.vllm_process import EngineProcess
 
 from .models import EOS, TOKENIZER, policy
 from .vllm_factory import SHAPE, vllm, vllm_python
@@ -84,8 +85,11 @@ def test_an_interpreter_without_vllm_is_refused_with_the_way_out() -> None:
 
 
 def overrides(folder: Path, steps: int) -> list[str]:
-    row = {"data_source": "any", "prompt": "1+1=", "reward_model": {"ground_truth": 2}}
-    (folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    rows = [
+        {"data_source": "any", "prompt": f"{i}+1=", "reward_model": {"ground_truth": i + 1}}
+        for i in range(4)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "score.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return len(set(solution_str))\n"
@@ -138,27 +142,57 @@ def test_five_grpo_steps_with_adapters_on_two_devices_agree_with_the_trainer(
     assert max(line["perf/weight_bytes"] for line in lines) < whole / 2
 
 
+@vllm
+def test_grpo_steps_with_weights_that_are_broadcast_agree_with_the_trainer(tmp_path: Path) -> None:
+    """Merged ones: the adapters' files are on one machine."""
+    keys = ("vllm.weights=distributed", "tensor_model_parallel_size=2")
+    settings = [*overrides(tmp_path, 2), *(f"{ROLLOUT}.{key}" for key in keys)]
+    lines = trained(tmp_path, *settings, "actor_rollout_ref.model.lora_rank=4")
+    agrees(lines, 2)
+    whole = (tmp_path / "model/model.safetensors").stat().st_size
+    assert max(line["perf/weight_bytes"] for line in lines) > whole / 2
+
+
 KILLS = int(os.environ.get("HONE_VLLM_KILLS", "1"))
 
 
 @vllm
-@pytest.mark.timeout(300 + 120 * KILLS)
-def test_a_run_whose_engine_is_killed_reaches_its_end_and_agrees_with_the_trainer(
+@pytest.mark.timeout(420 + 120 * KILLS)
+def test_a_run_over_two_engines_that_are_killed_reaches_its_end_and_agrees_with_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in the middle of a response, once per step; HONE_VLLM_KILLS=10 kills ten times."""
+    """Killed in the middle of a response, once per step (HONE_VLLM_KILLS=10: ten times), and once between
+    the two commits of an update: the first engine has the new weights then, the second does not."""
     kills: list[int] = []
+    commits: list[EngineProcess] = []
+    engines: dict[str, set[int]] = {}
     steps = max(5, KILLS + 1)
-    append = VLLMRollout._append
+    append, call = VLLMRollout._append, EngineProcess.call
 
     def killing(self: VLLMRollout, request: Any, chunk: Any) -> None:
         append(self, request, chunk)
+        index = self._process_of[request.request_id]
+        engines.setdefault(request.request_id, set()).add(index)
         if self.version == len(kills) + 1 <= KILLS and request.stop_reason is None:
-            kills.append(self._processes[0].pid)
-            self._processes[0].kill()
+            kills.append(self._processes[index].pid)
+            self._processes[index].kill()
+
+    async def killed_after_its_commit(self: EngineProcess, verb: str, **arguments: object) -> Any:
+        result = await call(self, verb, **arguments)
+        if verb == "finish":
+            commits.append(self)
+            if len(commits) == 3:  # two at the start
+                self.kill()
+        return result
 
     monkeypatch.setattr(VLLMRollout, "_append", killing)
-    lines = trained(tmp_path, *overrides(tmp_path, steps))
+    monkeypatch.setattr(EngineProcess, "call", killed_after_its_commit)
+    lines = trained(tmp_path, *overrides(tmp_path, steps), f"{ROLLOUT}.data_parallel_size=2")
     agrees(lines, steps)
     assert len(set(kills)) == KILLS
     assert all(line["response_length/mean"] > 0 for line in lines)
+    first, second, killed, *later = commits
+    assert (first is not second, killed in (first, second)) == (True, True)
+    assert set(later[:2]) == {first, second}, "the killed engine has not got the update"
+    assert {len(indices) for indices in engines.values()} == {1}, "a trajectory has moved"
+    assert set().union(*engines.values()) == {0, 1}

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hone.rollout.contract import RolloutError
 from hone.rollout.remote_requests import Chunk
-from hone.rollout.vllm_process import EngineProcess
+from hone.rollout.vllm_process import EngineDied, EngineProcess
 from hone.rollout.vllm_server import Connection
 
 from .test_vllm_process import started, with_process
@@ -51,6 +52,26 @@ def test_a_pause_holds_tokens_and_what_was_drawn_comes_before_its_answer(tmp_pat
         assert queue.qsize() == before
 
     with_process(tmp_path, work)
+
+
+@pytest.mark.parametrize("model", ["m", "two workers", "two machines"])
+def test_weights_are_broadcast_where_a_worker_is_on_another_machine(
+    model: str, tmp_path: Path
+) -> None:
+    """The fake looks at how it gets them. Several workers end with a command that has failed: some may have
+    done it, or wait for the others."""
+    bucket = {"tensors": [], "size": 0, "path": "/dev/null"}
+
+    async def work(process: EngineProcess) -> None:
+        await started(process)
+        await process.call("load", first=True, bucket=bucket)
+        await process.call("finish")
+        alone = model == "m"
+        with pytest.raises(RolloutError if alone else EngineDied, match="AssertionError"):
+            await process.call("load", first=False, bucket=bucket)
+        assert process.alive is alone
+
+    with_process(tmp_path, work, model=model)
 
 
 def test_a_bucket_that_begins_an_update_ends_one_that_stayed_open(tmp_path: Path) -> None:

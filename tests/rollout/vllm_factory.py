@@ -36,6 +36,10 @@ def vllm_python() -> str | None:
     return os.environ.get("HONE_VLLM_PYTHON") or (str(built) if built.exists() else None)
 
 
+if (python := vllm_python()) is not None:
+    # What vLLM finds out about a model, in a process that imports it, stays for later test sessions.
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(python).absolute().parents[1] / "cache"))
+
 needs_vllm = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
@@ -61,7 +65,8 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 @cache
-def process() -> EngineProcess:
+def process(tensor: int = 1, pipeline: int = 1, weights: str = "auto") -> EngineProcess:
+    """One process per layout of its workers."""
     from hone.rollout.vllm_build import environment
 
     python = vllm_python()
@@ -75,7 +80,9 @@ def process() -> EngineProcess:
         "max_model_len": POSITIONS,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 64,  # prefills are split
-        "distributed_executor_backend": "uni",
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+        "distributed_executor_backend": "uni" if tensor * pipeline == 1 else "mp",
         "disable_log_stats": True,
         "generation_config": "vllm",
         "skip_tokenizer_init": True,
@@ -83,7 +90,8 @@ def process() -> EngineProcess:
         "async_scheduling": False,
         "seed": 0,
     }
-    started = EngineProcess(Launch(python, arguments, environment(False, None)))
+    launch = Launch(python, arguments, environment(False, None), weights=weights)
+    started = EngineProcess(launch)
     asyncio.run_coroutine_threadsafe(started.start(), loop()).result()
     started.serving = True
     return started
@@ -92,12 +100,14 @@ def process() -> EngineProcess:
 class SharedVLLM(VLLMRollout):
     """An engine of its own over the process of all tests, with the policy's weights."""
 
+    shared_process = staticmethod(process)
+
     def __init__(self, model: PolicyModel, max_num_seqs: int) -> None:
         """The process has one limit for all tests; `max_num_seqs` is held here."""
         lm: Any = model.lm
         self._slots = asyncio.Semaphore(max_num_seqs)
         super().__init__(
-            [process()],
+            [self.shared_process()],
             RequestRules.of(lm.config, (EOS,), TOKENIZER),
             dict(lm.named_parameters()),
             bucket_bytes=2**14,

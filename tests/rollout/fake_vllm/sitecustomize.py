@@ -31,7 +31,10 @@ class Engine:
     def input_processor(self):
         return self
 
-    engine_core = input_processor
+    engine_core = model_executor = input_processor
+    batch_queue = None
+
+    def register_failure_callback(self, callback): ...
 
     def get_supported_tasks(self):
         return ("generate",)
@@ -100,9 +103,12 @@ class LLM:
         if model == "slow":
             time.sleep(1000)
         self.llm_engine, self.updating = Engine(), False
+        self.workers = {"two workers": [True, True], "two machines": [True, False]}.get(
+            model, [True]
+        )
 
-    def collective_rpc(self, name):
-        pass
+    def collective_rpc(self, name, args=()):
+        return self.workers
 
     def init_weight_transfer_engine(self, request):
         pass
@@ -114,6 +120,7 @@ class LLM:
     def update_weights(self, request):
         assert self.updating
         info = request["update_info"]
+        assert info["distributed"] is not all(self.workers), "how a worker gets the bucket"
         with open(info["path"], "rb") as file:
             content = file.read(info["size"])
         for name, _, _, offset in info["tensors"]:
