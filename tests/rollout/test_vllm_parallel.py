@@ -33,18 +33,24 @@ CORE = (
 )
 
 
+class StagedVLLM(SharedVLLM):
+    shared_process = staticmethod(partial(process, pipeline=2))
+
+
+class BroadcastVLLM(SharedVLLM):
+    shared_process = staticmethod(partial(process, tensor=2, weights="distributed"))
+
+
 class TwoStages(VLLMFactory):
     """Two pipeline stages, which read the weights from the same memory."""
 
-    class engine_class(SharedVLLM):
-        shared_process = staticmethod(partial(process, pipeline=2))
+    engine_class = StagedVLLM
 
 
 class TwoShards(VLLMFactory):
     """Two tensor-parallel workers, of which the second gets the weights by broadcast."""
 
-    class engine_class(SharedVLLM):
-        shared_process = staticmethod(partial(process, tensor=2, weights="distributed"))
+    engine_class = BroadcastVLLM
 
 
 @vllm
@@ -59,7 +65,7 @@ def test_contract(name: str, factory: type[VLLMFactory]) -> None:
 @pytest.mark.usefixtures("heads_of_32_numbers")
 def test_a_worker_that_dies_between_two_broadcasts_costs_no_weight() -> None:
     """vLLM's other worker waits for it; all of them are started again, with the weights of the update."""
-    engine = TwoShards.engine_class(models.policy(), 8)
+    engine = BroadcastVLLM(models.policy(), 8)
     (prompt,) = models.prompts(1, 20)
     new = models.policy(seed=1)
 
