@@ -42,7 +42,7 @@ if (python := vllm_python()) is not None:
 
 needs_vllm = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(
         vllm_python() is None, reason="no vLLM: `make setup-vllm` builds .venv-vllm"
     ),
