@@ -94,7 +94,7 @@ async def _all_take(servers: Sequence[SGLangServer], lm: PeftModel) -> bool:
 
 def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running vLLM servers."""
-    refuse_experts(spec)
+    _refuse_experts(spec)
     server = spec.config.server
     limits = Limits(server.max_start_wait_time, server.timeout)
     tied = bool(load_config(spec.model_path).tie_word_embeddings)
@@ -107,12 +107,13 @@ def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
     )
 
 
-def refuse_experts(spec: RolloutSpec) -> None:
-    """Raises for a mixture of experts: no update of its weights was shown to be right in vLLM."""
-    if routing_shape(load_config(spec.model_path)) is not None:
+def _refuse_experts(spec: RolloutSpec) -> None:
+    """Raises for the training of a mixture of experts: no vLLM server was shown to take its updates."""
+    trains = isinstance(spec.config, RolloutConfig)
+    if trains and routing_shape(load_config(spec.model_path)) is not None:
         raise RolloutError(
-            f"rollout.name={spec.config.name} takes no new weights of mixtures of experts, and "
-            f"{spec.model_path} is one; use rollout.name=native"
+            f"a running vLLM server takes no new weights of mixtures of experts, and {spec.model_path} is "
+            "one; use rollout.name=vllm without rollout.server.urls, or rollout.name=native"
         )
 
 

@@ -44,15 +44,22 @@ def test_each_rollout_worker_has_servers_of_its_own() -> None:
         urls_of(replace(spec, config=wrong))
 
 
-def test_vllm_servers_refuse_mixtures_of_experts_before_anything_starts(tmp_path: Path) -> None:
+def test_vllm_servers_refuse_to_train_mixtures_of_experts_before_anything_starts(
+    tmp_path: Path,
+) -> None:
     tiny_config("qwen3_moe").save_pretrained(tmp_path)
     rollout = load_config([f"{URLS}=[http://a:1]"])
     config = replace(rollout.actor_rollout_ref.rollout, name="vllm")
     spec = replace(spec_of("hf"), config=config, model_path=str(tmp_path))
     with pytest.raises(
-        RolloutError, match=r"rollout.name=vllm takes no new weights of mixtures of experts"
+        RolloutError, match="a running vLLM server takes no new weights of mixtures of experts"
     ):
         build_rollout(spec)
+    server = "rollout.server."
+    words = [f"{server}urls=[http://127.0.0.1:9]", f"{server}max_start_wait_time=0.1"]
+    config = replace(load_config(words, config_name="generation").rollout, name="vllm")
+    with pytest.raises(RolloutError, match="not healthy"):  # it generates
+        build_rollout(replace(spec, config=config))
 
 
 @pytest.mark.parametrize("weights", ["disk", "tensor"])
