@@ -5,7 +5,7 @@ Each rank collates its own rows; `join_ranks` joins them into the batch that a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from itertools import chain
 from typing import Any
 
@@ -79,7 +79,7 @@ def with_verl_columns(batch: DataProto) -> DataProto:
     return batch
 
 
-def join_ranks(group: Any, results: Sequence[DataProto]) -> DataProto:
+def join_ranks(group: object, results: Sequence[DataProto]) -> DataProto:
     """Concatenates the batches that the ranks of a worker group collated.
 
     A rank's columns depend on its rows, so they are made equal: sharding must not change the columns.
@@ -166,13 +166,13 @@ def _facts(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
     return {name: object_array(values) for name, values in facts.items()}
 
 
-def _lengths(rows: Sequence[Sequence[Any]]) -> np.ndarray:  # [N, 1]
+def _lengths(rows: Sequence[Sized]) -> np.ndarray:  # [N, 1]
     return np.array([[len(row)] for row in rows])
 
 
 def _filled(
     inside: np.ndarray,  # [N, W] true where a row's values go
-    rows: Sequence[Sequence[Any]],
+    rows: Sequence[Sequence[float]],
     pad: float,
     dtype: type,
 ) -> Tensor:

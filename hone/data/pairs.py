@@ -138,7 +138,7 @@ def _response(value: Any) -> str:
     return value
 
 
-def _sharegpt(turn: Any) -> Message:
+def _sharegpt(turn: object) -> Message:
     """Returns a message of {role, content} or {from, value}."""
     if not isinstance(turn, Mapping):
         raise PromptError(f"a turn is an object with role and content, got {shown(turn)}")
@@ -167,5 +167,5 @@ def _dialogue(value: Any) -> tuple[list[Message], str]:
     return messages[:-1], _response(messages[-1])
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)

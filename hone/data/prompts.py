@@ -15,7 +15,7 @@ from hone.cores import usable_cores
 from hone.data.chat_template import BrokenTemplate, apply_template
 from hone.text import described, flaw_of, shown
 from hone.tokenizer import Tokenizer
-from hone.types import Settings
+from hone.types import JsonValue, Settings
 
 Message: TypeAlias = dict[str, Any]
 """One chat message: `role`, `content`, and further keys of the template."""
@@ -118,7 +118,9 @@ def render_prompt(
     return tokenise(text, tokenizer, max_tokens) if isinstance(text, str) else text
 
 
-def initialize_system_prompt(tokenizer: Any, **apply_chat_template_kwargs: Any) -> list[int]:
+def initialize_system_prompt(
+    tokenizer: Tokenizer, **apply_chat_template_kwargs: JsonValue
+) -> list[int]:
     """Returns the tokens that the chat template writes before the first turn; the name is verl's."""
     turn = {"role": "user", "content": ""}
     options = {**apply_chat_template_kwargs, "add_generation_prompt": False}

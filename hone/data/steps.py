@@ -243,7 +243,7 @@ def _rated_steps(row: Row) -> list[Row]:
     return parts
 
 
-def _rating_label(rating: Any, config: StepDataConfig) -> float | None:
+def _rating_label(rating: object, config: StepDataConfig) -> float | None:
     if rating is None:
         return None
     labels = {-1.0: 0.0, 0.0: config.neutral_label, 1.0: 1.0}
@@ -319,7 +319,7 @@ def _texts(steps: Sequence[Any], key: str) -> list[str]:
     return list(steps)
 
 
-def _label(label: Any) -> float | None:
+def _label(label: object) -> float | None:
     if label is None:
         return None
     if not isinstance(label, (bool, int, float)) or not 0 <= label <= 1 or math.isnan(label):

@@ -119,7 +119,7 @@ class ServedClassifier:
         return [_number(value) for value in values]
 
 
-def _one(value: Any) -> Any:
+def _one(value: JsonValue) -> JsonValue:
     """Returns the only value of a row; of one row per token, that of the last token."""
     while isinstance(value, list):
         if len(value) > 1 and not isinstance(value[-1], list):
@@ -128,7 +128,7 @@ def _one(value: Any) -> Any:
     return value
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"a score is {value!r:.40}, not a number")
     return float(value)

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from hone.models.from_config import import_external
 from hone.models.load import load_tokenizer, refusals_in_words, resolve_model_path
 from hone.ops.masked import split_at_response
 from hone.protocol import DataProto
-from hone.rewards.conversation import conversation_text, defused, has_template, prompt_text
+from hone.rewards.conversation import Prompt, conversation_text, defused, has_template, prompt_text
 from hone.rewards.managers.reading import on_last_policy_token
+from hone.types import Row
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class FrozenClassifier(Worker):
         prepare_process(self.device, self.world_size, timeout_s, [sharding])
         import_external(config.model.external_lib)
         folder = resolve_model_path(str(config.model.path))
-        settings: dict[str, Any] = {**config.model.override_config, "num_labels": labels}
+        settings: Row = {**config.model.override_config, "num_labels": labels}
         with refusals_in_words(str(config.model.path), folder):
             self.model, report = auto_class.from_pretrained(
                 folder,
@@ -74,7 +75,10 @@ class FrozenClassifier(Worker):
         )
 
     def _refuse_untrained(
-        self, missing: Iterable[str], mismatched: Iterable[tuple[str, Any, Any]], labels: int
+        self,
+        missing: Iterable[str],
+        mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]],
+        labels: int,
     ) -> None:
         """Raises if transformers would fill weights that the checkpoint lacks with random numbers."""
         what = f"reward_model.model.path={self.config.reward_model.model.path}"
@@ -201,10 +205,10 @@ class RewardModelWorker(FrozenClassifier):
             prompts = [as_messages(prompt) for prompt in prompts]
         return [self.encoded(p, a) for p, a in zip(prompts, answers, strict=True)]
 
-    def encoded(self, prompt: str | Sequence[Any], answer: str) -> list[int]:
+    def encoded(self, prompt: Prompt, answer: str) -> list[int]:
         """Returns the tokens of a prompt and its response."""
         if self.reads_pairs:
-            length: dict[str, Any] = {"truncation": True, "max_length": self._limit}
+            length: Row = {"truncation": True, "max_length": self._limit}
             pair = prompt_text(prompt), answer
             return list(self.tokenizer(*pair, **length if self._limit else {})["input_ids"])
         text = conversation_text(prompt, answer, self.tokenizer)

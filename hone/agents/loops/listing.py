@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
 
 from hone.agents.contract import LOOPS, AgentLoopBase, DictConfigWrap, ServerManager
 from hone.config import PPOTrainerConfig
@@ -45,7 +44,7 @@ class LoopNames:
         self._path = rollout.agent.agent_loop_config_path
         self._listed = _listed(self._path) if self._path else {}
 
-    def of_row(self, agent_name: Any) -> str:
+    def of_row(self, agent_name: object) -> str:
         """Returns the loop name for a row's `agent_name`; raises PluginError for an unknown name."""
         if agent_name is None or (isinstance(agent_name, str) and not agent_name):
             return self.default

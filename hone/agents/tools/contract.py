@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any
 from uuid import uuid4
 
@@ -135,7 +136,7 @@ class OpenAIFunctionToolSchema:
         return {"type": self.type, "function": self.function.model_dump()}
 
 
-def _require(value: Any, kind: Any, rule: str) -> None:
+def _require(value: object, kind: type | UnionType, rule: str) -> None:
     if not isinstance(value, kind):
         raise ToolError(f"{rule}, got {shown(value)}")
 

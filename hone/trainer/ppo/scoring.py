@@ -6,7 +6,7 @@ Extras, which a scorer returns next to its score, are columns too; they override
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -36,7 +36,8 @@ from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
 from hone.tokenizer import Tokenizer
 from hone.trainer.ppo.plan import Plan
-from hone.types import Function, Row
+from hone.trainer.ppo.roles import AnyGroup
+from hone.types import Function, JsonValue, Row
 from hone.workers.reward_model import RewardModelWorker
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from hone.rewards.managers.model import ModelRewardManager
     from hone.workers.judge import JudgeWorker
 
-Extras: TypeAlias = Mapping[str, Sequence[Any]]
+Extras: TypeAlias = Mapping[str, Sequence[JsonValue]]
 """Values that a score function returned next to its score: by name, one value per row."""
 RewardModel: TypeAlias = WorkerGroup[RewardModelWorker] | RuleRewardManager
 """The workers of a reward model, or the manager of one that a server runs."""
@@ -178,15 +179,18 @@ def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | Non
 
 
 def load_validation_manager(
-    config: PPOTrainerConfig, tokenizer: Tokenizer, dataset: Dataset | None, **options: Any
+    config: PPOTrainerConfig,
+    tokenizer: Tokenizer,
+    dataset: Dataset | None,
+    compute_score: Function | None = None,
 ) -> AbstractRewardManager:
     """Return the manager of validation. As in PURE, `blank` is for training only: validation rows are scored
     by the rules as `prime` does, if each has one."""
-    manager = load_reward_manager(config, tokenizer, 1, **options)
+    manager = load_reward_manager(config, tokenizer, 1, compute_score=compute_score)
     if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
         return manager
     by_prime = replace(config, "reward_manager.name", "prime")
-    by_rule = load_reward_manager(by_prime, tokenizer, 1, **options)
+    by_rule = load_reward_manager(by_prime, tokenizer, 1, compute_score=compute_score)
     try:
         default = config.actor_rollout_ref.rollout.default_loop
         check_sources(by_rule, dataset, default_loop=default, has_model=True)
@@ -250,7 +254,7 @@ def _of_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tuple[T
     if not rows.any() and len(batch):
         return torch.zeros(batch.batch["responses"].shape), {}
     result = reward_fn(batch if rows.all() else batch[rows], return_dict=True)
-    extras: dict[str, list[Any]] = {}
+    extras: dict[str, list[JsonValue]] = {}
     for name, values in result.get("reward_extra_info", {}).items():
         some = iter(values)
         extras[name] = [next(some) if of_row else None for of_row in rows]
@@ -368,7 +372,7 @@ def reward_model_of(
     config: PPOTrainerConfig,
     plan: Plan,
     tokenizer: Tokenizer,
-    groups: Mapping[Role, WorkerGroup[Any]],
+    groups: Mapping[Role, AnyGroup],
 ) -> RewardModel | None:
     """Return the workers of the reward model, or the manager of a served one or a judge."""
     group = None if plan.implicit_rewards else groups.get(Role.RewardModel)
