@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import os
 import shlex
 import signal
 import stat
@@ -188,6 +191,42 @@ def test_the_manifest_has_only_fields_of_a_rayjob_and_asks_for_a_token() -> None
         assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert unfit(whole | {"specs": {}}, RAYJOB) == ["/specs"]
     assert "workerGroupSpecs" not in manifest(["hone"], nodes=1)["spec"]["rayClusterSpec"]
+
+
+def closed(schema: Any) -> Any:
+    """A schema of Kubernetes with unknown fields refused, as its server prunes them."""
+    if isinstance(schema, list):
+        return [closed(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: closed(entry) for key, entry in schema.items()}
+    if isinstance(made.get("properties"), dict) and not made.get(
+        "x-kubernetes-preserve-unknown-fields"
+    ):
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+@pytest.mark.skipif("HONE_RAYJOB_CRD" not in os.environ, reason="HONE_RAYJOB_CRD names no CRD")
+def test_the_manifest_fits_the_crd_of_kuberay() -> None:
+    """HONE_RAYJOB_CRD is KubeRay's ray.io_rayjobs.yaml."""
+    jsonschema = pytest.importorskip("jsonschema")
+    crd = yaml.safe_load(Path(os.environ["HONE_RAYJOB_CRD"]).read_text("utf-8"))
+    (v1,) = [version for version in crd["spec"]["versions"] if version["name"] == "v1"]
+    schema = closed(v1["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"].pop("additionalProperties", None)
+    check = jsonschema.Draft7Validator(schema)
+    whole = manifest(["hone", "train", "trainer.nnodes=4"])
+    for fit in (
+        whole,
+        manifest(["hone"], nodes=1, gpus=0, namespace=None, volumes=[], env_from=[]),
+    ):
+        assert [error.message for error in check.iter_errors(fit)] == []
+    for path in ("spec", "spec/rayClusterSpec", "spec/rayClusterSpec/headGroupSpec/template/spec"):
+        unfit_one = copy.deepcopy(whole)
+        place = functools.reduce(lambda at, key: at[key], path.split("/"), unfit_one)
+        place["unknown"] = 1
+        assert not check.is_valid(unfit_one)
 
 
 def test_a_plain_command_stays_readable_and_an_odd_one_survives_every_shell() -> None:
