@@ -41,6 +41,13 @@ def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
         return system, str(path)
     except (ImportError, ValueError) as error:
         raise OSError(f"{url} cannot be opened: {error}") from error
+    except OSError as error:
+        if "libjvm" not in str(error) and "libhdfs" not in str(error):
+            raise
+        raise OSError(
+            f"{url} cannot be opened: hdfs:// needs Java and Hadoop's libhdfs (JAVA_HOME, HADOOP_HOME, "
+            "CLASSPATH); webhdfs:// needs neither"
+        ) from error
 
 
 def _s3_of_pyarrow() -> AbstractFileSystem:

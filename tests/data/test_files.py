@@ -103,6 +103,16 @@ def test_what_is_not_there_is_said_with_its_key(url: str) -> None:
         resolve_model_path(url)
 
 
+def test_hdfs_without_java_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_java(url: str) -> None:
+        raise OSError("Unable to load libjvm: dlopen(a) failed\ndlopen(b) failed")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", no_java)
+    with pytest.raises(OSError, match="JAVA_HOME") as caught:
+        files.file_system("hdfs://host:9000/run")
+    assert "\n" not in str(caught.value)
+
+
 def test_local_folders_are_made_and_copied_into_each_other(tmp_path: Path) -> None:
     files.makedirs(tmp_path / "a" / "b")
     (tmp_path / "a" / "b" / "f").write_text("x")

@@ -35,7 +35,8 @@ ray.init(log_to_driver=False)
 @ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
 def where(): time.sleep(2); return ray.get_runtime_context().get_node_id()
 nodes = len(ray.nodes())
-ray.get([where.remote() for _ in range(nodes)])
+if nodes == 3:
+    ray.get([where.remote() for _ in range(nodes)])
 print("nodes", nodes, "folder", os.getcwd(), "word", sys.argv[2], flush=True)
 def stopped(*_):
     print("saved", flush=True)
