@@ -33,8 +33,18 @@ CORE = (
 )
 
 
+class StagedVLLM(SharedVLLM):
+    shared_process = staticmethod(partial(process, pipeline=2))
+
+
 class BroadcastVLLM(SharedVLLM):
     shared_process = staticmethod(partial(process, tensor=2, weights="distributed"))
+
+
+class TwoStages(VLLMFactory):
+    """Two pipeline stages, which read the weights from the same memory."""
+
+    engine_class = StagedVLLM
 
 
 class TwoShards(VLLMFactory):
@@ -46,8 +56,9 @@ class TwoShards(VLLMFactory):
 @vllm
 @pytest.mark.usefixtures("heads_of_32_numbers")
 @pytest.mark.parametrize("name", CORE)
-def test_contract(name: str) -> None:
-    verify(name, TwoShards())
+@pytest.mark.parametrize("factory", [TwoStages, TwoShards])
+def test_contract(name: str, factory: type[VLLMFactory]) -> None:
+    verify(name, factory())
 
 
 @vllm
