@@ -30,7 +30,7 @@ WORKER = """
 import asyncio, sys
 from hone.rollout.http_server import Limits
 from hone.rollout.sglang_process import LaunchedSGLang
-server = LaunchedSGLang("", Limits(60.0, 5.0), command=sys.argv[1:])
+server = LaunchedSGLang("", Limits(300.0, 30.0), command=sys.argv[1:])
 server.launch()
 asyncio.run(server.wait_until_healthy())
 print(server.pid, flush=True)
