@@ -36,6 +36,8 @@ _SIZES = (
     "fsdp_config.tensor_parallel_size",
     "megatron.tensor_model_parallel_size",
     "megatron.pipeline_model_parallel_size",
+    "megatron.expert_model_parallel_size",
+    "megatron.expert_tensor_parallel_size",
 )
 """Parallel sizes, which do not change the training."""
 _KEY = re.compile(r"[\w.]+")
@@ -150,7 +152,7 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
     if config.world_size == 1:
         for key in leaves(PPOTrainerConfig):
             on_pool = key.startswith("reward_model.") and config.reward_pool
-            if key.endswith(_SIZES) and get(config, key) > 1 and not on_pool:
+            if key.endswith(_SIZES) and (get(config, key) or 1) > 1 and not on_pool:
                 yield key, 1, "one rank computes whole sequences and whole layers"
     buffer = config.reward_model.reward_kwargs.overlong_buffer_cfg
     if buffer.enable and buffer.len == 0:
@@ -200,8 +202,11 @@ def _not_megatron(config: PPOTrainerConfig) -> Iterator[tuple[str, JsonValue, st
         why = "megatron-core is not installed here (pip install 'hone-rl[megatron]')"
     elif policy.model.uses_lora or config.critic.model.lora_rank > 0:
         why = "strategy=megatron trains no LoRA adapters"
-    elif policy.actor.router_replay.mode != "disabled":
-        why = "strategy=megatron replays no expert routing"
+    elif (
+        policy.actor.router_replay.mode != "disabled"
+        and policy.actor.megatron.pipeline_model_parallel_size > 1
+    ):
+        why = "strategy=megatron replays expert routing without pipeline parallel only"
     for key in (f"{_ACTOR}.strategy", f"{_REF}.strategy", f"{_CRITIC}.strategy"):
         if why and get(config, key) == "megatron":
             yield key, "fsdp2", f"{why}; models are sharded with FSDP2"
@@ -240,16 +245,8 @@ def uneven_mesh(
 ) -> Iterator[str]:
     """Yields parallel sizes of a role whose product does not divide the ranks."""
     if role.get("strategy") == "megatron":
-        tensor, stages = (
-            role["megatron"].tensor_model_parallel_size,
-            role["megatron"].pipeline_model_parallel_size,
-        )
-        if ranks % (tensor * stages):
-            key = f"{role_key}.megatron"
-            yield (
-                f"{key}.tensor_model_parallel_size={tensor} times pipeline_model_parallel_size={stages} "
-                f"does not divide {ranks} ranks; use sizes whose product does"
-            )
+        if problem := role["megatron"].uneven(ranks):
+            yield f"{role_key}.megatron.{problem}"
         return
     sequence, tensor = sequence_parallel(role, sharding), sharding.tensor_parallel_size
     if ranks % (sequence * tensor):

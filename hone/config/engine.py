@@ -85,6 +85,10 @@ class MegatronConfig(SchemaBlock):
     """Ranks that split the matrices of each layer."""
     pipeline_model_parallel_size: Count = 1
     """Stages of the pipeline; each holds as many layers as the others."""
+    expert_model_parallel_size: Count = 1
+    """Ranks that split the experts of a layer, whole experts each; no effect on a model without experts."""
+    expert_tensor_parallel_size: Count | None = None
+    """Ranks that split the matrices of each expert; null is tensor_model_parallel_size."""
     sequence_parallel: bool = True
     """Split norms and residuals over the tensor-parallel ranks; no effect on one."""
     override_transformer_config: Settings = block(dict)
@@ -95,10 +99,38 @@ class MegatronConfig(SchemaBlock):
         """The number of ranks that get the same rows."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """The number of ranks that split the matrices of each expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    def uneven(self, ranks: int) -> str:
+        """Returns the sizes whose product does not divide the ranks; empty if there are none."""
+        stages = self.pipeline_model_parallel_size
+        tensor, experts = self.tensor_model_parallel_size, self.expert_model_parallel_size
+        if ranks % (tensor * stages):
+            sizes = (
+                f"tensor_model_parallel_size={tensor} times pipeline_model_parallel_size={stages}"
+            )
+        elif ranks % (experts * self.expert_tensor_ranks * stages):
+            sizes = (
+                f"expert_model_parallel_size={experts} times expert_tensor_parallel_size="
+                f"{self.expert_tensor_ranks} times pipeline_model_parallel_size={stages}"
+            )
+        else:
+            return ""
+        return f"{sizes} does not divide {ranks} ranks; use sizes whose product does"
+
 
 ACTORS_LAYOUT = {
     name: follows(f"actor_rollout_ref.actor.megatron.{name}")
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+    )
 }
 """The defaults of reference and critic, whose process may be the actor's."""
 

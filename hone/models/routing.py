@@ -108,13 +108,17 @@ class Routing:
         """Returns the experts [N, k] to use where the router chooses `own`."""
         experts = own
         if self.replay is not None:
-            recorded = self.replay[:, layer].to(own.dtype)
-            experts = torch.where(recorded >= 0, recorded, own)
-            same = (own[:, :, None] == experts[:, None]).any(1)
-            self._shares[layer] = same.float().mean(1)
+            experts, self._shares[layer] = replayed(own, self.replay[:, layer])
         if self.record is not None:
             self.record(layer, experts)
         return experts
+
+
+def replayed(own: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the experts [N, k] to use, and the share [N] of them in the router's own choice."""
+    recorded = recorded.to(own.dtype)
+    experts = torch.where(recorded >= 0, recorded, own)
+    return experts, (own[:, :, None] == experts[:, None]).any(1).float().mean(1)
 
 
 class _Choice(TorchFunctionMode):

@@ -6,12 +6,19 @@ CPU's.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import megatron.core.pipeline_parallel.schedules as schedules
+import megatron.core.tensor_parallel.mappings as mappings
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
+import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import torch
+import torch.distributed as dist
+
+_gather = mappings._gather_along_first_dim
+_reduce_scatter = mappings._reduce_scatter_along_first_dim
 
 
 class _Torch:
@@ -26,17 +33,60 @@ class _Torch:
 
 
 class _Stream:
-    """A stream that orders nothing."""
+    """A stream, or an event of one, that orders nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """What megatron-core makes of a tensor on a device."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather_along_first_dim(
+    tensor: torch.Tensor, group: Any, sizes: list[int] | None = None, *_: Any
+) -> torch.Tensor:
+    """Gathers parts of unequal sizes, which gloo does not."""
+    if sizes is None or group.size() == 1:
+        return _gather(tensor, group)
+    parts = [
+        tensor.contiguous() if rank == group.rank() else tensor.new_empty(size, *tensor.shape[1:])
+        for rank, size in enumerate(sizes)
+    ]
+    for rank, part in enumerate(parts):
+        dist.broadcast(part, group=group, group_src=rank)
+    return torch.cat(parts)
+
+
+def _reduce_scatter_along_first_dim(
+    tensor: torch.Tensor, group: Any, sizes: list[int] | None = None, *_: Any
+) -> torch.Tensor:
+    if sizes is None or group.size() == 1:
+        return _reduce_scatter(tensor, group)
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total.split(sizes)[group.rank()]
+
 
 def patch() -> None:
+    mappings._gather_along_first_dim = _gather_along_first_dim
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_along_first_dim
+    token_dispatcher.maybe_move_tensor_to_cpu = _on_host
     schedules.torch = moe_utils.torch = _Torch()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.cuda.current_device = lambda: "cpu"
-    torch.cuda.Stream = _Stream
+    torch.cuda.Stream = torch.cuda.current_stream = _Stream
+    torch.cuda.stream = nullcontext
     torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)

@@ -7,7 +7,6 @@ every stage.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -24,7 +22,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from hone.algorithms.aggregation import counted
@@ -32,12 +29,15 @@ from hone.engine.build import load_module
 from hone.engine.contract import EngineSpec, Lease, Mesh, Objective, Options, Terms
 from hone.engine.engine import Engine, Pass, _moved, _selected
 from hone.engine.megatron.checkpoint import load_stage, save_stage
-from hone.engine.megatron.model import PackedStage, Stage, build_stage, transformer_config
+from hone.engine.megatron.experts import PackedStage
+from hone.engine.megatron.mesh import join_mesh, process_groups
+from hone.engine.megatron.model import Stage, build_stage, transformer_config
 from hone.engine.megatron.optimizer import ShardedOptimizer
 from hone.engine.megatron.refusals import refuse_role, refuse_unknown
-from hone.engine.megatron.weights import Groups, StageTensors, hf_names
+from hone.engine.megatron.weights import StageTensors, hf_names
 from hone.engine.offload import Offload, offload_of
 from hone.models.policy import Model, PolicyModel, ValueModel
+from hone.models.routing import DTYPE, NOT_RECORDED, Routing
 from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
 from hone.ops.segments import SegmentLayout
@@ -45,7 +45,7 @@ from hone.ops.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_sum
 from hone.protocol import DataProto
 
 T = TypeVar("T")
-Finish = Callable[[Tensor, PackedRows, DataProto], Any]
+Finish = Callable[[Tensor, PackedRows, PackedStage, DataProto], Any]
 """What the last stage computes from hidden states [N, 1, d]."""
 
 
@@ -83,6 +83,10 @@ class MegatronEngine(Engine):
     def _lm(self) -> Any:
         return self._tensors.skeleton.lm
 
+    @property
+    def _routing(self) -> Routing | None:
+        return getattr(self._tensors.skeleton, "routing", None)
+
     # -- passes -------------------------------------------------------------------------------
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
@@ -91,9 +95,11 @@ class MegatronEngine(Engine):
         with self.present(optimizer=True):
             batch, reads, counts = self._begin_update(batch, objective)
 
-            def loss(hidden: Tensor, packed: PackedRows, micro: DataProto) -> Tensor:
+            def loss(
+                hidden: Tensor, packed: PackedRows, rows: PackedStage, micro: DataProto
+            ) -> Tensor:
                 weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
-                outputs = self._outputs(hidden, packed, objective.options)
+                outputs = self._outputs(hidden, packed, rows, objective.options)
                 terms = objective(outputs, _moved(_selected(micro, reads), self.device))
                 passes.append((replace(terms, loss=terms.loss.detach()), weight))
                 return terms.loss
@@ -107,10 +113,11 @@ class MegatronEngine(Engine):
     def _infer_passes(
         self, batch: DataProto, options: Options
     ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        def outputs(hidden: Tensor, packed: PackedRows, micro: DataProto) -> dict[str, Tensor]:
-            return {
-                name: x.float().cpu() for name, x in self._outputs(hidden, packed, options).items()
-            }
+        def outputs(
+            hidden: Tensor, packed: PackedRows, rows: PackedStage, micro: DataProto
+        ) -> dict[str, Tensor]:
+            found = self._outputs(hidden, packed, rows, options)
+            return {n: (x.float() if x.is_floating_point() else x).cpu() for n, x in found.items()}
 
         parts = self._micro_batches(batch, self._infer_rule)
         results = self._run([micro for _, micro in parts], outputs, forward_only=True)
@@ -123,11 +130,15 @@ class MegatronEngine(Engine):
         def step(iterator: Iterator[DataProto], model: Any) -> tuple[Tensor, Any]:
             micro = next(iterator)
             packed = self._padded(self._packed(micro))
-            rows = PackedStage(layout=packed.layout, positions=packed.position_ids)
+            rows = PackedStage(
+                layout=packed.layout,
+                positions=packed.position_ids,
+                replay=None if packed.experts is None else self._own_tokens(packed.experts),
+            )
             hidden = model(packed.input_ids[None], None, None, packed_seq_params=rows)
 
             def loss(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                result = finish(hidden, packed, micro)
+                result = finish(hidden, packed, rows, micro)
                 # A zero count of tokens: megatron-core adds the losses up and divides by nothing.
                 return result if non_loss_data else (result, torch.zeros((), dtype=torch.int), None)
 
@@ -157,21 +168,48 @@ class MegatronEngine(Engine):
         else:
             roots = [*roots, count]
         zeros = packed.input_ids.new_zeros(count)
+        experts = packed.experts
+        if experts is not None:
+            none = experts.new_full((count, *experts.shape[1:]), NOT_RECORDED)
+            experts = torch.cat((experts, none))
         return replace(
             packed,
+            experts=experts,
             input_ids=torch.cat((packed.input_ids, zeros)),
             position_ids=torch.cat((packed.position_ids, zeros)),
             layout=SegmentLayout(roots, children, packed.layout.device),
         )
 
-    def _outputs(self, hidden: Tensor, packed: PackedRows, options: Options) -> dict[str, Tensor]:
+    def _own_tokens(self, values: Tensor) -> Tensor:
+        """Returns this rank's part of values [N, …] under sequence parallelism."""
+        if not self._stage.config.sequence_parallel:
+            return values
+        return values.chunk(self.mesh.tensor_size)[self.mesh.tensor_rank]
+
+    def _all_tokens(self, values: Tensor) -> Tensor:
+        """Returns values [N, …] of all tokens from each rank's part."""
+        if not self._stage.config.sequence_parallel:
+            return values
+        gathered: Tensor = gather_from_sequence_parallel_region(values)
+        return gathered
+
+    def _outputs(
+        self, hidden: Tensor, packed: PackedRows, rows: PackedStage, options: Options
+    ) -> dict[str, Tensor]:
         """Computes what `infer` returns from the last stage's hidden states."""
         if self._stage.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden[:, 0].index_select(0, packed.source)
         if isinstance(self._tensors.skeleton, ValueModel):
             return {"values": packed.unpack(self._stage.value_head(hidden).float().squeeze(-1))}
-        return self._log_probs(hidden, packed, **options)
+        out = self._log_probs(hidden, packed, **options)
+        if rows.replay is not None:
+            shares = self._all_tokens(torch.stack(list(rows.agreement.values())).mean(0))
+            out["routing_agreement"] = packed.unpack(shares.index_select(0, packed.source))
+        if options.get("with_routing"):
+            experts = torch.stack([rows.experts[i] for i in sorted(rows.experts)], 1)
+            out["routed_experts"] = packed.padded(self._all_tokens(experts).to(DTYPE), NOT_RECORDED)
+        return out
 
     def _log_probs(
         self,
@@ -181,9 +219,8 @@ class MegatronEngine(Engine):
         temperature: float,
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
-        with_routing: bool = False,
+        **_: bool,
     ) -> dict[str, Tensor]:
-        assert not with_routing, "build refuses router replay"
         weight, start = self._head()
         group = self._tensors.groups.tensor
         split = group.size() > 1
@@ -285,7 +322,7 @@ def build(spec: EngineSpec) -> MegatronEngine:
     # Every rank reads the whole model on the host and keeps its part.
     module = load_module(replace(spec, device=torch.device("cpu"), optim=None))
     stage, tied = _stage(spec, module)
-    tensors = StageTensors(stage, module, _groups(), tied=tied)
+    tensors = StageTensors(stage, module, process_groups(), tied=tied)
     optimizer = None
     if spec.optim is None:
         stage.requires_grad_(False)
@@ -303,50 +340,6 @@ def build(spec: EngineSpec) -> MegatronEngine:
     return engine
 
 
-def join_mesh(spec: EngineSpec) -> Mesh:
-    """Creates megatron-core's process groups, which all models of a process share."""
-    tensor, stages = (
-        spec.megatron.tensor_model_parallel_size,
-        spec.megatron.pipeline_model_parallel_size,
-    )
-    if spec.world_size % (tensor * stages):
-        raise ValueError(
-            f"megatron.tensor_model_parallel_size={tensor} times pipeline_model_parallel_size={stages} "
-            f"does not divide {spec.world_size} ranks; use sizes whose product does"
-        )
-    if not dist.is_initialized():
-        backend = "gloo" if spec.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        world = dist.distributed_c10d._get_default_group()
-        timeout = world._get_backend(spec.device).options._timeout
-        parallel_state.initialize_model_parallel(
-            tensor,
-            stages,
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
-            order="tp-cp-ep-dp-pp",
-        )
-    sizes = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
-    if sizes != (tensor, stages):
-        raise ValueError(
-            f"two models of one process have different Megatron layouts: tensor × pipeline {sizes} and "
-            f"{(tensor, stages)}; give actor, reference and critic the same, or processes of their own"
-        )
-    model_parallel_cuda_manual_seed(spec.fsdp.seed)
-    return Mesh(
-        data_parallel_rank=parallel_state.get_data_parallel_rank(),
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=tensor,
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline_size=stages,
-    )
-
-
 def _refuse(spec: EngineSpec) -> None:
     """Raises for a spec that this engine does not serve, before any model is loaded."""
     if spec.head not in ("policy", "value"):
@@ -362,8 +355,11 @@ def _refuse(spec: EngineSpec) -> None:
             ) from error
     if spec.adapters is not None:
         raise ValueError("strategy=megatron trains no LoRA adapters; use strategy=fsdp2")
-    if spec.replays_routing:
-        raise ValueError("strategy=megatron replays no expert routing; use strategy=fsdp2")
+    if spec.replays_routing and spec.megatron.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "strategy=megatron replays expert routing without pipeline parallel only; use "
+            "megatron.pipeline_model_parallel_size=1 or strategy=fsdp2"
+        )
     refuse_role(spec.model_path, spec.override_config, spec.megatron)
     refuse_unknown(spec.megatron)
 
@@ -385,11 +381,3 @@ def _stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:
         del stage.output_layer
         stage.value_head = nn.Linear(hf.hidden_size, 1, dtype=spec.dtype)
     return stage.to(spec.device), tied
-
-
-def _groups() -> Groups:
-    return Groups(
-        parallel_state.get_data_parallel_group(),
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )

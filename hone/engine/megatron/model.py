@@ -6,7 +6,6 @@ are megatron-core's local ones, without Transformer Engine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,30 +13,29 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from hone.config.engine import MegatronConfig
+from hone.engine.megatron.experts import (
+    PackedStage,
+    SparseLayer,
+    moe_block,
+    moe_settings,
+    sparse_layers,
+)
 from hone.models.families import declared, key_shape
 from hone.ops.attention import AttentionOptions
 from hone.ops.rms_norm import rms_norm
-from hone.ops.segments import SegmentLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-
-@dataclass
-class PackedStage(PackedSeqParams):  # type: ignore[misc]
-    """The packed rows of one micro-batch, which megatron-core passes to every layer unread."""
-
-    layout: SegmentLayout | None = None
-    positions: Tensor | None = None  # [N]
 
 
 class RmsNorm(nn.Module):
@@ -132,7 +130,7 @@ def transformer_config(
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": hf.model_type == "qwen2" or bool(declared(hf, "attention_bias")),
-        "qk_layernorm": hf.model_type == "qwen3",
+        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -142,7 +140,8 @@ def transformer_config(
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "sequence_parallel": megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # checked with variable lengths, also without experts
+        # Checked with variable lengths, also without experts. No token is dropped.
+        "moe_token_dispatcher_type": "alltoall",
         "deallocate_pipeline_outputs": False,
         # The loss of a micro-batch is its share of the sum, and gradients are added, never averaged.
         "calculate_per_token_loss": True,
@@ -151,6 +150,11 @@ def transformer_config(
         **{f"{name}_fusion": False for name in fusions},
         "apply_rope_fusion": False,
     }
+    if sparse_layers(hf):
+        settings |= moe_settings(hf) | {
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        }
     if gradient_checkpointing:
         settings |= {
             "recompute_granularity": "full",
@@ -164,15 +168,14 @@ def build_stage(
     hf: PreTrainedConfig, config: TransformerConfig, frequencies: Tensor, *, tied: bool
 ) -> Stage:
     """Builds the layers of this rank's pipeline stage, with weights that are not initialized."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    dense, sparse = _layer(config), _layer(config)
+    sparse.module, sparse.submodules.mlp = SparseLayer, moe_block()
+    with_experts = sparse_layers(hf)
+    first = get_transformer_layer_offset(config)
+    mine = range(first, first + get_num_layers_to_build(config))
     block = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RmsNorm
+        layer_specs=[sparse if layer in with_experts else dense for layer in mine],
+        layer_norm=RmsNorm,
     )
     tensor_ranks = config.tensor_model_parallel_size
     stage = Stage(
@@ -189,6 +192,10 @@ def build_stage(
     stage.rotary_pos_emb = RotaryPositions(frequencies)
     if stage.pre_process and hf.pad_token_id is not None:
         _freeze_padding(stage.embedding.word_embeddings, hf.pad_token_id)
+    for index, layer in zip(mine, stage.decoder.layers, strict=True):
+        if index in with_experts:
+            router = layer.mlp.router
+            router.sparse_layer, router.normalizes = with_experts.index(index), hf.norm_topk_prob
     return stage
 
 
@@ -203,3 +210,14 @@ def _freeze_padding(embedding: nn.Module, padding: int) -> None:
         return torch.where(is_padding, output.detach(), output)
 
     embedding.register_forward_hook(detach)
+
+
+def _layer(config: TransformerConfig) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return layer

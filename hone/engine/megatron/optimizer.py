@@ -32,7 +32,7 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of one bucket."""
+    """This rank's part of one bucket; experts have buckets and data-parallel ranks of their own."""
 
     parameters: Tensor  # [n] view of the bucket
     gradients: Tensor  # [n] float32 view of the bucket
@@ -60,7 +60,7 @@ class Shard:
 def shards_of(model: DistributedDataParallel) -> list[Shard]:
     """Returns this rank's shard of every bucket."""
     found = []
-    for buffer in model.buffers:
+    for buffer in (*model.buffers, *model.expert_parallel_buffers):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             ranges = []

@@ -14,7 +14,7 @@ from hone.types import JsonValue
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 RESERVED = frozenset((
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "softmax_scale", "ffn_hidden_size", "normalization", "layernorm_epsilon", "gated_linear_unit",
@@ -28,7 +28,9 @@ RESERVED = frozenset((
     "calculate_per_token_loss", "grad_scale_func", "finalize_model_grads_func", "no_sync_func",
     "use_cpu_initialization", "perform_initialization", "apply_rope_fusion",
 ))  # fmt: skip
-"""Fields of megatron-core's TransformerConfig that come from the model, the layout and hone's loss."""
+"""Fields of megatron-core's TransformerConfig that come from the model, the layout and hone's loss; those
+of experts (moe_*) too, but for `_FREE` and those that switch nothing on."""
+_FREE = frozenset(("moe_router_dtype", "moe_permute_fusion", "moe_grouped_gemm"))
 
 
 def refuse_role(
@@ -44,13 +46,21 @@ def refuse_role(
 
 def refuse_overrides(megatron: MegatronConfig) -> None:
     """Raises for overrides of what the layers and the normalisation of the loss rest on."""
-    if reserved := sorted(RESERVED & megatron.override_transformer_config.keys()):
+    settings = megatron.override_transformer_config
+    if reserved := sorted(name for name, value in settings.items() if is_reserved(name, value)):
         raise ConfigError(
             [
                 f"megatron.override_transformer_config has {', '.join(reserved)}, which hone sets from the "
                 "model, the layout and the loss; remove it"
             ]
         )
+
+
+def is_reserved(name: str, value: JsonValue) -> bool:
+    """Whether an override changes what hone sets."""
+    if name.startswith("moe_") and name not in RESERVED:
+        return name not in _FREE and value not in (None, False, 0, "none")
+    return name in RESERVED
 
 
 def refuse_unknown(megatron: MegatronConfig) -> None:
@@ -87,11 +97,29 @@ def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> N
                 f"{path} has {feature}, which strategy=megatron does not compute; use strategy=fsdp2"
             )
     kv_heads, _ = key_shape(hf)
-    for what, count, key in (
+    parts = [
         ("key-value heads", kv_heads, "tensor_model_parallel_size"),
         ("layers", hf.num_hidden_layers, "pipeline_model_parallel_size"),
-    ):
+    ]
+    if hf.model_type == "qwen3_moe":
+        parts.append(("experts", hf.num_experts, "expert_model_parallel_size"))
+        _refuse_experts(hf, path, megatron)
+    for what, count, key in parts:
         if count % megatron[key]:
             raise UnsupportedModel(
                 f"{path} has {count} {what}, which megatron.{key}={megatron[key]} does not divide"
             )
+
+
+def _refuse_experts(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
+    ranks = megatron.expert_tensor_ranks
+    if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
+        raise UnsupportedModel(
+            f"{path} has experts, which megatron.tensor_model_parallel_size="
+            f"{megatron.tensor_model_parallel_size} trains with megatron.sequence_parallel=true only"
+        )
+    if hf.moe_intermediate_size % (8 * ranks):
+        raise UnsupportedModel(
+            f"{path} has experts of width {hf.moe_intermediate_size}, which {ranks} ranks of "
+            "megatron.expert_tensor_parallel_size do not split into multiples of 8; use a smaller size"
+        )

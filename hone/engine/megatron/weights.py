@@ -22,7 +22,7 @@ from hone.models.policy import Model
 if TYPE_CHECKING:  # the map itself does not need megatron-core
     from hone.engine.megatron.model import Stage
 
-Kind = Literal["same", "columns", "vocabulary", "qkv", "gate_up"]
+Kind = Literal["same", "columns", "vocabulary", "qkv", "gate_up", "experts_gate_up", "experts_down"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Shape:
     vocabulary: int
     kv_heads: int
     head_dim: int
+    expert_ranks: int = 1
+    """Ranks that split the experts of a layer; the ranks that hold the same experts split each of them."""
 
 
 _LAYER: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
@@ -57,6 +59,9 @@ _LAYER: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("columns", "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
     ("gate_up", "mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     ("columns", "mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+    ("same", "mlp.router.weight", ("mlp.gate.weight",)),
+    ("experts_gate_up", "mlp.experts.gate_up", ("mlp.experts.gate_up_proj",)),
+    ("experts_down", "mlp.experts.down", ("mlp.experts.down_proj",)),
 )
 
 
@@ -85,12 +90,15 @@ def entries(stage: Stage, *, tied: bool) -> list[Entry]:
 
 
 def to_local(kind: Kind, tensors: Sequence[Tensor], shape: Shape, rank: int, ranks: int) -> Tensor:
-    """Returns the parameter of one tensor-parallel rank from Hugging Face tensors."""
+    """Returns the parameter of one tensor-parallel rank from Hugging Face tensors; the ranks of experts are
+    those of expert × expert tensor parallel."""
 
     def part(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(ranks, dim)[rank]
 
     first = tensors[0]
+    if kind in ("experts_gate_up", "experts_down"):
+        return _experts_to_local(kind, first, shape.expert_ranks, rank, ranks)
     if kind == "same":
         return first
     if kind == "columns":
@@ -108,6 +116,8 @@ def to_whole(kind: Kind, parts: Sequence[Tensor], shape: Shape) -> list[Tensor]:
     """Returns Hugging Face tensors from the parameters of all tensor-parallel ranks, in rank order."""
     if kind == "same":
         return [parts[0]]
+    if kind in ("experts_gate_up", "experts_down"):
+        return [_experts_to_whole(kind, parts, shape.expert_ranks)]
     if kind == "columns":
         return [torch.cat(list(parts), 1)]
     if kind == "vocabulary":
@@ -121,6 +131,31 @@ def to_whole(kind: Kind, parts: Sequence[Tensor], shape: Shape) -> list[Tensor]:
     return [x.reshape(-1, *rest) for x in heads.split(sizes, 1)]
 
 
+def _experts_to_local(
+    kind: Kind, experts: Tensor, expert_ranks: int, rank: int, ranks: int
+) -> Tensor:
+    tensor_ranks = ranks // expert_ranks
+    place, tensor_rank = divmod(rank, tensor_ranks)
+    mine = experts.chunk(expert_ranks)[place]  # [experts, 2 × width, d] or [experts, d, width]
+    if kind == "experts_down":
+        return mine.chunk(tensor_ranks, 2)[tensor_rank]
+    halves = [half.chunk(tensor_ranks, 1)[tensor_rank] for half in mine.chunk(2, 1)]
+    return torch.cat(halves, 1)
+
+
+def _experts_to_whole(kind: Kind, parts: Sequence[Tensor], expert_ranks: int) -> Tensor:
+    tensor_ranks = len(parts) // expert_ranks
+    joined = []
+    for start in range(0, len(parts), tensor_ranks):
+        same = parts[start : start + tensor_ranks]
+        if kind == "experts_down":
+            joined.append(torch.cat(list(same), 2))
+        else:
+            halves = [tensor.chunk(2, 1) for tensor in same]
+            joined.append(torch.cat([half[i] for i in range(2) for half in halves], 1))
+    return torch.cat(joined)
+
+
 @dataclass(frozen=True)
 class Groups:
     """The process groups of this rank."""
@@ -128,6 +163,14 @@ class Groups:
     data: dist.ProcessGroup
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
+    experts: dist.ProcessGroup
+    """The ranks that hold all experts once: expert × expert tensor parallel."""
+    expert_ranks: int
+    """Its size along expert parallel."""
+
+    def of(self, kind: Kind) -> dist.ProcessGroup:
+        """Returns the group that holds a parameter of this kind once."""
+        return self.experts if kind.startswith("experts") else self.tensor
 
 
 class StageTensors:
@@ -138,7 +181,7 @@ class StageTensors:
         self.groups = groups
         self.parameters = dict(stage.named_parameters())
         config = module.lm.config
-        self._shape = Shape(config.vocab_size, *key_shape(config))
+        self._shape = Shape(config.vocab_size, *key_shape(config), groups.expert_ranks)
         self.entries = entries(stage, tied=tied)
         for entry in self.entries:  # megatron-core marks only parameters that it initializes itself
             self.parameters[entry.local].tensor_model_parallel = entry.kind != "same"
@@ -158,10 +201,11 @@ class StageTensors:
 
     def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the parts of this rank by their names in the stage."""
-        rank, ranks = self.groups.tensor.rank(), self.groups.tensor.size()
         for entry in self.entries:
+            group = self.groups.of(entry.kind)
             wholes = [tensors[name].detach() for name in entry.whole]
-            yield entry.local, to_local(entry.kind, wholes, self._shape, rank, ranks)
+            part = to_local(entry.kind, wholes, self._shape, group.rank(), group.size())
+            yield entry.local, part
 
     def of_stage(self, tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors of this stage; its ranks call it together. `tensor_of` returns what this
@@ -187,11 +231,11 @@ class StageTensors:
 
     def _joined(self, entry: Entry, tensor_of: Callable[[str], Tensor]) -> list[Tensor]:
         mine = tensor_of(entry.local).detach().contiguous()
-        ranks = self.groups.tensor.size()
-        if ranks == 1 or entry.kind == "same":
+        group = self.groups.of(entry.kind)
+        if group.size() == 1 or entry.kind == "same":
             return to_whole(entry.kind, [mine], self._shape)
-        parts = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(parts, mine, group=self.groups.tensor)
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(parts, mine, group=group)
         return to_whole(entry.kind, parts, self._shape)
 
     def _is_copy(self, entry: Entry) -> bool:

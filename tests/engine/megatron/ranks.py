@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.families.tiny import randomise, tiny_config
 from hone.config.critic import CriticConfig
 from hone.config.engine import FSDPConfig, MegatronConfig, OptimConfig
 from hone.controller.worker import free_port
@@ -22,6 +24,7 @@ from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.sharding import join_group
+from hone.models.routing import NOT_RECORDED
 from hone.models.tiny import character_tokenizer, tiny_lm
 from hone.protocol import DataProto
 from hone.workers.objectives import PolicyObjective, ValueObjective
@@ -32,6 +35,13 @@ ODD_VOCABULARY = 41
 ADAM = OptimConfig(lr=1e-3)
 CONTENTS = ("model", "optimizer", "extra")
 OPTIONS: Any = {"temperature": 0.8, "with_entropy": True, "with_sum_pi_squared": True}
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "moe": {"norm_topk_prob": True},
+    "mixed": {"num_hidden_layers": 4, "mlp_only_layers": [2], "norm_topk_prob": False},
+}
+"""Models of qwen3_moe; the second has a dense layer on its second half."""
 
 
 class Case(NamedTuple):
@@ -47,11 +57,17 @@ class Case(NamedTuple):
     checkpointing: bool = False
     dtype: torch.dtype = torch.float32
     grad_clip: float = 0.0
+    expert: int = 1
+    expert_tensor: int | None = None
+    replays: bool = False
 
     @property
     def name(self) -> str:
         marks = [self.family, f"tp{self.tensor}", f"pp{self.pipeline}", self.head, self.loss]
         marks += ["untied"] * (not self.tied) + ["no-sp"] * (not self.sequence_parallel)
+        marks += [f"ep{self.expert}"] * (self.expert > 1)
+        marks += [f"etp{self.expert_tensor}"] * (self.expert_tensor is not None)
+        marks += ["replay"] * self.replays
         marks += ["recompute"] * self.checkpointing + ["clipped"] * (self.grad_clip > 0)
         return "-".join(marks)
 
@@ -64,13 +80,30 @@ TWO = (
     Case("llama", 1, 2),
     Case("qwen2", 1, 2, head="value"),
     Case("qwen3", 1, 2, tied=False, checkpointing=True),
+    Case("moe", 2, tied=False, loss="kl_cov"),
+    Case("moe", 2, expert=2, expert_tensor=1, replays=True, checkpointing=True),
+    Case("moe", expert=2, head="value"),
+    Case("mixed", 1, 2, checkpointing=True),
+    Case("mixed", expert=2, grad_clip=0.1),
 )
 FOUR = (
     Case("llama", 2),
     Case("qwen3", 2, checkpointing=True, loss="kl_cov"),
     Case("qwen2", 2, 2),
     Case("llama", 2, 2, head="value"),
+    Case("moe", 2, 2, grad_clip=0.1),
+    Case("moe", 2, expert=2, replays=True),
+    Case("mixed", 1, 2, expert=2),
 )
+
+RESUMED = {
+    "dense": (
+        Case("llama", 2, dtype=torch.bfloat16),
+        Case("llama", 1, 2, dtype=torch.bfloat16),
+    ),
+    "experts": (Case("moe", expert=2), Case("moe", 2)),
+}
+"""The layout that saves, and the one that continues; bfloat16 has float32 masters besides."""
 
 
 def model_folder(folder: Path, case: Case) -> Path:
@@ -79,11 +112,24 @@ def model_folder(folder: Path, case: Case) -> Path:
 
 def write_models(folder: Path, cases: Sequence[Case]) -> None:
     for case in cases:
-        lm = tiny_lm(
-            ODD_VOCABULARY, hidden=32, mlp=48, seed=1, family=case.family, tie_embeddings=case.tied
-        )
         if not model_folder(folder, case).exists():
-            lm.save_pretrained(model_folder(folder, case))
+            tiny_model(case).save_pretrained(model_folder(folder, case))
+
+
+def tiny_model(case: Case) -> PreTrainedModel:
+    if case.family not in MIXTURES:
+        family, tied = case.family, case.tied
+        return tiny_lm(
+            ODD_VOCABULARY, hidden=32, mlp=48, seed=1, family=family, tie_embeddings=tied
+        )
+    config = tiny_config("qwen3_moe", flipped=False)
+    changes = {"vocab_size": ODD_VOCABULARY, "tie_word_embeddings": case.tied}
+    for name, value in (changes | MIXTURES[case.family]).items():
+        setattr(config, name, value)
+    torch.manual_seed(1)
+    lm = AutoModelForCausalLM.from_config(config)
+    randomise(lm)
+    return lm
 
 
 def spec(
@@ -101,12 +147,15 @@ def spec(
         optim=optim,
         grad_clip=case.grad_clip,
         gradient_checkpointing=case.checkpointing,
+        replays_routing=case.replays,
         rank=rank,
         world_size=world,
         megatron=MegatronConfig(
             tensor_model_parallel_size=case.tensor,
             pipeline_model_parallel_size=case.pipeline,
             sequence_parallel=case.sequence_parallel,
+            expert_model_parallel_size=case.expert,
+            expert_tensor_parallel_size=case.expert_tensor,
         ),
     )
 
@@ -118,12 +167,25 @@ def objective(case: Case) -> Any:
     return PolicyObjective(config, temperature=0.8)
 
 
-def share(engine: TrainEngine) -> DataProto:
+def share(engine: TrainEngine, case: Case) -> DataProto:
     """The rows of this slot: contiguous, and not the same number in every slot."""
     whole, slots = rows(), engine.mesh.data_parallel_size
+    if case.replays:
+        whole.batch["routed_experts"] = other_experts(whole)
     cuts = [round(i * len(whole) / slots) for i in range(slots + 1)]
     slot = engine.mesh.data_parallel_rank
     return whole.select_idxs(list(range(cuts[slot], cuts[slot + 1])))
+
+
+def other_experts(batch: DataProto) -> torch.Tensor:  # [B, P + T, layers, k]
+    """Two experts for each token and layer, which the routers would not choose; none for some."""
+    generator = torch.Generator().manual_seed(7)
+    size = *batch.batch["attention_mask"].shape, 2
+    first = torch.randint(4, size, generator=generator)
+    second = (first + torch.randint(1, 4, size, generator=generator)) % 4
+    experts = torch.stack((first, second), -1).short()
+    experts[:, ::5] = NOT_RECORDED
+    return experts
 
 
 def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
@@ -133,8 +195,11 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
 def results(engine: TrainEngine, case: Case) -> dict[str, Any]:
     """Outputs, one update, and what decodes afterwards."""
     options = OPTIONS if case.head == "policy" else {}
-    found: dict[str, Any] = {"outputs": engine.infer(share(engine), **options)}
-    found["metrics"] = engine.train_minibatch(share(engine), objective(case))
+    if case.replays:
+        options = options | {"with_routing": True}
+    batch = share(engine, case)
+    found: dict[str, Any] = {"outputs": engine.infer(batch, **options)}
+    found["metrics"] = engine.train_minibatch(batch, objective(case))
     found["weights"] = weights(engine)
     found["slot"] = (engine.mesh.data_parallel_rank, engine.mesh.collects)
     found["facts"] = engine.facts
@@ -171,7 +236,8 @@ def _run(rank: int, world: int, folder: Path, cases: Sequence[Case]) -> dict[str
     found = {}
     for case in cases:
         found[case.name] = results(build(case, folder, rank, world), case)
-    found["resumed"] = resumed(rank, world, folder)
+    if world == 2:
+        found["resumed"] = resumed(rank, world, folder)
     return found
 
 
@@ -185,16 +251,13 @@ def build(case: Case, folder: Path, rank: int, world: int, **changes: Any) -> Tr
 
 def resumed(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Two updates saved by one rank of FSDP2 and by one layout are continued under another layout."""
-    layouts = [Case("llama", 2), Case("llama", 1, 2)]
     found: dict[str, Any] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        first, second = (replace_dtype(case, dtype) for case in layouts)
+    for name, (first, second) in RESUMED.items():
         for source in ("fsdp2", "megatron"):
             engine = build(second, folder, rank, world, optim=ADAM)
             engine.load(folder / f"{source}-{name}")
             found[f"{source}-{name}"] = (
-                engine.train_minibatch(share(engine), objective(second)),
+                engine.train_minibatch(share(engine, second), objective(second)),
                 weights(engine),
                 engine.updates,
             )
@@ -202,17 +265,13 @@ def resumed(rank: int, world: int, folder: Path) -> dict[str, Any]:
                 engine = build(first, folder, rank, world, optim=ADAM)
                 two_updates(engine, first)
                 engine.save(folder / f"megatron-{name}", CONTENTS)
-    engine.export(folder / "export", character_tokenizer())
+        engine.export(folder / f"export-{name}", character_tokenizer())
     return found
-
-
-def replace_dtype(case: Case, dtype: torch.dtype) -> Case:
-    return case._replace(dtype=dtype)
 
 
 def two_updates(engine: TrainEngine, case: Case) -> None:
     for _ in range(2):
-        engine.train_minibatch(share(engine), objective(case))
+        engine.train_minibatch(share(engine, case), objective(case))
         engine.advance_schedule()
 
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from hone.config.engine import MegatronConfig
 from hone.config.errors import ConfigError
-from hone.engine.megatron.refusals import RESERVED, refuse_unknown
+from hone.engine.megatron.refusals import RESERVED, is_reserved, refuse_unknown
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow  # importing megatron-core takes seconds
@@ -17,20 +17,21 @@ pytestmark = pytest.mark.slow  # importing megatron-core takes seconds
 def test_all_settings_but_recomputation_and_fusions_are_reserved(monkeypatch):
     from hone.engine.megatron import model
 
-    for name in ("tensor", "pipeline"):
-        size = f"get_{name}_model_parallel_world_size"
+    for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor"):
+        size = f"get_{name}_parallel_world_size"
         monkeypatch.setattr(model.parallel_state, size, lambda: 1)
     settings: dict[str, object] = {}
     monkeypatch.setattr(model, "TransformerConfig", lambda **given: settings.update(given))
     model.transformer_config(
-        AutoConfig.for_model("qwen3"),
+        AutoConfig.for_model("qwen3_moe"),
         torch.float32,
         torch.device("cpu"),
         rotary_scale=1.0,
         gradient_checkpointing=True,
         megatron=MegatronConfig(),
     )
-    free = settings.keys() - RESERVED
+    assert settings["num_moe_experts"] == 128
+    free = {name for name in settings if not is_reserved(name, "a value")}
     assert all(name.startswith("recompute_") or name.endswith("_fusion") for name in free), free
 
 

@@ -28,7 +28,12 @@ def bucket_model(rank: int) -> SimpleNamespace:
         buckets=[bucket],
         param_index_map={second: (0, 4, 0), first: (4, 10, 0)},
     )
-    return SimpleNamespace(buffers=[buffer], parameters=(first, second), tp_group=group)
+    return SimpleNamespace(
+        buffers=[buffer],
+        expert_parallel_buffers=[],
+        parameters=(first, second),
+        tp_group=group,
+    )
 
 
 def optimizer(rank: int, **config) -> ShardedOptimizer:

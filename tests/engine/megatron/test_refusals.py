@@ -22,7 +22,20 @@ from hone.models.families import UnsupportedModel
         ("llama", {"attention_bias": True}, {}, "attention_bias"),
         ("llama", {"mlp_bias": True}, {}, "mlp_bias"),
         ("qwen2", {"use_sliding_window": True}, {}, "use_sliding_window"),
-        ("qwen3_moe", {}, {}, "is a qwen3_moe; strategy=megatron trains llama"),
+        ("qwen2_moe", {}, {}, "is a qwen2_moe; strategy=megatron trains llama"),
+        ("qwen3_moe", {"num_experts": 6}, {"expert_model_parallel_size": 4}, "6 experts"),
+        (
+            "qwen3_moe",
+            {},
+            {"tensor_model_parallel_size": 2, "sequence_parallel": False},
+            "=true only",
+        ),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 24},
+            {"expert_tensor_parallel_size": 2},
+            "width 24, which 2 ranks",
+        ),
         ("llama", {"hidden_act": "gelu"}, {}, "hidden_act=gelu"),
         (
             "llama",
@@ -44,7 +57,8 @@ def test_a_model_that_is_not_built_is_refused(family, changes, megatron, words):
     [
         "calculate_per_token_loss", "hidden_dropout", "attention_dropout", "tensor_model_parallel_size",
         "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
-        "sequence_parallel", "params_dtype", "fp16", "bf16", "variable_seq_lengths",
+        "sequence_parallel", "params_dtype", "fp16", "bf16", "variable_seq_lengths", "moe_aux_loss_coeff",
+        "moe_expert_capacity_factor", "moe_token_dispatcher_type",
     ],
 )  # fmt: skip
 def test_an_override_of_what_the_loss_and_the_layout_rest_on_is_refused(name):
@@ -55,6 +69,7 @@ def test_an_override_of_what_the_loss_and_the_layout_rest_on_is_refused(name):
 
 def test_recomputation_and_fusions_may_be_overridden():
     free = {"recompute_granularity": "selective", "bias_activation_fusion": True}
+    free |= {"moe_router_dtype": "fp32", "moe_aux_loss_coeff": 0, "moe_enable_deepep": False}
     refuse_overrides(MegatronConfig(override_transformer_config=free))
 
 

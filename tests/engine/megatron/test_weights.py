@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,6 +28,28 @@ def test_the_parts_of_all_ranks_join_to_the_whole(kind, ranks):
     joined = to_whole(kind, parts, SHAPE)
     assert [x.shape for x in joined] == [x.shape for x in tensors]
     assert all(torch.equal(x, y) for x, y in zip(joined, tensors, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("expert_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("experts_gate_up", (24, 8)), ("experts_down", (8, 12))]
+)
+def test_the_parts_of_experts_join_to_the_whole(kind, size, expert_ranks, ranks):
+    ranks = max(ranks, expert_ranks)
+    shape = replace(SHAPE, expert_ranks=expert_ranks)
+    experts = torch.randn(4, *size)
+    parts = [to_local(kind, [experts], shape, rank, ranks) for rank in range(ranks)]
+    assert {len(part) for part in parts} == {4 // expert_ranks}
+    (joined,) = to_whole(kind, parts, shape)
+    assert torch.equal(joined, experts)
+
+
+def test_a_rank_of_an_expert_holds_the_same_rows_of_gate_and_up():
+    shape = replace(SHAPE, expert_ranks=2)
+    experts = torch.arange(4.0)[:, None, None] * 100 + torch.arange(8.0)[:, None].expand(8, 2)
+    last = to_local("experts_gate_up", [experts], shape, 3, 4)  # experts 2 and 3, second half
+    assert last[:, :, 0].tolist() == [[202, 203, 206, 207], [302, 303, 306, 307]]
 
 
 def test_a_bias_of_the_attention_is_mapped_like_its_weight():

@@ -1,0 +1,141 @@
+"""The experts and routers of a megatron-core MoE layer, with the numbers of the Hugging Face model.
+
+megatron-core sends tokens to the ranks that hold their experts and back. The router here routes as
+transformers does, and can replay recorded experts; the experts are packed as in a Hugging Face checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from hone.models.routing import replayed
+from hone.ops.segments import SegmentLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass
+class PackedStage(PackedSeqParams):  # type: ignore[misc]
+    """The packed rows of one micro-batch, which megatron-core passes to every layer unread."""
+
+    layout: SegmentLayout | None = None
+    positions: Tensor | None = None  # [N]
+    replay: Tensor | None = None
+    """The experts [n, layers, k] of this rank's tokens."""
+    experts: dict[int, Tensor] = field(default_factory=dict)
+    """The experts [n, k] of this rank's tokens by layer."""
+    agreement: dict[int, Tensor] = field(default_factory=dict)
+    """The share [n] of the replayed experts that a router would have chosen, by layer."""
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token as transformers does: top-k after a softmax in float32."""
+
+    sparse_layer: int
+    """Its number among the layers with experts of the whole model."""
+    normalizes: bool
+    """Whether the gates of a token add up to 1."""
+    rows: PackedStage
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        self.top_k = config.moe_router_topk
+        self.dtype = _ROUTER_DTYPES.get(config.moe_router_dtype, config.params_dtype)
+        size = config.num_moe_experts, config.hidden_size
+        self.weight = nn.Parameter(torch.empty(size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def set_layer_number(self, number: int) -> None:
+        """Does nothing; layers without experts are counted here."""
+
+    def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
+        """Returns gates and choices [n, experts] of hidden states [n, 1, d]."""
+        logits = F.linear(hidden[:, 0].to(self.dtype), self.weight.to(self.dtype))
+        scores = logits.softmax(-1, dtype=torch.float32)
+        experts = scores.topk(self.top_k, -1).indices
+        if self.rows.replay is not None:
+            recorded = self.rows.replay[:, self.sparse_layer]
+            experts, self.rows.agreement[self.sparse_layer] = replayed(experts, recorded)
+        self.rows.experts[self.sparse_layer] = experts
+        gates = scores.gather(1, experts)
+        if self.normalizes:
+            gates = gates / gates.sum(-1, keepdim=True)
+        weights = torch.zeros_like(logits).scatter(1, experts, gates.to(logits.dtype))
+        return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+
+
+class PackedExperts(nn.Module):
+    """The experts of this rank; an expert-tensor-parallel rank holds a part of each."""
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *, pg_collection: Any
+    ) -> None:
+        super().__init__()
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        shapes = (2 * width, config.hidden_size), (config.hidden_size, width)
+        self.gate_up, self.down = (
+            nn.Parameter(torch.empty(num_local_experts, *shape, dtype=config.params_dtype))
+            for shape in shapes
+        )
+        for parameter in (self.gate_up, self.down):
+            # Other ranks than those of the dense layers hold the same numbers.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def forward(
+        self, tokens: Tensor, tokens_per_expert: Tensor, gates: Tensor
+    ) -> tuple[Tensor, None]:
+        """Maps tokens [n, d], sorted by expert."""
+        ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
+        gate, up = F.grouped_mm(tokens, self.gate_up.mT, offs=ends).chunk(2, -1)
+        out = F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
+        return (out * gates[:, None]).to(tokens.dtype), None
+
+
+class SparseLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer with experts, which hands its packed rows to its router."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedStage, **kwargs: Any) -> Any:
+        # Recomputed layers come here again, in the backward pass of their own micro-batch.
+        self.mlp.router.rows = packed_seq_params
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+def moe_settings(hf: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the fields of megatron-core's config for a mixture of experts."""
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_pre_softmax": True,
+        "moe_router_load_balancing_type": "none",
+    }
+
+
+def moe_block() -> ModuleSpec:
+    """Returns the part of a layer that routes tokens to experts."""
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(experts=PackedExperts, router=Router),
+        metainfo={"fuse_pre_mlp_layernorm": False},
+    )
+
+
+def sparse_layers(hf: PreTrainedConfig) -> list[int]:
+    """Returns the layers with experts; the others have one dense MLP."""
+    if hf.model_type != "qwen3_moe" or not hf.num_experts:
+        return []
+    every = range(hf.decoder_sparse_step - 1, hf.num_hidden_layers, hf.decoder_sparse_step)
+    return [layer for layer in every if layer not in hf.mlp_only_layers]

@@ -1,0 +1,72 @@
+"""The process groups of `strategy=megatron`, which all models of a process share."""
+
+from __future__ import annotations
+
+import math
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from hone.engine.contract import EngineSpec, Mesh
+from hone.engine.megatron.weights import Groups
+
+
+def join_mesh(spec: EngineSpec) -> Mesh:
+    """Creates megatron-core's process groups, which all models of a process share."""
+    megatron = spec.megatron
+    if problem := megatron.uneven(spec.world_size):
+        raise ValueError(f"megatron.{problem}")
+    sizes = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.expert_model_parallel_size,
+        megatron.expert_tensor_ranks,
+    )
+    if not dist.is_initialized():
+        backend = "gloo" if spec.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        world = dist.distributed_c10d._get_default_group()
+        timeout = world._get_backend(spec.device).options._timeout
+        parallel_state.initialize_model_parallel(
+            megatron.tensor_model_parallel_size,
+            megatron.pipeline_model_parallel_size,
+            expert_model_parallel_size=megatron.expert_model_parallel_size,
+            expert_tensor_parallel_size=megatron.expert_tensor_ranks,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
+            order="tp-cp-ep-dp-pp",
+        )
+    found = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    if found != sizes:
+        raise ValueError(
+            "two models of one process have different Megatron layouts: tensor, pipeline, expert and expert "
+            f"tensor parallel {found} and {sizes}; give actor, reference and critic the same, or processes "
+            "of their own"
+        )
+    model_parallel_cuda_manual_seed(spec.fsdp.seed)
+    return Mesh(
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=megatron.tensor_model_parallel_size,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=megatron.pipeline_model_parallel_size,
+    )
+
+
+def process_groups() -> Groups:
+    """Returns the groups of this rank."""
+    return Groups(
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
