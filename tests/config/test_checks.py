@@ -404,6 +404,24 @@ def test_without_megatron_the_budgets_are_those_of_fsdp2(monkeypatch: pytest.Mon
     assert [get(config, key) for key in BUDGETS] == [40000] * 5
 
 
+def test_megatron_replays_expert_routing_unless_a_pipeline_splits_the_layers(
+    has_megatron: None,
+) -> None:
+    replay = [*MEGATRON, f"{ACTOR}.router_replay.mode=R2", "trainer.n_gpus_per_node=2"]
+    replay += ["data.train_batch_size=8"]
+    sizes = f"{ACTOR}.megatron.expert_model_parallel_size=2"
+    assert load_config([*replay, sizes]).actor_rollout_ref.actor.strategy == "megatron"
+    composed = compose([*replay, f"{ACTOR}.megatron.pipeline_model_parallel_size=2"])
+    assert composed.config.actor_rollout_ref.actor.strategy == "fsdp2"
+    assert any("replays expert routing without pipeline parallel" in n for n in composed.notes)
+
+
+def test_experts_split_over_ranks_that_are_not_there_are_refused(has_megatron: None) -> None:
+    ranks = [*MEGATRON, "trainer.n_gpus_per_node=2", "data.train_batch_size=8"]
+    with pytest.raises(ConfigError, match=r"expert_model_parallel_size=3 times .* divide 2 ranks"):
+        load_config([*ranks, f"{ACTOR}.megatron.expert_model_parallel_size=3"])
+
+
 @pytest.mark.parametrize(
     ("role", "block"), [(ACTOR, ACTOR), ("actor_rollout_ref.ref",) * 2, ("critic", "critic.model")]
 )
