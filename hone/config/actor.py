@@ -40,7 +40,7 @@ class PolicyLossConfig(SchemaBlock):
     """kl_cov: share of tokens that get the KL term."""
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of the KL term."""
-    dro_beta: Positive | None = None
+    dro_beta: float | None = None
     """dro: weight of the squared log-ratio; must be given and positive for `dro`."""
 
 

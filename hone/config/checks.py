@@ -182,15 +182,20 @@ def _small_budgets(
         (f"{_CRITIC}.ppo", critic.strategy, critic_size, config.world_size),
         (f"{_CRITIC}.forward", critic.strategy, critic_size, config.world_size),
     ]
-    if reward.enable and reward.type in ("orm", "prm", "prime"):
+    scored = longest
+    if reward.enable and reward.type in ("orm", "prm", "prime") and not reward.server.url:
+        if reward.type != "prime":
+            # A process reward model's rows end with a padding token.
+            scored = min(longest, reward.max_length or longest) + (reward.type == "prm")
         split = sequence_parallel(reward, reward.model.fsdp_config) if reward.type != "orm" else 1
         strategy = policy.actor.strategy if reward.type == "prime" else "fsdp2"
         roles.append(("reward_model.forward", strategy, split, pool or config.world_size))
     for key, strategy, size, ranks in roles:
         splits = ranks > 1 and (strategy != "megatron" or is_megatron_off)
-        share = -(-longest // size) if splits else longest
+        row = scored if key == "reward_model.forward" else longest
+        share = -(-row // size) if splits else row
         if get(config, f"{key}_max_token_len_per_gpu") < share:
-            why = f"a rank's budget must hold the longest prompt plus response, so it is {share}"
+            why = f"a rank's budget must hold the longest row, so it is {share}"
             yield f"{key}_max_token_len_per_gpu", share, why
 
 

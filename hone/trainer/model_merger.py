@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from hone.types import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 
@@ -56,14 +57,22 @@ class BaseModelMerger:
     `merge_and_save`, with the methods below."""
 
     def __init__(self, config: ModelMergerConfig) -> None:
+        if config.local_dir is None or config.target_dir is None:
+            raise ConfigError("a model merger needs local_dir (a checkpoint) and target_dir")
+        self.config = config
+        saved = str(Path(config.local_dir, "huggingface"))
+        self.hf_model_config_path = config.hf_model_path or config.hf_model_config_path or saved
+
+    @cached_property
+    def model_config(self) -> PretrainedConfig:
+        """The model's config in its folder."""
         from transformers import AutoConfig
 
-        self.config = config
-        self.hf_model_config_path = config.hf_model_path or config.hf_model_config_path
-        if type(self).merge_and_save is not BaseModelMerger.merge_and_save:
-            self.model_config = AutoConfig.from_pretrained(
-                self.hf_model_config_path, trust_remote_code=config.trust_remote_code
-            )
+        trust = self.config.trust_remote_code
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            self.hf_model_config_path, trust_remote_code=trust
+        )
+        return config
 
     def merge_and_save(self) -> None:
         """Exports `local_dir` to `target_dir`, and uploads it if `hf_upload_path` is given."""
@@ -156,7 +165,8 @@ class BaseModelMerger:
         """Uploads the target folder to `hf_upload_path`."""
         from hone.trainer.hub import push
 
-        push(Path(str(self.config.target_dir)), str(self.config.hf_upload_path))
+        folder, name = str(self.config.target_dir), str(self.config.hf_upload_path)
+        push(Path(folder), name, private=self.config.private)
 
 
 class FSDPModelMerger(BaseModelMerger):
@@ -188,11 +198,7 @@ def generate_config_from_args(args: argparse.Namespace) -> ModelMergerConfig:
     """Returns the settings of a parsed command line; the model's config is in the checkpoint by default."""
     names = ModelMergerConfig.__dataclass_fields__.keys() - {"hf_upload"}
     given: Settings = {name: getattr(args, name, None) for name in names}
-    config = ModelMergerConfig(**given)
-    config.hf_model_config_path = config.hf_model_config_path or str(
-        Path(args.local_dir, "huggingface")
-    )
-    return config
+    return ModelMergerConfig(**given)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

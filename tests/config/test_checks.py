@@ -308,7 +308,7 @@ SETTLED: list[tuple[list[str], str, object, str]] = [
         ["data.max_response_length=20000", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"],
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         20512,
-        "must hold the longest prompt plus response, so it is 20512",
+        "must hold the longest row, so it is 20512",
     ),
     (
         [
@@ -321,8 +321,21 @@ SETTLED: list[tuple[list[str], str, object, str]] = [
             "reward_model.forward_max_token_len_per_gpu=4096",
         ],
         "reward_model.forward_max_token_len_per_gpu",
-        10256,
-        "must hold the longest prompt plus response, so it is 10256",
+        10257,  # half of a row that ends with a padding token
+        "must hold the longest row, so it is 10257",
+    ),
+    (
+        [
+            "data.max_response_length=20000",
+            "reward_model.enable=true",
+            "reward_model.type=orm",
+            "reward_model.model.path=rm",
+            "reward_model.max_length=6000",
+            "reward_model.forward_max_token_len_per_gpu=4096",
+        ],
+        "reward_model.forward_max_token_len_per_gpu",
+        6000,
+        "must hold the longest row, so it is 6000",
     ),
     ([f"{ACTOR}.rollout_n=5", f"{ROLLOUT}.n=4"], f"{ACTOR}.rollout_n", 4, "n=4 responses"),
     ([f"{ROLLOUT}.val_kwargs.n=4"], f"{ROLLOUT}.val_kwargs.n", 4, "are all the same"),

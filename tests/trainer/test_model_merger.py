@@ -85,5 +85,23 @@ def test_a_users_merger_saves_weights_adapter_and_tokenizer(task: Task, tmp_path
 def test_arguments_become_settings_and_the_config_is_the_checkpoints() -> None:
     config = generate_config_from_args(parse_args([*MERGE, "--private"]))
     assert (config.backend, config.target_dir, config.private) == ("fsdp", "tmp", True)
-    assert config.hf_model_config_path == "run/global_step_2/actor/huggingface"
+    merger = BaseModelMerger(config)
+    assert merger.hf_model_config_path == "run/global_step_2/actor/huggingface"
     assert not config.hf_upload
+
+
+def test_an_upload_is_as_private_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, str, bool]] = []
+    monkeypatch.setattr(
+        "hone.trainer.hub.push",
+        lambda folder, name, *, private: asked.append((folder, name, private)),
+    )
+    for private in (True, False):
+        config = ModelMergerConfig("merge", "fsdp", "out", "me/it", private, local_dir="run")
+        BaseModelMerger(config).upload_to_huggingface()
+    assert asked == [(Path("out"), "me/it", True), (Path("out"), "me/it", False)]
+
+
+def test_a_merger_without_folders_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs local_dir"):
+        BaseModelMerger(ModelMergerConfig("merge", "fsdp"))

@@ -38,15 +38,25 @@ class StepProfiler:
         self, config: PPOTrainerConfig, groups: Mapping[Role, WorkerGroup[Worker]]
     ) -> None:
         self._config = config.global_profiler
-        self._ranks = {role: recorded_ranks(config, role) for role in groups}
         self._groups = groups
+        self._ranks: dict[Role, list[int]] = {}
+        for role, group in groups.items():
+            chosen = recorded_ranks(config, role)
+            ranks = range(group.world_size)
+            self._ranks[role] = [rank for rank in ranks if chosen is None or rank in chosen]
+        self._records = any(self._ranks.values())
+        if self._config.steps and self._config.tool and not self._records:
+            screen().line(
+                "global_profiler.steps records nothing: profiler.enable and profiler.ranks choose no rank "
+                "of this run's roles"
+            )
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Profile the enclosed block if this step is listed; a failed step writes no file."""
         config = self._config
         with memory_explained(f"step {number}"):
-            if number in (config.steps or ()) and config.tool is not None:
+            if number in (config.steps or ()) and config.tool and self._records:
                 with self._recorded(config.tool, number):
                     yield
             else:
@@ -63,5 +73,5 @@ class StepProfiler:
             raise
         for group in self._groups.values():
             group.call(Worker.stop_profile, self._config.save_path)
-        if tool == "torch" and any(ranks != () for ranks in self._ranks.values()):
+        if tool == "torch":
             screen().line(f"step {number}: traces in {self._config.save_path}")

@@ -48,6 +48,17 @@ def _key(setting: str) -> str:
     return f"{'critic' if role == 'critic' else f'actor_rollout_ref.{role}'}.profiler.{rest}"
 
 
+def test_a_run_whose_roles_choose_no_rank_says_that_it_records_nothing(
+    task: Task, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("global_profiler.steps=[1]", "critic.profiler.enable=true")  # GRPO has no critic
+    assert cli.main(["train", *task.overrides(tmp_path / "run", *settings)]) == 0
+    said = " ".join(" ".join(capfd.readouterr()).split())
+    assert "global_profiler.steps records nothing" in said
+    assert "traces in" not in said
+    assert not (tmp_path / "run" / "profile").exists()
+
+
 def test_a_step_that_fails_stops_the_recording(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
