@@ -234,16 +234,15 @@ def save(layout: Layout, rank: int, world: int, folder: Path) -> Update:
 
 
 def resume(
-    saved: list[Layout], layouts: list[Layout], rank: int, world: int, folder: Path
+    pairs: list[tuple[Layout, Layout]], rank: int, world: int, folder: Path
 ) -> dict[str, Any]:
-    """One more update under these layouts from the checkpoints of those."""
+    """One more update from the checkpoint of the first layout of each pair, under the second."""
     found: dict[str, Any] = {}
     case = CASES[SAVED]
-    for source in saved:
-        for layout in layouts:
-            engine = build(layout, case, folder, rank)
-            engine.load(folder / f"saved {source}")
-            found[f"{source} -> {layout}"] = update(engine, case.objective())
+    for source, layout in pairs:
+        engine = build(layout, case, folder, rank)
+        engine.load(folder / f"saved {source}")
+        found[f"{source} -> {layout}"] = update(engine, case.objective())
     return found
 
 

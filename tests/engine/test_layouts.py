@@ -46,7 +46,7 @@ SPLIT_FAMILIES = ["deepseek_v3", "falcon", "gemma2", "gpt_oss", "qwen3_moe"]
 
 OF_TWO = [layout for layout in LAYOUTS if layout.ranks == 2]
 CONTINUED = [Layout("fsdp2", data=2, tensor=2), Layout("megatron", tensor=2, pipeline=2)]
-"""Layouts whose checkpoints every layout of two ranks continues; benchmarks/parallel.py has all pairs."""
+"""Layouts whose checkpoints every layout of two ranks continues; benchmarks/parallel.py has other pairs."""
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,13 @@ def results(tmp_path_factory):
         layouts = [layout for layout in LAYOUTS if layout.ranks == world]
         scenarios = {"cases": partial(run_cases, layouts)}
         if world == 2:
-            saved = [layout for layout in CONTINUED if layout in LAYOUTS]
-            scenarios |= {"resumed": partial(resume, saved, OF_TWO)}
+            pairs = [(x, y) for x in CONTINUED if x in LAYOUTS for y in OF_TWO]
+            scenarios |= {"resumed": partial(resume, pairs)}
             scenarios |= {"families": families, "split": run_families}
             scenarios |= {"experts": experts, "timeouts": timeouts}
         for rank, result in enumerate(ranks.spawn(scenarios, world, folder)):
             found[world, rank] = {k: v for part in result.values() for k, v in part.items()}
-    return found, resume(LAYOUTS, [ONE], 0, 1, folder), folder
+    return found, resume([(x, ONE) for x in LAYOUTS], 0, 1, folder), folder
 
 
 @pytest.fixture(scope="module")
