@@ -79,6 +79,7 @@ class VLLMRollout(RemoteEngine):
         self._slept: int | None = None  # level of the current sleep
         self._keys = count()
         self._process_of: OrderedDict[object, int] = OrderedDict()
+        self._requests_of = [0] * len(self._processes)
         self._reviving, self._waking = asyncio.Lock(), asyncio.Lock()
         super().__init__(rules)
 
@@ -145,15 +146,16 @@ class VLLMRollout(RemoteEngine):
 
     def _route(self, request: Request) -> int:
         """Returns the process of a request: that of its trajectory, else that of its prompt unless it is
-        much busier than others, else the least loaded one."""
+        much busier than others, else the least loaded one, of equals that with the fewest requests so far."""
         loads = [process.load for process in self._processes]
         prompt = hash(tuple(request.prompt_ids))
-        least = min(range(len(loads)), key=loads.__getitem__)
+        least = min(range(len(loads)), key=lambda index: (loads[index], self._requests_of[index]))
         index = self._process_of.get(request.request_id)
         if index is None:
             index = self._process_of.get(prompt, least)
             if loads[index] > loads[least] + _SLACK:
                 index = least
+        self._requests_of[index] += 1
         for key in (request.request_id, prompt):
             self._process_of[key] = index
             self._process_of.move_to_end(key)

@@ -195,3 +195,4 @@ def test_a_run_over_two_engines_that_are_killed_reaches_its_end_and_agrees_with_
     assert (first is not second, killed in (first, second)) == (True, True)
     assert set(later[:2]) == {first, second}, "the killed engine has not got the update"
     assert {len(indices) for indices in engines.values()} == {1}, "a trajectory has moved"
+    assert set().union(*engines.values()) == {0, 1}, "an engine had no request"
