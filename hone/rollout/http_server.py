@@ -73,6 +73,8 @@ class HttpServer:
     healthy: bool = True
     weights: str | None = None
     """The weight version that it must report; None until it is known."""
+    released: Sequence[str] = ()
+    """What its memory lacks while it sleeps: kv_cache, weights."""
     recovery: asyncio.Task[None] | None = None
     verified: bool = False
     """Whether its weight version was read since it last served no request."""
@@ -84,6 +86,8 @@ class HttpServer:
     log_prob_hint = "use temperature=1"
     positional = False
     seeded = False
+    launched_here = False
+    """Whether hone has started its process, and notices a restart."""
     frees_memory = False
     """Whether it can give back memory while the actor trains."""
     shows_weights = False
@@ -136,7 +140,9 @@ class HttpServer:
 
     async def resume(self) -> None: ...
 
-    async def release_memory(self, tags: Sequence[str]) -> None: ...
+    async def release_memory(self, tags: Sequence[str]) -> bool:
+        """Returns whether it has freed this memory; a server that is not idle does not."""
+        return False
 
     async def resume_memory(self, tags: Sequence[str]) -> None: ...
 

@@ -361,6 +361,7 @@ class RemoteEngine(RequestEngine):
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _close(self) -> None:
+        self._closed = True  # this thread may be faster than the caller's
         await self._end(None, deferred_too=True)
         self._open.set()
         while self._running:

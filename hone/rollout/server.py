@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import (
     AsyncGenerator,
     Callable,
@@ -29,6 +28,7 @@ from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.http_server import HttpServer, ServerLost
 from hone.rollout.remote_requests import Chunk, ConnectionLost, RemoteEngine
 from hone.rollout.requests import Request, RequestRules
+from hone.rollout.server_routing import Router
 from hone.rollout.server_weights import WeightFolder, in_buckets
 from hone.rollout.weights import refuse_unknown
 
@@ -36,12 +36,6 @@ if TYPE_CHECKING:
     from hone.rollout.server_group import UpdateGroup
 
 log = logging.getLogger(__name__)
-
-_PREFIX = 256
-"""Tokens of a prompt that make requests go to the same server."""
-_SLACK = 8
-"""Requests that a server may have more than the least loaded one before a prefix goes elsewhere."""
-_REMEMBERED = 8192
 
 
 class ServerRollout(RemoteEngine):
@@ -79,12 +73,10 @@ class ServerRollout(RemoteEngine):
         """The version string of the last published weights."""
         self._names: set[str] = set()  # of the update under way
         self._stale: set[HttpServer] = set()  # servers that missed a part of the update under way
-        self._released: list[str] = []
-        """What the servers' memory lacks while they sleep: kv_cache, weights."""
         self._hollow = False
         """Whether the memory of the weights was released, and their values have not come back."""
         self._waking = asyncio.Lock()
-        self._server_of: OrderedDict[object, HttpServer] = OrderedDict()
+        self._route = Router(self._servers).route
         self._warned: set[str] = set()
         self.traits = Traits(decodes_with_module=False, adapters=adapters)
         super().__init__(rules)
@@ -145,7 +137,7 @@ class ServerRollout(RemoteEngine):
     async def _remote_stream(
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
-        if self._released:
+        if any(server.released for server in self._servers):
             await self._remote_wake_up()
         server = self._route(request)
         server.streams += 1
@@ -157,23 +149,6 @@ class ServerRollout(RemoteEngine):
         finally:
             server.streams -= 1
             server.verified &= server.streams > 0
-
-    def _route(self, request: Request) -> HttpServer:
-        """Returns the server of the trajectory, else of the prefix if it has room, else the least loaded."""
-        healthy = [server for server in self._servers if server.healthy] or self._servers
-        least = min(healthy, key=lambda server: server.streams)
-        trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX])
-        server = self._server_of.get(trajectory)
-        if server not in healthy:
-            server = self._server_of.get(prefix)
-            if server not in healthy or server.streams > least.streams + _SLACK:
-                server = least
-        for key in (trajectory, prefix):
-            self._server_of[key] = server
-            self._server_of.move_to_end(key)
-        while len(self._server_of) > _REMEMBERED:
-            self._server_of.popitem(last=False)
-        return server
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
         """Repairs the server of the error once for all its requests; another one may serve meanwhile."""
@@ -195,15 +170,24 @@ class ServerRollout(RemoteEngine):
         for attempt in range(self.retries):
             await server.wait_until_healthy()
             try:
+                version = await self._noticed_version(server)
                 if self._update.under_way:  # the commit repairs it
                     self._stale.add(server)
-                elif self._expected is not None and await server.weight_version() != self._expected:
+                elif version != self._expected:
                     await self._republish(server)
                 break
             except ServerLost as error:
                 if attempt == self.retries - 1:
                     raise RolloutError(f"{error} again while it was repaired") from error
         server.healthy = True
+
+    async def _noticed_version(self, server: HttpServer) -> str | None:
+        """Returns a server's weight version, None before the first update. One that this engine did not
+        publish is that of a restart, after which no memory is released."""
+        version = None if self._expected is None else await server.weight_version()
+        if version is not None and not version.startswith(self._token):
+            server.released = ()
+        return version
 
     async def _republish(self, server: HttpServer) -> None:
         """Gives a server the current weights again."""
@@ -219,22 +203,22 @@ class ServerRollout(RemoteEngine):
     # -- control --------------------------------------------------------------------------------
 
     async def _remote_pause(self) -> None:
-        await self._each("pause")
+        await self._each(lambda server: server.pause())
 
     async def _remote_resume(self) -> None:
-        await self._each("resume")
+        await self._each(lambda server: server.resume())
 
-    async def _each(self, verb: str, *arguments: Sequence[str]) -> None:
-        """Calls one verb of every server; a server that is lost is repaired first."""
+    async def _each(self, work: Callable[[HttpServer], Coroutine[None, None, None]]) -> None:
+        """Does the work for every server; one that is lost is repaired, and the work done once more."""
 
-        async def call(server: HttpServer) -> None:
+        async def tried(server: HttpServer) -> None:
             try:
-                await getattr(server, verb)(*arguments)
+                await work(server)
             except ServerLost:
                 await self._recovery(server)
-                await getattr(server, verb)(*arguments)
+                await work(server)
 
-        await self._all(call(server) for server in self._servers)
+        await self._all(tried(server) for server in self._servers)
 
     async def _all(self, works: Iterable[Coroutine[None, None, None]]) -> None:
         """Runs the works together; the first error is raised after all have ended."""
@@ -250,9 +234,7 @@ class ServerRollout(RemoteEngine):
             if server.recovery is not None and not server.recovery.done():
                 await self._recovery(server)
             server.refuse_updates()
-        if "weights" in self._released:
-            await self._each("resume_memory", ["weights"])
-            self._released.remove("weights")
+        await self._each(lambda server: self._resume_memory(server, ("weights",)))
         self._names.clear()
         self._stale.clear()
         self._folder.begin()
@@ -315,8 +297,10 @@ class ServerRollout(RemoteEngine):
             await self._fill()
 
     def _refuse_incomplete(self) -> None:
-        tied = {name for name in self._parameters if name.endswith("lm_head.weight")}
-        missing = set(self._parameters) - self._names - tied
+        loaded = {
+            id(self._parameters[name]) for name in self._names
+        }  # tied weights have one tensor
+        missing = [name for name, tensor in self._parameters.items() if id(tensor) not in loaded]
         if missing:
             raise RolloutError(
                 f"an update has {len(self._names)} of {len(self._parameters)} tensors and lacks "
@@ -335,6 +319,7 @@ class ServerRollout(RemoteEngine):
             if not self._keeps_weights:
                 raise
             await server.wait_until_healthy()
+            await self._noticed_version(server)
             await self._publish_folder(server, expected)
         server.weights, server.healthy = expected, True
 
@@ -351,27 +336,40 @@ class ServerRollout(RemoteEngine):
 
     async def _remote_sleep(self) -> None:
         """Frees the KV cache, and the weights too where a copy can restore them."""
-        if not self._released and all(server.frees_memory for server in self._servers):
-            tags = ["kv_cache"]
-            copied = self._folder.current is not None and not self.traits.adapters
-            if self._expected is not None and copied:
-                tags.append("weights")
-                self._hollow = True
-            self._released = tags
-            await self._each("release_memory", tags)
+        if any(server.released or not server.frees_memory for server in self._servers):
+            return
+        tags = ["kv_cache"]
+        if self._expected and self._folder.current and not self.traits.adapters:
+            tags.append("weights")
+        await self._each(lambda server: self._release_memory(server, tags))
+
+    async def _release_memory(self, server: HttpServer, tags: Sequence[str]) -> None:
+        if self._expected is None and not server.launched_here:
+            return  # its restart could not be noticed
+        if await server.release_memory(tags):
+            server.released = tuple(tags)
+            self._hollow |= "weights" in tags
+        else:
+            log.warning("%s serves other requests and keeps its memory", server.shown_url)
+
+    async def _resume_memory(self, server: HttpServer, tags: Sequence[str]) -> None:
+        """Gives a server memory back; one that was restarted meanwhile has it, and would fail."""
+        if server.released:
+            await self._noticed_version(server)
+        if lacking := [tag for tag in server.released if tag in tags]:
+            await server.resume_memory(lacking)
+            server.released = tuple(tag for tag in server.released if tag not in tags)
 
     async def _remote_wake_up(self) -> None:
         async with self._waking:
-            if self._released:
-                await self._each("resume_memory", self._released)
-                self._released = []
+            await self._each(lambda server: self._resume_memory(server, server.released))
             if not self._update.under_way:  # otherwise the commit brings the weights
                 await self._fill()
 
     async def _fill(self) -> None:
         """Publishes the current weights again if their memory came back without values."""
         if self._hollow:
-            await self._all(self._republish(server) for server in self._servers)
+            await self._each(self._republish)
             self._hollow = False
 
     async def _remote_close(self) -> None:
@@ -383,5 +381,7 @@ class ServerRollout(RemoteEngine):
                     await server.resume()
             await server.close()
 
-        await self._all(end(server) for server in self._servers)
-        self._folder.close()
+        try:
+            await self._all(end(server) for server in self._servers)
+        finally:
+            self._folder.close()

@@ -47,9 +47,12 @@ class LaunchedSGLang(SGLangServer):
     _log: IO[bytes] | None = None
     """Has no name, so that it goes with the last process that has it open."""
 
+    launched_here = True
+
     def launch(self) -> None:
         """Starts the process on a free port."""
         self.end()
+        self.released = ()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"

@@ -19,6 +19,9 @@ from hone.rollout.requests import Request
 from hone.rollout.server_weights import as_payload
 from hone.types import Settings
 
+_IDLE_S, _POLL_S = 5.0, 0.05
+"""The wait for requests to end before memory is released."""
+
 
 @dataclass(eq=False)
 class SGLangServer(HttpServer):
@@ -195,8 +198,15 @@ class SGLangServer(HttpServer):
         if isinstance(answer, dict) and answer.get("status", "ok") != "ok":
             raise RolloutError(f"{self.shown_url}{path} was not acknowledged: {answer}")
 
-    async def release_memory(self, tags: Sequence[str]) -> None:
-        await self.call("/release_memory_occupation", {"tags": list(tags)})
+    async def release_memory(self, tags: Sequence[str]) -> bool:
+        """Waits until the server is idle: SGLang ends if memory is released while a request runs, and an
+        abort is acknowledged before the request has ended."""
+        for _ in range(round(_IDLE_S / _POLL_S)):
+            if (await self._answer("POST", "/flush_cache", {}))[0] == 200:  # only while it is idle
+                await self.call("/release_memory_occupation", {"tags": list(tags)})
+                return True
+            await asyncio.sleep(_POLL_S)
+        return False
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         await self.call("/resume_memory_occupation", {"tags": list(tags)})

@@ -59,6 +59,8 @@ class ContractServer(Faults):
         self.version, self.paused, self.released = "default", "", set[str]()
         self.dead = self.hung = False
         self.running: set[str] = set()
+        self.abort_s = 0.02
+        """From the answer to an abort until the scheduler has dropped the request."""
         self.groups: dict[str, Any] = {}
         self.lora = False
         """Whether it was started with --enable-lora."""
@@ -132,6 +134,13 @@ class ContractServer(Faults):
         """Every connection breaks; the weights are those of the start afterwards."""
         self.dead = True
 
+    def _scheduler_ends(self, request: web.Request) -> web.Response:
+        """An error in the scheduler ends the server."""
+        self.die()
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
     def come_back(self) -> None:
         async def restart() -> None:
             await self.engine.abort()
@@ -139,7 +148,8 @@ class ContractServer(Faults):
             await self._load(self.initial)
             await self.engine.resume()
             self.version, self.paused, self.dead = "default", "", False
-            self.adapters = []
+            self.adapters, self.released = [], set()
+            self.running.clear()
 
         asyncio.run_coroutine_threadsafe(restart(), self._loop).result(30)
 
@@ -179,8 +189,8 @@ class ContractServer(Faults):
         return web.json_response({"weight_version": self.version})
 
     async def _release_memory_occupation(self, request: web.Request) -> web.Response:
-        if self.running:
-            return web.json_response({"error": "requests run"}, status=400)
+        if self.running and self.paused != "retract":
+            return self._scheduler_ends(request)  # it asserts that it is idle
         self.released |= set((await request.json())["tags"])
         if "kv_cache" in self.released:
             await self.engine.sleep()
@@ -189,7 +199,10 @@ class ContractServer(Faults):
         return web.json_response(None)
 
     async def _resume_memory_occupation(self, request: web.Request) -> web.Response:
-        self.released -= set((await request.json())["tags"])
+        tags = set((await request.json())["tags"])
+        if not tags <= self.released:
+            return self._scheduler_ends(request)
+        self.released -= tags
         await self.engine.wake_up()
         return web.json_response(None)
 
@@ -253,9 +266,7 @@ class ContractServer(Faults):
     async def _update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = await request.json()
         if self.fails("dies in an update"):
-            self.die()
-            assert request.transport is not None
-            request.transport.abort()
+            self._scheduler_ends(request)
         files = sorted(Path(body["model_path"]).glob("*.safetensors"))
         weights = {name: t for file in files for name, t in load_file(file).items()}
         return await self._updated(weights, body)
@@ -345,12 +356,14 @@ class ContractServer(Faults):
             return web.json_response({"error": {"message": f"no adapter {name}"}}, status=400)
         if not body.get("input_ids"):
             return web.json_response({"error": {"message": "no input_ids"}}, status=400)
+        if self.released:
+            return self._scheduler_ends(request)
         if body.get("stream"):
             self.running.add(body["rid"])
             try:
                 return await self._stream(request, body)
             finally:
-                self.running.discard(body["rid"])
+                self._loop.call_later(self.abort_s, self.running.discard, body["rid"])
                 await asyncio.shield(self.engine.abort({body["rid"]}))
         sampling = self._sampling(body)
         out = await self.engine.generate(body["input_ids"], sampling, body["rid"])

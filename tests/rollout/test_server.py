@@ -166,7 +166,7 @@ def test_sleep_frees_the_weights_and_waking_restores_them(servers: list[Contract
     async def asked() -> None:
         async with opened(servers) as engine:
             await engine.sleep()
-            assert servers[0].released == {"kv_cache"}, "nothing could restore the weights"
+            assert not servers[0].released, "its restart could not be noticed"
             await engine.wake_up()
             await updated(engine, 1)
             before = await engine.generate(PROMPT, SHORT, "before")
@@ -182,6 +182,79 @@ def test_sleep_frees_the_weights_and_waking_restores_them(servers: list[Contract
             out = await engine.generate(PROMPT, SHORT, "new")
             expected = trainer_log_probs(policy(), PROMPT, out.token_ids, 1.0)
             assert out.log_probs == pytest.approx(expected, abs=1e-4)
+
+    asyncio.run(asked())
+
+
+@pytest.mark.parametrize("verb", ["generate", "update"])
+@pytest.mark.parametrize("is_back", [True, False], ids=["back", "away"])
+def test_a_server_that_restarted_asleep_is_not_asked_for_memory_that_it_has(
+    is_back: bool, verb: str, servers: list[ContractServer]
+) -> None:
+    """SGLang ends if it is to resume memory that it has not released."""
+
+    async def asked() -> None:
+        async with opened(servers, 2) as engine:
+            await updated(engine, 1)
+            await engine.sleep()
+            servers[0].die()
+            if is_back:
+                await asyncio.to_thread(servers[0].come_back)
+            work = updated(engine, 2) if verb == "update" else engine.wake_up()
+            job = asyncio.create_task(work)
+            if not is_back:
+                await asyncio.sleep(0.05)
+                await asyncio.to_thread(servers[0].come_back)
+            await job
+            outputs = [await engine.generate(p, SHORT, f"{p}") for p in prompts(2, 5, 9)]
+            for prompt, out in zip(prompts(2, 5, 9), outputs, strict=True):
+                expected = trainer_log_probs(policy(seed=1), prompt, out.token_ids, 1.0)
+                assert out.log_probs == pytest.approx(expected, abs=1e-4)
+            assert not any(server.dead or server.released for server in servers)
+            assert servers[0].version == servers[1].version
+
+    asyncio.run(asked())
+
+
+def test_a_server_lost_while_its_weights_come_back_gets_them_once_more(
+    servers: list[ContractServer],
+) -> None:
+    async def asked() -> None:
+        async with opened(servers) as engine:
+            await updated(engine, 1)
+            before = await engine.generate(PROMPT, SHORT, "before")
+            await engine.sleep()
+            servers[0].faults["dies in an update"] = 1
+            job = asyncio.create_task(engine.wake_up())
+            while not servers[0].dead:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(servers[0].come_back)
+            await job
+            after = await engine.generate(PROMPT, SHORT, "after")
+            assert after.token_ids == before.token_ids
+
+    asyncio.run(asked())
+
+
+def test_sleep_waits_until_a_server_is_idle_and_leaves_a_busy_one_its_memory(
+    servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang ends if memory is released while a request runs, and an abort takes effect later."""
+    monkeypatch.setattr("hone.rollout.sglang_server._IDLE_S", 0.5)
+
+    async def asked() -> None:
+        async with opened(servers) as engine:
+            await updated(engine, 1)
+            servers[0].abort_s = 0.2
+            await engine.generate(PROMPT, SHORT, "stops late")
+            await engine.sleep()
+            assert servers[0].released == {"kv_cache", "weights"}
+            await engine.wake_up()
+            servers[0].running.add("another client's")
+            await engine.sleep()
+            assert not servers[0].released
+            assert not servers[0].dead
+            await engine.generate(PROMPT, SHORT, "awake")
 
     asyncio.run(asked())
 
