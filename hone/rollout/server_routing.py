@@ -19,7 +19,7 @@ class Router:
     """Remembers the servers of recent trajectories and prefixes, whose KV cache they hold."""
 
     def __init__(self, servers: Sequence[HttpServer]) -> None:
-        self._servers = servers
+        self._servers = list(servers)
         self._server_of: OrderedDict[object, HttpServer] = OrderedDict()
 
     def route(self, request: Request) -> HttpServer:
