@@ -7,7 +7,14 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+RECIPES = str(Path(__file__).resolve().parents[1] / "recipes") + os.sep
 
 # One thread each, before torch is loaded: threads that wait for each other on busy cores cost minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,3 +40,19 @@ if importlib.util.find_spec("hypothesis"):  # the GPU lane does without
         "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("steady")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _names_stay_in_their_file() -> Iterator[None]:
+    """What a file of tests registers or imports from recipes/ is unknown to the next one."""
+    from hone.agents.contract import LOOPS
+    from hone.rewards.scores.table import registered_scores, restore_scores
+
+    loops, scores = dict(LOOPS.entries), registered_scores()
+    yield
+    LOOPS.entries.clear()
+    LOOPS.entries.update(loops)
+    restore_scores(scores)
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(RECIPES):
+            del sys.modules[name]

@@ -31,6 +31,14 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
         "config/engine.py",
         "sharding.ulysses_sequence_parallel_size",
     ),
+    "**.megatron.expert_model_parallel_size": (
+        "engine/megatron/mesh.py",
+        "megatron.expert_model_parallel_size",
+    ),
+    "**.megatron.expert_tensor_parallel_size": (
+        "config/engine.py",
+        "self.expert_tensor_parallel_size",
+    ),
     "**.megatron.sequence_parallel": ("engine/megatron/model.py", "megatron.sequence_parallel"),
     "**.megatron.override_transformer_config": (
         "engine/megatron/model.py",

@@ -207,12 +207,13 @@ def test_models_that_are_no_judges_of_steps_are_refused(judge: Path, tmp_path: P
     base = save_pretrained(tiny_lm(len(tokenizer), hidden=16), tokenizer, tmp_path / "base")
     with pytest.raises(ConfigError, match=r"Qwen2ForCausalLM without the head.*hone train-prm"):
         worker(base)
+    # A judge of another vocabulary may have more tokens than the policy's prompt and response.
+    lengths = ("data.max_prompt_length=2", "data.max_response_length=4")
+    narrow = worker(judge, "reward_model.forward_max_token_len_per_gpu=8", *lengths)
     with pytest.raises(
         ConfigError, match=r"more than reward_model\.forward_max_token_len_per_gpu=8"
     ):
-        worker(judge, "reward_model.forward_max_token_len_per_gpu=8").compute_rm_score(
-            batch_of(tokenizer)
-        )
+        narrow.compute_rm_score(batch_of(tokenizer))
 
 
 def plain_odds(folder: Path, texts: list[str]) -> list[float]:
