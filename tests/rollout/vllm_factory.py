@@ -136,8 +136,13 @@ class SharedVLLM(VLLMRollout):
             self._closed = True
             await closing
 
-    async def _remote_close(self) -> None:
-        """The process is for the next test."""
+    async def _close(self) -> None:
+        """Ends the requests; the process and the other tasks of its loop are for the next test."""
+        self._closed = True
+        await self._end(None, deferred_too=True)
+        self._open.set()
+        while self._running:
+            await asyncio.sleep(0.001)
 
 
 class VLLMFactory(Factory):
