@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start hundreds of interpreters: bytecode is kept, also where the environment asks for none.
+export PYTHONDONTWRITEBYTECODE :=
 # A test file runs in one process; one more than there are cores, because some tests wait.
 PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadfile
 

@@ -35,7 +35,7 @@ from ray.exceptions import AuthenticationError
 
 from hone.controller import reaper
 from hone.controller.ray_liveness import PARTS, cluster_failed, end_watch, watch_cluster
-from hone.controller.ray_ports import chosen_agent_ports
+from hone.controller.ray_ports import allow_slow_start, chosen_agent_ports
 from hone.types import Row, Settings
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,6 @@ _DRIVER_SETTINGS = {
     # Our watch reports a lost control plane; Ray would end this process without our message.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_raylet_start_wait_time_s": "180",
 }
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """0 keeps Ray on loopback; Ray names the switch after the systems where that is the default."""
@@ -77,6 +76,7 @@ def start_ray(ray_init: Settings, tell: Callable[[str], None] = logger.info) -> 
     options = {"include_dashboard": False, "logging_level": logging.WARNING, **options}
     for name, value in _DRIVER_SETTINGS.items():
         os.environ.setdefault(name, value)
+    allow_slow_start()
     _messages_to_log()
     sized = not options.keys().isdisjoint({"num_cpus", "num_gpus"})
     if _to_join(options.get("address"), only_named=sized):

@@ -26,7 +26,7 @@ def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
     """Returns the file system of a remote path and the path inside it.
 
     Without the package s3fs, pyarrow serves `s3://`, with the credentials of the environment and the server
-    that `AWS_ENDPOINT_URL` names.
+    that `AWS_ENDPOINT_URL` names. Without Java, the package hdfs-native serves `hdfs://`.
     """
     import fsspec
 
@@ -44,10 +44,20 @@ def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
     except OSError as error:
         if "libjvm" not in str(error) and "libhdfs" not in str(error):
             raise
-        raise OSError(
-            f"{url} cannot be opened: hdfs:// needs Java and Hadoop's libhdfs (JAVA_HOME, HADOOP_HOME, "
-            "CLASSPATH); webhdfs:// needs neither"
-        ) from error
+        try:
+            return _hdfs_without_java(str(url))
+        except ImportError:
+            raise OSError(
+                f"{url} cannot be opened: pip install hdfs-native, or Java and Hadoop's libhdfs "
+                "(JAVA_HOME, HADOOP_HOME, CLASSPATH); webhdfs:// needs neither"
+            ) from error
+
+
+def _hdfs_without_java(url: str) -> tuple[AbstractFileSystem, str]:
+    from hdfs_native.fsspec import HdfsFileSystem
+
+    system = HdfsFileSystem(**HdfsFileSystem._get_kwargs_from_urls(url))
+    return system, str(system._strip_protocol(url))
 
 
 def _s3_of_pyarrow() -> AbstractFileSystem:
@@ -94,11 +104,14 @@ def copy_to_local(
     if not target.exists():
         target.parent.parent.mkdir(exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=target.parent.parent))
-        copy(src, part / target.name)
         try:
+            copy(src, part / target.name)
             part.rename(target.parent)
-        except OSError:  # another process was first
-            shutil.rmtree(part)
+        except OSError:
+            if not target.exists():  # otherwise another process was first
+                raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     return str(target)
 
 

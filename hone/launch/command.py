@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from hone.config.errors import ConfigError
 from hone.launch.cluster import Plan, run
-from hone.launch.node import CLUSTER_FILE, HEAD, launch_folder
+from hone.launch.node import CLUSTER_FILE, FOLLOWERS_FILE, HEAD, launch_folder
 from hone.launch.scripts import rayjob_manifest, sbatch_script
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.console import screen
@@ -207,47 +208,75 @@ def jobs(arguments: Sequence[str]) -> int:
     for verb, text in (("logs", "print and follow a job's log"), ("stop", "stop a job")):
         verbs.add_parser(verb, help=text).add_argument("job", nargs="?", help="default: the newest")
     options = parser.parse_args(list(arguments))
-    address = options.address or _newest_launch()
-    from hone.launch.jobs import Jobs
+    address, head = (options.address, None) if options.address else _newest_launch()
+    from hone.launch.jobs import FAILURES
+
+    try:
+        return _asked(address, options.verb, getattr(options, "job", None), head)
+    except FAILURES as error:
+        raise ConfigError(
+            f"the job server {address} does not answer, its cluster may have ended: {error}"
+        ) from error
+
+
+def _asked(address: str, verb: str | None, job: str | None, head: Path | None) -> int:
+    from hone.launch.jobs import STOP_RETRY_S, Jobs
 
     server = Jobs(address)
+    server.retry_s = STOP_RETRY_S
     known = server.details()
-    if options.verb in (None, "list"):
-        for job in known:
-            began = datetime.fromtimestamp((job.start_time or 0) / 1000, timezone.utc)
+    if verb in (None, "list"):
+        for entry in known:
+            began = datetime.fromtimestamp((entry.start_time or 0) / 1000, timezone.utc)
             screen().line(
-                f"{job.submission_id}  {job.status.value:<9}  {began:%F %T}  {job.entrypoint}"
+                f"{entry.submission_id}  {entry.status.value:<9}  {began:%F %T}  {entry.entrypoint}"
             )
         return 0
-    names = [str(job.submission_id) for job in known if job.submission_id]
+    names = [str(entry.submission_id) for entry in known if entry.submission_id]
     if not names:
         raise ConfigError(f"{address} has no jobs")
-    name = options.job or names[-1]
+    name = job or names[-1]
     if name not in names:
         raise ConfigError(f"{address} has no job {name}; it has {', '.join(names)}")
-    if options.verb == "logs":
-        return server.follow(name, _write_through)
+    if verb == "logs":
+        with _following(head):
+            return server.follow(name, _write_through)
     screen().line(f"stopping {name}" if server.stop(name) else f"{name} has ended already")
     return 0
 
 
-def _newest_launch() -> str:
-    """Returns the job server of the newest launched cluster here, and sets its token for this process."""
+@contextlib.contextmanager
+def _following(head: Path | None) -> Iterator[None]:
+    """Keeps a launched cluster until the end of a job has been read; Ctrl-C ends the block, not the job."""
+    try:
+        with contextlib.ExitStack() as held:
+            if head is not None:
+                with contextlib.suppress(OSError):  # it ends just now
+                    lock = held.enter_context(open(head / FOLLOWERS_FILE, "a", encoding="utf-8"))
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield
+    except KeyboardInterrupt:
+        screen().line("the job goes on; stop it: hone jobs stop")
+        raise
+
+
+def _newest_launch() -> tuple[str, Path]:
+    """Returns the job server and the folder of the newest launched cluster here; sets its token."""
     clusters = []
     for file in launch_folder().glob(f"*/{HEAD}/{CLUSTER_FILE}"):
         with contextlib.suppress(OSError, ValueError):  # it ends just now, or starts
             cluster = json.loads(file.read_text("utf-8"))
             if _runs_here(cluster):
-                clusters.append((file.stat().st_mtime, cluster))
+                clusters.append((file.stat().st_mtime, cluster, file.parent))
     if not clusters:
         raise ConfigError(
             "no cluster of `hone launch` has its head on this machine; give --address, and set "
             "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH"
         )
-    _, cluster = max(clusters, key=lambda entry: entry[0])
+    _, cluster, folder = max(clusters, key=lambda entry: entry[0])
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster["token_file"]}
-    return str(cluster["jobs"])
+    return str(cluster["jobs"]), folder
 
 
 def _runs_here(cluster: Row) -> bool:

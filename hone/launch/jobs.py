@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 try:
+    from ray.exceptions import RayError
     from ray.job_submission import JobDetails, JobSubmissionClient
 except ImportError as error:
     raise ImportError(
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 logging.getLogger(JobSubmissionClient.__module__).setLevel(logging.WARNING)
 
 Answer = TypeVar("Answer")
+FAILURES = (OSError, RuntimeError, RayError)
+"""What the client raises where its server does not answer, or refuses."""
 
 LOOK_EVERY_S = 0.5
 RETRY_EVERY_S = 5.0
@@ -41,35 +45,42 @@ class Jobs:
         self.retry_s = RETRY_S
 
     def submit(self, entrypoint: str) -> str:
-        """Starts a shell command on the head node; returns the job's name."""
-        end_time = time.monotonic() + AGENT_DEADLINE_S
+        """Starts a shell command on the head node, once; returns the job's name."""
+        job, end_time = f"hone-{secrets.token_hex(8)}", time.monotonic() + AGENT_DEADLINE_S
         while True:
             try:
-                return self._client.submit_job(entrypoint=entrypoint)
-            except RuntimeError as error:
-                # A new cluster has no agent for jobs in its first seconds.
-                if "No available agent" not in str(error) or time.monotonic() > end_time:
+                return self._client.submit_job(entrypoint=entrypoint, submission_id=job)
+            except FAILURES as error:
+                if f"{job} already exists" in str(error):
+                    return job  # the answer to an earlier request was lost
+                # A new cluster has no agent for jobs in its first seconds, and a busy one answers late.
+                if "status code 4" in str(error) or time.monotonic() > end_time:
                     raise
-            time.sleep(1)
+            time.sleep(LOOK_EVERY_S)
 
     def details(self) -> list[JobDetails]:
         """Returns all jobs, oldest first."""
-        return sorted(self._client.list_jobs(), key=lambda job: job.start_time or 0)
+        known = self._retried(self._client.list_jobs)
+        return sorted(known, key=lambda job: job.start_time or 0)
 
     def follow(self, job: str, write: Callable[[str], None]) -> int:
         """Writes the job's log until it ends; returns its exit status."""
-        written, lost, end_time = 0, False, 0.0
+        written, lost = 0, False
         while True:
             written, error = asyncio.run(self._tail(job, write, written))
+            info = self._info(job)
+            if info.status.is_terminal():
+                break
             if error and not lost:
                 logger.warning("the log of %s broke off (%s); it is opened again", job, error)
             lost = error is not None
-            info = self._retried(lambda: self._client.get_job_info(job))
-            if info.status.is_terminal():
-                end_time = end_time or time.monotonic() + self.retry_s
-                if not lost or time.monotonic() > end_time:
-                    break
             time.sleep(RETRY_EVERY_S if lost else LOOK_EVERY_S)
+        # Ray closes a log without an error also where it has failed to read it to the end.
+        try:
+            if rest := self._retried(lambda: self._client.get_job_logs(job))[written:]:
+                write(rest)
+        except Exception as error:
+            logger.warning("the end of the log of %s cannot be read (%s)", job, error)
         code = info.driver_exit_code
         if info.status.value == "SUCCEEDED":
             return 0
@@ -97,12 +108,11 @@ class Jobs:
 
     def wait(self, job: str) -> None:
         """Waits until the job has ended."""
-        while not self._retried(lambda: self._client.get_job_info(job)).status.is_terminal():
+        while not self._info(job).status.is_terminal():
             time.sleep(LOOK_EVERY_S)
 
-    def log(self, job: str) -> str:
-        """Returns what the job has written."""
-        return str(self._client.get_job_logs(job))
+    def _info(self, job: str) -> JobDetails:
+        return self._retried(lambda: self._client.get_job_info(job))
 
     def stop(self, job: str) -> bool:
         """Sends SIGTERM to a job; returns whether it was running. It may save a checkpoint first."""

@@ -8,6 +8,7 @@ reason, ends this node's Ray and removes the token's file.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
@@ -25,10 +26,11 @@ from types import ModuleType
 import hone
 
 LOOPBACK = "127.0.0.1"
-HEAD, CLUSTER_FILE = "head", "cluster.json"
-START_DEADLINE_S = 240
+HEAD, CLUSTER_FILE, FOLLOWERS_FILE = "head", "cluster.json", "followers"
 STOP_WAIT_S = 120
 """How long a stopped job may take to save and end; Ray's default is 3 s."""
+FOLLOWERS_WAIT_S = 10.0
+"""How long `hone jobs logs` may take to read the end of a job before its cluster ends."""
 
 
 def _controller(name: str) -> ModuleType:
@@ -115,12 +117,10 @@ def serve(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": str(START_DEADLINE_S),
-        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(START_DEADLINE_S),
-        "RAY_agent_register_timeout_ms": str(1000 * START_DEADLINE_S),
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
         **reaper.with_mark(f"{settings.mark}-{os.getpid()}"),
     }
+    ray_ports.allow_slow_start()
     if settings.only_loopback:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
@@ -136,17 +136,33 @@ def serve(
     answer(ready)
     while sys.stdin.readline():
         pass
+    with contextlib.suppress(OSError):  # a home without locks, or a signal that ends the wait
+        _wait_for_followers(folder / FOLLOWERS_FILE)
+
+
+def _wait_for_followers(file: Path) -> None:
+    """Waits until no `hone jobs logs` holds the file: Ray answers its last questions."""
+    end_time = time.monotonic() + FOLLOWERS_WAIT_S
+    with open(file, "a", encoding="utf-8") as lock:
+        while time.monotonic() < end_time:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
 
 
 def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
     """Runs `ray start` in this process; the processes of Ray are its children."""
     # Ray reads its settings from the environment when it is imported.
     from ray._private import ray_constants, services
-    from ray.scripts.scripts import start as ray_start
+    from ray.scripts import scripts
 
     if settings.only_loopback:
         ray_constants.ENABLE_RAY_CLUSTER = True  # else `ray start` refuses a second node
         services.get_node_ip_address = lambda address=None: LOOPBACK
+    # The server of Ray Client is not used, and its port would be the same for two clusters.
+    scripts.get_ray_client_dependency_error = lambda: ImportError("not used")
     options = ["--disable-usage-stats", "--log-color=false", f"--temp-dir={session}/ray"]
     for name, count in (("gpus", settings.gpus), ("cpus", settings.cpus)):
         if count is not None:
@@ -154,14 +170,14 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
     if settings.head:
         _wait_for(settings.head)
         with ray_ports.chosen_agent_ports():
-            ray_start.main([f"--address={settings.head}", *options], standalone_mode=False)
+            scripts.start.main([f"--address={settings.head}", *options], standalone_mode=False)
         return Ready(settings.head, token_file=str(token_file))
     port, jobs = ray_ports.free_ports(2)
     port = settings.port or port
-    options += ["--head", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
+    options += ["--head", "--no-monitor", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
     options += ["--include-dashboard=true", f"--dashboard-port={jobs}"]
     with ray_ports.chosen_agent_ports():
-        ray_start.main(options, standalone_mode=False)
+        scripts.start.main(options, standalone_mode=False)
     host = services.get_node_ip_address()
     return Ready(f"{host}:{port}", f"http://{LOOPBACK}:{jobs}", str(token_file))
 

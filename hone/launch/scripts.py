@@ -16,6 +16,7 @@ from hone.types import Row
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 """A name of Kubernetes; KubeRay adds to it and keeps 63 characters in all."""
+_BYTES = re.compile(r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?")
 
 
 def sbatch_script(
@@ -34,7 +35,7 @@ def sbatch_script(
     words = [*options, name]
     if wrong := [word for word in words if not word or "\n" in word or "\r" in word]:
         raise ConfigError(f"{wrong[0]!r} cannot stand in a line of an sbatch script")
-    directives = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1"]
+    directives = [f"--job-name={shlex.quote(name)}", f"--nodes={nodes}", "--ntasks-per-node=1"]
     directives += [f"--gpus-per-node={gpus}"] if gpus else []
     # 120 s before the limit the job is told to stop, so that it can save.
     directives += ["--exclusive", "--output=%x-%j.log", "--signal=B:TERM@120", *options]
@@ -66,6 +67,15 @@ def sbatch_script(
     )
 
 
+def _check_kubernetes(name: str, memory: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"--name {name}: use at most 47 of a-z, 0-9 and -, a letter first, as Kubernetes does"
+        )
+    if not _BYTES.fullmatch(memory):
+        raise ConfigError(f"--memory {memory}: give bytes as Kubernetes writes them, as in 256Gi")
+
+
 def rayjob_manifest(
     command: Sequence[str],
     *,
@@ -80,10 +90,7 @@ def rayjob_manifest(
     memory: str,
 ) -> str:
     """Returns a KubeRay RayJob: a cluster of `nodes` pods with a token, which ends with the job."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"--name {name}: use at most 47 of a-z, 0-9 and -, a letter first, as Kubernetes does"
-        )
+    _check_kubernetes(name, memory)
     mounts = [_volume(i, text) for i, text in enumerate(volumes)]
 
     def pod(container: str) -> Row:

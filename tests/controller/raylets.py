@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hone.launch.node import ray_ports  # without the controller's package, which imports torch
+
 OBJECT_STORE_BYTES = 100 * 2**20
 
 
@@ -25,13 +27,17 @@ class Raylets:
         # A folder of their own: other runs of this machine must not join by /tmp/ray/ray_current_cluster.
         self._folder = tempfile.mkdtemp(prefix="hr-", dir="/tmp")
         self.environment = {"RAY_AUTH_MODE": "disabled", **(environment or {})}
-        settings = {"RAY_TMPDIR": self._folder, "RAY_raylet_start_wait_time_s": "180"}
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **settings, **self.environment},
+            env={
+                **os.environ,
+                **ray_ports.SLOW_START,
+                "RAY_TMPDIR": self._folder,
+                **self.environment,
+            },
         )
         self.nodes: dict[str, int] = {}
         self.head, self.address = "", ""
@@ -75,8 +81,6 @@ class Raylets:
 def main() -> None:
     from ray.cluster_utils import Cluster
 
-    from hone.controller.ray_ports import chosen_agent_ports
-
     said = os.dup(1)
     os.dup2(2, 1)  # whatever Ray prints is no answer
     cluster, nodes = Cluster(), dict[str, Any]()
@@ -85,8 +89,8 @@ def main() -> None:
         answer: Any = None
         if verb == "add":
             options = {"num_cpus": value, "object_store_memory": OBJECT_STORE_BYTES}
-            with chosen_agent_ports():
-                node = cluster.add_node(include_dashboard=False, **options)
+            with ray_ports.chosen_agent_ports():
+                node = cluster.add_node(include_dashboard=False, no_monitor=True, **options)
             nodes[node.node_id] = node
             raylet = node.all_processes["raylet"][0].process.pid
             answer = {"node_id": node.node_id, "raylet": raylet, "address": cluster.address}

@@ -20,6 +20,7 @@ from hone.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, r
 from hone.controller.failures import Seat, WaitTimeout, WorkerDied
 from hone.controller.waiting import PhaseDeadlines
 from hone.protocol import DataProto, DataProtoFuture
+from tests.controller.raylets import Raylets
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 LONG = PhaseDeadlines(200.0, 1.0)
@@ -205,27 +206,26 @@ def test_what_a_worker_receives_may_be_changed_in_place() -> None:
 
 
 JOIN = """
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+import sys
 from toy_workers import Toy
 from hone.controller import ClassWithInitArgs, RayWorkerGroup
 from hone.controller.ray_start import start_ray, stop_ray
-start_ray({"address": cluster.address, "log_to_driver": False})
+start_ray({"address": sys.argv[1], "log_to_driver": False})
 with RayWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Toy, 1.0)) as group:
     assert group.echo(5) == [(0, 5, None)]
 stop_ray()
-cluster.shutdown()
 """
 
 
 @pytest.mark.slow
 def test_a_cluster_without_authentication_is_joined() -> None:
-    _run(JOIN, {"RAY_AUTH_MODE": "disabled"})
+    with Raylets([1]) as raylets:
+        _run(JOIN, raylets.environment, raylets.address)
 
 
-def _run(program: str, environment: dict[str, str]) -> None:
+def _run(program: str, environment: dict[str, str], *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         cwd=os.path.dirname(__file__),
         env={**os.environ, **environment},
         capture_output=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,24 @@ def test_a_remote_file_is_copied_once_and_again_where_it_changed(
     Path(second).write_text("x")
     files.copy_to_local(f"{store}/a.txt", always_recopy=True)
     assert Path(second).read_text() == "two and more"
+
+
+def test_a_copy_that_fails_half_way_leaves_nothing_in_the_cache(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(f"{store}/a.txt", "one", tmp_path)
+
+    def fails(src: str, dst: Path) -> None:
+        dst.write_text("o")
+        raise OSError("no route to host")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "copy", fails)
+        with pytest.raises(OSError, match="no route"):
+            files.copy_to_local(f"{store}/a.txt", cache_dir=tmp_path / "cache")
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+    copied = files.copy_to_local(f"{store}/a.txt", cache_dir=tmp_path / "cache")
+    assert Path(copied).read_text() == "one"
 
 
 def test_folders_go_there_and_back_with_all_that_is_in_them(store: str, tmp_path: Path) -> None:
@@ -108,7 +127,8 @@ def test_hdfs_without_java_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPat
         raise OSError("Unable to load libjvm: dlopen(a) failed\ndlopen(b) failed")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", no_java)
-    with pytest.raises(OSError, match="JAVA_HOME") as caught:
+    monkeypatch.setitem(sys.modules, "hdfs_native.fsspec", None)
+    with pytest.raises(OSError, match=r"pip install hdfs-native, or .*JAVA_HOME") as caught:
         files.file_system("hdfs://host:9000/run")
     assert "\n" not in str(caught.value)
 

@@ -30,14 +30,16 @@ from .test_scripts import program
 ROOT = Path(__file__).resolve().parents[2]
 BARE = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
 JOB = """
-import json, os, ray, signal, socket, sys, time
+import os, ray, signal, sys, time
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 ray.init(log_to_driver=False)
-@ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
-def where(): time.sleep(2); return ray.get_runtime_context().get_node_id()
-nodes = len(ray.nodes())
-if nodes == 3:
-    ray.get([where.remote() for _ in range(nodes)])
-print("nodes", nodes, "folder", os.getcwd(), "word", sys.argv[2], flush=True)
+@ray.remote(num_cpus=1)
+def here(): return ray.get_runtime_context().get_node_id()
+nodes = [node["NodeID"] for node in ray.nodes()]
+if len(nodes) == 3:
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    nodes = set(ray.get([here.options(scheduling_strategy=place).remote() for place in places]))
+print("nodes", len(nodes), "folder", os.getcwd(), "word", sys.argv[2], flush=True)
 def stopped(*_):
     print("saved", flush=True)
     os._exit(0)
@@ -175,7 +177,8 @@ def test_the_newest_launch_is_one_that_runs_on_this_machine(
             }
             (head / "cluster.json").write_text(json.dumps(cluster))
             os.utime(head / "cluster.json", (age, age))
-        assert _newest_launch() == "http://127.0.0.1:0"
+        address, folder = _newest_launch()
+        assert (address, folder.parent.name) == ("http://127.0.0.1:0", "0")
         node.communicate("\n")
     with pytest.raises(ConfigError, match="give --address"):
         _newest_launch()
@@ -209,6 +212,16 @@ def launched(
     finally:
         process.kill()
         process.wait()
+
+
+def jobs(home: Path, verb: str) -> subprocess.Popen[str]:
+    """`hone jobs` of the launch with this home."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "hone.cli", "jobs", verb],
+        env=BARE | {"HOME": str(home)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def command_lines() -> str:
@@ -266,16 +279,21 @@ def test_three_local_raylets_from_a_bare_shell_end_with_ctrl_c(tmp_path: Path) -
         assert token_file.read_text() not in command_lines()
         loopback = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
         assert addresses_listened_on(processes_of(tmp_path)) <= loopback
-        listing = [sys.executable, "-m", "hone.cli", "jobs", "list"]
-        home = BARE | {"HOME": str(tmp_path)}
-        listed = subprocess.run(listing, env=home, capture_output=True, text=True, check=True)
-        assert "RUNNING" in listed.stdout
-        launch.send_signal(signal.SIGINT)
-        rest, _ = launch.communicate(timeout=180)
+        with jobs(tmp_path, "logs") as follower, jobs(tmp_path, "logs") as another:
+            for process in (follower, another):
+                assert process.stdout is not None
+                assert any(line == "waits\n" for line in process.stdout)
+            another.send_signal(signal.SIGINT)
+            listed, _ = jobs(tmp_path, "list").communicate(timeout=120)
+            assert "RUNNING" in listed
+            assert "the job goes on" in another.communicate(timeout=120)[0]
+            launch.send_signal(signal.SIGINT)
+            rest, _ = launch.communicate(timeout=180)
+            followed, _ = follower.communicate(timeout=120)
         assert "saved\n" in rest
-        assert (
-            launch.returncode == 130
-        )  # as a shell tells Ctrl-C; Ray keeps no status of a stopped job
+        assert followed == "saved\n"
+        # As a shell tells Ctrl-C; Ray keeps no status of a stopped job.
+        assert [p.returncode for p in (launch, follower, another)] == [130] * 3
         assert token_file.parent.parent.exists() is False
     time.sleep(1)
     assert processes_of(tmp_path) == []
@@ -344,7 +362,7 @@ def ssh_on_path(folder: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_nothing_is_left_on_the_hosts_of_ssh_when_the_launch_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("127.0.0.1\n127.0.0.1\n")
+    (tmp_path / "hosts").write_text("127.0.0.1\n")
     with ssh_on_path(tmp_path) as programs:
         environment = {"PATH": f"{programs}:/usr/bin:/bin"}
         words = ["--gpus-per-node", "0", "--setup", f"export PYTHONPATH={ROOT} HOME={tmp_path}"]
@@ -356,7 +374,7 @@ def test_nothing_is_left_on_the_hosts_of_ssh_when_the_launch_is_killed(tmp_path:
                 lines.append(line)
                 if line == "waits\n":
                     break
-            assert f"nodes 2 folder {tmp_path} word a  b\n" in lines, "".join(lines)
+            assert f"nodes 1 folder {tmp_path} word a  b\n" in lines, "".join(lines)
             launch.kill()
         end_time = time.monotonic() + 120
         while processes_of(tmp_path) and time.monotonic() < end_time:

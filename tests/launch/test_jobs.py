@@ -24,8 +24,13 @@ class Client:
         self.state = "RUNNING"
         self.calls: list[str] = []
 
-    def submit_job(self, entrypoint: str) -> str:
+    def submit_job(self, entrypoint: str, submission_id: str) -> str:
+        self._fail_every_second_time()
         return "job"
+
+    def get_job_logs(self, job: str) -> str:
+        self._fail_every_second_time()
+        return "".join(self.lines)
 
     async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
         self.tails += 1
@@ -50,7 +55,7 @@ class Client:
     def _fail_every_second_time(self) -> None:
         self.requests += 1
         if self.requests % 2:
-            raise ConnectionError("refused")
+            raise RuntimeError("Request failed with status code 500: busy.")
 
 
 @pytest.fixture
@@ -74,8 +79,68 @@ def test_a_log_that_breaks_off_is_followed_on_without_a_line_lost_or_repeated(
 
 
 @pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_a_log_that_is_closed_too_soon_has_missed_is_written_at_the_end(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closing(Client):
+        async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+            yield self.lines[0]
+            self.state = "FAILED"
+            if broken:
+                raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+
+        def get_job_info(self, job: str) -> Any:
+            info = super().get_job_info(job)
+            info.driver_exit_code = 7
+            return info
+
+    monkeypatch.setattr(jobs, "JobSubmissionClient", Closing)
+    written: list[str] = []
+    assert jobs.run_job("http://x", "true", written.append, wait_for_ever) == 7
+    assert "".join(written) == "".join(["job job runs\n", *Client.lines])
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_job_whose_submission_is_answered_too_late_is_started_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(Client):
+        def submit_job(self, entrypoint: str, submission_id: str) -> str:
+            self.calls.append(submission_id)
+            if len(self.calls) == 1:
+                raise RuntimeError("Request failed with status code 500: TimeoutError.")
+            raise RuntimeError(
+                f"status code 500: Job with submission_id {submission_id} already exists."
+            )
+
+    monkeypatch.setattr(jobs, "JobSubmissionClient", Slow)
+    server = jobs.Jobs("http://x")
+    client: Any = server._client
+    assert [server.submit("true")] * 2 == client.calls
+
+
+def test_a_job_that_the_server_refuses_is_not_submitted_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Refusing(Client):
+        def submit_job(self, entrypoint: str, submission_id: str) -> str:
+            self.calls.append(submission_id)
+            raise RuntimeError("Request failed with status code 400: no.")
+
+    monkeypatch.setattr(jobs, "JobSubmissionClient", Refusing)
+    server = jobs.Jobs("http://x")
+    client: Any = server._client
+    with pytest.raises(RuntimeError, match="status code 400"):
+        server.submit("true")
+    assert len(client.calls) == 1
+
+
+@pytest.mark.usefixtures("_quick")
 def test_a_request_to_stop_is_sent_again_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Waiting(Client):
+        lines = ("saved\n",)
+
         async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
             if self.state == "RUNNING":
                 raise ConnectionError("refused")
@@ -122,6 +187,9 @@ def test_a_stopped_job_whose_cluster_has_ended_is_given_up_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Gone(Client):
+        def submit_job(self, entrypoint: str, submission_id: str) -> str:
+            return "job"
+
         def _fail_every_second_time(self) -> None:
             raise ConnectionError("refused")
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import os
+import re
 import shlex
 import signal
 import stat
@@ -108,24 +109,30 @@ def test_directives_come_first_and_a_line_break_is_refused() -> None:
     assert lines[1 : 1 + len(directives)] == directives
     assert "#SBATCH --partition=gpu" in directives
     assert "#SBATCH --nodes=2" in directives
+    assert "#SBATCH --job-name='run 1'" in directives
     assert not any("gpus" in line for line in directives)
     with pytest.raises(ConfigError, match="cannot stand in a line"):
         script_of(["hone", "train"], Path("python"), options=["--comment=a\nrm -rf x"])
 
 
 TEXT, COUNT, FLAG = (str,), (int,), (bool,)
-RESOURCES = {"limits": {"*": (str, int)}, "requests": {"*": (str, int)}}
-VOLUME = {"name": TEXT, "emptyDir": {"medium": TEXT}, "persistentVolumeClaim": {"claimName": TEXT}}
+QUANTITY = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?")
+RESOURCES = {"limits": {"*": QUANTITY}, "requests": {"*": QUANTITY}}
+VOLUME = {
+    "name!": TEXT,
+    "emptyDir": {"medium": TEXT},
+    "persistentVolumeClaim": {"claimName!": TEXT},
+}
 CONTAINER = {
-    "name": TEXT,
+    "name!": TEXT,
     "image": TEXT,
     "resources": RESOURCES,
-    "volumeMounts": [{"name": TEXT, "mountPath": TEXT}],
+    "volumeMounts": [{"name!": TEXT, "mountPath!": TEXT}],
     "envFrom": [{"secretRef": {"name": TEXT}}],
 }
-TEMPLATE = {"spec": {"containers": [CONTAINER], "volumes": [VOLUME]}}
-GROUP = {"rayStartParams": {"*": TEXT}, "template": TEMPLATE}
-WORKERS = {"groupName": TEXT, "replicas": COUNT, "minReplicas": COUNT, "maxReplicas": COUNT}
+TEMPLATE = {"spec": {"containers!": [CONTAINER], "volumes": [VOLUME]}}
+GROUP = {"rayStartParams": {"*": TEXT}, "template!": TEMPLATE}
+WORKERS = {"groupName!": TEXT, "replicas": COUNT, "minReplicas!": COUNT, "maxReplicas!": COUNT}
 RAYJOB = {
     "apiVersion": TEXT,
     "kind": TEXT,
@@ -137,23 +144,28 @@ RAYJOB = {
         "backoffLimit": COUNT,
         "rayClusterSpec": {
             "rayVersion": TEXT,
-            "authOptions": {"mode": TEXT},
-            "headGroupSpec": GROUP,
+            "authOptions": {"mode": re.compile("disabled|token")},
+            "headGroupSpec!": GROUP,
             "workerGroupSpecs": [WORKERS | GROUP],
         },
     },
 }
-"""The fields of ray.io/v1 (KubeRay 1.5.1 and later) and of pods that a manifest may have."""
+"""The fields of ray.io/v1 (KubeRay 1.5.1 and later) and of pods that a manifest may have; ! must be there."""
 
 
 def unfit(value: Any, schema: Any, path: str = "") -> list[str]:
+    if isinstance(schema, re.Pattern):
+        fits = type(value) in (str, int) and schema.fullmatch(str(value))
+        return [] if fits else [f"{path}: {value!r}"]
     if isinstance(schema, tuple):
         return [] if type(value) in schema else [f"{path}: {value!r}"]
     if isinstance(schema, list):
         if not isinstance(value, list):
             return [path]
         return [p for i, entry in enumerate(value) for p in unfit(entry, schema[0], f"{path}/{i}")]
-    problems = []
+    required = {key[:-1] for key in schema if key.endswith("!")}
+    schema = {key.removesuffix("!"): entry for key, entry in schema.items()}
+    problems = [f"{path}/{key} is missing" for key in sorted(required - value.keys())]
     for key, entry in value.items():
         if key not in schema and "*" not in schema:
             problems.append(f"{path}/{key}")
@@ -190,6 +202,14 @@ def test_the_manifest_has_only_fields_of_a_rayjob_and_asks_for_a_token() -> None
         (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert unfit(whole | {"specs": {}}, RAYJOB) == ["/specs"]
+    cluster["authOptions"]["mode"] = "open"
+    workers["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"] = "128 GB"
+    del workers["maxReplicas"]
+    assert [problem.rpartition("/")[2] for problem in unfit(whole, RAYJOB)] == [
+        "mode: 'open'",
+        "maxReplicas is missing",
+        "memory: '128 GB'",
+    ]
     assert "workerGroupSpecs" not in manifest(["hone"], nodes=1)["spec"]["rayClusterSpec"]
 
 
@@ -244,6 +264,7 @@ def test_a_plain_command_stays_readable_and_an_odd_one_survives_every_shell() ->
         ({"name": "Run_1"}, "as Kubernetes does"),
         ({"name": "1run"}, "a letter first"),
         ({"volumes": ["shared"]}, "CLAIM:/PATH"),
+        ({"memory": "128GB"}, "as in 256Gi"),
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused(options: dict[str, Any], problem: str) -> None:

@@ -92,6 +92,24 @@ def make_task(folder: Path) -> Task:
     return Task(model, files["train"], files["test"], REWARDS)
 
 
+def make_mixture(folder: Path) -> Path:
+    """A random mixture of experts of two layers with the tokenizer of the task."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.families.tiny import randomise, tiny_config
+    from hone.models.tiny import character_tokenizer, save_pretrained
+
+    tokenizer = character_tokenizer(ALPHABET)
+    config = tiny_config("qwen3_moe")
+    config.vocab_size = len(tokenizer)
+    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(config)
+    randomise(lm)
+    return save_pretrained(lm, tokenizer, folder)
+
+
 @dataclass(frozen=True)
 class Run:
     """A run folder."""

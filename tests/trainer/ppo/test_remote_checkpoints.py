@@ -137,29 +137,49 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.1)
-        options = {"endpoint_override": f"127.0.0.1:{port}", "scheme": "http"}
-        S3FileSystem(allow_bucket_creation=True, **options).create_dir("runs")
+        S3FileSystem(
+            allow_bucket_creation=True,
+            endpoint_override=f"127.0.0.1:{port}",
+            scheme="http",
+            request_timeout=100,  # its first answer takes seconds, and more on a busy machine
+        ).create_dir("runs")
         yield "s3://runs"
     finally:
         server.kill()
         server.wait()
 
 
+@pytest.fixture
+def hdfs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """An empty folder of a real HDFS: HONE_HDFS names one, as in hdfs://127.0.0.1:9000."""
+    if "HONE_HDFS" not in os.environ:
+        pytest.skip("HONE_HDFS names no HDFS")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    url = f"{os.environ['HONE_HDFS']}/hone-{os.getpid()}"
+    system, path = files.file_system(url)
+    try:
+        yield url
+    finally:
+        system.rm(path, recursive=True)
+
+
 @pytest.mark.slow
-def test_s3_serves_data_model_checkpoints_and_export(
-    task: Task, train: Callable[..., Run], s3: str, tmp_path: Path
+@pytest.mark.parametrize("server", ["s3", "hdfs"])
+def test_a_server_serves_data_model_checkpoints_and_export(
+    server: str, task: Task, train: Callable[..., Run], request: pytest.FixtureRequest
 ) -> None:
+    root = request.getfixturevalue(server)
     whole = train(*FOUR, folder="whole")
-    files.copy(task.model, f"{s3}/model")
-    files.copy(task.train, f"{s3}/data/{task.train.name}")
+    files.copy(task.model, f"{root}/model")
+    files.copy(task.train, f"{root}/data/{task.train.name}")
     remote = (
-        f"data.train_files={s3}/data/*{task.train.suffix}",
-        f"actor_rollout_ref.model.path={s3}/model",
-        f"trainer.default_hdfs_dir={s3}/grpo",
+        f"data.train_files={root}/data/*{task.train.suffix}",
+        f"actor_rollout_ref.model.path={root}/model",
+        f"trainer.default_hdfs_dir={root}/grpo",
     )
     train(*TWO, *remote, folder="first")
     assert train(*FOUR, *remote, folder="second").numbers == whole.numbers
-    assert len(whole_copies(f"{s3}/grpo")) == 4
-    assert hone(["export", f"{s3}/grpo/global_step_4", f"{s3}/out"]) in (0, None)
-    assert "config.json" in files.remote_files(f"{s3}/out")
-    assert os.path.isfile(Path(files.copy_to_local(f"{s3}/out")) / "model.safetensors")
+    assert len(whole_copies(f"{root}/grpo")) == 4
+    assert hone(["export", f"{root}/grpo/global_step_4", f"{root}/out"]) in (0, None)
+    assert "config.json" in files.remote_files(f"{root}/out")
+    assert os.path.isfile(Path(files.copy_to_local(f"{root}/out")) / "model.safetensors")
