@@ -63,13 +63,14 @@ def updates(layouts: list[Layout]) -> Rows:
         write_models(folder)
         expected = {n: update(build(ONE, c, folder, 0), c.objective()) for n, c in CASES.items()}
         for layout in layouts:
-            results = spawn({"cases": partial(run_cases, [layout])}, layout.ranks, folder)
+            cases = cases_of(layout, every=True)
+            run = partial(run_cases, [layout], every=True)
             apart = [
                 largest_difference(result["cases"][f"{layout} {case}"], expected[case])
-                for result in results
-                for case in cases_of(layout)
+                for result in spawn({"cases": run}, layout.ranks, folder)
+                for case in cases
             ]
-            yield str(layout), {"cases": len(cases_of(layout)), **_worst(apart)}
+            yield str(layout), {"cases": len(cases), **_worst(apart)}
 
 
 def checkpoints(layouts: list[Layout]) -> Rows:
@@ -198,16 +199,16 @@ def write_table(results: dict[str, Any]) -> None:
 
 def table(results: dict[str, Any]) -> str:
     lines = [
-        "| engine, data × sequence × tensor × pipeline | one update: metrics | gradient norm | weights "
-        f"| {STEPS} GRPO steps, recorded | {STEPS} GRPO steps, sampled "
+        "| engine, data × sequence × tensor × pipeline | cases | one update: metrics | gradient norm "
+        f"| weights | {STEPS} GRPO steps, recorded | {STEPS} GRPO steps, sampled "
         "| an update from its checkpoint, on one rank and under another layout | its export |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for layout in LAYOUTS:
         update, saved = (
             results.get(p, {}).get(str(layout), {}) for p in ("updates", "checkpoints")
         )
-        cells = [_number(update.get(key)) for key in DIFFERENCES]
+        cells = [str(update.get("cases", 0)), *(_number(update.get(key)) for key in DIFFERENCES)]
         cells += [_cell(results.get(part, {}).get(str(layout))) for part in ("grpo", "sampled")]
         worst = _number(max(saved[key] for key in DIFFERENCES) if saved else None)
         cells.append(f"{worst}, {saved['resumed under']}" if saved else worst)

@@ -224,6 +224,11 @@ def _stand_in(columns: DataProto) -> DataProto:
     """Returns one row without response tokens, for a rank without rows that must join the collectives."""
     tensors = {name: x.new_zeros(1, *x.shape[1:]) for name, x in columns.batch.items()}
     tensors["attention_mask"][:, columns.batch["prompts"].shape[1] - 1] = 1
+    if "routed_experts" in tensors:
+        from hone.models.routing import NOT_RECORDED
+
+        # Zeros would be expert 0 several times; this token takes the experts of its own logits.
+        tensors["routed_experts"].fill_(NOT_RECORDED)
     return DataProto.from_dict(tensors, meta_info=dict(columns.meta_info))
 
 

@@ -95,7 +95,7 @@ class Case:
     fsdp_only: bool = False
     """Whether Megatron refuses it."""
     on_many_ranks: bool = False
-    """Whether layouts of more than 2 ranks have it too."""
+    """Whether the tests run it on layouts of more than 2 ranks too; benchmarks/parallel.py runs all."""
 
 
 def _policy(**changes: Any) -> Callable[[], Any]:
@@ -137,14 +137,15 @@ def write_models(folder: Path) -> None:
         save_pretrained(lm, character_tokenizer(), folder / name)
 
 
-def cases_of(layout: Layout) -> dict[str, Case]:
+def cases_of(layout: Layout, *, every: bool = False) -> dict[str, Case]:
+    """The cases that apply to a layout; without `every` only some for more than 2 ranks."""
     splits = layout.tensor > 1 or layout.pipeline > 1
     return {
         name: case
         for name, case in CASES.items()
         if not (splits and case.sequence_only)
         and not (layout.strategy == "megatron" and case.fsdp_only)
-        and (layout.ranks <= 2 or case.on_many_ranks)
+        and (every or layout.ranks <= 2 or case.on_many_ranks)
     }
 
 
@@ -211,12 +212,14 @@ def update(engine: TrainEngine, objective: Any) -> Update:
     return Update(outputs, metrics, {name: tensor.detach().clone() for name, tensor in named})
 
 
-def run_cases(layouts: list[Layout], rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Every case on every one of these layouts, and a checkpoint of each layout."""
+def run_cases(
+    layouts: list[Layout], rank: int, world: int, folder: Path, *, every: bool = False
+) -> dict[str, Any]:
+    """The cases of each of these layouts, and a checkpoint of each layout."""
     found: dict[str, Any] = {}
     for layout in layouts:
         found[f"{layout} {SAVED}"] = save(layout, rank, world, folder)
-        for name, case in cases_of(layout).items():
+        for name, case in cases_of(layout, every=every).items():
             if name != SAVED:
                 engine = build(layout, case, folder, rank)
                 found[f"{layout} {name}"] = update(engine, case.objective())

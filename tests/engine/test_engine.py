@@ -6,12 +6,16 @@ from typing import ClassVar
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from benchmarks.families.tiny import randomise, tiny_config
 from hone.algorithms.aggregation import MODES
 from hone.algorithms.policy_losses import TABLE
 from hone.columns import MissingColumn
 from hone.config.critic import CriticConfig
+from hone.engine.engine import _stand_in
 from hone.engine.microbatch import MicroBatchRule
+from hone.models.policy import PolicyModel
 from hone.protocol import PADDED_ROW, DataProto
 from hone.workers.objectives import (
     PolicyObjective,
@@ -20,7 +24,7 @@ from hone.workers.objectives import (
     counted_tokens,
 )
 
-from .batches import ROWS, rows
+from .batches import ROWS, VOCABULARY, rows
 from .engines import ALL, SGD, actor, critic, engine, policy, weights
 
 CUTS = {
@@ -256,3 +260,19 @@ def test_the_critic_learns_from_what_the_policys_loss_rejects():
     narrowed = rows()
     narrowed.set_column("loss_mask", torch.zeros_like(narrowed.batch["response_mask"]))
     assert_same(update(objective, critic, batch=narrowed), update(objective, critic))
+
+
+def test_the_row_of_a_rank_without_rows_replays_no_experts():
+    config = tiny_config("qwen3_moe")
+    config.vocab_size = VOCABULARY
+    lm = AutoModelForCausalLM.from_config(config)
+    randomise(lm)
+    module = PolicyModel(lm)
+    module.record_routing()
+    made, batch = engine(module, None), rows()
+    shape = *batch.batch["attention_mask"].shape, 2, 2
+    row = _stand_in(batch)
+    own = made.infer(row, temperature=1.0, with_routing=True)["routed_experts"]
+    batch.batch["routed_experts"] = torch.full(shape, 3, dtype=torch.int16)
+    found = made.infer(_stand_in(batch), temperature=1.0, with_routing=True)["routed_experts"]
+    assert torch.equal(found, own)

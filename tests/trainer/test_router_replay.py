@@ -6,13 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.families.tiny import randomise, tiny_config
 from hone.config import ConfigError, load_config
 from hone.models.families import UnsupportedModel
 
-from .runs import ALPHABET, Run
+from .runs import Run, make_mixture
 
 R3 = (
     "actor_rollout_ref.actor.router_replay.mode=R3",
@@ -23,19 +21,7 @@ R2 = ("actor_rollout_ref.actor.router_replay.mode=R2",)
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    from transformers import AutoModelForCausalLM
-
-    from hone.models.tiny import character_tokenizer, save_pretrained
-
-    tokenizer = character_tokenizer(ALPHABET)
-    config = tiny_config("qwen3_moe")
-    config.vocab_size = len(tokenizer)
-    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(config)
-    randomise(lm)
-    folder = save_pretrained(lm, tokenizer, tmp_path / "moe")
-    return f"actor_rollout_ref.model.path={folder}"
+    return f"actor_rollout_ref.model.path={make_mixture(tmp_path / 'moe')}"
 
 
 @pytest.mark.slow
@@ -87,6 +73,14 @@ def test_two_ranks_replay_the_experts_that_each_has_recorded(
         (R3[1:], "does not replay"),
         ((*R3, "actor_rollout_ref.rollout.exact=true"), "exact mode has no models with experts"),
         ((*R2, "actor_rollout_ref.actor.use_torch_compile=true"), "compiled blocks"),
+        (
+            (
+                *R2,
+                "actor_rollout_ref.actor.use_torch_compile=false",
+                "actor_rollout_ref.actor.fsdp_config.use_torch_compile=true",
+            ),
+            "use actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(words: tuple[str, ...], reason: str) -> None:

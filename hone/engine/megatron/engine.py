@@ -33,7 +33,7 @@ from hone.engine.megatron.experts import PackedStage
 from hone.engine.megatron.mesh import join_mesh, process_groups
 from hone.engine.megatron.model import Stage, build_stage, transformer_config
 from hone.engine.megatron.optimizer import ShardedOptimizer
-from hone.engine.megatron.refusals import refuse_role, refuse_unknown
+from hone.engine.megatron.refusals import refuse_role
 from hone.engine.megatron.weights import StageTensors, hf_names
 from hone.engine.offload import Offload, offload_of
 from hone.models.policy import Model, PolicyModel, ValueModel
@@ -361,7 +361,6 @@ def _refuse(spec: EngineSpec) -> None:
             "megatron.pipeline_model_parallel_size=1 or strategy=fsdp2"
         )
     refuse_role(spec.model_path, spec.override_config, spec.megatron)
-    refuse_unknown(spec.megatron)
 
 
 def _stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:

@@ -30,6 +30,7 @@ from hone.engine.megatron.experts import (
     moe_settings,
     sparse_layers,
 )
+from hone.engine.megatron.refusals import passed_overrides
 from hone.models.families import declared, key_shape
 from hone.ops.attention import AttentionOptions
 from hone.ops.rms_norm import rms_norm
@@ -155,13 +156,14 @@ def transformer_config(
             "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
             "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         }
-    if gradient_checkpointing:
+    overrides = passed_overrides(megatron)
+    if gradient_checkpointing and overrides.get("recompute_granularity") != "selective":
         settings |= {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    return TransformerConfig(**settings | dict(megatron.override_transformer_config))
+    return TransformerConfig(**settings | overrides)
 
 
 def build_stage(

@@ -15,22 +15,68 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-RESERVED = frozenset((
-    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "softmax_scale", "ffn_hidden_size", "normalization", "layernorm_epsilon", "gated_linear_unit",
-    "activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "num_moe_experts",
-    "mtp_num_layers", "multi_latent_attention", "hidden_dropout", "attention_dropout", "params_dtype",
-    "pipeline_dtype", "bf16", "fp16", "fp8", "fp4", "enable_autocast", "autocast_dtype",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "sequence_parallel", "pipeline_model_parallel_layout",
-    "variable_seq_lengths", "moe_token_dispatcher_type", "deallocate_pipeline_outputs",
-    "calculate_per_token_loss", "grad_scale_func", "finalize_model_grads_func", "no_sync_func",
-    "use_cpu_initialization", "perform_initialization", "apply_rope_fusion",
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_RECOMPUTED = ("core_attn", "mlp", "moe")
+"""What `recompute_modules` may name; the other modules need Transformer Engine."""
+PASSED = frozenset((
+    *_ENDS, "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+    "moe_router_dtype",
 ))  # fmt: skip
-"""Fields of megatron-core's TransformerConfig that come from the model, the layout and hone's loss; those
-of experts (moe_*) too, but for `_FREE` and those that switch nothing on."""
-_FREE = frozenset(("moe_router_dtype", "moe_permute_fusion", "moe_grouped_gemm"))
+"""Fields of megatron-core's TransformerConfig that an override may set."""
+COMPUTED: Mapping[str, JsonValue] = {
+    "add_bias_linear": False, "apply_query_key_layer_scaling": False,
+    "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0,
+    "attention_output_gate": False, "attention_softmax_in_fp32": True, "calculate_per_token_loss": True,
+    "context_parallel_size": 1, "deterministic_mode": False, "enable_autocast": False, "fp16": False,
+    "fp32_residual_connection": False, "gated_linear_unit": True, "glu_linear_offset": 0.0,
+    "hidden_dropout": 0.0, "layernorm_zero_centered_gamma": False, "moe_apply_probs_on_input": False,
+    "moe_aux_loss_coeff": 0.0, "moe_enable_routing_replay": False,
+    "moe_pad_expert_input_to_capacity": False, "moe_router_enable_expert_bias": False,
+    "moe_router_force_load_balancing": False, "moe_router_load_balancing_type": "none",
+    "moe_router_pre_softmax": True, "moe_router_score_function": "softmax",
+    "moe_shared_expert_gate": False, "moe_token_dropping": False, "moe_z_loss_coeff": 0.0,
+    "multi_latent_attention": False, "normalization": "RMSNorm", "qk_clip": False, "qk_l2_norm": False,
+    "rotary_interleaved": False, "softmax_type": "vanilla", "test_mode": False,
+}  # fmt: skip
+"""Fields that an override may repeat with the value that the engine computes with."""
+NO_EFFECT = frozenset((
+    # kernels
+    "apply_rope_fusion", "attention_backend", "bias_activation_fusion", "bias_dropout_fusion",
+    "cross_entropy_fusion_impl", "cross_entropy_loss_fusion",
+    "fused_single_qkv_rope", "gradient_accumulation_fusion", "masked_softmax_fusion",
+    "memory_efficient_layer_norm", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
+    "moe_use_legacy_grouped_gemm", "persist_layer_norm", "transformer_impl",
+    "use_fused_weighted_squared_relu", "use_te_activation_func", "use_te_rng_tracker",
+    # communication
+    "async_tensor_model_parallel_allreduce", "batch_p2p_comm", "batch_p2p_sync", "cp_comm_type",
+    "delay_wgrad_compute", "ep_overlap_early_attn_memory_release", "moe_deepep_num_sms",
+    "moe_enable_deepep", "moe_extended_tp", "moe_flex_dispatcher_backend", "moe_hybridep_num_sms",
+    "moe_shared_expert_overlap", "moe_token_dispatcher_type", "overlap_moe_expert_parallel_comm",
+    "overlap_p2p_comm", "overlap_p2p_comm_warmup_flush", "pipeline_model_parallel_comm_backend",
+    "symmetric_ar_type", "tp_comm_atomic_ag", "tp_comm_atomic_rs", "tp_comm_bootstrap_backend",
+    "tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad", "tp_comm_overlap", "tp_comm_overlap_ag",
+    "tp_comm_overlap_disable_fc1", "tp_comm_overlap_disable_qkv", "tp_comm_overlap_rs",
+    "tp_comm_overlap_rs_dgrad", "tp_comm_split_ag", "tp_comm_split_rs", "use_ring_exchange_p2p",
+    "variable_seq_lengths",
+    # schedule and memory
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "clone_scatter_output_in_embedding", "cpu_offloading", "cpu_offloading_activations",
+    "cpu_offloading_double_buffering", "cpu_offloading_num_layers", "cpu_offloading_weights",
+    "cuda_graph_impl", "cuda_graph_retain_backward_graph", "cuda_graph_scope",
+    "cuda_graph_use_single_mempool", "cuda_graph_warmup_steps", "deallocate_pipeline_outputs",
+    "defer_embedding_wgrad_compute", "disable_parameter_transpose_cache", "distribute_saved_activations",
+    "enable_cuda_graph", "external_cuda_graph", "fine_grained_activation_offloading",
+    "microbatch_group_size_per_vp_stage", "min_offloaded_tensor_size", "moe_layer_recompute",
+    "num_microbatches_with_partial_activation_checkpoints", "offload_modules",
+    "virtual_pipeline_model_parallel_size", "wgrad_deferral_limit",
+    # initial weights, which are loaded, and logs
+    "barrier_with_L1_time", "config_logger_dir", "init_method_std", "init_model_with_meta_device",
+    "log_max_attention_logit", "moe_per_layer_logging", "perform_initialization",
+    "use_cpu_initialization",
+    # of other devices, in verl's scripts
+    "swap_optimizer", "use_flash_attn",
+))  # fmt: skip
+"""Ways to compute the same numbers that the engine does not have, and logs."""
 
 
 def refuse_role(
@@ -45,36 +91,51 @@ def refuse_role(
 
 
 def refuse_overrides(megatron: MegatronConfig) -> None:
-    """Raises for overrides of what the layers and the normalisation of the loss rest on."""
-    settings = megatron.override_transformer_config
-    if reserved := sorted(name for name, value in settings.items() if is_reserved(name, value)):
+    """Raises for overrides that would train another model, or the same one with another arithmetic."""
+    given = _given(megatron)
+    if refused := sorted(name for name, value in given.items() if not is_free(name, value)):
         raise ConfigError(
             [
-                f"megatron.override_transformer_config has {', '.join(reserved)}, which hone sets from the "
-                "model, the layout and the loss; remove it"
+                f"megatron.override_transformer_config has {', '.join(refused)}, which hone sets from the "
+                "model, the layout and the loss, or does not compute; remove it"
             ]
         )
 
 
-def is_reserved(name: str, value: JsonValue) -> bool:
-    """Whether an override changes what hone sets."""
-    if name.startswith("moe_") and name not in RESERVED:
-        return name not in _FREE and value not in (None, False, 0, "none")
-    return name in RESERVED
+def is_free(name: str, value: JsonValue) -> bool:
+    """Whether an override asks for the same numbers, or for a dtype of the router."""
+    if name == "moe_router_dtype":
+        return value in ("fp32", "fp64")
+    is_computed = name in COMPUTED and value == COMPUTED[name]
+    return name in PASSED or name in NO_EFFECT or is_computed
 
 
-def refuse_unknown(megatron: MegatronConfig) -> None:
-    """Raises for overrides that are no fields of megatron-core's config."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+def _given(megatron: MegatronConfig) -> dict[str, JsonValue]:
+    """Returns the overrides without null, which asks for nothing."""
+    return {n: x for n, x in megatron.override_transformer_config.items() if x is not None}
 
-    fields = TransformerConfig.__dataclass_fields__
-    if unknown := sorted(megatron.override_transformer_config.keys() - fields.keys()):
-        raise ConfigError(
-            [
-                f"megatron.override_transformer_config has {', '.join(unknown)}, which megatron-core's "
-                "TransformerConfig does not have"
-            ]
-        )
+
+def passed_overrides(megatron: MegatronConfig) -> dict[str, JsonValue]:
+    """Returns the overrides that megatron-core gets; without a pipeline there are no stages to size."""
+    left_out = _ENDS if megatron.pipeline_model_parallel_size == 1 else ()
+    passed = {n: x for n, x in _given(megatron).items() if n in PASSED and n not in left_out}
+    if isinstance(modules := passed.get("recompute_modules"), list | tuple):
+        passed["recompute_modules"] = [module for module in modules if module in _RECOMPUTED]
+    return passed
+
+
+def overrides_without_effect(megatron: MegatronConfig) -> list[str]:
+    """Returns a sentence that names the overrides that the engine does not read."""
+    given = _given(megatron)
+    ignored = sorted(NO_EFFECT & given.keys())
+    if isinstance(modules := given.get("recompute_modules"), list | tuple):
+        ignored += [f"{x} in recompute_modules" for x in modules if x not in _RECOMPUTED]
+    if ignored:
+        return [
+            f"megatron.override_transformer_config has {', '.join(ignored)}, which has no effect here: "
+            "kernels, communication and schedule are hone's"
+        ]
+    return []
 
 
 def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
@@ -97,10 +158,8 @@ def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> N
                 f"{path} has {feature}, which strategy=megatron does not compute; use strategy=fsdp2"
             )
     kv_heads, _ = key_shape(hf)
-    parts = [
-        ("key-value heads", kv_heads, "tensor_model_parallel_size"),
-        ("layers", hf.num_hidden_layers, "pipeline_model_parallel_size"),
-    ]
+    _refuse_stages(hf.num_hidden_layers, path, megatron)
+    parts = [("key-value heads", kv_heads, "tensor_model_parallel_size")]
     if hf.model_type == "qwen3_moe":
         parts.append(("experts", hf.num_experts, "expert_model_parallel_size"))
         _refuse_experts(hf, path, megatron)
@@ -109,6 +168,19 @@ def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> N
             raise UnsupportedModel(
                 f"{path} has {count} {what}, which megatron.{key}={megatron[key]} does not divide"
             )
+
+
+def _refuse_stages(layers: int, path: str, megatron: MegatronConfig) -> None:
+    """Raises for layers that the stages cannot hold: those whose number is not given hold equally many."""
+    stages, passed = megatron.pipeline_model_parallel_size, passed_overrides(megatron)
+    ends = {n: x for n in _ENDS if isinstance(x := passed.get(n), int)}
+    rest, others = layers - sum(ends.values()), stages - len(ends)
+    if min(ends.values(), default=1) < 1 or rest < others or (rest % others if others else rest):
+        given = "".join(f" with {name}={count}" for name, count in ends.items())
+        raise UnsupportedModel(
+            f"{path} has {layers} layers, which megatron.pipeline_model_parallel_size={stages}{given} does "
+            "not divide"
+        )
 
 
 def _refuse_experts(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:

@@ -60,6 +60,8 @@ class Case(NamedTuple):
     expert: int = 1
     expert_tensor: int | None = None
     replays: bool = False
+    overrides: tuple[tuple[str, Any], ...] = ()
+    """Of megatron-core's config."""
 
     @property
     def name(self) -> str:
@@ -69,21 +71,28 @@ class Case(NamedTuple):
         marks += [f"etp{self.expert_tensor}"] * (self.expert_tensor is not None)
         marks += ["replay"] * self.replays
         marks += ["recompute"] * self.checkpointing + ["clipped"] * (self.grad_clip > 0)
+        marks += [f"{name}={value}" for name, value in self.overrides]
         return "-".join(marks)
 
 
+SELECTIVE = (
+    ("recompute_granularity", "selective"),
+    ("recompute_modules", ("core_attn", "mlp", "moe")),
+)
+UNEVEN = (("num_layers_in_first_pipeline_stage", 3),)
 TWO = (
     Case("llama"),
     Case("llama", 2),
     Case("qwen2", 2, sequence_parallel=False, tied=False),
     Case("qwen3", 2, loss="kl_cov", grad_clip=0.1),
     Case("llama", 1, 2),
-    Case("qwen2", 1, 2, head="value"),
+    Case("qwen2", 1, 2, head="value", overrides=SELECTIVE),
     Case("qwen3", 1, 2, tied=False, checkpointing=True),
-    Case("moe", 2, tied=False, loss="kl_cov"),
+    Case("moe", 2, tied=False, loss="kl_cov", overrides=SELECTIVE),
     Case("moe", 2, expert=2, expert_tensor=1, replays=True, checkpointing=True),
     Case("moe", expert=2, head="value"),
-    Case("mixed", 1, 2, checkpointing=True),
+    Case("moe", expert_tensor=2, replays=True),
+    Case("mixed", 1, 2, checkpointing=True, overrides=UNEVEN),
     Case("mixed", expert=2, grad_clip=0.1),
 )
 FOUR = (
@@ -102,8 +111,13 @@ RESUMED = {
         Case("llama", 1, 2, dtype=torch.bfloat16),
     ),
     "experts": (Case("moe", expert=2), Case("moe", 2)),
+    "experts in bfloat16": (
+        Case("moe", expert=2, dtype=torch.bfloat16, replays=True),
+        Case("moe", 2, dtype=torch.bfloat16, replays=True),
+    ),
 }
-"""The layout that saves, and the one that continues; bfloat16 has float32 masters besides."""
+"""The layout that saves, and the one that continues; bfloat16 has float32 masters besides, and would send
+tokens near a tie to other experts if it did not replay their routing."""
 
 
 def model_folder(folder: Path, case: Case) -> Path:
@@ -156,6 +170,7 @@ def spec(
             sequence_parallel=case.sequence_parallel,
             expert_model_parallel_size=case.expert,
             expert_tensor_parallel_size=case.expert_tensor,
+            override_transformer_config=dict(case.overrides),
         ),
     )
 
@@ -256,6 +271,7 @@ def resumed(rank: int, world: int, folder: Path) -> dict[str, Any]:
         for source in ("fsdp2", "megatron"):
             engine = build(second, folder, rank, world, optim=ADAM)
             engine.load(folder / f"{source}-{name}")
+            engine.save(folder / f"{source}-{name}-again", CONTENTS)
             found[f"{source}-{name}"] = (
                 engine.train_minibatch(share(engine, second), objective(second)),
                 weights(engine),

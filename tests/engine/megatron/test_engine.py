@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from tests.engine.megatron import ranks
@@ -79,6 +82,19 @@ def test_four_ranks_give_what_one_rank_of_fsdp2_gives(case, four, folder):
     check(case, four, folder)
 
 
+def leaves_of(checkpoint: Path) -> Iterator[tuple[str, Any]]:
+    """The numbers of a checkpoint by name; moments and weights are whole tensors."""
+    dcp_to_torch_save(checkpoint, checkpoint / "whole.pt")
+    stack = [("", torch.load(checkpoint / "whole.pt", weights_only=False))]
+    while stack:
+        name, value = stack.pop()
+        if isinstance(value, dict | list | tuple):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            stack += [(f"{name}.{key}", x) for key, x in pairs]
+        elif isinstance(value, torch.Tensor | int | float):
+            yield name, value
+
+
 def bound(case):
     return 3e-2 if case.dtype == torch.bfloat16 else 1e-4
 
@@ -97,6 +113,18 @@ def test_a_checkpoint_of_fsdp2_or_another_layout_resumes(two, folder, source, na
         for weight, tensor in ranks.weights(engine).items():
             difference = (after[weight].float() - tensor.float()).norm()
             assert difference < bound(case) * tensor.float().norm(), weight
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("source", ["fsdp2", "megatron"])
+def test_a_checkpoint_that_was_loaded_is_saved_again_bit_by_bit(two, folder, source, name):
+    saved, again = (
+        dict(leaves_of(folder / f"{source}-{name}{suffix}")) for suffix in ("", "-again")
+    )
+    assert saved.keys() == again.keys()
+    assert any("masters" in leaf for leaf in saved) == (RESUMED[name][0].dtype == torch.bfloat16)
+    for leaf, value in saved.items():
+        assert torch.equal(torch.as_tensor(again[leaf]), torch.as_tensor(value)), leaf
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -1,4 +1,4 @@
-"""What hone sets of megatron-core's config cannot be overridden."""
+"""Overrides of megatron-core's config against what hone computes with."""
 
 from __future__ import annotations
 
@@ -7,37 +7,63 @@ import torch
 from transformers import AutoConfig
 
 from hone.config.engine import MegatronConfig
-from hone.config.errors import ConfigError
-from hone.engine.megatron.refusals import RESERVED, is_reserved, refuse_unknown
+from hone.engine.megatron.refusals import COMPUTED, NO_EFFECT, PASSED
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow  # importing megatron-core takes seconds
 
+OF_OTHER_DEVICES = {"swap_optimizer", "use_flash_attn"}
 
-def test_all_settings_but_recomputation_and_fusions_are_reserved(monkeypatch):
+
+@pytest.fixture
+def config_with(monkeypatch):
     from hone.engine.megatron import model
 
     for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor"):
         size = f"get_{name}_parallel_world_size"
         monkeypatch.setattr(model.parallel_state, size, lambda: 1)
+
+    def build(**overrides):
+        return model.transformer_config(
+            AutoConfig.for_model("qwen3_moe"),
+            torch.float32,
+            torch.device("cpu"),
+            rotary_scale=1.0,
+            gradient_checkpointing=True,
+            megatron=MegatronConfig(override_transformer_config=overrides),
+        )
+
+    return build
+
+
+def test_what_may_be_repeated_is_what_is_computed(config_with):
+    config = config_with()
+    assert config.num_moe_experts == 128
+    values = {name: getattr(config, name) for name in COMPUTED}
+    assert values.pop("moe_z_loss_coeff") is None  # the same as none of it
+    assert {**values, "moe_z_loss_coeff": 0.0} == dict(COMPUTED)
+
+
+def test_what_hone_sets_cannot_be_overridden(config_with, monkeypatch):
+    from hone.engine.megatron import model
+
     settings: dict[str, object] = {}
     monkeypatch.setattr(model, "TransformerConfig", lambda **given: settings.update(given))
-    model.transformer_config(
-        AutoConfig.for_model("qwen3_moe"),
-        torch.float32,
-        torch.device("cpu"),
-        rotary_scale=1.0,
-        gradient_checkpointing=True,
-        megatron=MegatronConfig(),
-    )
-    assert settings["num_moe_experts"] == 128
-    free = {name for name in settings if not is_reserved(name, "a value")}
-    assert all(name.startswith("recompute_") or name.endswith("_fusion") for name in free), free
+    config_with()
+    shared = {name for name in settings if name in PASSED}
+    assert shared == {f"recompute_{x}" for x in ("granularity", "method", "num_layers")}
 
 
-def test_every_reserved_name_is_a_field_and_an_unknown_one_is_refused():
+def test_every_name_is_a_field_in_one_table():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    assert not RESERVED - TransformerConfig.__dataclass_fields__.keys()
-    with pytest.raises(ConfigError, match="has no_such_field, which megatron-core"):
-        refuse_unknown(MegatronConfig(override_transformer_config={"no_such_field": 1}))
+    fields = TransformerConfig.__dataclass_fields__.keys()
+    assert not (PASSED | COMPUTED.keys() | NO_EFFECT) - fields - OF_OTHER_DEVICES
+    assert not PASSED & NO_EFFECT | PASSED & COMPUTED.keys() | NO_EFFECT & COMPUTED.keys()
+
+
+def test_recomputation_can_be_chosen(config_with):
+    assert config_with().recompute_granularity == "full"
+    config = config_with(recompute_granularity="selective", moe_permute_fusion=True)
+    assert (config.recompute_granularity, config.recompute_method) == ("selective", None)
+    assert not config.moe_permute_fusion

@@ -11,7 +11,12 @@ from transformers import AutoConfig
 from hone.config.engine import MegatronConfig
 from hone.config.errors import ConfigError
 from hone.engine.megatron import refusals
-from hone.engine.megatron.refusals import refuse_model, refuse_overrides
+from hone.engine.megatron.refusals import (
+    overrides_without_effect,
+    passed_overrides,
+    refuse_model,
+    refuse_overrides,
+)
 from hone.models.families import UnsupportedModel
 
 
@@ -52,25 +57,91 @@ def test_a_model_that_is_not_built_is_refused(family, changes, megatron, words):
         refuse_model(config, "m", MegatronConfig(**megatron))
 
 
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("stages", "ends", "fits"),
     [
-        "calculate_per_token_loss", "hidden_dropout", "attention_dropout", "tensor_model_parallel_size",
-        "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
-        "sequence_parallel", "params_dtype", "fp16", "bf16", "variable_seq_lengths", "moe_aux_loss_coeff",
-        "moe_expert_capacity_factor", "moe_token_dispatcher_type",
+        (2, {FIRST: 1}, True),
+        (2, {FIRST: 2, LAST: 3}, True),
+        (3, {LAST: 1}, True),
+        (4, {FIRST: 1, LAST: 2}, True),
+        (1, {LAST: 3}, True),  # without a pipeline it is not read
+        (3, {LAST: 2}, False),
+        (2, {FIRST: 2, LAST: 2}, False),
+        (2, {FIRST: 5}, False),
+        (2, {FIRST: 0}, False),
     ],
-)  # fmt: skip
-def test_an_override_of_what_the_loss_and_the_layout_rest_on_is_refused(name):
-    megatron = MegatronConfig(override_transformer_config={name: 1, "recompute_num_layers": 2})
+)
+def test_first_and_last_stage_may_have_other_numbers_of_layers(stages, ends, fits):
+    config = AutoConfig.for_model("llama", num_hidden_layers=5)
+    sizes = {"pipeline_model_parallel_size": stages, "override_transformer_config": ends}
+    megatron = MegatronConfig(**sizes)
+    if fits:
+        refuse_model(config, "m", megatron)
+        assert passed_overrides(megatron) == (ends if stages > 1 else {})
+        return
+    with pytest.raises(UnsupportedModel, match=f"5 layers, .*_size={stages} with num_layers_in_"):
+        refuse_model(config, "m", megatron)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("calculate_per_token_loss", False),
+        ("hidden_dropout", 0.1),
+        ("attention_dropout", 0.1),
+        ("tensor_model_parallel_size", 1),
+        ("context_parallel_size", 2),
+        ("expert_model_parallel_size", 1),
+        ("sequence_parallel", False),
+        ("params_dtype", "bf16"),
+        ("bf16", True),
+        ("fp16", True),
+        ("fp8", "hybrid"),
+        ("fp32_residual_connection", True),
+        ("layernorm_epsilon", 1e-5),
+        ("rotary_interleaved", True),
+        ("window_size", [128, 0]),
+        ("softmax_type", "off-by-one"),
+        ("moe_aux_loss_coeff", 0.01),
+        ("moe_expert_capacity_factor", 1.0),
+        ("moe_ffn_hidden_size", 0),
+        ("moe_router_topk", 0),
+        ("moe_router_pre_softmax", False),
+        ("moe_router_score_function", "sigmoid"),
+        ("moe_router_topk_scaling_factor", 2.5),
+        ("moe_router_dtype", "bf16"),
+        ("batch_invariant_mode", True),
+        ("no_such_field", 1),
+    ],
+)
+def test_an_override_that_would_train_another_model_is_refused(name, value):
+    megatron = MegatronConfig(override_transformer_config={name: value, "recompute_num_layers": 2})
     with pytest.raises(ConfigError, match=f"has {name}, which hone sets"):
         refuse_overrides(megatron)
 
 
-def test_recomputation_and_fusions_may_be_overridden():
-    free = {"recompute_granularity": "selective", "bias_activation_fusion": True}
-    free |= {"moe_router_dtype": "fp32", "moe_aux_loss_coeff": 0, "moe_enable_deepep": False}
-    refuse_overrides(MegatronConfig(override_transformer_config=free))
+def test_recomputation_and_what_is_computed_anyway_may_be_given():
+    read = {"recompute_granularity": "selective", "moe_router_dtype": "fp32"}
+    same = {"moe_aux_loss_coeff": 0, "moe_router_load_balancing_type": "none", "hidden_dropout": 0}
+    same |= {"rotary_interleaved": False}
+    same |= dict.fromkeys(("fp8", "recompute_method", "attention_backend"))  # null
+    megatron = MegatronConfig(override_transformer_config=read | same)
+    refuse_overrides(megatron)
+    assert passed_overrides(megatron) == read
+    assert overrides_without_effect(megatron) == []
+
+
+def test_ways_to_go_fast_that_the_engine_does_not_have_are_named_and_left_out():
+    fast = {"moe_permute_fusion": True, "moe_token_dispatcher_type": "flex", "use_flash_attn": True}
+    modules = {"recompute_modules": ["moe", "layernorm"]}
+    megatron = MegatronConfig(override_transformer_config=fast | modules)
+    refuse_overrides(megatron)
+    assert passed_overrides(megatron) == {"recompute_modules": ["moe"]}
+    (note,) = overrides_without_effect(megatron)
+    assert f"has {', '.join(fast)}, layernorm in recompute_modules, which has no effect" in note
 
 
 def test_the_refusals_do_not_import_megatron_core():
