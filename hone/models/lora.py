@@ -129,6 +129,16 @@ def adapter_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
             yield name, whole_tensor(parameter)
 
 
+def is_plain_lora(lm: PeftModel) -> bool:
+    """Whether an engine that reads PEFT's files gets the policy from the adapter and the base's files: one
+    rank and scaling for all modules, two matrices per module, and a base that PEFT has not changed."""
+    config = lm.peft_config[lm.active_adapter]
+    changes_base = config.init_lora_weights not in (True, False, "gaussian", "orthogonal")
+    if changes_base or config.rank_pattern or config.alpha_pattern or config.lora_bias:
+        return False
+    return all(".lora_" in name for name, _ in adapter_weights(lm))
+
+
 def whole_tensor(parameter: Tensor) -> Tensor:
     """Returns the full tensor of a parameter, which may be sharded."""
     whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

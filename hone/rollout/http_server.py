@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.remote_requests import Chunk, ConnectionLost
-from hone.rollout.requests import Request
+from hone.rollout.requests import Chunk, ConnectionLost, Request
 from hone.rollout.server_weights import WeightFolder
 from hone.types import Settings
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -20,14 +20,10 @@ from torch import Tensor
 
 from hone.event_loop import call_in
 from hone.ops.counter_rng import fold_seed
-from hone.rollout.contract import (
-    RolloutError,
-    Sampling,
-    StopReason,
-    TokenOutput,
-    Traits,
-)
+from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput, Traits
 from hone.rollout.requests import (
+    Chunk,
+    ConnectionLost,
     Request,
     RequestEngine,
     RequestRules,
@@ -38,20 +34,8 @@ from hone.rollout.requests import (
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-
-class ConnectionLost(Exception):
-    """A stream broke off or a server did not answer; the request may be issued again."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """New tokens of one stream."""
-
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    finished: bool = False
-    """Whether the server has ended the stream by its own rules: end token, stop or length."""
-    cached_tokens: int | None = None
+_CANCEL_S = 30.0
+"""The longest wait for a server to end requests whose callers have left."""
 
 
 @dataclass(eq=False)
@@ -126,6 +110,7 @@ class RemoteEngine(RequestEngine):
         try:
             return await request.owner
         finally:
+            request.cancelled = True
             job.cancel()
 
     def _submit(self, work: Coroutine[None, None, T]) -> asyncio.Future[T]:
@@ -177,6 +162,8 @@ class RemoteEngine(RequestEngine):
         before = len(running.request.token_ids)
         error = await self._outcome(running, self._follow(running.request))
         if isinstance(error, ConnectionLost):
+            if running.request.stop_reason is not None:  # aborted meanwhile
+                return
             progress = len(running.request.token_ids) > before
             running.losses = 1 if progress else running.losses + 1
             if running.losses > self.retries:
@@ -318,6 +305,7 @@ class RemoteEngine(RequestEngine):
         await self._submit(self._begin())
 
     async def _begin(self) -> None:
+        await self._until_cancelled_end()
         self._raise_failure()
         self._update.begin(0 if self._paused else len(self._running))
         self._loaded = False
@@ -343,7 +331,16 @@ class RemoteEngine(RequestEngine):
     async def sleep(self) -> None:
         await self._submit(self._sleep())
 
+    async def _until_cancelled_end(self) -> None:
+        """Waits for requests whose callers have left while their server still ends them."""
+        deadline = self._loop.time() + _CANCEL_S
+        while any(running.request.cancelled for running in self._running.values()):
+            if self._loop.time() > deadline:
+                return
+            await asyncio.sleep(0.001)
+
     async def _sleep(self) -> None:
+        await self._until_cancelled_end()
         if self._running and not self._paused:
             raise RolloutError("sleep was asked for while requests run; abort them first")
         await self._remote_sleep()

@@ -1,6 +1,6 @@
-"""Requests of the built-in engines: their state, their validation, and their stop conditions.
+"""Requests of all engines: their state, their validation, their stop conditions, tokens of streams.
 
-The native engine, the slow reference and the scripted fake share these rules.
+The native engine, engines in other processes, the slow reference and the scripted fake share these rules.
 """
 
 from __future__ import annotations
@@ -25,6 +25,21 @@ from hone.types import Settings
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
+
+
+class ConnectionLost(Exception):
+    """A stream broke off or a server did not answer; the request may be issued again."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens of one request in another process."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finished: bool = False
+    """Whether the server has ended the stream by its own rules: end token, stop or length."""
+    cached_tokens: int | None = None
 
 
 @dataclass

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.http_server import HttpServer, ServerLost
-from hone.rollout.remote_requests import Chunk, ConnectionLost, RemoteEngine
-from hone.rollout.requests import Request, RequestRules
+from hone.rollout.remote_requests import RemoteEngine
+from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.server_routing import Router
 from hone.rollout.server_weights import WeightFolder, in_buckets
 from hone.rollout.weights import refuse_unknown
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from hone.rollout.server_group import UpdateGroup
 
 log = logging.getLogger(__name__)
+
+ADAPTER_VERSION = "adapter-"
+"""Begins the weight version of a server whose base is that of its files, under an adapter."""
 
 
 class ServerRollout(RemoteEngine):
@@ -68,7 +71,7 @@ class ServerRollout(RemoteEngine):
         self._renamed = renamed
         self._keeps_weights = keep_weights or not (direct or group)
         self._bucket_bytes = bucket_bytes
-        self._token = secrets.token_hex(4)
+        self._token = (ADAPTER_VERSION if adapters else "") + secrets.token_hex(4)
         self._expected: str | None = None
         """The version string of the last published weights."""
         self._names: set[str] = set()  # of the update under way

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,32 +22,32 @@ from hone.rollout.server_weights import (
     checkpoint_tensors,
     meta_model,
 )
+from hone.rollout.sglang_adapters import all_take, lora_arguments, published_adapter
 from hone.rollout.sglang_process import LaunchedSGLang, launch_arguments
 from hone.rollout.sglang_server import SGLangServer
 from hone.rollout.vllm_openai import VLLMServer
-from hone.types import Settings
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
     from hone.rollout.server_group import UpdateGroup
 
-log = logging.getLogger(__name__)
-
 
 def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running SGLang servers, or starts one."""
-    server, adapter = spec.config.server, _plain_adapter(spec)
+    server, adapter = spec.config.server, published_adapter(spec)
     limits = Limits(server.max_start_wait_time, server.timeout)
     if server.urls:
-        servers = [
-            SGLangServer(url, limits, server.api_key_env, eos_ids=spec.eos_ids)
-            for url in urls_of(spec)
-        ]
-        if adapter is not None and not run_coroutine(_all_take(servers, adapter)):
-            log.info("a server runs without --enable-lora: merged weights are published")
+
+        def servers_of(spec: RolloutSpec) -> list[SGLangServer]:
+            urls = urls_of(spec)
+            return [SGLangServer(u, limits, server.api_key_env, eos_ids=spec.eos_ids) for u in urls]
+
+        # The first worker decides what all are sent, and so each asks the servers of all.
+        everyone = replace(spec, rank=0, world_size=1)
+        if adapter is not None and not run_coroutine(all_take(servers_of(everyone), adapter)):
             adapter = None
-        return _engine(spec, servers, adapter)
+        return _engine(spec, servers_of(spec), adapter)
     command, environment = launch_arguments(spec, adapter and lora_arguments(adapter))
     launched = LaunchedSGLang(
         "", limits, eos_ids=spec.eos_ids, command=command, environment=environment
@@ -58,38 +58,6 @@ def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     except BaseException:
         launched.end()
         raise
-
-
-def _plain_adapter(spec: RolloutSpec) -> PeftModel | None:
-    """Returns the policy's PEFT model if its adapter can be published alone, as a folder."""
-    if not spec.adapters or spec.config.server.weights != "disk":
-        return None
-    lm: PeftModel = spec.load_policy().lm
-    names_modules = not isinstance(lm.peft_config[lm.active_adapter].target_modules, str)
-    plain = all(".lora_" in name for name, _ in adapter_weights(lm))
-    return lm if plain and names_modules else None
-
-
-def lora_arguments(lm: PeftModel) -> Settings:
-    """Returns the server arguments that an adapter needs."""
-    config = lm.peft_config[lm.active_adapter]
-    return {
-        "enable_lora": True,
-        "max_lora_rank": max([config.r, *config.rank_pattern.values()]),
-        "lora_target_modules": sorted(config.target_modules),
-    }
-
-
-async def _all_take(servers: Sequence[SGLangServer], lm: PeftModel) -> bool:
-    """Whether every server takes this adapter."""
-    rank = lora_arguments(lm)["max_lora_rank"]
-    for server in servers:
-        await server.wait_until_healthy()
-        info = await server.server_info()
-        await server.close()  # its connections belong to this event loop
-        if not info.get("enable_lora") or rank > (info.get("max_lora_rank") or rank):
-            return False
-    return True
 
 
 def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
@@ -107,10 +75,14 @@ def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
     )
 
 
+def takes_updates(spec: RolloutSpec) -> bool:
+    """Whether an engine of this spec gets weights: those of training, or an adapter to generate with."""
+    return isinstance(spec.config, RolloutConfig) or spec.current_weights is not None
+
+
 def _refuse_experts(spec: RolloutSpec) -> None:
-    """Raises for the training of a mixture of experts: no vLLM server was shown to take its updates."""
-    trains = isinstance(spec.config, RolloutConfig)
-    if trains and routing_shape(load_config(spec.model_path)) is not None:
+    """Raises for updates of a mixture of experts: no vLLM server was shown to take them."""
+    if takes_updates(spec) and routing_shape(load_config(spec.model_path)) is not None:
         raise RolloutError(
             f"a running vLLM server takes no new weights of mixtures of experts, and {spec.model_path} is "
             "one; use rollout.name=vllm without rollout.server.urls, or rollout.name=native"
@@ -186,7 +158,7 @@ def _engine(
             max_attempts=config.server.max_attempts,
         )
     try:
-        run_coroutine(engine.start())
+        run_coroutine(_begin(engine, spec))
         if isinstance(config, RolloutConfig) and config.calculate_log_probs:
             temperature = config.temperature if config.do_sample else 0.0
             engine.refuse_training(
@@ -196,3 +168,13 @@ def _engine(
         run_coroutine(engine.close())
         raise
     return engine
+
+
+async def _begin(engine: ServerRollout, spec: RolloutSpec) -> None:
+    """Connects; an adapter to generate with is in the current weights, not in the files of the servers."""
+    await engine.start()
+    # A trainer publishes before the first request.
+    if spec.current_weights is not None and not isinstance(spec.config, RolloutConfig):
+        await engine.begin_update()
+        await engine.load(spec.current_weights())
+        await engine.commit(0)

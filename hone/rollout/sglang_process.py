@@ -103,6 +103,7 @@ class LaunchedSGLang(SGLangServer):
         return healthy
 
     async def close(self) -> None:
+        self.adapter = None  # it goes with the process
         await super().close()
         self.end()
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.http_server import Event, HttpServer, ServerLost, shortened
-from hone.rollout.remote_requests import Chunk, ConnectionLost
-from hone.rollout.requests import Request
+from hone.rollout.requests import Chunk, ConnectionLost, Request
 from hone.rollout.server_weights import as_payload
 from hone.types import Settings
 
@@ -226,9 +225,17 @@ class SGLangServer(HttpServer):
         old, name = self.adapter, f"hone-{uuid4().hex}"
         await self.succeeded("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         self.adapter = name
-        if old is not None:
+        await self._unload_adapter(old)
+
+    async def _unload_adapter(self, name: str | None) -> None:
+        if name is not None:
             with suppress(RolloutError):  # a server that was restarted has forgotten it
-                await self.call("/unload_lora_adapter", {"lora_name": old})
+                await self.call("/unload_lora_adapter", {"lora_name": name})
+
+    async def close(self) -> None:
+        with suppress(ServerLost):
+            await self._unload_adapter(self.adapter)
+        await super().close()
 
     async def send_tensors(self, bucket: Mapping[str, Tensor]) -> None:
         payload = await asyncio.to_thread(as_payload, bucket)

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from hone.rollout.contract import RolloutError, Sampling, Traits
-from hone.rollout.remote_requests import Chunk, ConnectionLost, RemoteEngine
-from hone.rollout.requests import Request, RequestRules
+from hone.rollout.remote_requests import RemoteEngine
+from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.vllm_buckets import buckets
 from hone.rollout.vllm_experts import by_expert
 from hone.rollout.vllm_process import EngineProcess

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hone.models.lora import adapter_weights
+from hone.models.lora import adapter_weights, is_plain_lora
 from hone.rollout.requests import RequestRules
 from hone.rollout.vllm import VLLMRollout, Weights
 from hone.rollout.vllm_process import EngineProcess
@@ -27,10 +27,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def engine_arguments(lm: PeftModel) -> Row | None:
     """Returns what `vllm.LLM` needs for an adapter; None for one that vLLM cannot take."""
-    config = lm.peft_config[lm.active_adapter]
-    rank = max([config.r, *config.rank_pattern.values()])
-    plain = all(".lora_" in name for name, _ in adapter_weights(lm)) and rank <= _RANKS[-1]
-    if not plain:
+    rank = lm.peft_config[lm.active_adapter].r
+    if rank > _RANKS[-1] or not is_plain_lora(lm):
         return None
     return {
         "enable_lora": True,

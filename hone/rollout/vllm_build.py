@@ -18,7 +18,7 @@ from hone.models.load import load_config, resolve_model_path
 from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.requests import RequestRules
-from hone.rollout.server_build import build_vllm_servers
+from hone.rollout.server_build import build_vllm_servers, takes_updates
 from hone.rollout.server_weights import meta_parameters
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_adapters import AdapterVLLM, engine_arguments
@@ -70,7 +70,7 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
         raise RolloutError(f"rollout.name=vllm, but {place} has no vLLM; {INSTALL}")
     model = load_config(spec.model_path)
     experts = routing_shape(model) is not None
-    if experts and model.model_type not in EXPERT_FAMILIES:
+    if experts and takes_updates(spec) and model.model_type not in EXPERT_FAMILIES:
         raise RolloutError(
             f"rollout.name=vllm takes new weights of {', '.join(sorted(EXPERT_FAMILIES))} among mixtures of "
             f"experts, and {spec.model_path} is {model.model_type}; use rollout.name=native"

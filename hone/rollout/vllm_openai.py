@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.http_server import Event, HttpServer, ServerLost, shortened
-from hone.rollout.remote_requests import Chunk
-from hone.rollout.requests import Request
+from hone.rollout.requests import Chunk, Request
 from hone.types import Settings
 
 _COOLEST = 0.01
@@ -142,8 +141,8 @@ class VLLMServer(HttpServer):
     def refuse_updates(self) -> None:
         if not self.updates:
             raise RolloutError(
-                f"{self.shown_url} takes no new weights and so cannot train; start vLLM with "
-                "VLLM_SERVER_DEV_MODE=1, or use rollout.name=vllm without rollout.server.urls"
+                f"{self.shown_url} takes no new weights, which training and LoRA adapters need; start vLLM "
+                "with VLLM_SERVER_DEV_MODE=1, or use rollout.name=vllm without rollout.server.urls"
             )
         if self.tied and self.device == "cpu":
             raise RolloutError(

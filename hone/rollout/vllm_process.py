@@ -24,7 +24,7 @@ from itertools import count
 from pathlib import Path
 
 from hone.rollout.contract import RolloutError
-from hone.rollout.remote_requests import Chunk, ConnectionLost
+from hone.rollout.requests import Chunk, ConnectionLost
 from hone.types import Row
 
 log = logging.getLogger(__name__)

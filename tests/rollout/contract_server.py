@@ -62,8 +62,12 @@ class ContractServer(Faults):
         self.abort_s = 0.02
         """From the answer to an abort until the scheduler has dropped the request."""
         self.groups: dict[str, Any] = {}
-        self.lora = False
-        """Whether it was started with --enable-lora."""
+        self.lora, self.max_lora_rank, self.dp_size = False, 16, 1
+        """Whether it was started with --enable-lora, and how."""
+        self.lora_target_modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        self.lora_target_modules += ["gate_proj", "up_proj", "down_proj"]
+        self.base = self.initial
+        """What adapters are put on."""
         self.adapters: list[str] = []
         core = NativeCore(
             policy,
@@ -148,7 +152,7 @@ class ContractServer(Faults):
             await self._load(self.initial)
             await self.engine.resume()
             self.version, self.paused, self.dead = "default", "", False
-            self.adapters, self.released = [], set()
+            self.adapters, self.released, self.base = [], set(), self.initial
             self.running.clear()
 
         asyncio.run_coroutine_threadsafe(restart(), self._loop).result(30)
@@ -180,7 +184,10 @@ class ContractServer(Faults):
             {
                 "tp_size": 1,
                 "enable_deterministic_inference": self.deterministic,
+                "dp_size": self.dp_size,
                 "enable_lora": self.lora,
+                "max_lora_rank": self.max_lora_rank,
+                "lora_target_modules": self.lora_target_modules,
                 "enable_memory_saver": True,
             }
         )
@@ -259,6 +266,7 @@ class ContractServer(Faults):
             await self._load(weights)
         except RolloutError as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
+        self.base = {name: p.detach().clone() for name, p in self.policy.lm.named_parameters()}
         if body.get("weight_version") and not self.fails("version stays old"):
             self.version = body["weight_version"]
         return web.json_response({"success": True, "message": "Succeeded."})
@@ -321,12 +329,19 @@ class ContractServer(Faults):
         return web.json_response({"success": True, "new_version": self.version})
 
     async def _load_lora_adapter(self, request: web.Request) -> web.Response:
-        """Merges the adapter into the base of the start; one at a time is enough for a trainer."""
+        """Merges the adapter into the base; one at a time is enough for a trainer."""
         body = await request.json()
-        if not self.lora or body["lora_name"] in self.adapters:
+        file = Path(body["lora_path"]) / "adapter_config.json"
+        config = json.loads(file.read_text())
+        targets = {name.rpartition(".")[2] for name in config["target_modules"]}
+        fits = config["r"] <= self.max_lora_rank and targets <= set(self.lora_target_modules)
+        if not self.lora or self.dp_size > 1 or not fits or body["lora_name"] in self.adapters:
             return web.json_response({"success": False, "error_message": "no LoRA"}, status=400)
+        # Its one scaling is alpha / r, whatever else the file says.
+        config |= {"use_rslora": False, "alpha_pattern": {}, "rank_pattern": {}}
+        file.write_text(json.dumps(config))
         base = copy.deepcopy(self.policy.lm)
-        base.load_state_dict(self.initial, strict=False)
+        base.load_state_dict(self.base, strict=False)
         await self._load(dict(merged_weights(PeftModel.from_pretrained(base, body["lora_path"]))))
         self.adapters.append(body["lora_name"])
         return web.json_response({"success": True, "loaded_adapters": self.adapters})

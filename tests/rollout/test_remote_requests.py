@@ -12,8 +12,8 @@ import pytest
 
 from hone.ops.counter_rng import fold_seed
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput, Traits
-from hone.rollout.remote_requests import Chunk, ConnectionLost, RemoteEngine
-from hone.rollout.requests import Request, RequestRules
+from hone.rollout.remote_requests import RemoteEngine
+from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 
 FIVE = Sampling(max_tokens=5, temperature=1.0, seed=7, ignore_eos=True)
 
@@ -163,3 +163,52 @@ def test_an_abort_comes_before_tokens_that_wait_in_a_buffer() -> None:
     out = asyncio.run(asked())
     assert out.stop_reason is StopReason.ABORT
     assert 0 < len(out) < 20000
+
+
+@pytest.mark.parametrize("verb", ["sleep", "begin_update"])
+def test_a_request_that_was_just_cancelled_is_waited_for(verb: str) -> None:
+    """Its server takes a while to end it; it must not refuse the next verb."""
+
+    class EndsLate(Counting):
+        ended = False
+
+        async def _remote_stream(
+            self, request: Request, sampling: Sampling
+        ) -> AsyncGenerator[Chunk, None]:
+            try:
+                yield Chunk([5], [-0.5])
+                await asyncio.sleep(3600)
+            finally:
+                await asyncio.sleep(0.1)
+                self.ended = True
+
+    async def asked() -> None:
+        engine, some = EndsLate(), asyncio.Event()
+        job = asyncio.create_task(
+            engine.generate([1], FIVE, "leaves", on_tokens=lambda delta: some.set())
+        )
+        await some.wait()
+        job.cancel()
+        await asyncio.wait({job})
+        assert not engine.ended
+        await getattr(engine, verb)()
+        assert engine.ended
+        await engine.close()
+
+    asyncio.run(asked())
+
+
+def test_an_abort_between_a_loss_and_its_recovery_waits_for_no_recovery() -> None:
+    class Lost(Counting):
+        async def _remote_stream(
+            self, request: Request, sampling: Sampling
+        ) -> AsyncGenerator[Chunk, None]:
+            yield Chunk([5], [-0.5])
+            await self._end(None, deferred_too=True)
+            raise ConnectionLost("reset")
+
+    engine = Lost()
+    out = said(engine)
+    assert out.stop_reason is StopReason.ABORT
+    assert out.token_ids == [5]
+    assert engine.recovered == 0

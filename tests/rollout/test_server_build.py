@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks.families.tiny import tiny_config
 from hone.config import compose, load_config
 from hone.models.load import load_causal_lm
-from hone.models.lora import adapter_weights, wrap_lora
+from hone.models.lora import adapter_weights, merged_weights, wrap_lora
 from hone.models.policy import PolicyModel
 from hone.models.tiny import save_pretrained
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.server_build import lora_arguments, urls_of
-from hone.rollout.sglang_process import launch_arguments
+from hone.rollout.server_build import urls_of
 
 from .contract_server import ContractServer
 from .models import TOKENIZER, policy, trainer_log_probs
@@ -115,10 +114,9 @@ def changed(lm: Any) -> None:
             parameter.normal_(0.0, 0.3)
 
 
-def lora_engine(lm: Any, folder: Path, server: ContractServer) -> Any:
-    config = replace(
-        load_config([f"{URLS}=[{server.url}]"]).actor_rollout_ref.rollout, name="sglang"
-    )
+def lora_engine(lm: Any, folder: Path, *servers: ContractServer, world_size: int = 1) -> Any:
+    urls = ",".join(server.url for server in servers)
+    config = replace(load_config([f"{URLS}=[{urls}]"]).actor_rollout_ref.rollout, name="sglang")
     return build_rollout(
         replace(
             spec_of("hf"),
@@ -126,6 +124,7 @@ def lora_engine(lm: Any, folder: Path, server: ContractServer) -> Any:
             model_path=str(folder),
             load_policy=lambda: PolicyModel(lm),
             adapters=True,
+            world_size=world_size,
         )
     )
 
@@ -155,25 +154,66 @@ def test_an_adapter_is_published_alone_and_given_again_to_a_server_that_restarts
         await asyncio.to_thread(servers[0].come_back)
         assert (await engine.generate(PROMPT, SHORT, "again")).token_ids == out.token_ids
         await engine.close()
+        assert not servers[0].adapters
 
     asyncio.run(asked())
     assert "/update_weights_from_disk" not in servers[0].calls
+    following = lora_engine(adapted, tmp_path, servers[0])
+    assert following.traits.adapters, "its base is that of the files"
+    asyncio.run(following.close())
 
 
-def test_a_server_without_lora_gets_merged_weights(
-    adapted: Any, tmp_path: Path, servers: list[ContractServer]
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("lora", False, "without --enable-lora"),
+        ("dp_size", 2, "has replicas"),
+        ("max_lora_rank", 3, "--max-lora-rank 3, and the adapter has rank 4"),
+        ("lora_target_modules", ["q_proj"], "without v_proj in --lora-target-modules"),
+        ("version", "another-run-7", "has weights 'another-run-7' instead of those of its files"),
+    ],
+)
+def test_a_server_that_cannot_take_the_adapter_gets_merged_weights(
+    attribute: str,
+    value: Any,
+    words: str,
+    adapted: Any,
+    tmp_path: Path,
+    servers: list[ContractServer],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    servers.append(ContractServer(policy()))
-    engine = lora_engine(adapted, tmp_path, servers[0])
+    """Also if the server is that of another worker, for the first one decides what all are sent."""
+    servers += [ContractServer(policy()) for _ in range(2)]
+    for server in servers:
+        server.lora = True
+    setattr(servers[1], attribute, value)
+    with caplog.at_level("INFO"):
+        engine = lora_engine(adapted, tmp_path, *servers, world_size=2)
+    assert words in caplog.text
     assert not engine.traits.adapters
     asyncio.run(engine.close())
 
 
-def test_a_launched_server_is_told_of_the_adapter(adapted: Any) -> None:
-    spec = spec_of("hf", model_path="some/model")
-    command, _ = launch_arguments(spec, lora_arguments(adapted))
-    flags = " ".join(command)
-    assert "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj v_proj" in flags
+def test_an_adapter_to_generate_with_is_merged_into_the_servers_weights(
+    adapted: Any, tmp_path: Path, servers: list[ContractServer]
+) -> None:
+    servers.append(ContractServer(policy()))
+    words = ["rollout.name=sglang", f"rollout.server.urls=[{servers[0].url}]"]
+    spec = replace(
+        spec_of("hf"),
+        config=load_config(words, config_name="generation").rollout,
+        model_path=str(tmp_path),
+        current_weights=lambda: merged_weights(adapted),
+    )
+    engine = build_rollout(spec)
+
+    async def asked() -> None:
+        out = await engine.generate(PROMPT, SHORT, "adapted")
+        expected = trainer_log_probs(PolicyModel(adapted), PROMPT, out.token_ids, 1.0)
+        assert out.log_probs == pytest.approx(expected, abs=1e-4)
+        await engine.close()
+
+    asyncio.run(asked())
 
 
 def test_sglang_stays_where_servers_run_and_is_native_where_nothing_does(

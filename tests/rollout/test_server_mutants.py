@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hone.rollout.contract import Sampling
-from hone.rollout.remote_requests import Chunk, RemoteEngine
-from hone.rollout.requests import Request
+from hone.rollout.remote_requests import RemoteEngine
+from hone.rollout.requests import Chunk, Request
 from hone.rollout.server import ServerRollout
 from hone.rollout.sglang_server import SGLangServer
 

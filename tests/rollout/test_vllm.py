@@ -214,11 +214,20 @@ def with_engine(
     async def run() -> None:
         try:
             await engine.start()
-            await asyncio.wait_for(work(engine), 60)
+            await asyncio.wait_for(work(engine), 200)
         finally:
             await engine.close()
 
     asyncio.run(run())
+
+
+def gated(folder: Path) -> dict[str, str]:
+    """The environment in which requests end only after `open_gate`."""
+    return {"FAKE_VLLM_GATE": str(folder / "gate")}
+
+
+def open_gate(folder: Path) -> None:
+    (folder / "gate").touch()
 
 
 async def sampling(engine: VLLMRollout, count: int) -> None:
@@ -286,6 +295,7 @@ def test_a_death_in_an_update_does_not_end_it(tmp_path: Path, when: str) -> None
         running = asyncio.ensure_future(engine.generate([1, 2], LONG, "kept"))
         await sampling(engine, 1)
         await engine.pause(keep=True)
+        open_gate(tmp_path)
 
         async def kill() -> None:
             pid = process.pid
@@ -311,7 +321,7 @@ def test_a_death_in_an_update_does_not_end_it(tmp_path: Path, when: str) -> None
         assert out.versions == [0] * old + [1] * (80 - old)
         assert out.token_ids == said([1, 2], 0, old) + said([1, 2], 6)[old:]
 
-    with_engine(tmp_path, work)
+    with_engine(tmp_path, work, environment=gated(tmp_path))
 
 
 def test_an_update_that_begins_again_and_one_that_lacks_tensors(tmp_path: Path) -> None:
@@ -352,8 +362,9 @@ def test_a_trajectory_and_a_prompt_stay_on_their_process(tmp_path: Path) -> None
             await engine.generate(prompt, LONG, name)
 
         groups = [asyncio.ensure_future(turn([g], f"{g}-{i}")) for g in (1, 2) for i in range(4)]
-        await asyncio.sleep(0.05)
+        await sampling(engine, 8)
         loads.append(tuple(p.load for p in engine._processes))  # type: ignore[arg-type]
+        open_gate(tmp_path)
         await asyncio.gather(*groups)
         where = {key: index for key, index in engine._process_of.items() if isinstance(key, str)}
         await turn([1, 5, 5], "2-0")  # a later turn
@@ -365,7 +376,7 @@ def test_a_trajectory_and_a_prompt_stay_on_their_process(tmp_path: Path) -> None
         spread = [engine._process_of[f"9-{i}"] for i in range(24)]
         assert min(spread.count(0), spread.count(1)) >= 4, "one prompt filled one process"
 
-    with_engine(tmp_path, work, processes=2)
+    with_engine(tmp_path, work, processes=2, environment=gated(tmp_path))
 
 
 def test_both_processes_get_new_weights_and_one_death_is_enough(tmp_path: Path) -> None:
@@ -387,6 +398,7 @@ def test_a_process_that_dies_while_another_commits_gets_the_new_weights(tmp_path
         await sampling(engine, 2)
         assert (first.load, second.load) == (1, 1)
         await engine.pause(keep=True)
+        open_gate(tmp_path)
 
         async def after_a_death(verb: str, **arguments: object) -> object:
             if verb == "finish":
@@ -404,7 +416,7 @@ def test_a_process_that_dies_while_another_commits_gets_the_new_weights(tmp_path
             assert 0 < old < 80
             assert out.token_ids == said([1], 0, old) + said([1], 6)[old:]
 
-    with_engine(tmp_path, work, processes=2)
+    with_engine(tmp_path, work, processes=2, environment=gated(tmp_path))
 
 
 def test_abort_and_close_do_not_wait_for_a_process_that_starts_again(tmp_path: Path) -> None:
@@ -418,41 +430,43 @@ def test_abort_and_close_do_not_wait_for_a_process_that_starts_again(tmp_path: P
         while not process.alive or process.pid == pid:
             await asyncio.sleep(0.005)
         await engine.abort(["a"])
-        out = await asyncio.wait_for(jobs[0], 10)
+        out = await asyncio.wait_for(jobs[0], 60)
         assert out.stop_reason is StopReason.ABORT
         assert 0 < len(out.token_ids) < 80
-        await asyncio.wait_for(engine.close(), 10)
+        await asyncio.wait_for(engine.close(), 60)
         assert (await jobs[1]).stop_reason is StopReason.ABORT
         assert not process.alive
 
-    with_engine(tmp_path, work)
+    with_engine(tmp_path, work, environment=gated(tmp_path))
 
 
 def test_requests_wait_for_no_sleeping_engine(tmp_path: Path) -> None:
     async def work(engine: VLLMRollout) -> None:
         running = asyncio.ensure_future(engine.generate([1], LONG, "r"))
-        await asyncio.sleep(0.02)
+        await sampling(engine, 1)
         with pytest.raises(RolloutError, match="while requests run"):
             await engine.sleep()
+        open_gate(tmp_path)
         await running
         await engine.sleep()
         assert (await engine.generate([1], LONG, "s")).token_ids == said([1])
 
-    with_engine(tmp_path, work)
+    with_engine(tmp_path, work, environment=gated(tmp_path))
 
 
 def test_kept_requests_outlive_a_sleep(tmp_path: Path) -> None:
     async def work(engine: VLLMRollout) -> None:
         engine._sleep_level = lambda: 1  # type: ignore[method-assign]
         running = asyncio.ensure_future(engine.generate([1], LONG, "r"))
-        await asyncio.sleep(0.02)
+        await sampling(engine, 1)
         await engine.pause(keep=True)
+        open_gate(tmp_path)
         await engine.sleep()
         await engine.wake_up()
         await engine.resume()
-        assert (await asyncio.wait_for(running, 20)).token_ids == said([1])
+        assert (await asyncio.wait_for(running, 60)).token_ids == said([1])
 
-    with_engine(tmp_path, work)
+    with_engine(tmp_path, work, environment=gated(tmp_path))
 
 
 @pytest.mark.parametrize("publish", [True, False])

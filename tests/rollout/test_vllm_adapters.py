@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
 from hone.rollout.contract import RolloutError, Sampling
@@ -22,10 +23,10 @@ LONG = Sampling(max_tokens=80, temperature=1.0, seed=7, ignore_eos=True)
 A, B = (f"base_model.model.q_proj.lora_{side}.default.weight" for side in "AB")
 
 
-def peft_model(rank: int = 4, *more: str) -> Any:
+def peft_model(rank: int = 4, *more: str, **settings: Any) -> Any:
     shapes = {A: (rank, 6), B: (5, rank)} | dict.fromkeys(more, (3,))
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    config = SimpleNamespace(r=rank, rank_pattern={}, save_pretrained=lambda folder: None)
+    config = LoraConfig(r=rank, target_modules=["q_proj"], **settings)
     return SimpleNamespace(
         active_adapter="default",
         peft_config={"default": config},
@@ -73,6 +74,10 @@ def test_an_adapter_is_published_alone_and_restored_after_a_death(tmp_path: Path
         (peft_model(300), 320),
         (peft_model(600), None),
         (peft_model(4, "base_model.model.embed.modules_to_save.default.weight"), None),
+        (peft_model(4, use_rslora=True), 8),
+        (peft_model(4, rank_pattern={"q_proj": 2}), None),
+        (peft_model(4, alpha_pattern={"q_proj": 2}), None),
+        (peft_model(4, init_lora_weights="pissa"), None),
     ],
 )
 def test_what_vllm_cannot_take_is_published_merged(model: Any, rank: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hone.rollout.vllm_experts import by_expert
 
 from . import models
 from .models import EOS, POSITIONS, TOKENIZER, VOCABULARY
+from .test_vllm_process import fake_python
 from .vllm_factory import vllm, vllm_python
 
 SAMPLING = Sampling(12, 0.9, 5, ignore_eos=True)
@@ -78,7 +80,7 @@ def test_experts_get_the_names_and_numbers_of_a_checkpoint(tmp_path: Path) -> No
     assert all(torch.equal(sent[name], tensor) for name, tensor in written.items())
 
 
-def test_other_mixtures_are_refused_before_vllm_starts(
+def test_updates_of_other_mixtures_are_refused_before_vllm_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hone.rollout.vllm_build.has_vllm", lambda python: True)
@@ -86,6 +88,19 @@ def test_other_mixtures_are_refused_before_vllm_starts(
         RolloutError, match=r"qwen3_moe among mixtures of experts, and .* qwen2_moe"
     ):
         build_vllm(spec_of(tmp_path, mixture(0, "qwen2_moe"), "python"))
+
+
+def test_other_mixtures_generate_from_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hone.rollout.vllm_build.has_vllm", lambda python: True)
+    spec = spec_of(tmp_path, mixture(0, "qwen2_moe"), None)
+    words = ["rollout.name=vllm", f"rollout.vllm.python={fake_python(tmp_path)}"]
+    spec = replace(spec, config=load_config(words, config_name="generation").rollout)
+    engine = build_vllm(spec)
+    run_coroutine(engine.close())
+    with pytest.raises(RolloutError, match="qwen3_moe among mixtures of experts"):
+        build_vllm(replace(spec, current_weights=list))  # a merged adapter
 
 
 @vllm

@@ -75,7 +75,7 @@ def test_a_request_that_the_server_aborts_is_issued_again() -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({}, "takes no new weights and so cannot train.*VLLM_SERVER_DEV_MODE=1"),
+        ({}, "takes no new weights, which training.*VLLM_SERVER_DEV_MODE=1"),
         ({"updates": True, "device": "cpu", "tied": True}, "keeps the old output head"),
     ],
 )

@@ -16,7 +16,7 @@ import pytest
 
 from hone.rollout import vllm_process
 from hone.rollout.contract import RolloutError
-from hone.rollout.remote_requests import Chunk
+from hone.rollout.requests import Chunk
 from hone.rollout.vllm_process import EngineDied, EngineProcess, Launch
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def with_process(
     async def run() -> T:
         process = EngineProcess(Launch(fake_python(folder), {"model": model}, **limits))
         try:
-            return await asyncio.wait_for(work(process), 60)
+            return await asyncio.wait_for(work(process), 200)
         finally:
             await process.stop()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hone.rollout.contract import RolloutError
-from hone.rollout.remote_requests import Chunk
+from hone.rollout.requests import Chunk
 from hone.rollout.vllm_process import EngineDied, EngineProcess
 from hone.rollout.vllm_server import Connection
 

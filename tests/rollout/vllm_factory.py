@@ -18,8 +18,7 @@ import torch
 from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, Sampling, Traits
-from hone.rollout.remote_requests import Chunk
-from hone.rollout.requests import Request, RequestRules
+from hone.rollout.requests import Chunk, Request, RequestRules
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_process import EngineProcess, Launch
 

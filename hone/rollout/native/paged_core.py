@@ -92,12 +92,7 @@ class PagedCore:
             max_num_batched_tokens=max_num_batched_tokens,
             prefix_caching=prefix_caching,
         )
-        self._experts: ExpertCache | None = None
-        if record_experts:
-            policy.record_routing()
-            assert policy.routing is not None
-            blocks = self.cache.blocks
-            self._experts = ExpertCache(policy.routing, blocks, BLOCK_SIZE, self.device)
+        self._experts = self._expert_cache() if record_experts else None
         self._forward = forward if forward is not None else self._choose_forward(max_model_len)
         self._logits = exact.logits if exact is not None else policy.logits
         self._max_num_seqs = max_num_seqs
@@ -106,19 +101,29 @@ class PagedCore:
         self._host_rows = HostBatch(max_num_seqs, width)
         self._placed: list[tuple[int, int]] = []
         self._addresses: list[int] = []  # parameter addresses that captured graphs read
-        self._decode_step = DecodeStep(
+        sizes = graph_sizes(max_num_seqs, capture_sizes)
+        self._decode_step = self._new_decode_step(sizes, enforce_eager)
+        self.prefilled_tokens = 0
+        """Prompt tokens computed so far; the shared prompt of a group counts once."""
+
+    def _new_decode_step(self, sizes: Sequence[int], enforce_eager: bool) -> DecodeStep:
+        return DecodeStep(
             self._forward,
             self._logits,
             self._decode_layout,
             self._device_rows,
             self._kernels,
             block_size=BLOCK_SIZE,
-            sizes=graph_sizes(max_num_seqs, capture_sizes),
+            sizes=sizes,
             graphs=self.device.type == "cuda" and not enforce_eager,
             may_synchronize=isinstance(self._forward, ModuleDecoder),
         )
-        self.prefilled_tokens = 0
-        """Prompt tokens computed so far; the shared prompt of a group counts once."""
+
+    def _expert_cache(self) -> ExpertCache:
+        """Returns the cache of the experts that the policy routes tokens to, and has it record them."""
+        self.policy.record_routing()
+        assert self.policy.routing is not None
+        return ExpertCache(self.policy.routing, self.cache.blocks, BLOCK_SIZE, self.device)
 
     def _choose_forward(self, max_model_len: int) -> ExactDecoder | FusedDecoder | ModuleDecoder:
         if self._experts is not None:

@@ -1,12 +1,14 @@
 """A vLLM of a hundred lines for tests: it says its position plus the first number of its weights.
 
 Python imports this file at its start where it is on the path. A prompt with token 93 makes a step fail, one
-with 96 is refused, and one with 97 makes a step take very long. `model` says how it starts.
+with 96 is refused, and one with 97 makes a step take very long. `model` says how it starts. Requests wait
+after 40 tokens until the file FAKE_VLLM_GATE is there, if the environment names one.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 import time
@@ -72,9 +74,13 @@ class Engine:
 
     def get_output(self):
         time.sleep(0.002)
+        gate = os.environ.get("FAKE_VLLM_GATE")
+        closed = gate is not None and not os.path.exists(gate)
         outputs = []
         for key, state in list(self.requests.items()):
             prompt, params, count = state
+            if closed and count == 40:
+                continue
             if 93 in prompt and count == 3:
                 raise RuntimeError("the kernel failed")
             if 97 in prompt:

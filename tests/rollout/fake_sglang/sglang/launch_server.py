@@ -6,14 +6,21 @@ import argparse
 import subprocess
 import threading
 
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-def main() -> None:
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", choices=["127.0.0.1"], required=True)
     parser.add_argument("--fails", action="store_true")
-    arguments, _ = parser.parse_known_args()
+    parser.add_argument("--lora-target-modules", nargs="*", choices=MODULES)
+    return parser
+
+
+def main() -> None:
+    arguments, _ = parser().parse_known_args()
     if arguments.fails:
         raise SystemExit("no kernel image for this device")
     import torch
