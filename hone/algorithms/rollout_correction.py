@@ -120,6 +120,9 @@ def apply_bypass_mode(
         policy_loss_config["rollout_correction"] = rollout_corr_config
 
 
+apply_rollout_correction = apply_bypass_mode  # verl 0.6's name
+
+
 def compute_rollout_rejection_mask(
     log_ratio: Tensor,
     response_mask: Tensor,

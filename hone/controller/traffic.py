@@ -19,38 +19,46 @@ T = TypeVar("T")
 
 _NUMBER_BYTES = 8
 _PLAIN = (int, float, np.number, type(None))
+_TEXT = (str, bytes, bytearray)
+_SEQUENCE = (list, tuple)
 
 
-def payload_bytes(value: Any, seen: dict[int, Any] | None = None) -> int:
+def payload_bytes(value: Any) -> int:
     """Returns the bytes of tensors, arrays, text and lists of numbers in a value."""
-    if isinstance(value, _PLAIN):
-        return 0
-    seen = {} if seen is None else seen
-    if id(value) in seen:
-        return 0
-    seen[id(value)] = value  # kept alive, so that no other object gets its id
-    if isinstance(value, torch.Tensor):
-        return value.values().nbytes if value.is_nested else value.nbytes
+    total, seen = 0, set()
+    parts: list[Any] = [
+        value
+    ]  # grows while it is read; it keeps the parts alive, so that ids are unique
+    for part in parts:
+        if isinstance(part, _PLAIN) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, _TEXT):
+            total += len(part)
+        elif isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, _SEQUENCE):
+            # Token ids and log-probs are told by three entries, because lists of them are long.
+            if part and all(isinstance(part[i], _PLAIN) for i in (0, len(part) // 2, -1)):
+                total += _NUMBER_BYTES * len(part)
+            else:
+                parts += part
+        elif isinstance(part, torch.Tensor):
+            total += part.values().nbytes if part.is_nested else part.nbytes
+        elif isinstance(part, np.ndarray) and part.dtype != object:
+            total += part.nbytes
+        else:
+            parts += _parts(part)
+    return total
+
+
+def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, np.ndarray):
-        return _sum(value.flat, seen) if value.dtype == object else value.nbytes
-    if isinstance(value, str | bytes | bytearray):
-        return len(value)
+        return value.flat
     if isinstance(value, DataProto):
         tensors = () if value.batch is None else value.batch.values()
-        return _sum([*tensors, *value.non_tensor_batch.values(), value.meta_info], seen)
-    if isinstance(value, Mapping):
-        return _sum(value.values(), seen)
-    if isinstance(value, list | tuple):
-        # Token ids and log-probs are told by three entries, because lists of them are long.
-        samples = [value[i] for i in (0, len(value) // 2, -1)] if value else [""]
-        if all(isinstance(sample, _PLAIN) for sample in samples):
-            return _NUMBER_BYTES * len(value)
-        return _sum(value, seen)
-    return _sum(getattr(value, "__dict__", {}).values(), seen)
-
-
-def _sum(values: Iterable[Any], seen: dict[int, Any]) -> int:
-    return sum(payload_bytes(value, seen) for value in values)
+        return [*tensors, *value.non_tensor_batch.values(), value.meta_info]
+    return (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).values()
 
 
 def counted(

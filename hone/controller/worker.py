@@ -9,19 +9,17 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-import random
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hone.controller import profiling
 from hone.controller.decorator import DATA_PARALLEL, Dispatch, register
+from hone.controller.ray_ports import free_ports
 
 LOOPBACK = "127.0.0.1"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_QUIET_PORTS = range(20_000, 32_000)  # between Ray's ports and the ephemeral ports
 
 
 @dataclass(frozen=True)
@@ -183,8 +181,4 @@ class Worker:
 
 def free_port() -> int:
     """Returns a free port outside the ephemeral range."""
-    for port in (*random.SystemRandom().sample(_QUIET_PORTS, 20), 0):  # 0: the system chooses
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return int(probe.getsockname()[1])
-    raise OSError("no port is free on this machine")
+    return free_ports(1)[0]

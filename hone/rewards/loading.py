@@ -152,6 +152,12 @@ def compute_reward(data: DataProto, reward_fn: Function) -> tuple[torch.Tensor, 
     return result["reward_tensor"], result.get("reward_extra_info", {})
 
 
+def extract_reward(batch: DataProto) -> tuple[torch.Tensor, Row]:
+    """Returns the rewards [B, T] and the extra columns that scoring wrote to a batch."""
+    names = batch.meta_info.get("reward_extra_keys", ())
+    return batch.batch["rm_scores"], {name: batch.non_tensor_batch[name] for name in names}
+
+
 def _reward_task(
     data: DataProto,
     config: PPOTrainerConfig | None = None,

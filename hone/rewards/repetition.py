@@ -6,18 +6,57 @@ n(n+1)/2. It counts characters, not tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 MAX_CHARS = 100_000
 """Only the end of longer texts is measured, because loops occur there."""
+PAIRWISE_CHARS = 512
+"""Texts up to this length are compared at all pairs of positions, faster than sorting their suffixes."""
+PAIRWISE_TEXTS = 128
+"""How many of them are compared at once."""
 
 
-def repeatness(text: str) -> float:
-    """Returns 2 · Σ LCP(adjacent suffixes) / (n · (n + 1)); 0 for an empty text."""
-    codes = np.frombuffer(text[-MAX_CHARS:].encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+def repeatness(texts: Sequence[str]) -> list[float]:
+    """Returns 2 · Σ LCP(adjacent suffixes) / (n · (n + 1)) of each text; 0 for an empty one."""
+    by_length = sorted({text[-MAX_CHARS:] for text in texts}, key=len)
+    short = [text for text in by_length if len(text) <= PAIRWISE_CHARS]
+    common: dict[str, int] = {}
+    for start in range(0, len(short), PAIRWISE_TEXTS):
+        some = short[start : start + PAIRWISE_TEXTS]
+        common |= zip(some, _common_pairwise(some), strict=True)
+    for text in by_length[len(short) :]:
+        common[text] = _common_of_suffixes(_codes(text))
+    sizes = [min(len(text), MAX_CHARS) for text in texts]
+    pairs = [(common[text[-MAX_CHARS:]], n) for text, n in zip(texts, sizes, strict=True)]
+    return [2 * number / (n * (n + 1)) if n else 0.0 for number, n in pairs]
+
+
+def _codes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+
+
+def _common_pairwise(texts: Sequence[str]) -> list[int]:
+    """Returns Σ LCP(adjacent suffixes) of each text as Σ over i of max over j < i of LCP(suffix i, suffix j).
+
+    Both are the number of substrings less the number of different ones.
+    """
+    longest = max(map(len, texts))
+    codes = np.full((longest, len(texts)), np.nan, dtype=np.float32)  # NaN equals no character
+    for column, text in enumerate(texts):
+        codes[: len(text), column] = _codes(text)
+    common = np.zeros(codes.shape, dtype=np.int16)  # LCP of suffixes i and j at row j
+    total = np.zeros(len(texts), dtype=np.int64)
+    for i in range(longest - 1, 0, -1):
+        common[:i] = (common[1 : i + 1] + 1) * (codes[:i] == codes[i])
+        total += common[:i].max(0)
+    return [int(number) for number in total]
+
+
+def _common_of_suffixes(codes: np.ndarray) -> int:
+    """Returns Σ LCP(adjacent suffixes) by sorting the suffixes."""
     n = len(codes)
-    if n < 2:
-        return 0.0
     ranks = _ranks_by_doubling(codes)
     order = np.argsort(ranks[-1], kind="stable")
     left, right = order[:-1].copy(), order[1:].copy()
@@ -29,7 +68,7 @@ def repeatness(text: str) -> float:
         equal[inside] = ranks[level][left[inside]] == ranks[level][right[inside]]
         step = equal * width
         left, right, common = left + step, right + step, common + step
-    return float(2 * common.sum() / (n * (n + 1)))
+    return int(common.sum())
 
 
 def _ranks_by_doubling(codes: np.ndarray) -> list[np.ndarray]:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 
 import torch
 
@@ -76,7 +77,7 @@ class ProcessRewardModelWorker(TrainWorker):
         # Without a token that ends in the separator, its characters are found one by one.
         by_ids = self._same_tokens and len(self._ends) > 0 and len(self._mark.tokens) == 1
         rows = self._rows_of_ids(data) if by_ids else self._rows_of_text(data)
-        inputs, columns = zip(*map(self._input, rows), strict=True)
+        inputs, columns = self._inputs(rows)
         truncated = sum(len(row.ends) - len(of) for row, of in zip(rows, columns, strict=True))
         if truncated and not self._has_warned:
             self._has_warned = True
@@ -89,9 +90,10 @@ class ProcessRewardModelWorker(TrainWorker):
         rewards = step_rewards(self.engine.infer(batch)["scores"])
         scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
         steps = torch.zeros(scores.shape, dtype=torch.bool)
-        for number, scored in enumerate(columns):
-            for place, column in scored.items():
-                scores[number, column], steps[number, column] = rewards[number, place], True
+        numbers = [number for number, scored in enumerate(columns) for _ in scored]
+        places = [place for scored in columns for place in scored]
+        ends = [column for scored in columns for column in scored.values()]
+        scores[numbers, ends], steps[numbers, ends] = rewards[numbers, places], True
         if not scores.isfinite().all():
             raise ValueError(
                 f"reward_model.model.path={config.model.path} gave a score that is not finite; check its "
@@ -100,21 +102,33 @@ class ProcessRewardModelWorker(TrainWorker):
         credit = assign_credit(scores, steps, config.credit_assignment)
         return DataProto.from_dict({"process_scores": credit, "step_mask": steps})
 
-    def _input(self, row: StepRow) -> tuple[AgentLoopOutput, dict[int, int]]:
-        """Returns the row for the engine, and the column of each score: {place in the row: response column}.
+    def _inputs(
+        self, rows: Sequence[StepRow]
+    ) -> tuple[list[AgentLoopOutput], list[dict[int, int]]]:
+        """Returns the rows for the engine, and the columns of their scores: {place: response column}.
 
         The engine returns the score after the token before each token, hence the padding token at the end.
         """
-        ids = [*row.prompt, *row.tokens]
-        surplus = max(0, len(ids) - (self.config.reward_model.max_length or len(ids)))
-        ids, start = ids[surplus:], max(1, len(row.prompt) - surplus)
-        self._refuse_longer_than_budget(len(ids) + 1)
-        places = [len(row.prompt) + end - surplus + 1 - start for end in row.ends]
-        # Places before the first token have been truncated.
-        scored = {p: c for p, c in zip(places, row.columns, strict=True) if p + start > 0}
-        response = [*ids[start:], self.tokenizer.pad_token_id]
-        mask = [int(place in scored) for place in range(len(response))]
-        return AgentLoopOutput(ids[:start], response, mask), scored
+        longest, pad = self.config.reward_model.max_length, self.tokenizer.pad_token_id
+        inputs, columns = [], []
+        for row in rows:
+            ids = [*row.prompt, *row.tokens]
+            surplus = max(0, len(ids) - (longest or len(ids)))
+            ids, start = ids[surplus:], max(1, len(row.prompt) - surplus)
+            shift = len(row.prompt) - surplus + 1 - start
+            # Places before the first token have been truncated.
+            pairs = zip(row.ends, row.columns, strict=True)
+            scored = {end + shift: column for end, column in pairs if end + shift + start > 0}
+            response = [*ids[start:], pad]
+            mask = [0] * len(response)
+            for place in scored:
+                mask[place] = 1
+            inputs.append(AgentLoopOutput(ids[:start], response, mask))
+            columns.append(scored)
+        self._refuse_longer_than_budget(
+            max(len(row.prompt_ids) + len(row.response_ids) for row in inputs)
+        )
+        return inputs, columns
 
     def _rows_of_ids(self, data: DataProto) -> list[StepRow]:
         """Puts the separator in place of every token that ends a step."""
@@ -124,13 +138,14 @@ class ProcessRewardModelWorker(TrainWorker):
         # A policy with more embeddings than tokens can write ids that no tokenizer knows.
         known = responses < self.engine.facts.vocabulary
         responses = torch.where(known, responses, self.tokenizer.pad_token_id)
-        separated = torch.where(ends, self._mark.tokens[0], responses)
-        rows = []
-        for row, prompt in enumerate(_prompts(data)):
-            places = ends[row].nonzero().squeeze(1).tolist()
-            length = places[-1] + 1 if places else 0
-            rows.append(StepRow(prompt, separated[row, :length].tolist(), places, places))
-        return rows
+        separated = torch.where(ends, self._mark.tokens[0], responses).tolist()
+        places: list[list[int]] = [[] for _ in separated]
+        for row, place in ends.nonzero().tolist():
+            places[row].append(place)
+        return [
+            StepRow(prompt, tokens[: of[-1] + 1 if of else 0], of, of)
+            for prompt, tokens, of in zip(_prompts(data), separated, places, strict=True)
+        ]
 
     def _rows_of_text(self, data: DataProto) -> list[StepRow]:
         """Renders the prompt and encodes each step with the reward model's tokenizer."""
@@ -181,7 +196,8 @@ class ProcessRewardModelWorker(TrainWorker):
 def _prompts(data: DataProto) -> list[list[int]]:
     columns = data.batch
     exists, _ = split_at_response(columns["attention_mask"].bool(), columns["responses"])
-    return [ids[there].tolist() for ids, there in zip(columns["prompts"], exists, strict=True)]
+    rows = zip(columns["prompts"].tolist(), exists.tolist(), strict=True)
+    return [list(compress(ids, there)) for ids, there in rows]
 
 
 def _refuse_wrong_head(path: str, step_labels: tuple[str, str] | None) -> None:

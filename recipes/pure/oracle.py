@@ -13,9 +13,9 @@ from world import SEPARATOR, step_labels
 from hone.algorithms.credit import assign_credit, step_ends
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
+from hone.data.response_steps import TokenTexts, separator_ids
 from hone.models.load import load_tokenizer
 from hone.protocol import DataProto
-from hone.workers.process_reward_model import separator_ids
 
 
 class OraclePRM(Worker):
@@ -31,6 +31,7 @@ class OraclePRM(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         self.tokenizer = load_tokenizer(self.config.actor_rollout_ref.model.path)
+        self.texts = TokenTexts(self.tokenizer)
         self.separators = separator_ids(self.tokenizer, SEPARATOR)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -39,18 +40,25 @@ class OraclePRM(Worker):
         ends = step_ends(responses, mask, self.separators)
         scores = torch.zeros(responses.shape)
         for row, info in enumerate(data.non_tensor_batch["extra_info"]):
-            places = ends[row].nonzero().flatten().tolist()
+            places, prompt = ends[row].nonzero().flatten().tolist(), info["prompt"]
+            texts = self.texts(responses[row].tolist())
             starts = [0, *(place + 1 for place in places)]
-            ids = [responses[row, a : b + 1] for a, b in zip(starts, places, strict=False)]
-            texts = [self.tokenizer.decode(i, skip_special_tokens=True) for i in ids]
-            steps = [text.removesuffix(SEPARATOR) for text in texts]
-            for i, right in enumerate(step_labels(info["prompt"], steps)):
-                drawn = random.Random(f"{info['prompt']} {i} {steps[i]}").random()
-                scores[row, places[i]] = 1.0 if right != (drawn < self.noise) else -1.0
+            spans = zip(starts, places, strict=False)
+            steps = ["".join(texts[a : b + 1]).removesuffix(SEPARATOR) for a, b in spans]
+            judged = [
+                right != (self._drawn(f"{prompt} {i} {step}") < self.noise)
+                for i, (step, right) in enumerate(
+                    zip(steps, step_labels(prompt, steps), strict=True)
+                )
+            ]
+            scores[row, places] = torch.tensor([1.0 if good else -1.0 for good in judged])
         credit = self.config.reward_model.credit_assignment
         return DataProto.from_dict(
             {"process_scores": assign_credit(scores, ends, credit), "step_mask": ends}
         )
+
+    def _drawn(self, step: str) -> float:
+        return random.Random(step).random() if self.noise else 0.0
 
 
 class NoisyPRM(OraclePRM):

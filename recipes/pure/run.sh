@@ -3,20 +3,21 @@
 #   run.sh OUT             the GPU size: all cells of SEEDS
 #   run.sh --small OUT     some cells at a CPU size: minutes on two cores
 # Further key=value overrides go to every RL run. The environment may say
-#   SEEDS   "1"            CELLS   names of cells (cells.py lists them), and JOBS processes that share them
+#   SEEDS   "1"            CELLS   names of cells (cells.py lists them), and JOBS (3) processes that share them
 #   WORLD, LABEL, SFT, PRM arguments of world.py and overrides of the two trainings; SAMPLES of how many prompts
 # Started again with the same OUT, it does not make again what is finished.
 set -euo pipefail
 # shellcheck disable=SC2086
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-PYTHON=${PYTHON:-python3} SEEDS=${SEEDS:-1} JOBS=${JOBS:-9}
+PYTHON=${PYTHON:-python3} SEEDS=${SEEDS:-1} JOBS=${JOBS:-3}
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 small=() sft=() prm=() rl=() samples=6000
-all="gamma-prm soft-prm strict-prm vr gamma-prmvr soft-prmvr strict-prmvr prime"
-all+=" gamma-oracle soft-oracle gamma-noisy soft-noisy"
+# The first runs also compile kernels, so those with short responses come first.
+all="vr strict-prm strict-prmvr soft-prmvr soft-prm soft-oracle soft-noisy gamma-noisy prime"
+all+=" gamma-oracle gamma-prmvr gamma-prm"
 if [ "${1:?OUT, or --small OUT}" = --small ]; then
     shift
-    JOBS=1 all="gamma-prm soft-prm vr" samples=600
+    JOBS=1 all="vr soft-prm gamma-prm" samples=600
     small=(--hidden 96 --layers 2 --train 4000 --test 64 --demonstrations 8000)
     sft=(data.train_batch_size=48 optim.lr=3e-3 trainer.total_training_steps=2400)
     prm=(data.train_batch_size=32 optim.lr=2e-3 trainer.total_training_steps=400 head_stage.total_training_steps=20)

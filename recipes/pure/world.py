@@ -36,7 +36,7 @@ def prompt_of(start: int, terms: list[int]) -> str:
 
 
 def read_prompt(prompt: str) -> tuple[int, list[int]]:
-    start, *terms = map(int, re.findall(r"\d", prompt))
+    start, *terms = map(int, filter(str.isdigit, prompt))
     return start, terms
 
 

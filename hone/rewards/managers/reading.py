@@ -7,7 +7,7 @@ and users is only in `extra_info["transcript"]`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,8 +41,8 @@ def response_attention(data: DataProto) -> torch.Tensor:
 
 def valid_response_ids(data: DataProto) -> list[list[int]]:
     """Returns the token ids of each response without padding."""
-    rows = zip(tensors(data)["responses"], response_attention(data), strict=True)
-    return [ids[exists].tolist() for ids, exists in rows]
+    rows = zip(tensors(data)["responses"].tolist(), response_attention(data).tolist(), strict=True)
+    return [list(compress(ids, exists)) for ids, exists in rows]
 
 
 def policy_mask(data: DataProto) -> torch.Tensor:

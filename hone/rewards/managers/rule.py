@@ -111,7 +111,7 @@ class RuleRewardManager(AbstractRewardManager):
         results = self._apply_policy(rows, outcomes)
         rewards, extras = self.shape([result.score for result in results], [len(r) for r in ids])
         if self.repeat_threshold is not None:
-            repeats = [repeatness(row.solution_str) for row in rows]
+            repeats = repeatness([row.solution_str for row in rows])
             extras["repeat_score"] = repeats
             for index, repeat in enumerate(repeats):
                 if repeat > self.repeat_threshold:

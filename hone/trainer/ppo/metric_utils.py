@@ -11,8 +11,10 @@ from enum import Enum
 from typing import TypeAlias, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from hone.ops.masked import masked_mean, masked_sum
 from hone.protocol import DataProto
 from hone.trainer.ppo.metrics import data_metrics, split_attention, time_per_token
 from hone.trainer.ppo.validation import process_validation_metrics
@@ -128,6 +130,40 @@ def compute_throughout_metrics(
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": seconds,
         "perf/throughput": tokens / (seconds * n_gpus),
+    }
+
+
+def compute_variance_proxy_metrics(
+    batch: DataProto, gradient_norm: float | None = None
+) -> dict[str, float]:
+    """Return estimates of the policy gradient's signal and noise; empty without `sum_pi_squared`.
+
+    The squared norm of a response's gradient is estimated as its squared mean advantage times the score
+    norm, the sum of 1 - 2 pi + sum_pi_squared over its tokens.
+    """
+    columns = batch.batch
+    if not {"sum_pi_squared", "old_log_probs", "advantages"} <= set(columns.keys()):
+        return {}
+    mask = columns["response_mask"]
+    score_norms = 1 - 2 * columns["old_log_probs"].exp() + columns["sum_pi_squared"]  # [B, T]
+    squared = masked_mean(columns["advantages"], mask, -1) ** 2
+    weighted, weight = score_norms, torch.ones_like(squared)
+    if "rollout_is_weights" in columns:
+        weights = columns["rollout_is_weights"]
+        score_norms = score_norms * (weights > 0)  # a rejected token has no gradient
+        weighted, weight = score_norms * weights**2, masked_mean(weights, mask, -1)
+    power = weight**2 * squared * masked_sum(score_norms, mask, -1).clamp(min=0)
+    total = float(power.mean())
+    signal = 0.0 if gradient_norm is None else gradient_norm**2
+    has_noise = gradient_norm is not None and len(batch) > 1
+    return {
+        "variance_proxy/proxy1_signal_strength": signal,
+        "variance_proxy/proxy2_total_power": total,
+        "variance_proxy/proxy3_pure_noise": (
+            max(0.0, (total - signal) / (len(batch) - 1)) if has_noise else 0.0
+        ),
+        "variance_proxy/expected_a_squared": float(squared.mean()),
+        "variance_proxy/expected_w": float(masked_sum(weighted, mask, -1).mean()),
     }
 
 

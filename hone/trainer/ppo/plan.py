@@ -23,7 +23,7 @@ from hone.columns import COLUMNS, declared
 from hone.config import ConfigError, PPOTrainerConfig, replace
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import Block
-from hone.config.checks import mini_batch_problems, uneven_mesh
+from hone.config.checks import uneven_mesh
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get
 from hone.config.states import topics
@@ -306,9 +306,6 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
             f"reward_model.type=prime writes implicit rewards, which {estimator} does not read; use "
             "algorithm.adv_estimator=rloo"
         )
-    mini = config.critic.ppo_mini_batch_size
-    if plan.critic and mini != config.actor_rollout_ref.actor.ppo_mini_batch_size:
-        yield from mini_batch_problems(config, "critic", mini)
     ref, critic, reward = config.actor_rollout_ref.ref, config.critic, config.reward_model
     critic_block, reward_block = critic.model.fsdp_config, reward.model.fsdp_config
     on_engine = plan.reward_model in ("prm", "prime") and not plan.served

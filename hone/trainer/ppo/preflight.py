@@ -180,9 +180,11 @@ class _Preflight:
             if engine.strategy in ("fsdp", "fsdp2"):
                 self._attempt(engine.refuse_layout)
             elif engine.strategy == "megatron":
-                from hone.engine.megatron.refusals import refuse_role
+                from hone.engine.megatron.refusals import overrides_without_effect, refuse_role
 
                 megatron = engine.role.get("megatron", config.actor_rollout_ref.actor.megatron)
+                notes = overrides_without_effect(megatron)
+                self.warnings += [note for note in notes if note not in self.warnings]
                 self._attempt(partial(refuse_role, engine.path, engine.override_config, megatron))
         rollout = config.actor_rollout_ref.rollout
         if rollout.name == "native" and (size := rollout.tensor_model_parallel_size) > 1:

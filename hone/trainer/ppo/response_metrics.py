@@ -153,7 +153,8 @@ def group_metrics(batch: DataProto, correct: Tensor, name: str) -> dict[str, flo
 def policy_texts(batch: DataProto, tokenizer: Tokenizer) -> list[str]:
     """Return what the policy wrote in each row, without special tokens and observations."""
     columns = batch.batch
-    rows = zip(columns["responses"], columns["response_mask"].bool(), strict=True)
+    responses, by_policy = columns["responses"].numpy(), columns["response_mask"].bool().numpy()
+    rows = zip(responses, by_policy, strict=True)
     return [tokenizer.decode(ids[mask].tolist(), skip_special_tokens=True) for ids, mask in rows]
 
 
@@ -166,7 +167,7 @@ def _text_metrics(
     texts: Sequence[str], parts: dict[str, Tensor], config: RewardModelConfig
 ) -> dict[str, float]:
     prefix = "high_level_scores"
-    repeats = torch.tensor([repeatness(text) for text in texts])
+    repeats = torch.tensor(repeatness(texts))
     reflections = torch.tensor([reflection_score(text) for text in texts])
     high = (repeats > config.high_repeat_threshold).float()
     return {

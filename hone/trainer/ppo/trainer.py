@@ -152,7 +152,8 @@ class PPOTrainer:
                 prints_everything=trainer.console == "full",
             )
             shown = progress("step", self.total_steps, beside_status=True)
-            with graceful_stop() as stop, shown as bar, tracking, garbage_frozen(), self.rollouts:
+            frozen = garbage_frozen()
+            with graceful_stop() as stop, shown as bar, tracking, frozen as freeze, self.rollouts:
                 self.tracking, self.bar = tracking, bar
                 first = self.global_step == 0 and trainer.val_before_train
                 if (first or trainer.val_only) and (measured := self.validate()):
@@ -168,6 +169,7 @@ class PPOTrainer:
                         timing, ranks = self.timers.drain(), self.actor.world_size
                         measured |= timing | metrics.throughput_metrics(batch, timing, ranks)
                         tracking.log(measured, self.global_step)
+                    freeze()
                     self.alarms.raise_if_due()
                     if saved:
                         stop.raise_if_requested(self.global_step)

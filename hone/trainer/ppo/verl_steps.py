@@ -5,6 +5,8 @@ They read and write a DataProto in place. The training loop itself uses credit.p
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor
 
 from hone.algorithms import advantages
@@ -33,6 +35,8 @@ from hone.trainer.ppo.plan import Plan
 from hone.types import JsonValue, Row, Settings
 
 __all__ = ["create_rl_dataset"]
+
+C = TypeVar("C")
 
 WorkerType = type[Worker]
 """verl's name of a worker class, for annotations."""
@@ -124,6 +128,17 @@ def need_reference_policy(config: PPOTrainerConfig | Settings) -> bool:
 def need_reward_model(config: PPOTrainerConfig | Settings) -> bool:
     """Return whether a reward model scores responses."""
     return bool(composed_tree(config).config.reward_model.enable)
+
+
+def need_teacher_policy(config: PPOTrainerConfig | Settings) -> bool:
+    """Return False: there is no distillation from a teacher, whose keys a config may not enable."""
+    composed_tree(config)
+    return False
+
+
+def migrate_legacy_reward_impl(config: C) -> C:
+    """Return the config as it is: the old and the new names of reward keys are read."""
+    return config
 
 
 def validate_config(

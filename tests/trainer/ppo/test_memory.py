@@ -23,9 +23,15 @@ def test_on_a_gpu_the_collector_is_spared_after_what_nobody_holds_is_gone(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     gone = weakref.ref(Ring())
-    with garbage_frozen():
+    with garbage_frozen() as freeze:
         assert gone() is None
-        assert gc.get_freeze_count() > 1000
+        count = gc.get_freeze_count()
+        assert count > 1000
+        imported = [[] for _ in range(5000)]
+        gone = weakref.ref(Ring())
+        freeze()
+        assert gone() is None
+        assert gc.get_freeze_count() >= count + len(imported)
     assert gc.get_freeze_count() == 0
 
 
@@ -43,5 +49,6 @@ def test_what_the_caller_froze_stays_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_a_gpu_it_is_left_alone() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with garbage_frozen():
+    with garbage_frozen() as freeze:
+        freeze()
         assert gc.get_freeze_count() == 0

@@ -17,6 +17,7 @@ from hone.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
+    compute_variance_proxy_metrics,
     reduce_metrics,
 )
 
@@ -88,3 +89,30 @@ def test_a_bootstrap_and_a_vote() -> None:
         bootstrap_metric([], 1, [np.mean])
     votes = [{"pred": p, "val": v} for p, v in (("B", 0.1), ("A", 0.2), ("A", 0.3))]
     assert calc_maj_val(votes, "pred", "val") == 0.2
+
+
+def test_signal_and_noise_of_the_gradient_are_estimated() -> None:
+    columns = {
+        "old_log_probs": torch.tensor([[0.5, 0.25], [0.5, 0.5]]).log(),
+        "sum_pi_squared": torch.tensor([[0.5, 0.5], [0.5, 0.5]]),
+        "advantages": torch.tensor([[2.0, 4.0], [1.0, 9.0]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0]]),
+    }
+    # score norms: 0.5 + 1.0 and 0.5; squared mean advantages: 9 and 1
+    metrics = compute_variance_proxy_metrics(DataProto.from_dict(columns), gradient_norm=2.0)
+    assert metrics == pytest.approx(
+        {
+            "variance_proxy/proxy1_signal_strength": 4.0,
+            "variance_proxy/proxy2_total_power": (9 * 1.5 + 0.5) / 2,
+            "variance_proxy/proxy3_pure_noise": 3.0,
+            "variance_proxy/expected_a_squared": 5.0,
+            "variance_proxy/expected_w": 1.0,
+        }
+    )
+    weights = {"rollout_is_weights": torch.tensor([[2.0, 0.0], [2.0, 0.0]])}
+    weighted = compute_variance_proxy_metrics(DataProto.from_dict({**columns, **weights}))
+    assert weighted["variance_proxy/proxy2_total_power"] == pytest.approx((9 * 0.5 + 4 * 0.5) / 2)
+    assert weighted["variance_proxy/expected_w"] == pytest.approx(2.0)
+    assert weighted["variance_proxy/proxy3_pure_noise"] == 0.0
+    del columns["sum_pi_squared"]
+    assert compute_variance_proxy_metrics(DataProto.from_dict(columns)) == {}

@@ -88,15 +88,12 @@ def test_every_column_an_estimator_reads_is_in_the_batch_or_refused_before_model
     assert set(read) <= set(batch.column_names())
 
 
-def test_a_warm_up_and_the_critics_mini_batch_follow_from_the_columns_not_from_a_name(
+def test_a_warm_up_follows_from_the_columns_not_from_a_name(
     needs: Callable[..., list[str]],
 ) -> None:
     assert planned("trainer.critic_warmup=5", *needs("values")).critic
     with pytest.raises(ConfigError, match="critic_warmup=5 without a critic"):
         planned("trainer.critic_warmup=5", *needs())
-    with pytest.raises(ConfigError, match=r"^critic.ppo_mini_batch_size=2000 is more prompts"):
-        planned("critic.ppo_mini_batch_size=2000", *needs("values"))
-    assert planned("critic.ppo_mini_batch_size=2000", *needs())
 
 
 def test_a_loss_declares_what_it_reads_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,3 +170,18 @@ def test_what_megatron_does_not_train_is_refused_before_workers_start(
     override = f"{role}.megatron.override_transformer_config={{hidden_dropout: 0.1}}"
     with pytest.raises(ConfigError, match="has hidden_dropout, which hone sets"):
         dry_run(task, tmp_path / "run", *roles, override)
+
+
+def test_overrides_that_megatron_does_not_read_are_one_line(
+    task: Task,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("hone.config.checks.find_spec", lambda name: object())
+    roles = ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+    settings = [f"{role}.strategy=megatron" for role in roles]
+    key = "megatron.override_transformer_config.moe_permute_fusion"
+    settings += [f"+{role}.{key}=true" for role in roles]
+    dry_run(task, tmp_path / "run", "actor_rollout_ref.actor.use_kl_loss=true", *settings)
+    assert capsys.readouterr().out.count("has moe_permute_fusion, which has no effect") == 1
