@@ -29,7 +29,7 @@ from hone import compat
 RESULTS = Path(__file__).parent / "results" / "conformance.json"
 STUBS = (
     "accelerate curl docker git hf huggingface-cli modelscope nsys nvidia-smi pip pip3 pkill python python3 "
-    "ray sbatch sglang sleep srun sudo torchrun vllm wandb wget"
+    "ray sbatch sglang sleep srun sudo torchrun uv vllm wandb wget"
 )
 STUB = '#!/bin/sh\nprintf "%s\\0" "$(basename "$0")" "$@" > "$(mktemp "$RECORD/XXXXXXXX")"\n'
 BOX = "bwrap --unshare-all --die-with-parent --ro-bind / / --dev /dev --proc /proc"

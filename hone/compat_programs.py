@@ -73,6 +73,8 @@ _REWARD_ACTORS = {
     **_not_built(_REWARD_LOOP, "RewardLoopManager RewardLoopWorker"),
     "RewardModelManager": "servers of reward models are not built; reward_model.enable scores in workers",
 }
+_SKIP = "generations are not reused; trainer.rollout_data_dir keeps them"
+_SHARDS = "the engine wraps, loads, saves and moves its own shards (hone.engine)"
 _FLOPS = "counting operations is not built; perf/* metrics say how close a phase came to the device"
 ABSENT_NAMES: dict[str, dict[str, str]] = {
     "hone.experimental.agent_loop": _LOOP_ACTORS,
@@ -113,6 +115,19 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
         "ulysses_pad_and_slice_inputs gather_outputs_and_unpad",
     ),
     "hone.models.mcore": _not_built(_MEGATRON, "hf_to_mcore_config init_mcore_model"),
+    "hone.utils.rollout_skip": _not_built(
+        _SKIP, "RolloutSkip PostDumpAction read_dumped_data wrap_generate_sequences"
+    ),
+    "hone.utils.skip": _not_built(_SKIP, "RolloutSkip SkipManager"),
+    "hone.utils.fsdp_utils": _not_built(
+        _SHARDS,
+        "CPUOffloadPolicy FSDPModule MixedPrecisionPolicy apply_fsdp2 fsdp2_clip_grad_norm_ "
+        "fsdp2_load_full_state_dict fsdp_version get_fsdp_full_state_dict get_fsdp_state_ctx "
+        "get_fsdp_wrap_policy get_init_weight_context_manager init_fn load_fsdp_model_to_gpu "
+        "load_fsdp_optimizer offload_fsdp_model_to_cpu offload_fsdp_optimizer",
+    ),
+    "hone.workers.engine_workers": _not_built(_SHARDS, "TrainingWorker TrainingWorkerConfig"),
+    "hone.workers.rollout.llm_server": _not_built(_REPLICAS, "LLMServerManager"),
     "hone.workers.rollout.replica": _not_built(
         _REPLICAS, "RolloutMode RolloutReplica get_rollout_replica_class"
     ),

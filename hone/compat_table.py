@@ -61,6 +61,8 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.utils.py_functional": "hone.ops.verl_python",
     "hone.utils.model": "hone.ops.verl_functional",
     "hone.utils.groupwise": "hone.ops.verl_functional",
+    "hone.utils.distributed": "hone.ops.verl_distributed",
+    "hone.utils.memory_utils": "hone.ops.verl_distributed",
     "hone.utils.metric.utils": "hone.trainer.ppo.metric_utils",
     "hone.utils.tracking": "hone.tracking",
     "hone.utils.fs": f"{_DATA}.files",
@@ -119,12 +121,15 @@ _MARKERS = _from(
 ) | {
     "_timer": "hone.tracking.markers:simple_timer",  # verl 0.4's name
     **_from(_STEPS, "DistProfilerExtension"),
+    **_from("hone.ops.verl_distributed", "reduce_timing"),
 }
 _LOGGERS = _from("hone.tracking.markers", "LocalLogger log_with_rank print_rank_0 print_with_rank")
 _REWARD_LOOP_NAMES = {
     "AsyncTokenBucket": f"{_STREAMING}:AsyncTokenBucket",
     "get_reward_loop_manager_cls": f"{_STREAMING}:get_reward_manager_cls",
     "get_reward_manager_cls": f"{_STREAMING}:get_reward_manager_cls",
+    "migrate_legacy_reward_impl": f"{_STEPS}:migrate_legacy_reward_impl",
+    "RawRewardFn": "hone.types:Function",
     "register": f"{_MANAGERS}.registry:register",
     "RewardLoopManagerBase": f"{_STREAMING}:RewardManagerBase",
     "RewardManagerBase": f"{_STREAMING}:RewardManagerBase",
@@ -210,7 +215,8 @@ _CORE_ALGOS = {
 }
 _ALGORITHM_CONFIGS = {
     "AlgoConfig": "hone.config.algorithm:AlgorithmConfig",
-    **_from("hone.config.algorithm", "FilterGroupsConfig KLControlConfig RolloutCorrectionConfig"),
+    **_from("hone.config.algorithm", "FilterGroupsConfig KLControlConfig PFPPOConfig"),
+    **_from("hone.config.algorithm", "RolloutCorrectionConfig"),
 }
 _ACTOR_CONFIGS = {
     "FSDPActorConfig": "hone.config.actor:ActorConfig",
@@ -224,20 +230,29 @@ _CRITIC_CONFIGS = {
     **_from("hone.config.critic", "CriticConfig"),
 }
 _OPTIMIZER_CONFIGS = dict.fromkeys(
-    ("OptimizerConfig", "FSDPOptimizerConfig"), "hone.config.engine:OptimConfig"
+    ("OptimizerConfig", "FSDPOptimizerConfig", "McoreOptimizerConfig"),
+    "hone.config.engine:OptimConfig",
 )
-_ENGINE_CONFIGS = dict.fromkeys(
-    ("EngineConfig", "FSDPEngineConfig"), "hone.config.engine:FSDPConfig"
-)
+_ENGINE_CONFIGS = {
+    **dict.fromkeys(("EngineConfig", "FSDPEngineConfig"), "hone.config.engine:FSDPConfig"),
+    "McoreEngineConfig": "hone.config.engine:MegatronConfig",
+}
 _MODEL_CONFIGS = {"HFModelConfig": "hone.config.model:ModelConfig"}
 _ROLLOUT_CONFIGS = {
     "AgentLoopConfig": "hone.config.rollout:AgentConfig",
     **_from("hone.config.rollout", "CheckpointEngineConfig MultiTurnConfig RolloutConfig"),
 }
-_REWARD_CONFIGS = _from("hone.config.reward", "RewardModelConfig SandboxFusionConfig")
+_REWARD_CONFIGS = _from(
+    "hone.config.reward", "RewardManagerConfig RewardModelConfig SandboxFusionConfig"
+)
 _METRICS = "hone.trainer.ppo.metric_utils"
-_NEEDS = "WorkerType need_critic need_reference_policy need_reward_model"
-_TOKENIZERS = _from("hone.models.processor", "hf_tokenizer hf_processor")
+_NEEDS = "WorkerType need_critic need_reference_policy need_reward_model need_teacher_policy"
+_TOKENIZERS = _from(
+    "hone.models.processor", "hf_tokenizer hf_processor normalize_token_ids set_pad_token_id"
+)
+_TEMPLATES = _from(
+    f"{_DATA}.prompts", "extract_system_prompt_and_generation initialize_system_prompt"
+)
 _DYNAMIC = _from(_DATA, "AbstractDataGenerator DynamicGenDataset")
 _DATASET_NAMES = {
     "RLHFDataset": f"{_DATA}:RLHFDataset",
@@ -254,6 +269,8 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.workers.reward_manager": _MANAGER_NAMES,
     "hone.workers.fsdp_workers": _WORKER_NAMES,
     "hone.workers.megatron_workers": _WORKER_NAMES,
+    "hone.workers.engine_workers": _WORKER_NAMES,
+    "hone.workers.rollout.llm_server": {"LLMServerClient": f"{_AGENTS}:ServerManager"},
     "hone.experimental.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.tool_parser": _PARSER_NAMES,
@@ -275,9 +292,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.single_controller": _BASE_NAMES,
     "hone.single_controller.base": _BASE_NAMES,
     "hone.single_controller.base.decorator": _DISPATCH_NAMES,
-    "hone.single_controller.base.worker_group": _from(
-        _CONTROLLER, "ResourcePool ClassWithInitArgs"
-    ),
+    "hone.single_controller.base.worker_group": _BASE_NAMES,
     "hone.single_controller.ray": _RAY_NAMES,
     "hone.single_controller.base.megatron.worker": {"MegatronWorker": f"{_CONTROLLER}:Worker"},
     "hone.single_controller.ray.megatron": {
@@ -287,13 +302,13 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.trainer.ppo.core_algos": _CORE_ALGOS,
     "hone.trainer.ppo.ray_trainer": {
         "RayPPOTrainer": "hone.trainer.ppo.trainer:PPOTrainer",
-        **_from(_CONTROLLER, "ResourcePoolManager Role"),
+        **_from(_CONTROLLER, "RayResourcePool ResourcePoolManager Role"),
         **_from(_CORE, "AdvantageEstimator"),
         **_from(_STEPS, f"apply_kl_penalty compute_advantage compute_response_mask {_NEEDS}"),
         **_from(
             _METRICS,
             "compute_data_metrics compute_throughout_metrics compute_timing_metrics "
-            "process_validation_metrics reduce_metrics",
+            "compute_variance_proxy_metrics process_validation_metrics reduce_metrics",
         ),
         **_from("hone.tracking.markers", "marked_timer simple_timer"),
         "_timer": "hone.tracking.markers:simple_timer",
@@ -304,6 +319,9 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.trainer.config.algorithm": _ALGORITHM_CONFIGS,
     "hone.trainer.config.config": {
         "BaseModelConfig": "hone.config.model:ModelConfig",
+        "MegatronCriticConfig": "hone.config.critic:CriticConfig",
+        "ModuleConfig": "hone.config.reward:RewardManagerModuleConfig",
+        **_CRITIC_CONFIGS,
         **_from("hone.config.engine", "CheckpointConfig"),
     },
     "hone.workers.config": {
@@ -347,17 +365,22 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils.logger": _LOGGERS,
     "hone.utils.logger.aggregate_logger": _LOGGERS,
     "hone.utils.net_utils": _from("hone.ops.verl_python", "is_ipv4 is_ipv6"),
-    "hone.utils.checkpoint.checkpoint_manager": _from(
-        "hone.tracking.run_folder", "find_latest_ckpt_path get_checkpoint_tracker_filename"
-    ),
+    "hone.utils.checkpoint.checkpoint_manager": {
+        **_from(
+            "hone.tracking.run_folder", "find_latest_ckpt_path get_checkpoint_tracker_filename"
+        ),
+        **_from("hone.ops.verl_python", "should_save_ckpt_esi"),
+    },
     "hone.utils.debug": _MARKERS,
     "hone.utils.debug.performance": _MARKERS,
-    "hone.utils.chat_template": _from(f"{_DATA}.prompts", "initialize_system_prompt"),
+    "hone.utils.chat_template": _TEMPLATES,
     "hone.utils.import_utils": {
         **_from("hone.plugins", "load_extern_object load_module import_external_libs"),
         **_from("hone.plugins", "is_vllm_available is_sglang_available is_megatron_core_available"),
+        **_from("hone.plugins", "is_trl_available is_nvtx_available"),
         "load_extern_type": "hone.plugins:load_extern_object",
-        "deprecated": "hone.ops.verl_python:deprecated",
+        **_from("hone.ops.verl_python", "deprecated load_class_from_fqn"),
+        **_from(f"{_DATA}.files", "resolve_config_path"),
     },
     "hone.utils.config": {
         **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
@@ -365,7 +388,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "hone.utils.tokenizer": _TOKENIZERS,
     "hone.utils.tokenizer.tokenizer": _TOKENIZERS,
-    "hone.utils.tokenizer.chat_template": _from(f"{_DATA}.prompts", "initialize_system_prompt"),
+    "hone.utils.tokenizer.chat_template": _TEMPLATES,
     "hone.utils": {
         **_TOKENIZERS,
         **_from("hone.config.of_dict", "omega_conf_to_dataclass"),

@@ -284,3 +284,5 @@ def _installed(package: str) -> bool:
 is_vllm_available = functools.partial(_installed, "vllm")
 is_sglang_available = functools.partial(_installed, "sglang")
 is_megatron_core_available = functools.partial(_installed, "megatron")
+is_trl_available = functools.partial(_installed, "trl")
+is_nvtx_available = functools.partial(_installed, "nvtx")

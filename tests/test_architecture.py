@@ -55,8 +55,8 @@ LAZY_ROOTS = {
     "compat_table",
 }  # may name any room, but only once a name is asked for
 
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
 NAMELESS_FILES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 PRINTING_FILES = {"tracking/console.py", "cli.py"}
 NO_CODE_FROM_TEXT_ROOMS = {"rewards", "agents"}

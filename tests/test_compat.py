@@ -92,6 +92,21 @@ WRITTEN_BY_USERS = [
     "from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions",
     "from verl.utils.torch_functional import masked_mean, masked_whiten",
     "from verl.utils.tracking import Tracking",
+    "from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi",
+    "from verl.trainer.ppo.metric_utils import compute_variance_proxy_metrics",
+    "from verl.utils.rollout_skip import RolloutSkip",
+    "from verl.utils.torch_functional import broadcast_dict_tensor, allgather_dict_tensors",
+    "from verl.utils.torch_functional import get_eos_mask, get_wsd_schedule_with_warmup",
+    "from verl.utils.model import print_model_size, get_generation_config",
+    "from verl.utils.py_functional import convert_to_regular_types",
+    "from verl.utils.device import auto_set_device, get_visible_devices_keyword",
+    "from verl.utils.device import is_torch_npu_available, set_expandable_segments",
+    "from verl.utils.distributed import initialize_global_process_group",
+    "from verl.utils.memory_utils import aggressive_empty_cache",
+    "from verl.utils import normalize_token_ids, set_pad_token_id",
+    "from verl.trainer.ppo.reward import extract_reward",
+    "from verl.trainer.config import PFPPOConfig",
+    "from verl.trainer.config.config import CriticConfig, ModuleConfig",
     "from verl.utils import hf_tokenizer",
     "from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker",
     "from verl.workers.fsdp_workers import RewardModelWorker",
@@ -235,7 +250,9 @@ def test_a_name_that_is_not_there_says_what_is() -> None:
     with pytest.raises(ImportError, match="RayPPOTrainers"):
         exec("from hone.trainer.ppo.ray_trainer import RayPPOTrainers", {})
     module = importlib.import_module("hone.trainer.ppo.ray_trainer")
-    with pytest.raises(AttributeError, match="RayPPOTrainer, ResourcePoolManager, Role"):
+    with pytest.raises(
+        AttributeError, match="RayPPOTrainer, RayResourcePool, ResourcePoolManager, Role"
+    ):
         module.nothing  # noqa: B018
 
 

@@ -134,6 +134,8 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
             yield "data.max_token_len_per_gpu", longest, why
     if isinstance(config, GenerationConfig):
         yield from _missing_engine("rollout", config.rollout)
+        if config.rollout.do_sample and config.rollout.temperature == 0:
+            yield "rollout.do_sample", False, "rollout.temperature=0 decodes greedily"
     if not isinstance(config, PPOTrainerConfig):
         return
     rollout = config.actor_rollout_ref.rollout
@@ -144,8 +146,13 @@ def settle(config: Value) -> Iterator[tuple[str, JsonValue, str]]:
         yield _ROLLOUT_SIZE, 1, "one rank decodes with the whole model"
     without_megatron = list(_not_megatron(config))
     yield from without_megatron
+    yield from _router_dtype(config)
     yield from _small_budgets(config, is_megatron_off=bool(without_megatron))
+    prompts = config.data.train_batch_size
     for block in (_ACTOR, _CRITIC):
+        if get(config, f"{block}.ppo_mini_batch_size") > prompts:
+            why = f"a step has data.train_batch_size={prompts} prompts, all of them in one update"
+            yield f"{block}.ppo_mini_batch_size", prompts, why
         if get(config, f"{block}.rollout_n") != rollout.n:
             why = f"a prompt has actor_rollout_ref.rollout.n={rollout.n} responses"
             yield f"{block}.rollout_n", rollout.n, why
@@ -208,13 +215,27 @@ def _not_megatron(config: PPOTrainerConfig) -> Iterator[tuple[str, JsonValue, st
     elif policy.model.uses_lora or config.critic.model.lora_rank > 0:
         why = "strategy=megatron trains no LoRA adapters"
     elif (
-        policy.actor.router_replay.mode != "disabled"
+        policy.actor.strategy == "megatron"
+        and policy.actor.router_replay.mode != "disabled"
         and policy.actor.megatron.pipeline_model_parallel_size > 1
+        and config.world_size > 1  # one rank has one stage, whatever the size says
     ):
         why = "strategy=megatron replays expert routing without pipeline parallel only"
     for key in (f"{_ACTOR}.strategy", f"{_REF}.strategy", f"{_CRITIC}.strategy"):
         if why and get(config, key) == "megatron":
             yield key, "fsdp2", f"{why}; models are sharded with FSDP2"
+
+
+def _router_dtype(config: PPOTrainerConfig) -> Iterator[tuple[str, JsonValue, str]]:
+    """Yields the reference's overrides with the actor's dtype of router logits, if they have none."""
+    actor, ref = (
+        role.megatron.override_transformer_config
+        for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref)
+    )
+    name = "moe_router_dtype"
+    if name in actor and name not in ref:
+        why = "the reference computes the logits of its routers as the actor does"
+        yield f"{_REF}.megatron.override_transformer_config", {**ref, name: actor[name]}, why
 
 
 def _missing_engine(
@@ -278,20 +299,10 @@ def _indivisible(prompts: int, ranks: int, n: int = 1) -> Iterator[str]:
 
 
 def uneven_batches(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
-    """Yields batch sizes that are not divisible by the number of data-parallel ranks."""
-    policy = config.actor_rollout_ref
-    uneven = list(_indivisible(config.data.train_batch_size, ranks, policy.rollout.n))
-    mini = policy.actor.ppo_mini_batch_size
-    yield from uneven or mini_batch_problems(config, _ACTOR, mini)
-
-
-def mini_batch_problems(config: PPOTrainerConfig, block: str, mini: int) -> Iterator[str]:
-    """Checks that a step has enough prompts for a role's mini-batch; the last mini-batch of a step may be
-    smaller, and may be uneven over the ranks."""
-    prompts = config.data.train_batch_size
-    if mini > prompts:
-        key = f"{block}.ppo_mini_batch_size={mini}"
-        yield f"{key} is more prompts than a step has (data.train_batch_size={prompts}); use {prompts}"
+    """Yields a batch size that is not divisible by the number of data-parallel ranks; the last mini-batch of
+    a step may be smaller, and may be uneven over the ranks."""
+    n = config.actor_rollout_ref.rollout.n
+    yield from _indivisible(config.data.train_batch_size, ranks, n)
 
 
 def _rewards(config: PPOTrainerConfig) -> Iterator[str]:

@@ -33,7 +33,7 @@ _WORDS: dict[Hint, str] = {
 }
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True}
 _TRUTH |= {"false": False, "no": False, "off": False, "0": False}
-_CONSTANTS = {"true": True, "false": False, "null": None}
+_CONSTANTS = {"true": True, "false": False, "null": None, '""': ""}
 _EACH = re.compile(r"<([\w.,:*]+)>")
 _ACCEPTED = {int: (int, str), float: (int, float, str), str: (int, float, str)}
 

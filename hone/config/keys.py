@@ -156,7 +156,7 @@ def unknown_key(root: type, key: str, added: bool = False) -> str | None:
     parts = key.split(".")
     depth = max(i for i in range(len(parts)) if ".".join(parts[:i]) in blocks(root))
     parent, name, is_last = ".".join(parts[:depth]), parts[depth], depth == len(parts) - 1
-    cutoff = 0.6 if is_last and not added else 0.75
+    cutoff = 0.85 if added else 0.6 if is_last else 0.75
     sibling = nearest(name, hints(blocks(root)[parent]), cutoff)
     meant = [sibling] if sibling else keys_meant(root, key, is_last)
     if added and not meant:

@@ -122,12 +122,21 @@ def initialize_system_prompt(
     tokenizer: Tokenizer, **apply_chat_template_kwargs: JsonValue
 ) -> list[int]:
     """Returns the tokens that the chat template writes before the first turn; the name is verl's."""
+    return extract_system_prompt_and_generation(tokenizer, **apply_chat_template_kwargs)[0]
+
+
+def extract_system_prompt_and_generation(
+    tokenizer: Tokenizer, **apply_chat_template_kwargs: JsonValue
+) -> tuple[list[int], list[int]]:
+    """Returns the tokens before the first turn, and those that open a response; the name is verl's."""
     turn = {"role": "user", "content": ""}
-    options = {**apply_chat_template_kwargs, "add_generation_prompt": False}
-    one, two = (
-        render_prompt([turn] * count, tokenizer, template_kwargs=options) for count in (1, 2)
-    )
-    return one[: max(2 * len(one) - len(two), 0)]
+
+    def render(count: int, opens: bool) -> list[int]:
+        options = {**apply_chat_template_kwargs, "add_generation_prompt": opens}
+        return render_prompt([turn] * count, tokenizer, template_kwargs=options)
+
+    one, two = render(1, False), render(2, False)
+    return one[: max(2 * len(one) - len(two), 0)], render(1, True)[len(one) :]
 
 
 def prompt_text(

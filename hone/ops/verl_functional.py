@@ -7,12 +7,12 @@ not use them: it computes log-probs and entropies from hidden states.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.optim import Optimizer
@@ -20,12 +20,29 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hone.ops.groups import Groups, factorise
 from hone.ops.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from hone.ops.verl_distributed import (
+    allgather_dict_tensors,
+    broadcast_dict_tensor,
+    distributed_masked_mean,
+    distributed_mean_max_min_std,
+    split_dict_tensor_into_batches,
+)
 from hone.types import Row
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import GenerationConfig, PreTrainedConfig
 
-__all__ = ["masked_mean", "masked_sum", "masked_var", "masked_whiten"]
+__all__ = [
+    "allgather_dict_tensors",
+    "broadcast_dict_tensor",
+    "distributed_masked_mean",
+    "distributed_mean_max_min_std",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "split_dict_tensor_into_batches",
+]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -87,6 +104,9 @@ def get_response_mask(
     """Returns a mask [B, T] that is 1 up to and including the first end-of-sequence token."""
     ends = torch.isin(response_id, torch.tensor(eos_token, device=response_id.device)).int()
     return (ends.cumsum(1) - ends == 0).to(dtype)
+
+
+get_eos_mask = get_response_mask  # verl 0.2's name
 
 
 def pad_2d_list_to_length(
@@ -171,6 +191,41 @@ def update_model_config(module_config: PreTrainedConfig, override_config_kwargs:
             setattr(module_config, key, value)
 
 
+def get_model_size(model: nn.Module, scale: str = "auto") -> tuple[float, str]:
+    """Returns the number of parameters in units of B, M, K or 1, and the unit."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    units = {"B": 1e9, "M": 1e6, "K": 1e3, "": 1}
+    if scale == "auto":
+        scale = next((unit for unit, size in units.items() if count > size), "")
+    return count / units[scale] if scale else count, scale
+
+
+def print_model_size(model: nn.Module, name: str | None = None) -> None:
+    """Prints the number of parameters of a model."""
+    count, unit = get_model_size(model)
+    sys.stdout.write(f"{name or type(model).__name__} contains {count:.2f}{unit} parameters\n")
+
+
+def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:
+    """Returns the generation config of a model, or one derived from its config; None without either."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:
+        pass
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):  # no config.json, or one without a model_type
+        return None
+    return GenerationConfig.from_model_config(config)
+
+
+def squeeze(x: Tensor) -> Tensor:
+    """Returns the tensor without its last dimension of size 1."""
+    return x.squeeze(-1)
+
+
 def expand_as_nested(tensor: Tensor, nested_tensor: Tensor) -> Tensor:
     """Repeats one value per row [B] along the rows of a jagged tensor."""
     if not nested_tensor.is_nested or tensor.shape != nested_tensor.shape[:1]:
@@ -178,36 +233,6 @@ def expand_as_nested(tensor: Tensor, nested_tensor: Tensor) -> Tensor:
     offsets = nested_tensor.offsets()  # type: ignore[attr-defined]
     values = tensor.repeat_interleave(offsets.diff(), dim=0)
     return torch.nested.nested_tensor_from_jagged(values, offsets)
-
-
-def distributed_mean_max_min_std(
-    local_tensor: Tensor,
-    compute_max: bool = True,
-    compute_min: bool = True,
-    compute_std: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Returns mean, max, min and std over all ranks; None for those not requested."""
-    count = torch.tensor(local_tensor.numel(), device=local_tensor.device)
-    count = _reduced(count, dist.ReduceOp.SUM)
-    mean = _reduced(local_tensor.sum(), dist.ReduceOp.SUM) / count
-    squares = (local_tensor - mean).square().sum()
-    return (
-        mean,
-        _reduced(local_tensor.max(), dist.ReduceOp.MAX) if compute_max else None,
-        _reduced(local_tensor.min(), dist.ReduceOp.MIN) if compute_min else None,
-        (_reduced(squares, dist.ReduceOp.SUM) / (count - 1)).sqrt() if compute_std else None,
-    )
-
-
-def distributed_masked_mean(local_tensor: Tensor, local_mask: Tensor) -> Tensor:
-    """Returns the mean of the unmasked entries of all ranks."""
-    total = _reduced(masked_sum(local_tensor, local_mask), dist.ReduceOp.SUM)
-    return total / _reduced(local_mask.bool().sum(), dist.ReduceOp.SUM)
-
-
-def _reduced(value: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-    dist.all_reduce(value, op=how)
-    return value
 
 
 def get_constant_schedule_with_warmup(
@@ -237,6 +262,31 @@ def get_cosine_schedule_with_warmup(
             return first + (1 - first) * step / num_warmup_steps
         wave = math.cos(2 * math.pi * num_cycles * (step - num_warmup_steps) / length)
         return max(min_lr_ratio, min_lr_ratio + (1 - min_lr_ratio) * (1 + wave) / 2)
+
+    return LambdaLR(optimizer, share, last_epoch)
+
+
+def get_wsd_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    stable_ratio: float = 0.9,
+) -> LambdaLR:
+    """Returns a schedule with linear warm-up, a constant part, then cosine decay to `min_lr_ratio`."""
+    length = max(0, num_training_steps - num_warmup_steps)
+    start = num_warmup_steps + int(length * stable_ratio)
+
+    def share(step: int) -> float:
+        if step < num_warmup_steps:
+            return step / num_warmup_steps
+        if step < start:
+            return 1.0
+        done = (step - start) / (num_training_steps - start) if step < num_training_steps else 1.0
+        wave = math.cos(2 * math.pi * num_cycles * done) if done < 1 else -1.0
+        return min_lr_ratio + (1 - min_lr_ratio) * (1 + wave) / 2
 
     return LambdaLR(optimizer, share, last_epoch)
 

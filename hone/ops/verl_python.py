@@ -1,6 +1,7 @@
 """Functions on dicts, processes and IP addresses that code written for verl imports.
 
-They replace verl's `utils.py_functional`, `utils.net_utils` and `utils.import_utils.deprecated`.
+They replace verl's `utils.py_functional`, `utils.net_utils`, `utils.import_utils.deprecated` and
+`utils.checkpoint.checkpoint_manager.should_save_ckpt_esi`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import functools
 import ipaddress
 import multiprocessing
 import os
+import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from hone.plugins import load_object
 from hone.types import Function, JsonValue, Row, Settings
 
 K = TypeVar("K", bound=Hashable)
@@ -78,6 +81,24 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
             os.environ.pop(key, None)
         else:
             os.environ[key] = before
+
+
+def convert_to_regular_types(obj: Any) -> Any:
+    """Returns OmegaConf containers, tuples and what they hold as dicts and lists."""
+    from omegaconf import DictConfig, ListConfig
+
+    if isinstance(obj, dict | DictConfig):
+        return {key: convert_to_regular_types(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple | ListConfig):
+        return [convert_to_regular_types(value) for value in obj]
+    return obj
+
+
+def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
+    """Returns the object that a dotted name means."""
+    if "." not in fqn:
+        raise ValueError(f"{description} {fqn!r} is no dotted name, as package.module.Class")
+    return load_object(fqn)
 
 
 def timeout_limit(
@@ -168,3 +189,22 @@ def _ip_version(text: str) -> int | None:
         return ipaddress.ip_address(text).version
     except ValueError:
         return None
+
+
+def should_save_ckpt_esi(
+    max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0
+) -> bool:
+    """Returns whether a reserved machine expires before another step and its checkpoint would end.
+
+    Volcengine and SageMaker give the time in an environment variable; without one, nothing expires.
+    """
+    needed = max_steps_duration + save_ckpt_duration + redundant_time
+    if expires := os.environ.get("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"):
+        try:
+            remaining = float(expires) - time.time()
+        except ValueError:
+            return False
+        return max_steps_duration > 0 and 0 < remaining <= needed
+    if expires := os.environ.get("SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"):
+        return int(expires) - time.time() < needed
+    return False

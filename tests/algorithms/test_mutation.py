@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("mutation.py")
 @pytest.mark.timeout(1200)
 def test_every_change_of_a_sign_a_constant_or_a_comparison_is_noticed():
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--jobs", "2", "--every", "20"],
+        [sys.executable, str(SCRIPT), "--jobs", "2", "--every", "40"],
         capture_output=True,
         text=True,
         check=False,

@@ -26,11 +26,6 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "data.train_batch_size=3 times rollout.n=4 is not divisible by 8 data-parallel ranks; use 2 or 4",
         ["data.train_batch_size=4"],
     ),
-    "a mini-batch is no larger than the batch": (
-        ["data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=64"],
-        f"{ACTOR}.ppo_mini_batch_size=64 is more prompts than a step has (data.train_batch_size=16); use 16",
-        [f"{ACTOR}.ppo_mini_batch_size=16"],
-    ),
     "filtering needs groups": (
         ["algorithm.filter_groups.enable=true"],
         "algorithm.filter_groups.enable=true needs groups, and actor_rollout_ref.rollout.n=1; "
@@ -338,6 +333,18 @@ SETTLED: list[tuple[list[str], str, object, str]] = [
         "must hold the longest row, so it is 6000",
     ),
     ([f"{ACTOR}.rollout_n=5", f"{ROLLOUT}.n=4"], f"{ACTOR}.rollout_n", 4, "n=4 responses"),
+    (
+        ["data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=64"],
+        "critic.ppo_mini_batch_size",
+        16,
+        f"{ACTOR}.ppo_mini_batch_size=64: a step has data.train_batch_size=16 prompts",
+    ),
+    (
+        ["trainer.nnodes=", "trainer.n_gpus_per_node=", f"{ROLLOUT}.tensor_model_parallel_size="],
+        f"{ROLLOUT}.n_gpus_per_node",
+        1,
+        "as an unset variable leaves it",
+    ),
     ([f"{ROLLOUT}.val_kwargs.n=4"], f"{ROLLOUT}.val_kwargs.n", 4, "are all the same"),
     (
         ["reward_model.overlong_buffer.enable=true"],
@@ -361,6 +368,12 @@ def test_what_trains_the_same_runs_with_another_value_and_a_note(
     composed = compose(overrides)
     assert get(composed.config, key) == value
     assert len([text for text in composed.notes if note in text]) == 1
+
+
+def test_verls_names_of_the_plain_manager_and_keys_of_its_reward_server_compose() -> None:
+    composed = compose(["reward.reward_manager.name=gdpo", "reward_model.inference.name=vllm"])
+    assert composed.config.reward_manager.name == "naive"
+    assert composed.notes == ()
 
 
 def test_a_default_budget_grows_with_the_rows_and_needs_no_note() -> None:
@@ -427,6 +440,58 @@ def test_megatron_replays_expert_routing_unless_a_pipeline_splits_the_layers(
     composed = compose([*replay, f"{ACTOR}.megatron.pipeline_model_parallel_size=2"])
     assert composed.config.actor_rollout_ref.actor.strategy == "fsdp2"
     assert any("replays expert routing without pipeline parallel" in n for n in composed.notes)
+
+
+def test_one_rank_has_one_stage_and_replays_under_megatron(has_megatron: None) -> None:
+    sizes = [f"{ACTOR}.megatron.pipeline_model_parallel_size=2", f"{ACTOR}.router_replay.mode=R2"]
+    config = load_config([*MEGATRON, *sizes])
+    assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "megatron"
+    assert config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size == 1
+
+
+def test_an_actor_of_fsdp2_replays_beside_a_pipeline_of_the_critic(has_megatron: None) -> None:
+    settings = ["critic.strategy=megatron", f"{ACTOR}.megatron.pipeline_model_parallel_size=2"]
+    settings += [f"{ACTOR}.router_replay.mode=R2", "trainer.n_gpus_per_node=2"]
+    config = load_config([*settings, "data.train_batch_size=8"])
+    assert (config.actor_rollout_ref.actor.strategy, config.critic.strategy) == (
+        "fsdp2",
+        "megatron",
+    )
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "ulysses_sequence_parallel_size=2",
+        "fsdp_config.ulysses_sequence_parallel_size=2",
+        "fsdp_config.tensor_parallel_size=2",
+        "use_torch_compile=true",
+        "fsdp_config.use_torch_compile=true",
+    ],
+)
+def test_sizes_that_megatron_does_not_read_do_not_stop_its_replay(
+    size: str, has_megatron: None
+) -> None:
+    settings = [f"{ACTOR}.{size}", f"{ACTOR}.router_replay.mode=R2", "trainer.n_gpus_per_node=2"]
+    settings += ["data.train_batch_size=8"]
+    with pytest.raises(ConfigError, match=r"router_replay\.mode=R2"):
+        load_config(settings)
+    assert load_config([*settings, *MEGATRON]).actor_rollout_ref.actor.strategy == "megatron"
+
+
+def test_the_reference_computes_router_logits_as_the_actor_does() -> None:
+    key = "megatron.override_transformer_config"
+    actor, ref = f"+{ACTOR}.{key}.moe_router_dtype=fp32", f"+actor_rollout_ref.ref.{key}"
+    for more, expected in (
+        ([], {"moe_router_dtype": "fp32"}),
+        ([f"{ref}.moe_router_dtype=fp64"], {"moe_router_dtype": "fp64"}),
+        (
+            [f"{ref}.recompute_num_layers=1"],
+            {"recompute_num_layers": 1, "moe_router_dtype": "fp32"},
+        ),
+    ):
+        config = load_config([actor, *more])
+        assert get(config, f"actor_rollout_ref.ref.{key}") == expected
 
 
 def test_experts_split_over_ranks_that_are_not_there_are_refused(has_megatron: None) -> None:

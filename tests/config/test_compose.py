@@ -545,11 +545,11 @@ def test_a_block_may_refer_to_a_block_and_a_key_to_one_that_only_the_file_has(
 
 
 def test_a_key_that_the_user_adds_is_accepted_with_one_line() -> None:
-    composed = compose(["+my_script.note=3", "++trainer.my_own_words=x", "+data.seed=4"])
+    composed = compose(["+my_script.note=3", "+data.state_config_path=x", "+data.seed=4"])
     assert composed.config == load_config(["data.seed=4"])
     (note,) = composed.notes
     assert note == (
-        "my_script.note=3, trainer.my_own_words=x: a key of your own; nothing here reads it"
+        "my_script.note=3, data.state_config_path=x: a key of your own; nothing here reads it"
     )
 
 

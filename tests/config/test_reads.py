@@ -41,7 +41,7 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "**.megatron.sequence_parallel": ("engine/megatron/model.py", "megatron.sequence_parallel"),
     "**.megatron.override_transformer_config": (
-        "engine/megatron/model.py",
+        "engine/megatron/refusals.py",
         "megatron.override_transformer_config",
     ),
     # a GPU

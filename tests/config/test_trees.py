@@ -79,9 +79,9 @@ def test_the_supervised_tree_has_its_own_optimizer_defaults() -> None:
     [
         (
             ["rollout.temperature=0"],
-            "rollout.temperature=0 with do_sample=true samples nothing; use temperature=1.0, or "
-            "do_sample=false to decode greedily",
-            ["rollout.temperature=1.0"],
+            "data.n_samples=5 greedy responses are all the same; "
+            "use rollout.do_sample=true, or data.n_samples=1",
+            ["data.n_samples=1"],
         ),
         (
             ["rollout.do_sample=false"],

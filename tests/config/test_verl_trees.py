@@ -59,13 +59,19 @@ actor_rollout_ref:
     strategy: megatron
     megatron: {tensor_model_parallel_size: 4, sequence_parallel: True, seed: 1, param_offload: True}
     load_weight: True
+    fsdp_config: {pad_to_length_bucket: 1024}
     optim: {optimizer: adam, lr_decay_style: constant, min_lr: 0.0, lr_decay_steps: null}
   ref:
     megatron:
       use_mbridge: "${oc.select:actor_rollout_ref.actor.megatron.use_mbridge,False}"
       param_offload: "${oc.select:actor_rollout_ref.actor.megatron.param_offload,False}"
+      expert_tensor_parallel_size: None
   rollout: {layer_name_map: {qkv_layer_name: qkv}, name: "???"}
-critic: {strategy: megatron, megatron: {seed: 1}, nccl_timeout: 600}
+critic:
+  strategy: megatron
+  megatron: {seed: 1}
+  nccl_timeout: 600
+  model: {gradient_checkpointing_kwargs: {activations_checkpoint_method: null}}
 """
 NEW = """
 actor_rollout_ref:
@@ -74,7 +80,8 @@ actor_rollout_ref:
     _target_: verl.workers.config.RolloutConfig
     mtp: "${oc.select:actor_rollout_ref.model.mtp,null}"
     profiler: {tool_config: "${oc.select:actor_rollout_ref.actor.profiler.tool_config,null}"}
-reward_model: {enable: null, rollout: {name: null}, reward_loop_source: null, reward_manager: null}
+reward_model:
+  {enable: null, rollout: {name: null}, reward_loop_source: null, reward_manager: null, n_gpus_per_node: 0}
 custom_reward_function: {path: null, name: null}
 reward: {reward_model: {enable: False, rollout: {name: "???"}}, reward_manager: {name: naive}}
 algorithm:

@@ -53,11 +53,6 @@ MISTAKES = [
         ("data.max_response_length=0", "use 1 or more"),
     ),
     Mistake(
-        "a mini-batch larger than the batch",
-        train(f"{ACTOR}.ppo_mini_batch_size=30"),
-        ("ppo_mini_batch_size=30 is more prompts than a step has", "use "),
-    ),
-    Mistake(
         "a batch larger than the data",
         train("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16"),
         ("8 rows", "data.train_batch_size", "at most 8"),

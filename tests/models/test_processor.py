@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hone.models.processor import hf_processor, hf_tokenizer
+import pytest
+import torch
+
+from hone.data.prompts import extract_system_prompt_and_generation, initialize_system_prompt
+from hone.models.processor import (
+    hf_processor,
+    hf_tokenizer,
+    normalize_token_ids,
+    set_pad_token_id,
+)
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
 
@@ -17,3 +26,45 @@ def test_a_model_of_text_has_a_tokenizer_that_pads_and_no_processor(tmp_path: Pa
     assert loaded.encode("ab") == tokenizer.encode("ab")
     assert loaded.pad_token_id is not None
     assert hf_processor(str(folder)) is None
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        [1, 2],
+        (1, 2),
+        [[1, 2]],
+        torch.tensor([[1, 2]]),
+        {"input_ids": [1, 2], "attention_mask": [1, 1]},
+        {"input_ids": torch.tensor([1, 2])},
+    ],
+)
+def test_token_ids_in_any_form_become_one_list(output: object) -> None:
+    assert normalize_token_ids(output) == [1, 2]
+
+
+@pytest.mark.parametrize("output", ["12", 3, [[1], [2]]])
+def test_what_is_not_the_ids_of_one_text_is_refused(output: object) -> None:
+    with pytest.raises(TypeError, match="token ids of one text"):
+        normalize_token_ids(output)
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end() -> None:
+    tokenizer = character_tokenizer()
+    before = tokenizer.pad_token_id
+    set_pad_token_id(tokenizer)
+    assert tokenizer.pad_token_id == before
+    tokenizer.pad_token = None
+    set_pad_token_id(tokenizer)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+
+
+def test_a_template_shows_its_opening_and_what_starts_a_response() -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = (
+        "SYS{% for m in messages %}[{{ m.content }}]{% endfor %}"
+        "{% if add_generation_prompt %}>>{% endif %}"
+    )
+    opening, start = extract_system_prompt_and_generation(tokenizer)
+    assert (tokenizer.decode(opening), tokenizer.decode(start)) == ("SYS", ">>")
+    assert initialize_system_prompt(tokenizer) == opening

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from hone.ops import verl_functional as F
 
@@ -93,13 +92,40 @@ def test_a_value_per_row_is_repeated_along_ragged_rows() -> None:
         F.expand_as_nested(torch.zeros(3), rows)
 
 
-def test_statistics_over_ranks(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        x = torch.tensor([1.0, 2.0, 6.0])
-        got = F.distributed_mean_max_min_std(x)
-        assert [float(v) for v in got if v is not None] == pytest.approx([3.0, 6.0, 1.0, 7**0.5])
-        assert F.distributed_mean_max_min_std(x, False, False, False)[1:] == (None, None, None)
-        assert F.distributed_masked_mean(x, torch.tensor([1, 0, 1])) == 3.5
-    finally:
-        dist.destroy_process_group()
+def test_a_models_size_is_told_in_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(2000, 1)
+    assert F.get_model_size(model) == (2.001, "K")
+    assert F.get_model_size(model, "") == (2001, "")
+    F.print_model_size(model, "critic")
+    assert capsys.readouterr().out == "critic contains 2.00K parameters\n"
+
+
+@pytest.mark.slow
+def test_generation_config_is_the_models_own_or_derived(tmp_path: Path) -> None:
+    assert F.get_generation_config(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 7}')
+    derived = F.get_generation_config(str(tmp_path))
+    assert derived is not None
+    assert derived.eos_token_id == 7
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    own = F.get_generation_config(str(tmp_path))
+    assert own is not None
+    assert own.eos_token_id == 9
+
+
+def test_the_rate_rises_stays_and_decays() -> None:
+    def rates(**options: float) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        schedule = F.get_wsd_schedule_with_warmup(optimizer, 2, 12, **options)
+        values = []
+        for _ in range(14):
+            values.append(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+        return values
+
+    half = rates(stable_ratio=0.6, min_lr_ratio=0.2)
+    assert half[:8] == [0.0, 0.5, *[1.0] * 6]
+    assert half[8:12] == pytest.approx([1.0, 0.88284, 0.6, 0.31716], abs=1e-4)
+    assert half[12:] == pytest.approx([0.2, 0.2])
+    assert rates(stable_ratio=1.0)[:13] == [0.0, 0.5, *[1.0] * 10, 0.0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import OrderedDict
 
 import pytest
+from omegaconf import OmegaConf
 
 from hone.ops import verl_python as F
 
@@ -74,3 +76,40 @@ def test_addresses_are_told_apart() -> None:
     texts = ["10.0.0.1", "::1", "localhost", "1.2.3"]
     assert [F.is_ipv4(text) for text in texts] == [True, False, False, False]
     assert [F.is_ipv6(text) for text in texts] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("variable", "remaining_s", "saves"),
+    [
+        ("MLP", 100, True),
+        ("MLP", 200, False),
+        ("MLP", -5, False),
+        ("SAGEMAKER", 100, True),
+        ("SAGEMAKER", 200, False),
+    ],
+)
+def test_a_checkpoint_is_due_when_a_reserved_machine_expires_before_the_next(
+    monkeypatch: pytest.MonkeyPatch, variable: str, remaining_s: int, saves: bool
+) -> None:
+    assert not F.should_save_ckpt_esi(1000)
+    name = f"{variable}_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
+    monkeypatch.setenv(name, str(int(time.time()) + remaining_s))
+    assert F.should_save_ckpt_esi(40, save_ckpt_duration=60, redundant_time=50) is saves
+
+
+def test_a_time_that_is_no_number_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "soon")
+    assert not F.should_save_ckpt_esi(1000)
+
+
+def test_configs_become_plain_containers() -> None:
+    config = OmegaConf.create({"a": [{"b": 1}], "c": None})
+    plain = F.convert_to_regular_types({"config": config, "pair": (1, 2)})
+    assert plain == {"config": {"a": [{"b": 1}], "c": None}, "pair": [1, 2]}
+    assert type(plain["config"]["a"][0]) is dict
+
+
+def test_a_class_is_loaded_by_its_dotted_name() -> None:
+    assert F.load_class_from_fqn("collections.OrderedDict") is OrderedDict
+    with pytest.raises(ValueError, match="agent loop 'OrderedDict' is no dotted name"):
+        F.load_class_from_fqn("OrderedDict", "agent loop")

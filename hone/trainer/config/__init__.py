@@ -1,7 +1,12 @@
 """verl's `trainer.config`: its names, and the rollout's defaults as a file, `rollout/rollout.yaml`."""
 
 from hone.config.algorithm import AlgorithmConfig as AlgoConfig
-from hone.config.algorithm import FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
+from hone.config.algorithm import (
+    FilterGroupsConfig,
+    KLControlConfig,
+    PFPPOConfig,
+    RolloutCorrectionConfig,
+)
 from hone.config.engine import CheckpointConfig
 from hone.config.model import ModelConfig as BaseModelConfig
 
@@ -11,5 +16,6 @@ __all__ = [
     "CheckpointConfig",
     "FilterGroupsConfig",
     "KLControlConfig",
+    "PFPPOConfig",
     "RolloutCorrectionConfig",
 ]

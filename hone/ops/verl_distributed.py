@@ -1,0 +1,124 @@
+"""Functions over the ranks of a process group that code written for verl imports, with verl's arguments.
+
+They replace verl's `utils.distributed` and `utils.memory_utils`, and the collectives of
+`utils.torch_functional` and `utils.profiler`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hone.ops.device import get_device_name, get_nccl_backend
+from hone.ops.masked import masked_sum
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+def distributed_mean_max_min_std(
+    local_tensor: Tensor,
+    compute_max: bool = True,
+    compute_min: bool = True,
+    compute_std: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Returns mean, max, min and std over all ranks; None for those not requested."""
+    count = torch.tensor(local_tensor.numel(), device=local_tensor.device)
+    count = _reduced(count, dist.ReduceOp.SUM)
+    mean = _reduced(local_tensor.sum(), dist.ReduceOp.SUM) / count
+    squares = (local_tensor - mean).square().sum()
+    return (
+        mean,
+        _reduced(local_tensor.max(), dist.ReduceOp.MAX) if compute_max else None,
+        _reduced(local_tensor.min(), dist.ReduceOp.MIN) if compute_min else None,
+        (_reduced(squares, dist.ReduceOp.SUM) / (count - 1)).sqrt() if compute_std else None,
+    )
+
+
+def distributed_masked_mean(local_tensor: Tensor, local_mask: Tensor) -> Tensor:
+    """Returns the mean of the unmasked entries of all ranks."""
+    total = _reduced(masked_sum(local_tensor, local_mask), dist.ReduceOp.SUM)
+    return total / _reduced(local_mask.bool().sum(), dist.ReduceOp.SUM)
+
+
+def broadcast_dict_tensor(
+    tensors: TensorDict | dict[str, Tensor], src: int, group: dist.ProcessGroup | None
+) -> None:
+    """Sends every tensor from rank `src` to all ranks, in place."""
+    for key in sorted(tensors.keys()):
+        dist.broadcast(tensors[key], src=src, group=group)
+
+
+def allgather_dict_tensors(
+    tensors: TensorDict | dict[str, Tensor],
+    size: int,
+    group: dist.ProcessGroup | None,
+    dim: int = 0,
+) -> TensorDict | dict[str, Tensor]:
+    """Returns the tensors of all ranks, joined along a dimension."""
+    joined: dict[str, Tensor] = {}
+    for key in sorted(tensors.keys()):
+        parts = [torch.empty_like(tensors[key]) for _ in range(size)]
+        dist.all_gather(parts, tensors[key].contiguous(), group=group)
+        joined[key] = torch.cat(parts, dim=dim)
+    if isinstance(tensors, dict):
+        return joined
+    return type(tensors)(joined, batch_size=[tensors.batch_size[0] * size])
+
+
+def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> Sequence[TensorDict]:
+    """Returns batches of equal size; the rows must divide evenly."""
+    if tensors.batch_size[0] % batch_size:
+        raise AssertionError(
+            f"{tensors.batch_size[0]} rows do not divide into batches of {batch_size}"
+        )
+    parts: Sequence[TensorDict] = tensors.split(batch_size)
+    return parts
+
+
+def reduce_timing(
+    timing_raw: dict[str, float], reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> dict[str, float]:
+    """Returns the seconds of each name, reduced over the ranks."""
+    names = sorted(timing_raw)
+    seconds = torch.tensor([timing_raw[name] for name in names], device=get_device_name())
+    if dist.is_initialized():
+        seconds = _reduced(seconds, reduce_op)
+    return dict(zip(names, seconds.tolist(), strict=True))
+
+
+def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
+    """Joins the process group that torchrun describes; returns local rank, rank and world size."""
+    device = get_device_name()
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{get_nccl_backend()}"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_second))
+    if device != "cpu":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return int(os.environ["LOCAL_RANK"]), dist.get_rank(), dist.get_world_size()
+
+
+def destroy_global_process_group() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> None:
+    """Collects garbage and returns the GPU allocator's unused memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        if force_sync:
+            torch.cuda.synchronize()
+
+
+def _reduced(value: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+    dist.all_reduce(value, op=how)
+    return value
