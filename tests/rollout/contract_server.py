@@ -13,6 +13,7 @@ import json
 import pickle
 import tempfile
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
@@ -226,6 +227,9 @@ class ContractServer(Faults):
         return web.json_response({"status": "ok", "message": "Generation continued."})
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
+        deadline = time.monotonic() + float(request.query.get("timeout", 0))
+        while self.running and self.paused != "retract" and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
         if self.fails("flush is refused") or (self.running and self.paused != "retract"):
             return web.Response(text="Flush cache failed.\n", status=400)
         return web.Response(text="Cache flushed.\n")
