@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import random
 from typing import Any
 
 from hone.models.policy import PolicyModel
@@ -90,6 +91,7 @@ class HFFactory(Factory):
     probes = frozenset({"model"})
     draws = 200
     long_tokens = 100
+    is_slow = True
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         return HFRollout(policy, eos_ids=(EOS,), tokenizer=TOKENIZER)
@@ -163,7 +165,8 @@ class ScriptedFactory(Factory):
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         def scramble(prompt: list[int]) -> list[int]:
-            return [2 + fold_seed(i, *prompt) % (VOCABULARY - 2) for i in range(1000)]
+            draws = random.Random(fold_seed(*prompt))
+            return [draws.randrange(2, VOCABULARY) for _ in range(1000)]
 
         return ScriptedRollout(
             scramble, tokenizer=TOKENIZER, eos_ids=(EOS,), seconds_per_token=0.0005
