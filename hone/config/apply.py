@@ -17,7 +17,7 @@ from hone.config import keys
 from hone.config.checks import find_idle, find_problems, settle
 from hone.config.convert import NoFit, Value, describe_type, fit, scalar, show_value, to_plain
 from hone.config.errors import ConfigError
-from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of, replace
+from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
 from hone.config.states import new_name, replacements_of, rule_of, topics, translate
 from hone.config.trees import Tree
@@ -52,10 +52,10 @@ def compose_settings(
     run.judge(others)
     config = run.typed()
     requested = _requested(config, run.origins)
-    for key, value, sentence in settle(config):
+    config, changes = settle(schema.name, config)
+    for key, value, sentence in changes:
         if key in requested:
-            run.answer(key, get(config, key), sentence)
-        config = replace(config, key, value)
+            run.answer(key, value, sentence)
     run.add_checks(find_problems(schema.name, config))
     for key, why in find_idle(schema.name, config):
         if key in requested:

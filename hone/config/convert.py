@@ -1,4 +1,4 @@
-"""Converts values to type hints, formats values and hints as text, and reads the tables of this folder.
+"""Converts values to type hints, formats values and hints as text, and reads the table of rules.
 
 OmegaConf's structured configs support no union of a list and a string, and do not report origins.
 """
@@ -137,10 +137,10 @@ def scalars(text: str) -> tuple[JsonValue, ...]:
 
 
 @functools.cache
-def read_table(file: str) -> dict[str, list[list[str]]]:
-    """Returns the cells of every row of a table, by section."""
+def read_table() -> dict[str, list[list[str]]]:
+    """Returns the cells of every row of `rules.txt`, by section."""
     sections: dict[str, list[list[str]]] = {}
-    for line in files("hone.config").joinpath(file).read_text("utf-8").splitlines():
+    for line in files("hone.config").joinpath("rules.txt").read_text("utf-8").splitlines():
         if line.startswith("["):
             rows = sections.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):

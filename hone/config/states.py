@@ -1,4 +1,4 @@
-"""Handles verl's keys and values without a field in our schema, listed in the table `other_keys.txt`.
+"""Handles verl's keys and values without a field in our schema, listed in the table `rules.txt`.
 
 A key of the table is refused, neutral (it has no effect; a note is printed if its value requests another
 behaviour), rewritten or renamed; some values are computed here. To support a key, delete its row and add
@@ -22,6 +22,7 @@ OFF = (None, False, 0, -1, "", "none", "None", "disabled", "???")
 ABSENT = object()
 """The value of an unset key in a condition."""
 _TERM = re.compile(r"(!?)([\w.]+)(?:(!=|<=|=|>)(.+))?")
+_VALUE = re.compile(r"\{([\w.]+)\}")
 _CELLS = {
     **dict.fromkeys(("refused", "neutral"), ("values", "why")),
     "values": ("values", "becomes", "why"),
@@ -88,7 +89,7 @@ def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
     table: list[Rule] = []
     for state in states:
         everywhere = "ppo_trainer" if state in ("rewritten", "renamed") else "*"
-        for patterns, *texts in read_table("other_keys.txt")[state]:
+        for patterns, *texts in read_table()[state]:
             cells = dict(zip(_CELLS[state], texts, strict=True))
             values = scalars(cells.pop("values", ""))
             for word in patterns.split():
@@ -238,9 +239,14 @@ def _new_settings(
     return "", {} if rows else {key: value}
 
 
+def filled(text: str, read: Callable[[str], Value]) -> str:
+    """Replaces each `{key}` by its value."""
+    return _VALUE.sub(lambda match: show_value(read(match[1])), text)
+
+
 def holds(condition: str, read: Callable[[str], Value]) -> bool:
     """Returns whether all terms hold: `key` is set, `!key` is not, `key=a,b`, `key!=a`, `key<=1`, `key>1`."""
-    for term in filter(None, condition.split(" and ")):
+    for term in filter(None, filled(condition, read).split(" and ")):
         match = _TERM.fullmatch(term)
         assert match is not None, term
         value, sign = read(match[2]), match[3]
