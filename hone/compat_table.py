@@ -224,10 +224,10 @@ _ACTOR_CONFIGS = {
     **_from("hone.config.actor", "ActorConfig PolicyLossConfig"),
 }
 _CRITIC_CONFIGS = {
-    "FSDPCriticConfig": "hone.config.critic:CriticConfig",
-    "McoreCriticConfig": "hone.config.critic:CriticConfig",
-    "FSDPCriticModelCfg": "hone.config.critic:CriticModelConfig",
-    **_from("hone.config.critic", "CriticConfig"),
+    "FSDPCriticConfig": "hone.config.actor:CriticConfig",
+    "McoreCriticConfig": "hone.config.actor:CriticConfig",
+    "FSDPCriticModelCfg": "hone.config.actor:CriticModelConfig",
+    **_from("hone.config.actor", "CriticConfig"),
 }
 _OPTIMIZER_CONFIGS = dict.fromkeys(
     ("OptimizerConfig", "FSDPOptimizerConfig", "McoreOptimizerConfig"),
@@ -319,7 +319,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.trainer.config.algorithm": _ALGORITHM_CONFIGS,
     "hone.trainer.config.config": {
         "BaseModelConfig": "hone.config.model:ModelConfig",
-        "MegatronCriticConfig": "hone.config.critic:CriticConfig",
+        "MegatronCriticConfig": "hone.config.actor:CriticConfig",
         "ModuleConfig": "hone.config.reward:RewardManagerModuleConfig",
         **_CRITIC_CONFIGS,
         **_from("hone.config.engine", "CheckpointConfig"),

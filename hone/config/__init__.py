@@ -13,10 +13,9 @@ from hone.config.apply import Composed, Further, compose_settings
 from hone.config.convert import Value, to_plain
 from hone.config.errors import ConfigError
 from hone.config.keys import replace
-from hone.config.schema import PPOTrainerConfig
 from hone.config.sources import Setting, read_config
 from hone.config.states import translate
-from hone.config.trees import TREES
+from hone.config.trees import TREES, PPOTrainerConfig
 from hone.types import JsonObject, Row
 
 __all__ = [

@@ -1,6 +1,7 @@
-"""Config of the actor (the policy update) and of the reference policy.
+"""Config of the policy update, the reference policy and the critic (the value model and its update).
 
-Each docstring states whether a batch size is in prompts, sequences or tokens; derived sizes are properties.
+The critic is built if the estimator reads values (gae) or `critic.enable` is true. Each docstring states
+whether a batch size is in prompts, sequences or tokens; derived sizes are properties.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from hone.config.engine import (
     FSDPConfig,
     LogProbConfig,
     MegatronConfig,
+    OptimConfig,
     ProfilerConfig,
     UpdateConfig,
 )
+from hone.config.model import TrainedModelConfig
 from hone.config.ranges import AboveOne, Count, NotNegative, Positive
 from hone.types import Settings
 
@@ -113,3 +116,37 @@ class RefConfig(LogProbConfig):
     )
     """Ranks that split each sequence; follows the actor."""
     profiler: ProfilerConfig = block(ProfilerConfig)
+
+
+class CriticModelConfig(TrainedModelConfig):
+    """The value model."""
+
+    path: str | None = None
+    """Folder or hub name; null starts from the actor's model."""
+    external_lib: str | tuple[str, ...] | None = follows("actor_rollout_ref.model.external_lib")
+    """Python modules to import first; follows the actor."""
+    fsdp_config: FSDPConfig = block(FSDPConfig)
+
+
+class CriticConfig(UpdateConfig):
+    """The value update."""
+
+    enable: bool | None = None
+    """Build the critic; null builds it when the estimator reads values."""
+    forward_micro_batch_size: int | None = None
+    """Sequences in one value pass over all ranks; prefer `forward_micro_batch_size_per_gpu`."""
+    forward_micro_batch_size_per_gpu: Count | None = follows("critic.ppo_micro_batch_size_per_gpu")
+    """Sequences in one value pass on one rank; follows the update."""
+    forward_max_token_len_per_gpu: Count = follows("critic.ppo_max_token_len_per_gpu")
+    """Token budget of one value pass on one rank; follows the update."""
+    cliprange_value: Positive = 0.5
+    """In the loss, new values are clipped to this distance from the old ones."""
+    grad_clip: Positive = follows("critic.optim.clip_grad")
+    """Maximum gradient norm; follows the optimizer block."""
+    optim: OptimConfig = block(OptimConfig, lr=1e-5)
+    model: CriticModelConfig = block(CriticModelConfig)
+    megatron: MegatronConfig = block(MegatronConfig, **ACTORS_LAYOUT)
+    ulysses_sequence_parallel_size: Count = follows(
+        "critic.model.fsdp_config.ulysses_sequence_parallel_size"
+    )
+    """Ranks that split each sequence; token budgets grow by this factor."""

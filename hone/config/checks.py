@@ -17,10 +17,9 @@ from hone.config.convert import Value, read_table, scalar
 from hone.config.engine import FSDPConfig, sequence_parallel
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get, leaves, replace
-from hone.config.reward_training import RMConfig
-from hone.config.schema import PPOTrainerConfig
-from hone.config.sft import SupervisedConfig
+from hone.config.sft import RMConfig, SupervisedConfig
 from hone.config.states import filled, holds
+from hone.config.trees import PPOTrainerConfig
 from hone.types import JsonValue
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
