@@ -383,7 +383,7 @@ NAMES: dict[str, dict[str, str]] = {
         **_from(f"{_DATA}.files", "resolve_config_path"),
     },
     "hone.utils.config": {
-        **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
+        **_from("hone.config.keys", "omega_conf_to_dataclass"),
         **_from(_STEPS, "validate_config"),
     },
     "hone.utils.tokenizer": _TOKENIZERS,
@@ -391,7 +391,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils.tokenizer.chat_template": _TEMPLATES,
     "hone.utils": {
         **_TOKENIZERS,
-        **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
+        **_from("hone.config.keys", "omega_conf_to_dataclass"),
         **_from("hone.ops.verl_functional", "as_torch_index group_mean_std"),
         **_from(_STEPS, "validate_config"),
     },

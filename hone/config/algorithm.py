@@ -88,8 +88,7 @@ class AlgorithmConfig(SchemaBlock):
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation; false is Dr.GRPO."""
     process_baseline: Literal["return", "step", "token"] = "return"
-    """Process rewards in rloo and rloo_token: compare token returns, or subtract from each step reward the
-    others' reward per step or per token (PURE's two implementations)."""
+    """Baseline of process rewards in rloo(_token): others' return, or their reward per step or per token."""
     adv_norm: bool = False
     """Whiten advantages over all policy tokens of the batch, for any estimator."""
     use_kl_in_reward: bool = False
@@ -156,8 +155,7 @@ def _preset(name: str) -> Function:
     settings, both = PRESETS[name], _IS in PRESETS[name] and _RS in PRESETS[name]
     names = {"is_threshold" if both else "threshold": _IS, "rs_threshold": _RS}  # in verl's order
     arguments = {argument: key for argument, key in names.items() if key in settings}
-    if name.endswith("icepop"):
-        arguments[_LOWER] = _LOWER
+    arguments |= {_LOWER: _LOWER} if name.endswith("icepop") else {}
 
     def make(cls: type, *values: float | str, **keywords: float | str) -> RolloutCorrectionConfig:
         changes = dict(zip(arguments, values, strict=False)) | keywords

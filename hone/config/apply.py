@@ -104,27 +104,21 @@ class _Composition:
             value = keys.rename_references(written.value, lambda key: new_name(key, tree))
             setting = dataclasses.replace(written, value=value)
             key, origin, owner = setting.key, setting.origin, owner_of(root, setting.key)
+            file, before = (o.split(", written ")[0] for o in (origin, self.origins.get(key, "")))
             if owner is None:
                 others[key] = setting
                 self.values[key] = value
-            elif value is None and self._is_second_name(key, origin):
-                continue
+            elif value is None and file == before != COMMAND_LINE:
+                continue  # the same file already set the key under another name
             elif problem := self._write(owner, setting):
                 self.problems.append(f"{problem} ({origin})")
             else:
                 self.origins[key] = origin
-        refs = {key for s in settings for key in keys.named_keys(s.value)} - {
-            s.key for s in settings
-        }
-        for key in refs:
+        referenced = {key for s in settings for key in keys.named_keys(s.value)}
+        for key in referenced - {s.key for s in settings}:
             if owner_of(root, key) is None and (rule := rule_of(key, tree)):
                 self.values[key] = rule.usual
         return others
-
-    def _is_second_name(self, key: str, origin: str) -> bool:
-        """Returns whether the same file already set the key under another name."""
-        file, before = (o.partition(", written ")[0] for o in (origin, self.origins.get(key, "")))
-        return file == before and file != COMMAND_LINE
 
     def _write(self, owner: str, setting: Setting) -> str | None:
         """Writes one setting to its leaf or block, and returns the problem, if any."""

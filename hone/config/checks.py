@@ -50,7 +50,7 @@ def find_problems(tree: str, config: Value) -> Iterator[str]:
             size *= actor.fsdp_config.tensor_parallel_size
             size = actor.megatron.ranks_per_slot if actor.strategy == "megatron" else size
             yield from uneven or uneven_batches(config, ranks // size)
-        for check in (_rewards, _data, _shards, _rollout):
+        for check in (_rewards_and_rollout, _data, _shards):
             yield from check(config)
     tree = _SAME_CHECKS.get(tree, tree)
     yield from (sentence for _, sentence in _rows("problems", tree, config))
@@ -194,16 +194,8 @@ def uneven_mesh(
         key = f"{role_key}.ulysses_sequence_parallel_size".lstrip(".")
         sizes = [f"{key}={sequence}"] * (sequence > 1)
         sizes += [f"{block_key}.tensor_parallel_size={tensor}"] * (tensor > 1)
-        advice = divisors(ranks, sequence * tensor).removeprefix("use ")
-        yield f"{' times '.join(sizes)} does not divide {ranks} ranks; use {advice}"
-
-
-def _rollout(config: PPOTrainerConfig) -> Iterator[str]:
-    rollout, ranks = config.actor_rollout_ref.rollout, config.rollout_ranks
-    size, key = rollout.tensor_model_parallel_size, "tensor_model_parallel_size"
-    if rollout.name == "native" and ranks % size:
-        sentence = f"{key}={size} does not divide {ranks} rollout ranks; {divisors(ranks, size)}"
-        yield f"actor_rollout_ref.rollout.{sentence}"
+        advice = divisors(ranks, sequence * tensor)
+        yield f"{' times '.join(sizes)} does not divide {ranks} ranks; {advice}"
 
 
 def _indivisible(prompts: int, ranks: int, n: int = 1) -> Iterator[str]:
@@ -221,15 +213,20 @@ def uneven_batches(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
     yield from _indivisible(config.data.train_batch_size, ranks, n)
 
 
-def _rewards(config: PPOTrainerConfig) -> Iterator[str]:
-    model = config.reward_model
-    buffer = model.reward_kwargs.overlong_buffer_cfg
-    limit = model.reward_kwargs.max_resp_len or config.data.max_response_length
+def _rewards_and_rollout(config: PPOTrainerConfig) -> Iterator[str]:
+    kwargs, rollout = config.reward_model.reward_kwargs, config.actor_rollout_ref.rollout
+    buffer, limit = (
+        kwargs.overlong_buffer_cfg,
+        kwargs.max_resp_len or config.data.max_response_length,
+    )
     if buffer.enable and not 0 < buffer.len <= limit:
-        yield (
-            f"reward_model.reward_kwargs.overlong_buffer_cfg.len={buffer.len} lies outside the response "
-            f"(1 to {limit} tokens); use for example {max(1, limit // 5)}"
-        )
+        what = f"reward_model.reward_kwargs.overlong_buffer_cfg.len={buffer.len}"
+        use = f"(1 to {limit} tokens); use for example {max(1, limit // 5)}"
+        yield f"{what} lies outside the response {use}"
+    size, ranks = rollout.tensor_model_parallel_size, config.rollout_ranks
+    if rollout.name == "native" and ranks % size:
+        what = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
+        yield f"{what} does not divide {ranks} rollout ranks; {divisors(ranks, size)}"
 
 
 def _data(config: PPOTrainerConfig) -> Iterator[str]:
@@ -240,17 +237,16 @@ def _data(config: PPOTrainerConfig) -> Iterator[str]:
             yield f"data.dataset_weights has {weights} numbers for {files} data.train_files; give one each"
         if any(w < 0 for w in data.dataset_weights) or sum(data.dataset_weights) <= 0:
             yield "data.dataset_weights must be 0 or more, and not all 0; use for example [0.7,0.3]"
+
+    def names_class(path: str | None) -> bool:
+        return ":" in (path or "").removeprefix("pkg://").removeprefix("file://")
+
     order = data.sampler
-    if bool(order.class_path) != bool(order.class_name) and not _ends_with_class(order.class_path):
+    if bool(order.class_path) != bool(order.class_name) and not names_class(order.class_path):
         yield "data.sampler needs both class_path and class_name, or neither"
     for key, own in {"custom_cls": data.custom_cls, "datagen": data.datagen}.items():
-        if own.path and not own.name and not _ends_with_class(own.path):
+        if own.path and not own.name and not names_class(own.path):
             yield f"data.{key}.path needs data.{key}.name, the class in that file"
-
-
-def _ends_with_class(path: str | None) -> bool:
-    """Returns whether a path has the form `file.py:Class`."""
-    return path is not None and ":" in path.removeprefix("pkg://").removeprefix("file://")
 
 
 def _unknown_names(tree: str, config: Value) -> Iterator[str]:

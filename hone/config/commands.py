@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hone.config import config_to_dict
 from hone.config.apply import Composed, Further, compose_settings
-from hone.config.convert import Value, show_value, to_plain
+from hone.config.convert import show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.keys import blocks, fitting, get, leaves
 from hone.config.sources import Setting, read_config
@@ -41,6 +41,8 @@ def as_yaml(composed: Composed, block: str = "") -> str:
 
 
 def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
+    import yaml
+
     root: type = type(composed.config)
     before: list[str] = []
     for key, leaf in leaves(root).items():
@@ -54,18 +56,13 @@ def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
             if way[: depth + 1] != before[: depth + 1]:
                 yield f"{'  ' * depth}{part}:"
         before = way
-        text = f"{'  ' * len(way)}{name}: {_yaml_value(to_plain(get(composed.config, key)))}"
+        value = to_plain(get(composed.config, key))
+        written = json.dumps(value) if isinstance(value, str | dict | list) else show_value(value)
+        if isinstance(value, str) and "\n" not in value:
+            written = yaml.safe_dump(value, width=1000, allow_unicode=True).splitlines()[0]
+        text = f"{'  ' * len(way)}{name}: {written}"
         by_default = f"follows {leaf.followed}" if leaf.followed else "default"
         yield f"{text:<52}  # {origin or by_default}"
-
-
-def _yaml_value(value: Value) -> str:
-    if isinstance(value, str) and "\n" not in value:
-        import yaml
-
-        text: str = yaml.safe_dump(value, width=1000, allow_unicode=True)
-        return text.splitlines()[0]
-    return json.dumps(value) if isinstance(value, str | dict | list) else show_value(value)
 
 
 def explain(key: str, tree: str | None = None) -> str:

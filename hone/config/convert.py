@@ -144,16 +144,10 @@ def read_table() -> dict[str, list[list[str]]]:
         if line.startswith("["):
             rows = sections.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
-            rows += ([cell.strip() for cell in re.split(r" \|(?= |$)", row)] for row in _each(line))
+            each = _EACH.search(line) or ("<>", "<>")  # a row per word of `<a,b>`, also for `<>`
+            lines = (line.replace(each[0], word).replace("<>", word) for word in each[1].split(","))
+            rows += ([cell.strip() for cell in re.split(r" \|(?= |$)", text)] for text in lines)
     return sections
-
-
-def _each(line: str) -> list[str]:
-    """Returns a line once per word of its `<a,b>`; the word also replaces `<>`."""
-    words = _EACH.search(line)
-    if words is None:
-        return [line]
-    return [line.replace(words[0], word).replace("<>", word) for word in words[1].split(",")]
 
 
 def pairs(text: str) -> dict[str, JsonValue]:

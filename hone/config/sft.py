@@ -19,6 +19,9 @@ from hone.config.engine import (
 from hone.config.model import ModelConfig
 from hone.config.ranges import Count, CountOrZero, NotNegative, Share
 from hone.config.trainer import RunTree, TrainingRunConfig
+from hone.types import Settings
+
+_SCHEDULE: Settings = {"lr_warmup_steps_ratio": 0.1, "lr_scheduler_type": "cosine"}
 
 
 class MultiTurnDataConfig(SchemaBlock):
@@ -92,13 +95,7 @@ class SupervisedConfig(RunTree):
 
     data: PackedDataConfig = block(PackedDataConfig)
     model: ModelConfig = block(ModelConfig)
-    optim: OptimConfig = block(
-        OptimConfig,
-        lr=1e-5,
-        betas=(0.9, 0.95),
-        lr_warmup_steps_ratio=0.1,
-        lr_scheduler_type="cosine",
-    )
+    optim: OptimConfig = block(OptimConfig, lr=1e-5, betas=(0.9, 0.95), **_SCHEDULE)
     engine: SFTEngineConfig = block(SFTEngineConfig)
     checkpoint: CheckpointConfig = block(CheckpointConfig)
     trainer: SFTTrainerSection = block(SFTTrainerSection)
@@ -129,8 +126,7 @@ class StepDataConfig(PackedDataConfig):
     train_batch_size: Count = 128
     """Solutions in one update, over all ranks."""
     format: StepFormat = "auto"
-    """Layout of a row: steps (prompt, completions, labels), prm800k, math_shepherd or processbench; auto
-    reads it from the columns."""
+    """Layout of a row: steps has prompt, completions and labels; auto reads the layout from the columns."""
     completions_key: str = "completions"
     """steps format: column of the list of steps."""
     labels_key: str = "labels"

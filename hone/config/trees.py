@@ -18,6 +18,7 @@ from hone.config.trainer import GlobalProfilerConfig, RayKwargs, RunTree, Traine
 
 _SHARED = "ppo_mini_batch_size use_dynamic_bsz ppo_epochs shuffle loss_agg_mode loss_scale_factor"
 _AS_THE_ACTOR = {key: follows(f"actor_rollout_ref.actor.{key}") for key in _SHARED.split()}
+_LENGTHS = {f"{part}_length": follows(f"data.max_{part}_length") for part in ("prompt", "response")}
 
 
 class ActorRolloutRefConfig(SchemaBlock):
@@ -30,11 +31,7 @@ class ActorRolloutRefConfig(SchemaBlock):
     model: ModelConfig = block(ModelConfig)
     actor: ActorConfig = block(ActorConfig)
     ref: RefConfig = block(RefConfig)
-    rollout: RolloutConfig = block(
-        RolloutConfig,
-        prompt_length=follows("data.max_prompt_length"),
-        response_length=follows("data.max_response_length"),
-    )
+    rollout: RolloutConfig = block(RolloutConfig, **_LENGTHS)
 
 
 class PPOTrainerConfig(RunTree):
