@@ -210,12 +210,9 @@ def _with(node: JsonValue, names: Sequence[str], setting: Setting) -> JsonObject
     """Returns a copy of a mapping with a setting written at a nested key."""
     name, *rest = names
     new = dict(node) if isinstance(node, dict) else {}
-    if rest:
-        new[name] = _with(new.get(name), rest, setting)
-    elif setting.delete:
-        new.pop(name, None)
-    else:
-        new[name] = setting.value
+    new[name] = _with(new.get(name), rest, setting) if rest else setting.value
+    if setting.delete and not rest:
+        del new[name]
     return new
 
 

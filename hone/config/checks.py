@@ -68,22 +68,13 @@ def find_idle(tree: str, config: Value) -> Iterator[tuple[str, str]]:
         for prefix in keys.split():
             inside = (key for key in leaves(root) if f"{key}.".startswith(f"{prefix}."))
             yield from ((key, why) for key in inside if key == prefix or key not in of_condition)
-    if not isinstance(config, PPOTrainerConfig):
-        return
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    choices = {
-        "bypass" if algorithm.rollout_correction.bypass_mode else "",
-        actor.policy_loss.loss_mode,
-        algorithm.adv_estimator,
-        algorithm.kl_ctrl.type,
-        algorithm.pf_ppo.reweight_method,
-        config.curriculum_learning.fn_name,
-        config.reward_manager.name,
-    }
-    for key, leaf in leaves(root).items():
-        belongs = _BELONGS.match(leaf.doc)
-        if belongs and belongs[1] not in choices:
-            yield key, f"no effect without {belongs[1]}"
+    if isinstance(config, PPOTrainerConfig):
+        options = {str(get(config, key)) for key in leaves(root) if key != "reward_model.type"}
+        options |= {"bypass"} if config.algorithm.rollout_correction.bypass_mode else set()
+        belongs = {key: _BELONGS.match(leaf.doc) for key, leaf in leaves(root).items()}
+        for key, name in belongs.items():
+            if name and name[1] not in options:
+                yield key, f"no effect without {name[1]}"
 
 
 def rows_of(section: str) -> Iterator[list[str]]:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, fields, replace
 
 from hone.config.convert import Value, pairs, read_table, same, scalars, show_value
 from hone.config.errors import nearest
+from hone.config.keys import leaves
 from hone.config.reward import RewardKwargs
 from hone.config.sources import Setting
+from hone.config.trees import TREES
 from hone.types import JsonObject, JsonValue
 
 OFF = (None, False, 0, -1, "", "none", "None", "disabled", "???")
@@ -218,10 +220,12 @@ def _new_settings(
         if rule.has(value) and holds(rule.where, lambda name: values.get(name, ABSENT)):
             stands = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
             return rule.pattern, {k: stands.get(str(v), v) for k, v in pairs(rule.becomes).items()}
-    if rows and value is not None and value is not False:
+    if not rows or key in leaves(TREES[tree].root):
+        return "", {key: value}
+    if value is not None and value is not False:
         takes_count = str(rows[0].values[0]).startswith("count")
         return "", "takes an integer" if takes_count else "takes true or false"
-    return "", {} if rows else {key: value}
+    return "", {}
 
 
 def filled(text: str, read: Callable[[str], Value]) -> str:
