@@ -138,13 +138,19 @@ def _least_budgets(config: PPOTrainerConfig) -> dict[str, int]:
     """Returns the tokens of a rank's part of the longest row, by the key of the token budget."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     longest = policy.rollout.prompt_length + policy.rollout.response_length
-    actor, ref = (policy.actor, policy.actor.fsdp_config), (policy.ref, policy.ref.fsdp_config)
-    value_model = (critic, critic.model.fsdp_config)
-    roles = [(f"{_ACTOR}.ppo", *actor), ("actor_rollout_ref.rollout.log_prob", *actor)]
-    roles += [(f"{_REF}.log_prob", *ref)]
-    roles += [(f"critic.{kind}", *value_model) for kind in ("ppo", "forward")]
+    actor, value_model = (
+        (policy.actor, policy.actor.fsdp_config),
+        (critic, critic.model.fsdp_config),
+    )
+    roles: dict[str, tuple[SchemaBlock, FSDPConfig]] = {
+        f"{_ACTOR}.ppo": actor,
+        "actor_rollout_ref.rollout.log_prob": actor,
+        f"{_REF}.log_prob": (policy.ref, policy.ref.fsdp_config),
+        "critic.ppo": value_model,
+        "critic.forward": value_model,
+    }
     budgets = {}
-    for key, role, sharding in roles:
+    for key, (role, sharding) in roles.items():
         splits = config.world_size > 1 and role["strategy"] != "megatron"
         budgets[key] = -(-longest // (sequence_parallel(role, sharding) if splits else 1))
     if reward.enable and reward.type != "judge" and not reward.server.url:
