@@ -19,7 +19,7 @@ from hone.config.convert import NoFit, Value, describe_type, fit, scalar, show_v
 from hone.config.errors import ConfigError
 from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
-from hone.config.states import new_name, replacements_of, rule_of, topics, translate
+from hone.config.states import new_name, rule_of, rules_of, topics, translate
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
 
@@ -193,7 +193,7 @@ class _Composition:
         """Returns the value of a leaf or its replacement from the table; a null in a file becomes the
         default if the field does not accept null."""
         leaf, value = leaves(self.root)[key], self.values[key]
-        for rule in replacements_of(key):
+        for rule in rules_of(key, "values"):
             if rule.has(value):
                 if rule.why and key in self.origins:
                     self.answer(key, value, rule.why)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Block)
 T = TypeVar("T")
 
-_MOST_SUGGESTED = 4
 PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 BOUND = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
 _REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
@@ -185,7 +184,7 @@ def keys_meant(root: type, key: str, is_last: bool = True) -> list[str]:
         same = [k for k in every if k.rpartition(".")[2] == name]
         inside = [k for k in same if k.startswith(key.split(".")[0] + ".")]
         meant = inside or (same if len(same) == 1 else [])
-    return meant if len(meant) <= _MOST_SUGGESTED else []
+    return meant if len(meant) <= 4 else []
 
 
 def fitting(short: str, keys: Iterable[str]) -> list[str]:

@@ -1,7 +1,4 @@
-"""Config of the rollout: engine, sampling, turns and tools, validation sampling.
-
-The built-in engine `native` decodes with the actor's parameters; server settings of others are neutral.
-"""
+"""Config of the rollout: engine, sampling, turns and tools, validation sampling."""
 
 from __future__ import annotations
 

@@ -120,15 +120,14 @@ def new_name(key: str, tree: str) -> str:
 
 
 @functools.cache
+def rules_of(key: str, *states: str, tree: str = "") -> list[Rule]:
+    """Returns the rows of some sections that apply to a key."""
+    return [rule for rule in rules(*states, tree=tree) if names(rule.pattern, key)]
+
+
 def rule_of(key: str, tree: str) -> Rule | None:
     """Returns the row that applies to a key without a field, or None."""
-    return next((r for r in rules("refused", "neutral", tree=tree) if names(r.pattern, key)), None)
-
-
-@functools.cache
-def replacements_of(key: str) -> list[Rule]:
-    """Returns the rows that replace values of a key."""
-    return [rule for rule in rules("values") if names(rule.pattern, key)]
+    return next(iter(rules_of(key, "refused", "neutral", tree=tree)), None)
 
 
 def topics(answers: Iterable[tuple[str, str]], one: str = "", many: str = "") -> list[str]:
