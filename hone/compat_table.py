@@ -320,7 +320,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.trainer.config.config": {
         "BaseModelConfig": "hone.config.model:ModelConfig",
         "MegatronCriticConfig": "hone.config.actor:CriticConfig",
-        "ModuleConfig": "hone.config.reward:RewardManagerModuleConfig",
+        "ModuleConfig": "hone.config.data:CustomClassConfig",
         **_CRITIC_CONFIGS,
         **_from("hone.config.engine", "CheckpointConfig"),
     },

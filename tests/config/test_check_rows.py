@@ -63,6 +63,7 @@ def test_a_settled_value_is_one_that_its_condition_looks_at() -> None:
 
 
 def test_no_row_speaks_of_the_defaults() -> None:
+    defaults = {name: load_config(config_name=name) for name in TREES}
     for owner, condition, *_ in [*PROBLEMS, *SETTLED]:
         known = condition.partition(" and installed.")[0]
-        assert not holds(known, partial(get, load_config(config_name=owner))), condition
+        assert not holds(known, partial(get, defaults[owner])), condition
