@@ -53,7 +53,7 @@ class RouterReplayConfig(SchemaBlock):
     """Routing of mixture-of-experts models: which experts compute a token in the update."""
 
     mode: Literal["disabled", "R2", "R3"] = "disabled"
-    """R2 replays the experts of the pass over old log-probs; R3 those of the rollout, which records them."""
+    """R2 replays experts of the old log-prob pass; R3 those of `rollout.enable_rollout_routing_replay`."""
 
 
 class ActorConfig(UpdateConfig):
