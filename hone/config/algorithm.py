@@ -123,8 +123,7 @@ class CurriculumFilterConfig(SchemaBlock):
 
 
 _IS, _RS, _LOWER = "rollout_is_threshold", "rollout_rs_threshold", "threshold_lower"
-_SEQUENCE: Row = {"rollout_is": "sequence", _IS: 2.0}
-_TOKEN: Row = {"rollout_is": "token", _IS: 2.0}
+_SEQUENCE, _TOKEN = ({"rollout_is": level, _IS: 2.0} for level in ("sequence", "token"))
 _PARTS: dict[str, Row] = {
     "": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False},
     "bypass_ppo_clip": {"bypass_mode": True, "loss_type": "ppo_clip"},
@@ -163,10 +162,10 @@ def _preset(name: str) -> Function:
             near = [nearest(key, arguments) for key in keywords.keys() - arguments]
             takes = ", ".join(arguments) or "no arguments"
             raise TypeError(f"{name} takes {takes}.{did_you_mean(*near)}")
-        options = settings | {arguments[key]: value for key, value in changes.items()}
         if _LOWER in arguments:
             low, high = str(settings[_IS]).split("_")
-            options[_IS] = f"{options.pop(_LOWER, low)}_{changes.get('threshold', high)}"
+            changes = {"threshold": f"{changes.get(_LOWER, low)}_{changes.get('threshold', high)}"}
+        options = settings | {arguments[key]: value for key, value in changes.items()}
         correction: RolloutCorrectionConfig = cls(**options)
         return correction
 

@@ -198,9 +198,9 @@ class UpdateConfig(MicroBatches):
     """How per-token losses are aggregated."""
     loss_scale_factor: Positive | None = None
     """Divisor of `seq-mean-token-sum-norm`; null is the maximum response length."""
+    optim: OptimConfig = block(OptimConfig)
     grad_clip: Positive = follows(".optim.clip_grad")
     """Maximum gradient norm; follows the optimizer block."""
-    optim: OptimConfig = block(OptimConfig)
     checkpoint: CheckpointConfig = block(CheckpointConfig)
     profiler: ProfilerConfig = block(ProfilerConfig)
 
