@@ -224,10 +224,10 @@ _ACTOR_CONFIGS = {
     **_from("hone.config.actor", "ActorConfig PolicyLossConfig"),
 }
 _CRITIC_CONFIGS = {
-    "FSDPCriticConfig": "hone.config.critic:CriticConfig",
-    "McoreCriticConfig": "hone.config.critic:CriticConfig",
-    "FSDPCriticModelCfg": "hone.config.critic:CriticModelConfig",
-    **_from("hone.config.critic", "CriticConfig"),
+    "FSDPCriticConfig": "hone.config.actor:CriticConfig",
+    "McoreCriticConfig": "hone.config.actor:CriticConfig",
+    "FSDPCriticModelCfg": "hone.config.actor:CriticModelConfig",
+    **_from("hone.config.actor", "CriticConfig"),
 }
 _OPTIMIZER_CONFIGS = dict.fromkeys(
     ("OptimizerConfig", "FSDPOptimizerConfig", "McoreOptimizerConfig"),
@@ -319,8 +319,8 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.trainer.config.algorithm": _ALGORITHM_CONFIGS,
     "hone.trainer.config.config": {
         "BaseModelConfig": "hone.config.model:ModelConfig",
-        "MegatronCriticConfig": "hone.config.critic:CriticConfig",
-        "ModuleConfig": "hone.config.reward:RewardManagerModuleConfig",
+        "MegatronCriticConfig": "hone.config.actor:CriticConfig",
+        "ModuleConfig": "hone.config.data:CustomClassConfig",
         **_CRITIC_CONFIGS,
         **_from("hone.config.engine", "CheckpointConfig"),
     },
@@ -383,7 +383,7 @@ NAMES: dict[str, dict[str, str]] = {
         **_from(f"{_DATA}.files", "resolve_config_path"),
     },
     "hone.utils.config": {
-        **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
+        **_from("hone.config.keys", "omega_conf_to_dataclass"),
         **_from(_STEPS, "validate_config"),
     },
     "hone.utils.tokenizer": _TOKENIZERS,
@@ -391,7 +391,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils.tokenizer.chat_template": _TEMPLATES,
     "hone.utils": {
         **_TOKENIZERS,
-        **_from("hone.config.of_dict", "omega_conf_to_dataclass"),
+        **_from("hone.config.keys", "omega_conf_to_dataclass"),
         **_from("hone.ops.verl_functional", "as_torch_index group_mean_std"),
         **_from(_STEPS, "validate_config"),
     },

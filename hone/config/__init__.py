@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hone.config.apply import Composed, Further, compose_settings
-from hone.config.convert import Value, to_plain
+from hone.config.convert import Value
+from hone.config.convert import to_plain as config_to_dict
 from hone.config.errors import ConfigError
 from hone.config.keys import replace
-from hone.config.schema import PPOTrainerConfig
 from hone.config.sources import Setting, read_config
 from hone.config.states import translate
-from hone.config.trees import TREES
-from hone.types import JsonObject, Row
+from hone.config.trees import TREES, PPOTrainerConfig
+from hone.types import JsonObject
 
 __all__ = [
     "Composed",
@@ -64,9 +64,3 @@ def load_config(
 ) -> Value:
     """Returns the frozen config tree for a list of Hydra overrides and, optionally, a user's YAML."""
     return compose(overrides, config_name=config_name, config_path=config_path).config
-
-
-def config_to_dict(config: Value) -> Row:
-    """Converts a config tree or block to a nested dict for YAML or JSON."""
-    plain: Row = to_plain(config)
-    return plain

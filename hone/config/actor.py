@@ -1,6 +1,7 @@
-"""Config of the actor (the policy update) and of the reference policy.
+"""Config of the policy update, the reference policy and the critic (the value model and its update).
 
-Each docstring states whether a batch size is in prompts, sequences or tokens; derived sizes are properties.
+The critic is built if the estimator reads values (gae) or `critic.enable` is true. Each docstring states
+whether a batch size is in prompts, sequences or tokens; derived sizes are properties.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
 from hone.config.engine import (
-    ACTORS_LAYOUT,
+    ACTOR,
+    PARALLEL,
+    ULYSSES,
     FSDPConfig,
     LogProbConfig,
     MegatronConfig,
+    OptimConfig,
     ProfilerConfig,
     UpdateConfig,
+    as_the_actor,
 )
+from hone.config.model import TrainedModelConfig
 from hone.config.ranges import AboveOne, Count, NotNegative, Positive
 from hone.types import Settings
 
 announced: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
-"""The counts of the current mini-batch, set by the aggregation: `batch_num_tokens` and
-`global_batch_size`; empty outside a mini-batch."""
+"""`batch_num_tokens` and `global_batch_size` of the current mini-batch; empty outside of one."""
 
 
 class PolicyLossConfig(SchemaBlock):
@@ -48,8 +53,7 @@ class RouterReplayConfig(SchemaBlock):
     """Routing of mixture-of-experts models: which experts compute a token in the update."""
 
     mode: Literal["disabled", "R2", "R3"] = "disabled"
-    """R2 replays the experts of the pass over old log-probs; R3 those of the rollout, also in that pass,
-    and needs `rollout.enable_rollout_routing_replay`. Gates come from the trainer's own router logits."""
+    """R2 replays experts of the old log-prob pass; R3 those of `rollout.enable_rollout_routing_replay`."""
 
 
 class ActorConfig(UpdateConfig):
@@ -77,17 +81,13 @@ class ActorConfig(UpdateConfig):
     kl_loss_type: str = "low_var_kl"
     """KL estimator of the loss: kl|k1, abs, mse|k2, low_var_kl|k3; a trailing + takes k2's gradient."""
     router_replay: RouterReplayConfig = block(RouterReplayConfig)
-    use_torch_compile: bool = follows("actor_rollout_ref.actor.fsdp_config.use_torch_compile")
+    use_torch_compile: bool = follows(".fsdp_config.use_torch_compile")
     """Compile each decoder block with torch.compile."""
-    grad_clip: Positive = follows("actor_rollout_ref.actor.optim.clip_grad")
-    """Maximum gradient norm; follows the optimizer block."""
     calculate_sum_pi_squared: bool = False
     """Also compute the sum of squared probabilities; it is automatic for estimators that need it."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
     megatron: MegatronConfig = block(MegatronConfig)
-    ulysses_sequence_parallel_size: Count = follows(
-        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
-    )
+    ulysses_sequence_parallel_size: Count = follows(f".{ULYSSES}")
     """Ranks that split each sequence in updates and log-prob passes; token budgets grow by it."""
 
     @property
@@ -99,17 +99,42 @@ class ActorConfig(UpdateConfig):
 class RefConfig(LogProbConfig):
     """The reference policy, used for forward passes only."""
 
-    strategy: str = follows("actor_rollout_ref.actor.strategy")
+    strategy: str = follows(f"{ACTOR}.strategy")
     """Engine; follows the actor."""
-    use_torch_compile: bool = follows("actor_rollout_ref.actor.use_torch_compile")
+    use_torch_compile: bool = follows(f"{ACTOR}.use_torch_compile")
     """Compile each decoder block; follows the actor."""
-    fsdp_config: FSDPConfig = block(
-        FSDPConfig,
-        tensor_parallel_size=follows("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"),
-    )
-    megatron: MegatronConfig = block(MegatronConfig, **ACTORS_LAYOUT)
-    ulysses_sequence_parallel_size: Count = follows(
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-    )
+    fsdp_config: FSDPConfig = as_the_actor(FSDPConfig, "fsdp_config", "tensor_parallel_size")
+    megatron: MegatronConfig = as_the_actor(MegatronConfig, "megatron", *PARALLEL)
+    ulysses_sequence_parallel_size: Count = follows(f"{ACTOR}.ulysses_sequence_parallel_size")
     """Ranks that split each sequence; follows the actor."""
     profiler: ProfilerConfig = block(ProfilerConfig)
+
+
+class CriticModelConfig(TrainedModelConfig):
+    """The value model."""
+
+    path: str | None = None
+    """Folder or hub name; null starts from the actor's model."""
+    external_lib: str | tuple[str, ...] | None = follows("actor_rollout_ref.model.external_lib")
+    """Python modules to import first; follows the actor."""
+    fsdp_config: FSDPConfig = block(FSDPConfig)
+
+
+class CriticConfig(UpdateConfig):
+    """The value update."""
+
+    enable: bool | None = None
+    """Build the critic; null builds it when the estimator reads values."""
+    forward_micro_batch_size: int | None = None
+    """Sequences in one value pass over all ranks; prefer `forward_micro_batch_size_per_gpu`."""
+    forward_micro_batch_size_per_gpu: Count | None = follows("critic.ppo_micro_batch_size_per_gpu")
+    """Sequences in one value pass on one rank; follows the update."""
+    forward_max_token_len_per_gpu: Count = follows("critic.ppo_max_token_len_per_gpu")
+    """Token budget of one value pass on one rank; follows the update."""
+    cliprange_value: Positive = 0.5
+    """In the loss, new values are clipped to this distance from the old ones."""
+    optim: OptimConfig = block(OptimConfig, lr=1e-5)
+    model: CriticModelConfig = block(CriticModelConfig)
+    megatron: MegatronConfig = as_the_actor(MegatronConfig, "megatron", *PARALLEL)
+    ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES}")
+    """Ranks that split each sequence; token budgets grow by this factor."""

@@ -88,8 +88,7 @@ class AlgorithmConfig(SchemaBlock):
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation; false is Dr.GRPO."""
     process_baseline: Literal["return", "step", "token"] = "return"
-    """Process rewards in rloo and rloo_token: compare token returns, or subtract from each step reward the
-    others' reward per step or per token (PURE's two implementations)."""
+    """Baseline of process rewards in rloo(_token): others' return, or their reward per step or per token."""
     adv_norm: bool = False
     """Whiten advantages over all policy tokens of the batch, for any estimator."""
     use_kl_in_reward: bool = False
@@ -124,8 +123,7 @@ class CurriculumFilterConfig(SchemaBlock):
 
 
 _IS, _RS, _LOWER = "rollout_is_threshold", "rollout_rs_threshold", "threshold_lower"
-_SEQUENCE: Row = {"rollout_is": "sequence", _IS: 2.0}
-_TOKEN: Row = {"rollout_is": "token", _IS: 2.0}
+_SEQUENCE, _TOKEN = ({"rollout_is": level, _IS: 2.0} for level in ("sequence", "token"))
 _PARTS: dict[str, Row] = {
     "": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False},
     "bypass_ppo_clip": {"bypass_mode": True, "loss_type": "ppo_clip"},
@@ -156,8 +154,7 @@ def _preset(name: str) -> Function:
     settings, both = PRESETS[name], _IS in PRESETS[name] and _RS in PRESETS[name]
     names = {"is_threshold" if both else "threshold": _IS, "rs_threshold": _RS}  # in verl's order
     arguments = {argument: key for argument, key in names.items() if key in settings}
-    if name.endswith("icepop"):
-        arguments[_LOWER] = _LOWER
+    arguments |= {_LOWER: _LOWER} if name.endswith("icepop") else {}
 
     def make(cls: type, *values: float | str, **keywords: float | str) -> RolloutCorrectionConfig:
         changes = dict(zip(arguments, values, strict=False)) | keywords
@@ -165,10 +162,10 @@ def _preset(name: str) -> Function:
             near = [nearest(key, arguments) for key in keywords.keys() - arguments]
             takes = ", ".join(arguments) or "no arguments"
             raise TypeError(f"{name} takes {takes}.{did_you_mean(*near)}")
-        options = settings | {arguments[key]: value for key, value in changes.items()}
         if _LOWER in arguments:
             low, high = str(settings[_IS]).split("_")
-            options[_IS] = f"{options.pop(_LOWER, low)}_{changes.get('threshold', high)}"
+            changes = {"threshold": f"{changes.get(_LOWER, low)}_{changes.get('threshold', high)}"}
+        options = settings | {arguments[key]: value for key, value in changes.items()}
         correction: RolloutCorrectionConfig = cls(**options)
         return correction
 

@@ -17,9 +17,9 @@ from hone.config import keys
 from hone.config.checks import find_idle, find_problems, settle
 from hone.config.convert import NoFit, Value, describe_type, fit, scalar, show_value, to_plain
 from hone.config.errors import ConfigError
-from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of, replace
+from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
-from hone.config.states import new_name, replacements_of, rule_of, topics, translate
+from hone.config.states import new_name, rule_of, rules_of, topics, translate
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
 
@@ -52,10 +52,10 @@ def compose_settings(
     run.judge(others)
     config = run.typed()
     requested = _requested(config, run.origins)
-    for key, value, sentence in settle(config):
+    config, changes = settle(schema.name, config)
+    for key, value, sentence in changes:
         if key in requested:
-            run.answer(key, get(config, key), sentence)
-        config = replace(config, key, value)
+            run.answer(key, value, sentence)
     run.add_checks(find_problems(schema.name, config))
     for key, why in find_idle(schema.name, config):
         if key in requested:
@@ -104,27 +104,21 @@ class _Composition:
             value = keys.rename_references(written.value, lambda key: new_name(key, tree))
             setting = dataclasses.replace(written, value=value)
             key, origin, owner = setting.key, setting.origin, owner_of(root, setting.key)
+            file, before = (o.split(", written ")[0] for o in (origin, self.origins.get(key, "")))
             if owner is None:
                 others[key] = setting
                 self.values[key] = value
-            elif value is None and self._is_second_name(key, origin):
-                continue
+            elif value is None and file == before != COMMAND_LINE:
+                continue  # the same file already set the key under another name
             elif problem := self._write(owner, setting):
                 self.problems.append(f"{problem} ({origin})")
             else:
                 self.origins[key] = origin
-        refs = {key for s in settings for key in keys.named_keys(s.value)} - {
-            s.key for s in settings
-        }
-        for key in refs:
+        referenced = {key for s in settings for key in keys.named_keys(s.value)}
+        for key in referenced - {s.key for s in settings}:
             if owner_of(root, key) is None and (rule := rule_of(key, tree)):
                 self.values[key] = rule.usual
         return others
-
-    def _is_second_name(self, key: str, origin: str) -> bool:
-        """Returns whether the same file already set the key under another name."""
-        file, before = (o.partition(", written ")[0] for o in (origin, self.origins.get(key, "")))
-        return file == before and file != COMMAND_LINE
 
     def _write(self, owner: str, setting: Setting) -> str | None:
         """Writes one setting to its leaf or block, and returns the problem, if any."""
@@ -199,7 +193,7 @@ class _Composition:
         """Returns the value of a leaf or its replacement from the table; a null in a file becomes the
         default if the field does not accept null."""
         leaf, value = leaves(self.root)[key], self.values[key]
-        for rule in replacements_of(key):
+        for rule in rules_of(key, "values"):
             if rule.has(value):
                 if rule.why and key in self.origins:
                     self.answer(key, value, rule.why)
@@ -216,12 +210,9 @@ def _with(node: JsonValue, names: Sequence[str], setting: Setting) -> JsonObject
     """Returns a copy of a mapping with a setting written at a nested key."""
     name, *rest = names
     new = dict(node) if isinstance(node, dict) else {}
-    if rest:
-        new[name] = _with(new.get(name), rest, setting)
-    elif setting.delete:
-        new.pop(name, None)
-    else:
-        new[name] = setting.value
+    new[name] = _with(new.get(name), rest, setting) if rest else setting.value
+    if setting.delete and not rest:
+        del new[name]
     return new
 
 

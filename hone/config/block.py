@@ -26,7 +26,8 @@ def block(cls: type[B], **changes: Value) -> B:
 
 
 def follows(key: str) -> Value:
-    """Declares a default that is the value of another key (an OmegaConf interpolation)."""
+    """Declares a default that is the value of another key (an OmegaConf interpolation); `.key` is one of
+    the same block."""
     return "${" + key + "}"
 
 
@@ -60,20 +61,14 @@ class Block(Mapping[str, Any]):
         return getattr(self, key) if key in self else default
 
     def __contains__(self, key: object) -> bool:
-        return key in _names(type(self)) or key in vars(self)
+        is_property = isinstance(getattr(type(self), str(key), None), property)
+        return is_property or key in vars(self)
 
     def __iter__(self) -> Iterator[str]:
         return iter(getattr(type(self), "__dataclass_fields__", {}))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
-
-
-@functools.cache
-def _names(cls: type) -> frozenset[str]:
-    """Returns the names of the fields and properties."""
-    properties = {name for name in dir(cls) if isinstance(getattr(cls, name), property)}
-    return frozenset(properties | getattr(cls, "__dataclass_fields__", {}).keys())
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))

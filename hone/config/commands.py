@@ -6,16 +6,16 @@ The command line is wired in `hone.cli`; nothing here prints.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from hone.config import config_to_dict
 from hone.config.apply import Composed, Further, compose_settings
-from hone.config.convert import Value, show_value, to_plain
+from hone.config.convert import show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.keys import blocks, fitting, get, leaves
-from hone.config.sources import Setting, read_config
-from hone.config.states import names, new_name, other_names, replacements_of, rules, translate
+from hone.config.sources import read_config
+from hone.config.states import names, new_name, other_names, rules, rules_of, translate
 from hone.config.trees import TREES, Tree
 
 _TREE_NAMES = "\0"
@@ -24,11 +24,9 @@ _TREE_NAMES = "\0"
 
 def with_origins(composed: Composed, only_set: bool = False) -> str:
     """Formats a configuration as YAML, with the origin of each value and the notes at the end."""
-    lines = list(_tree_lines(composed, only_set))
-    if composed.notes:
-        lines += ["", "# set, but without effect here:"]
-        lines += [f"#   {note}" for note in composed.notes]
-    return "\n".join(lines) + "\n"
+    notes = [f"#   {note}" for note in composed.notes]
+    head = ["", "# set, but without effect here:"] if notes else []
+    return "\n".join([*_tree_lines(composed, only_set), *head, *notes]) + "\n"
 
 
 def as_yaml(composed: Composed, block: str = "") -> str:
@@ -41,6 +39,8 @@ def as_yaml(composed: Composed, block: str = "") -> str:
 
 
 def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
+    import yaml
+
     root: type = type(composed.config)
     before: list[str] = []
     for key, leaf in leaves(root).items():
@@ -54,18 +54,13 @@ def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
             if way[: depth + 1] != before[: depth + 1]:
                 yield f"{'  ' * depth}{part}:"
         before = way
-        text = f"{'  ' * len(way)}{name}: {_yaml_value(to_plain(get(composed.config, key)))}"
+        value = to_plain(get(composed.config, key))
+        written = json.dumps(value) if isinstance(value, str | dict | list) else show_value(value)
+        if isinstance(value, str) and "\n" not in value:
+            written = yaml.safe_dump(value, width=1000, allow_unicode=True).splitlines()[0]
+        text = f"{'  ' * len(way)}{name}: {written}"
         by_default = f"follows {leaf.followed}" if leaf.followed else "default"
         yield f"{text:<52}  # {origin or by_default}"
-
-
-def _yaml_value(value: Value) -> str:
-    if isinstance(value, str) and "\n" not in value:
-        import yaml
-
-        text: str = yaml.safe_dump(value, width=1000, allow_unicode=True)
-        return text.splitlines()[0]
-    return json.dumps(value) if isinstance(value, str | dict | list) else show_value(value)
 
 
 def explain(key: str, tree: str | None = None) -> str:
@@ -109,7 +104,7 @@ def _explain_known(key: str, tree: Tree) -> str | None:
     if leaf := every.get(key):
         lines = [key, f"  {leaf.doc}", ""]
         lines += [f"  takes    {leaf.takes}", f"  default  {leaf.default_in_words}"]
-        replaced = replacements_of(key)
+        replaced = rules_of(key, "values")
         lines += [f"           {show_value(list(r.values))} becomes {r.becomes}" for r in replaced]
         if old := [old for old, new in other_names(tree.name).items() if new == key]:
             lines.append(f"  also     {', '.join(old)}")
@@ -126,13 +121,18 @@ def _explain_known(key: str, tree: Tree) -> str | None:
 def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
     """Composes a YAML file and returns (0, what it sets) or (1, every problem)."""
     file = Path(path).expanduser()
+
+    def known_keys(tree: Tree) -> int:
+        return sum(s.key in leaves(tree.root) for s in translate(settings, [], tree.name))
+
     if file.suffix not in (".yaml", ".yml"):
         return 1, f"{file} is no YAML file\n"
     try:
         schema, settings = read_config(file.stem, [file.parent], [])
         if not file.is_file():
             return 1, f"there is no file {file}\n"
-        tree = TREES[schema] if schema in TREES else _likely_tree(settings)
+        # Otherwise the tree with most of the keys; `ppo_trainer` in a tie.
+        tree = TREES[schema] if schema in TREES else max(TREES.values(), key=known_keys)
         composed = compose_settings(tree, settings, further)
     except ConfigError as error:
         lines = [f"{file}: {len(error.problems)} problem(s)", *(f"- {p}" for p in error.problems)]
@@ -140,12 +140,3 @@ def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
     lines = [f"{file}: fine, a {tree.name} config that sets {len(composed.origins)} keys"]
     lines += [f"- {note}" for note in composed.notes]
     return 0, "\n".join(lines) + "\n"
-
-
-def _likely_tree(settings: Sequence[Setting]) -> Tree:
-    """Returns the tree with most of the settings' keys; `ppo_trainer` in a tie."""
-
-    def keys_of(tree: Tree) -> int:
-        return sum(s.key in leaves(tree.root) for s in translate(settings, [], tree.name))
-
-    return max(TREES.values(), key=keys_of)

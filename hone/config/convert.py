@@ -1,4 +1,4 @@
-"""Converts values to type hints, formats values and hints as text, and reads the tables of this folder.
+"""Converts values to type hints, formats values and hints as text, and reads the table of rules.
 
 OmegaConf's structured configs support no union of a list and a string, and do not report origins.
 """
@@ -137,23 +137,17 @@ def scalars(text: str) -> tuple[JsonValue, ...]:
 
 
 @functools.cache
-def read_table(file: str) -> dict[str, list[list[str]]]:
-    """Returns the cells of every row of a table, by section."""
+def read_table() -> dict[str, list[list[str]]]:
+    """Returns the cells of every row of `rules.txt`, by section."""
     sections: dict[str, list[list[str]]] = {}
-    for line in files("hone.config").joinpath(file).read_text("utf-8").splitlines():
+    for line in files("hone.config").joinpath("rules.txt").read_text("utf-8").splitlines():
         if line.startswith("["):
             rows = sections.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
-            rows += ([cell.strip() for cell in re.split(r" \|(?= |$)", row)] for row in _each(line))
+            each = _EACH.search(line) or ("<>", "<>")  # a row per word of `<a,b>`, also for `<>`
+            lines = (line.replace(each[0], word).replace("<>", word) for word in each[1].split(","))
+            rows += ([cell.strip() for cell in re.split(r" \|(?= |$)", text)] for text in lines)
     return sections
-
-
-def _each(line: str) -> list[str]:
-    """Returns a line once per word of its `<a,b>`; the word also replaces `<>`."""
-    words = _EACH.search(line)
-    if words is None:
-        return [line]
-    return [line.replace(words[0], word).replace("<>", word) for word in words[1].split(",")]
 
 
 def pairs(text: str) -> dict[str, JsonValue]:

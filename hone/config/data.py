@@ -1,7 +1,4 @@
-"""Config of the data: files, columns, lengths, batches, order.
-
-The loader is `hone.data`; lengths here are in tokens, batch sizes in prompts.
-"""
+"""Config of the data that `hone.data` loads; lengths are in tokens, batch sizes in prompts."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ One table per block with the keys that work; an appendix with the neutral and re
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from hone.config import Composed, PPOTrainerConfig
 from hone.config.commands import as_yaml
 from hone.config.convert import show_value
-from hone.config.keys import Leaf, blocks, leaves
+from hone.config.keys import blocks, leaves
 from hone.config.states import Rule, other_names, rules
 from hone.config.trees import TREES, Tree
 
@@ -34,30 +34,22 @@ takes the value that was written.
 """
 
 
-def document() -> str:
-    """Returns the whole page."""
-    return "\n".join(_page())
-
-
 def rollout_yaml() -> str:
     """Returns the rollout's defaults, with references, for code that reads verl's YAML file."""
     return as_yaml(Composed(PPOTrainerConfig(), {}), "actor_rollout_ref.rollout")
 
 
-def _page() -> Iterator[str]:
-    yield _START
+def document() -> str:
+    """Returns the whole page."""
     trees = TREES.values()
     counts = ((f"[`{t.name}`](#{t.name})", str(len(leaves(t.root))), t.purpose) for t in trees)
-    yield _table("tree | keys | for", counts)
-    for tree in trees:
-        yield from _tree(tree)
-    yield _APPENDIX
-    states = map(_state, rules("refused", "neutral"))
-    yield _table("key | state | values without a word | why, or what to use", states)
-    replaced = ((f"`{r.pattern}`", _values(r), f"`{r.becomes}`", r.why) for r in rules("values"))
-    yield _table("key | written | becomes | note", replaced)
+    parts = [_START, _table("tree | keys | for", counts), *map(_tree, trees), _APPENDIX]
+    states = ((_key(r), r.state, _values(r), r.why) for r in rules("refused", "neutral"))
+    parts += [_table("key | state | values without a word | why, or what to use", states)]
+    replaced = ((_key(r), _values(r), f"`{r.becomes}`", r.why) for r in rules("values"))
+    parts += [_table("key | written | becomes | note", replaced)]
     names = ((name, f"`{old}`", new) for name in TREES for old, new in other_names(name).items())
-    yield _table("tree | written | means", names)
+    return "\n".join([*parts, _table("tree | written | means", names)])
 
 
 def _table(heading: str, rows: Iterable[tuple[str, ...]]) -> str:
@@ -69,30 +61,26 @@ def _table(heading: str, rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tree(tree: Tree) -> Iterator[str]:
-    yield f"## {tree.name}\n\n{tree.purpose[0].upper()}{tree.purpose[1:]}.\n"
-    by_block: dict[str, list[Leaf]] = {}
+def _tree(tree: Tree) -> str:
+    parts = [f"## {tree.name}\n\n{tree.purpose[0].upper()}{tree.purpose[1:]}.\n"]
+    by_block: dict[str, list[tuple[str, ...]]] = {}
     for leaf in leaves(tree.root).values():
-        by_block.setdefault(leaf.key.rpartition(".")[0], []).append(leaf)
-    for name, inside in by_block.items():
-        doc = f"\n{blocks(tree.root)[name].__doc__}\n" if name else ""
-        yield f"### {tree.name}: {name or 'root'}\n{doc}"
-        yield _table("key | takes | default | what it does", map(_row, inside))
+        block, _, name = leaf.key.rpartition(".")
+        row = (f"`{name}`", leaf.takes, f"`{leaf.default_in_words}`", leaf.doc)
+        by_block.setdefault(block, []).append(row)
+    for block, rows in by_block.items():
+        doc = f"\n{blocks(tree.root)[block].__doc__}\n" if block else ""
+        parts += [f"### {tree.name}: {block or 'root'}\n{doc}"]
+        parts += [_table("key | takes | default | what it does", rows)]
+    return "\n".join(parts)
 
 
-def _row(leaf: Leaf) -> tuple[str, ...]:
-    name = leaf.key.rpartition(".")[2]
-    return f"`{name}`", leaf.takes, f"`{leaf.default_in_words}`", leaf.doc
-
-
-def _state(rule: Rule) -> tuple[str, ...]:
-    tree = "" if rule.tree == "*" else f"{rule.tree}: "
-    values = "" if "any" in rule.values else _values(rule)
-    return f"{tree}`{rule.pattern}`", rule.state, values, rule.why
+def _key(rule: Rule) -> str:
+    return ("" if rule.tree == "*" else f"{rule.tree}: ") + f"`{rule.pattern}`"
 
 
 def _values(rule: Rule) -> str:
-    return ", ".join(f"`{show_value(value)}`" for value in rule.values)
+    return ", ".join(f"`{show_value(value)}`" for value in rule.values if value != "any")
 
 
 if __name__ == "__main__":

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 from hone.config.block import SchemaBlock, at_most, block, follows
 from hone.config.ranges import Count, NotNegative, Positive, Share
 from hone.types import Settings
 
-LossAggMode = Literal[
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "token-sum",
-]
+SeqMean = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal["token-mean", SeqMean, "token-sum"]
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+ULYSSES = "fsdp_config.ulysses_sequence_parallel_size"
+_SPLITS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+PARALLEL = ("sequence_parallel", *(f"{name}_parallel_size" for name in _SPLITS))
+"""The layout of a model under Megatron."""
+
+B = TypeVar("B")
+
+
+def as_the_actor(cls: type[B], name: str, *keys: str) -> B:
+    """Declares a block with keys that follow those of the actor's block of that name."""
+    return block(cls, **{key: follows(f"{ACTOR}.{name}.{key}") for key in keys})
 
 
 class OptimConfig(SchemaBlock):
@@ -108,31 +115,14 @@ class MegatronConfig(SchemaBlock):
         """Returns the sizes whose product does not divide the ranks; empty if there are none."""
         stages = self.pipeline_model_parallel_size
         tensor, experts = self.tensor_model_parallel_size, self.expert_model_parallel_size
-        if ranks % (tensor * stages):
-            sizes = (
-                f"tensor_model_parallel_size={tensor} times pipeline_model_parallel_size={stages}"
-            )
-        elif ranks % (experts * self.expert_tensor_ranks * stages):
-            sizes = (
-                f"expert_model_parallel_size={experts} times expert_tensor_parallel_size="
-                f"{self.expert_tensor_ranks} times pipeline_model_parallel_size={stages}"
-            )
-        else:
-            return ""
+        sizes = f"tensor_model_parallel_size={tensor}"
+        if ranks % (tensor * stages) == 0:
+            if ranks % (experts * self.expert_tensor_ranks * stages) == 0:
+                return ""
+            sizes = f"expert_model_parallel_size={experts} times "
+            sizes += f"expert_tensor_parallel_size={self.expert_tensor_ranks}"
+        sizes += f" times pipeline_model_parallel_size={stages}"
         return f"{sizes} does not divide {ranks} ranks; use sizes whose product does"
-
-
-ACTORS_LAYOUT = {
-    name: follows(f"actor_rollout_ref.actor.megatron.{name}")
-    for name in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "sequence_parallel",
-    )
-}
-"""The defaults of reference and critic, whose process may be the actor's."""
 
 
 class SFTEngineConfig(FSDPConfig):
@@ -185,8 +175,7 @@ class UpdateConfig(MicroBatches):
     """Settings shared by the updates of policy and critic."""
 
     strategy: str = "fsdp2"
-    """Training engine: fsdp or fsdp2 (both use FSDP2 beyond one rank), megatron, or pkg.mod:Class for a
-    custom one."""
+    """Training engine: fsdp or fsdp2 (both are FSDP2 beyond one rank), megatron, or pkg.mod:Class."""
     rollout_n: int = follows("actor_rollout_ref.rollout.n")
     """Responses per prompt; follows the rollout."""
     ppo_mini_batch_size: Count = at_most(256, "data.train_batch_size")
@@ -210,6 +199,8 @@ class UpdateConfig(MicroBatches):
     loss_scale_factor: Positive | None = None
     """Divisor of `seq-mean-token-sum-norm`; null is the maximum response length."""
     optim: OptimConfig = block(OptimConfig)
+    grad_clip: Positive = follows(".optim.clip_grad")
+    """Maximum gradient norm; follows the optimizer block."""
     checkpoint: CheckpointConfig = block(CheckpointConfig)
     profiler: ProfilerConfig = block(ProfilerConfig)
 
@@ -226,9 +217,7 @@ class LogProbConfig(MicroBatches):
     """Log-probs: sequences in one forward over all ranks; prefer `log_prob_micro_batch_size_per_gpu`."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
     """Log-probs: sequences in one forward on one rank; null forms micro-batches by token budget."""
-    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    log_prob_use_dynamic_bsz: bool = follows(f"{ACTOR}.use_dynamic_bsz")
     """Log-probs: form micro-batches by token budget; follows the actor."""
-    log_prob_max_token_len_per_gpu: Count = follows(
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    )
+    log_prob_max_token_len_per_gpu: Count = follows(f"{ACTOR}.ppo_max_token_len_per_gpu")
     """Log-probs: token budget of one forward on one rank; follows the actor."""

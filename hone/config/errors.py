@@ -1,7 +1,4 @@
-"""The error class of hone.config, and the suggestions in its messages.
-
-A message states the key, the value, its origin, and a value that would work.
-"""
+"""ConfigError, which states the key, its value and origin, and a value that works; suggestions for it."""
 
 from __future__ import annotations
 

@@ -7,26 +7,31 @@ references; resolving them here instead of with OmegaConf makes loading ten time
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import itertools
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hone.config.block import Block
 from hone.config.convert import Hint, Value, describe_type, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.ranges import Range
-from hone.types import JsonObject, JsonValue
+from hone.types import JsonObject, JsonValue, Row, Settings
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 B = TypeVar("B", bound=Block)
+T = TypeVar("T")
 
-_MOST_SUGGESTED = 4
 PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 BOUND = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
 _REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
@@ -81,7 +86,10 @@ def _walk(cls: type, instance: Value, prefix: str) -> Iterator[Leaf]:
             continue
         parts = (extras[name], *typing.get_args(extras[name]))
         bounds = next((b for part in parts for b in getattr(part, "__metadata__", ())), None)
-        yield Leaf(key, hint, to_plain(value), bounds, _field_doc(cls, name))
+        default = to_plain(value)
+        if isinstance(default, str) and default.startswith("${."):  # relative to this block
+            default = "${" + prefix + default.removeprefix("${.")
+        yield Leaf(key, hint, default, bounds, _field_doc(cls, name))
 
 
 @functools.cache
@@ -110,7 +118,7 @@ def _field_doc(cls: type, name: str) -> str:
     """Returns the docstring under a field in the schema class or in the parent that declares it."""
     owners = [owner for owner in cls.__mro__ if owner.__module__.startswith("hone.")]
     docs = (_module_docs(owner.__module__).get((owner.__name__, name)) for owner in owners)
-    return next((doc for doc in docs if doc), "")
+    return next(filter(None, docs), "")
 
 
 @functools.cache
@@ -118,12 +126,10 @@ def _module_docs(module: str) -> dict[tuple[str, str], str]:
     """Returns the docstring under each field of the module's classes, by class and name."""
     docs: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for field, after in itertools.pairwise(node.body):
+        for field, after in itertools.pairwise(getattr(node, "body", ())):
             if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
                 text = inspect.cleandoc(ast.literal_eval(after.value))
-                docs[node.name, ast.unparse(field.target)] = text
+                docs[node.name, ast.unparse(field.target)] = text  # type: ignore[attr-defined]
     return docs
 
 
@@ -178,7 +184,7 @@ def keys_meant(root: type, key: str, is_last: bool = True) -> list[str]:
         same = [k for k in every if k.rpartition(".")[2] == name]
         inside = [k for k in same if k.startswith(key.split(".")[0] + ".")]
         meant = inside or (same if len(same) == 1 else [])
-    return meant if len(meant) <= _MOST_SUGGESTED else []
+    return meant if len(meant) <= 4 else []
 
 
 def fitting(short: str, keys: Iterable[str]) -> list[str]:
@@ -187,6 +193,46 @@ def fitting(short: str, keys: Iterable[str]) -> list[str]:
     *words, last = short.split(".")
     ways = ((key, key.split(".")) for key in keys)
     return [key for key, way in ways if way[-1] == last and set(words) <= set(way[:-1])]
+
+
+def omega_conf_to_dataclass(
+    config: DictConfig | Settings | T | None, dataclass_type: type[T] | None = None
+) -> T | None:
+    """Makes a dataclass of the given type or of the type named by `_target_`, as verl does for one block."""
+    if dataclasses.is_dataclass(config):
+        return config
+    block: T | None = _made(dataclass_type, plain_containers(config or {}))  # type: ignore[arg-type]
+    return block
+
+
+def plain_containers(config: DictConfig | Settings) -> Row:
+    """Converts a config to nested dicts and lists, with references resolved."""
+    from omegaconf import OmegaConf
+
+    made = config if OmegaConf.is_config(config) else OmegaConf.create(dict(config))
+    tree: Value = OmegaConf.to_container(made, resolve=True)
+    return {str(key): value for key, value in tree.items()}
+
+
+def _made(cls: Value, tree: Settings) -> Value:
+    """Makes a block of a class or of the one that `_target_` names (verl's paths are mapped to ours);
+    returns None without a class."""
+    module, _, name = re.sub(r"^verl(?=\.)", "hone", str(tree.get("_target_") or "")).rpartition(
+        "."
+    )
+    if cls is None and not module:
+        return None
+    cls = cls or getattr(importlib.import_module(module), name)
+    values = {key: value for key, value in tree.items() if key != "_target_"}
+    fields = {field.name for field in dataclasses.fields(cls)}
+    for key, value in values.items():
+        if key not in fields:
+            hint = did_you_mean(nearest(key, fields))
+            raise TypeError(f"{cls.__name__} has no field {key!r}.{hint}")
+        if isinstance(value, Mapping):
+            block = _made(block_type(hints(cls)[key]), value)
+            values[key] = value if block is None else block
+    return cls(**values)
 
 
 class _NotPlain(Exception):
@@ -203,10 +249,9 @@ def resolve(values: JsonObject) -> JsonObject:
 
 def value_in(default: Value, values: JsonObject) -> Value:
     """Resolves a default of the schema against the values of other keys."""
-    try:
+    with contextlib.suppress(_NotPlain):
         return _resolved(default, values)
-    except _NotPlain:
-        return default
+    return default
 
 
 def _resolved(value: Value, values: JsonObject, depth: int = 0) -> Value:
@@ -266,10 +311,8 @@ def by_omegaconf(values: JsonObject) -> JsonObject:
         where = f" (in {error.full_key})" if getattr(error, "full_key", None) else ""
         reason = str(error).splitlines()[0]
         raise ConfigError(f"a reference does not resolve: {reason}{where}") from None
-    return {key: _at(plain, key.split(".")) for key in values}
 
+    def inner(tree: Value, name: str) -> Value:
+        return tree.get(name) if isinstance(tree, dict) else None
 
-def _at(tree: Value, names: list[str]) -> Value:
-    for name in names:
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
+    return {key: functools.reduce(inner, key.split("."), plain) for key in values}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
-from hone.config.engine import FSDPConfig, MicroBatches, OptimConfig, ProfilerConfig
+from hone.config.data import CustomClassConfig
+from hone.config.engine import MODEL, ULYSSES, FSDPConfig, MicroBatches, OptimConfig, ProfilerConfig
 from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
 from hone.types import Settings
 
@@ -21,15 +22,6 @@ class CustomRewardFunctionConfig(SchemaBlock):
     """Additional keyword arguments of the function."""
 
 
-class RewardManagerModuleConfig(SchemaBlock):
-    """A custom manager class."""
-
-    path: str | None = None
-    """File or module of the class."""
-    name: str = "custom_reward_manager"
-    """Name of the class."""
-
-
 class RewardManagerConfig(SchemaBlock):
     """The manager that converts scores to token rewards."""
 
@@ -37,7 +29,7 @@ class RewardManagerConfig(SchemaBlock):
     """register looks `name` up in the table; importlib loads `module`."""
     name: str = follows("reward_model.reward_manager")
     """naive, batch, prime, dapo, blank, or a registered name."""
-    module: RewardManagerModuleConfig = block(RewardManagerModuleConfig)
+    module: CustomClassConfig = block(CustomClassConfig, name="custom_reward_manager")
 
 
 class SandboxConfig(SchemaBlock):
@@ -109,9 +101,7 @@ class RewardModelModelConfig(SchemaBlock):
     """PRIME: weight β of the log-ratio."""
     loss_type: Literal["ce", "dpo"] = "ce"
     """PRIME: cross-entropy with the outcome, or DPO against the mean of a group's other outcomes."""
-    enable_gradient_checkpointing: bool = follows(
-        "actor_rollout_ref.model.enable_gradient_checkpointing"
-    )
+    enable_gradient_checkpointing: bool = follows(f"{MODEL}.enable_gradient_checkpointing")
     """PRIME: recompute activations in the backward pass; follows the actor."""
     optim: OptimConfig = block(OptimConfig, weight_decay=0.0, clip_grad=10.0)
 
@@ -170,8 +160,7 @@ class RewardModelConfig(MicroBatches):
     enable: bool = False
     """Score with a reward model."""
     type: Literal["orm", "prm", "prime", "judge"] = "orm"
-    """orm scores a whole response; prm scores each step; prime trains a model that scores each token; judge
-    is a language model that writes a grade."""
+    """orm scores responses; prm steps; prime trains a model that scores tokens; judge writes a grade."""
     route_by_style: bool | None = None
     """Score a row by the rule or the reward model alone, as its `reward_model.style` says; null does so if
     a row has style model. Otherwise rows of other styles get both scores."""
@@ -194,9 +183,7 @@ class RewardModelConfig(MicroBatches):
     """Form micro-batches by token budget; follows the critic."""
     forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
     """Token budget of one forward on one rank; follows the critic."""
-    ulysses_sequence_parallel_size: Count = follows(
-        "reward_model.model.fsdp_config.ulysses_sequence_parallel_size"
-    )
+    ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES}")
     """Ranks that split each sequence, for the types prm and prime; the token budget grows by this factor."""
     reward_manager: str = "naive"
     """naive, batch, prime, dapo, blank, or a registered name."""
@@ -215,8 +202,7 @@ class RewardModelConfig(MicroBatches):
     split_step_char: str = "\n\n"
     """Process rewards: a token whose text ends with this string ends a step."""
     step_separator: str = "\n"
-    """Process rewards: the single token that marks the end of a step for the reward model; for a causal
-    model its text may be several tokens, and the step is scored at the last one that is no blank."""
+    """Process rewards: the token after each step, where it is scored; a causal model may have several."""
     step_labels: tuple[str, str] | None = None
     """Process rewards by a causal language model, as Math-Shepherd's: the tokens of a good and of a bad step,
     such as [+,-], whose logits after `step_separator` (there ки) are compared. null is a token classifier."""

@@ -1,14 +1,11 @@
-"""Config of the rollout: engine, sampling, turns and tools, validation sampling.
-
-The built-in engine `native` decodes with the actor's parameters; server settings of others are neutral.
-"""
+"""Config of the rollout: engine, sampling, turns and tools, validation sampling."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
-from hone.config.engine import LogProbConfig, ProfilerConfig
+from hone.config.engine import LogProbConfig, ProfilerConfig, as_the_actor
 from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, PositiveShare, Share, TopK
 from hone.types import Settings
 
@@ -127,8 +124,7 @@ class ServerConfig(SchemaBlock):
     api_key_env: str | None = None
     """Environment variable with the servers' API key."""
     weights: Literal["disk", "tensor", "distributed"] = "disk"
-    """Transfer of new weights: disk writes files to `weights_folder`, tensor sends them in the request (CUDA
-    IPC on a GPU), distributed broadcasts them in a process group (SGLang only)."""
+    """New weights go as files in `weights_folder`, in the request (CUDA IPC), or by broadcast (SGLang)."""
     weights_folder: str | None = None
     """Folder that trainer and servers share; null is a folder in the machine's shared memory."""
     keep_weights: bool = True
@@ -138,8 +134,7 @@ class ServerConfig(SchemaBlock):
     max_attempts: Count = 3
     """Streams in a row that may break off without a new token before a request fails."""
     max_start_wait_time: Positive = 300.0
-    """Seconds until a server must be healthy, at the start and after it was lost, and until the first token
-    of a request, which may wait in the server's queue."""
+    """Seconds until a server must be healthy, at the start or when lost, and until a first token."""
 
 
 class SGLangConfig(SchemaBlock):
@@ -159,8 +154,7 @@ class VLLMConfig(SchemaBlock):
     stall_timeout_s: Positive = 600.0
     """Seconds until a decode step or a weight update must have ended; then vLLM is started again."""
     weights: Literal["auto", "distributed"] = "auto"
-    """Transfer of new weights to vLLM's workers: auto shares memory (CUDA IPC on a GPU) with workers that are
-    all on this machine; distributed shares it with the first, which broadcasts to the others (gloo, NCCL)."""
+    """New weights: auto shares memory with workers on this machine; distributed also broadcasts to others."""
 
 
 class EngineKwargs(SchemaBlock):
@@ -193,8 +187,7 @@ class RolloutEngineConfig(SamplingConfig):
     """The rollout engine and its sampling."""
 
     name: str = "native"
-    """Engine: native decodes with the actor's parameters, vllm and sglang are other processes
-    (docs/engines.md), hf is slow, pkg.mod:Class is a custom one."""
+    """Engine: native (the actor's parameters), vllm or sglang (docs/engines.md), hf, or pkg.mod:Class."""
     prompt_length: Count = 1536
     """Maximum prompt length in tokens."""
     response_length: Count = 512
@@ -257,12 +250,8 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     """Nodes of a separate rollout pool; 0 shares the trainer's."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
     """Devices per node of that pool."""
-    profiler: ProfilerConfig = block(
-        ProfilerConfig,
-        **{
-            name: follows(f"actor_rollout_ref.actor.profiler.{name}")
-            for name in ("enable", "all_ranks", "ranks")
-        },
+    profiler: ProfilerConfig = as_the_actor(
+        ProfilerConfig, "profiler", "enable", "all_ranks", "ranks"
     )
 
     @property

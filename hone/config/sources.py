@@ -26,7 +26,7 @@ COMMAND_LINE = "command line"
 MISSING = "???"
 """OmegaConf's marker of a mandatory value; the schema's default is used instead."""
 
-_TABLE = read_table("other_keys.txt")
+_TABLE = read_table()
 GROUPS: dict[str, list[str]] = {group: options.split() for group, options in _TABLE["groups"]}
 """verl's groups and their options."""
 _CONFIGS = {name: row for names, *row in _TABLE["configs"] for name in names.split()}

@@ -1,8 +1,7 @@
-"""Handles verl's keys and values without a field in our schema, listed in the table `other_keys.txt`.
+"""Handles verl's keys and values without a field in our schema, listed in the table `rules.txt`.
 
-A key of the table is refused, neutral (it has no effect; a note is printed if its value requests another
-behaviour), rewritten or renamed; some values are computed here. To support a key, delete its row and add
-the field.
+A key is refused, neutral (it has no effect; a note is printed if its value requests another behaviour),
+rewritten or renamed; some values are computed here. To support a key, delete its row and add the field.
 """
 
 from __future__ import annotations
@@ -14,14 +13,17 @@ from dataclasses import dataclass, fields, replace
 
 from hone.config.convert import Value, pairs, read_table, same, scalars, show_value
 from hone.config.errors import nearest
+from hone.config.keys import leaves
 from hone.config.reward import RewardKwargs
 from hone.config.sources import Setting
+from hone.config.trees import TREES
 from hone.types import JsonObject, JsonValue
 
 OFF = (None, False, 0, -1, "", "none", "None", "disabled", "???")
 ABSENT = object()
 """The value of an unset key in a condition."""
 _TERM = re.compile(r"(!?)([\w.]+)(?:(!=|<=|=|>)(.+))?")
+_VALUE = re.compile(r"\{([\w.]+)\}")
 _CELLS = {
     **dict.fromkeys(("refused", "neutral"), ("values", "why")),
     "values": ("values", "becomes", "why"),
@@ -56,11 +58,6 @@ class Rule:
         """The value of a reference to an unset key."""
         return next((v for v in self.values if v not in ("off", "any")), None)
 
-    @property
-    def settings(self) -> dict[str, JsonValue]:
-        """The settings that replace the key; `*` is the given value."""
-        return pairs(self.becomes)
-
     def __str__(self) -> str:
         where = f" where {self.where}" if self.where else ""
         return f"{', '.join(map(show_value, self.values))}{where} is {self.becomes or 'without effect'}"
@@ -78,7 +75,7 @@ def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     count = type(value) is int and value >= 1
     many = {"any": True, "off": is_off(value), "number": number, "count": count}
-    many["count_or_zero"] = type(value) is int and value >= 0
+    many["count_or_zero"] = count or (type(value) is int and value == 0)
     return any(many.get(str(word)) or same(value, word) for word in words)
 
 
@@ -88,7 +85,7 @@ def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
     table: list[Rule] = []
     for state in states:
         everywhere = "ppo_trainer" if state in ("rewritten", "renamed") else "*"
-        for patterns, *texts in read_table("other_keys.txt")[state]:
+        for patterns, *texts in read_table()[state]:
             cells = dict(zip(_CELLS[state], texts, strict=True))
             values = scalars(cells.pop("values", ""))
             for word in patterns.split():
@@ -123,28 +120,26 @@ def new_name(key: str, tree: str) -> str:
 
 
 @functools.cache
+def rules_of(key: str, *states: str, tree: str = "") -> list[Rule]:
+    """Returns the rows of some sections that apply to a key."""
+    return [rule for rule in rules(*states, tree=tree) if names(rule.pattern, key)]
+
+
 def rule_of(key: str, tree: str) -> Rule | None:
     """Returns the row that applies to a key without a field, or None."""
-    return next((r for r in rules("refused", "neutral", tree=tree) if names(r.pattern, key)), None)
-
-
-@functools.cache
-def replacements_of(key: str) -> list[Rule]:
-    """Returns the rows that replace values of a key."""
-    return [rule for rule in rules("values") if names(rule.pattern, key)]
+    return next(iter(rules_of(key, "refused", "neutral", tree=tree)), None)
 
 
 def topics(answers: Iterable[tuple[str, str]], one: str = "", many: str = "") -> list[str]:
-    """Returns one line per sentence, with its first keys and the number of further ones."""
-    shown = 3
+    """Returns one line per sentence, with its first three keys and the number of further ones."""
     by_sentence: dict[str, list[str]] = {}
     for written, sentence in answers:
         by_sentence.setdefault(sentence, []).append(written)
     lines = []
     for sentence, keys in by_sentence.items():
-        more = f" and {len(keys) - shown} more" if len(keys) > shown else ""
+        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
         verb = one if len(keys) == 1 else many
-        lines.append(f"{', '.join(keys[:shown])}{more}{verb}: {sentence}")
+        lines.append(f"{', '.join(keys[:3])}{more}{verb}: {sentence}")
     return lines
 
 
@@ -153,6 +148,7 @@ Values = Mapping[str, JsonValue]
 
 
 def _least_rate(key: str, value: JsonValue, values: Values) -> JsonObject:
+    """optim.min_lr_ratio, as a share of optim.lr"""
     block = key.rpartition(".")[0]
     peak = values.get(f"{block}.lr")
     if not (isinstance(value, float) and isinstance(peak, float) and peak > 0):
@@ -161,16 +157,16 @@ def _least_rate(key: str, value: JsonValue, values: Values) -> JsonObject:
 
 
 def _lower_bound(key: str, low: JsonValue, values: Values) -> JsonObject:
-    """Joins both bounds of verl 0.6's rejection as `lower_upper`; by default one is the other's inverse."""
+    """the lower bound of algorithm.rollout_correction.rollout_rs_threshold, as lower_upper"""
     upper = key.removesuffix("_lower")
     if not isinstance(low, float | int) or not low:
         return {}
-    high = values.get(upper)
+    high = values.get(upper)  # by default the inverse of the lower bound
     return {upper: f"{low:g}_{high if isinstance(high, float | int) else 1 / low:g}"}
 
 
 def _manager_extras(key: str, value: JsonValue, values: Values) -> JsonObject:
-    """Passes a key unknown to the built-in managers to a custom manager."""
+    """reward_model.reward_kwargs.extra.**, where the managers have no such key"""
     block, keys = "reward_model.reward_kwargs", {field.name for field in fields(RewardKwargs)}
     rest = key.removeprefix(block + ".")
     name = rest.split(".")[0]
@@ -179,20 +175,13 @@ def _manager_extras(key: str, value: JsonValue, values: Values) -> JsonObject:
     return {f"{block}.extra.{rest}": value}
 
 
-COMPUTED: dict[str, tuple[Callable[[str, JsonValue, Values], JsonObject], str]] = {
-    "!algorithm.rollout_correction.rollout_rs_threshold_lower": (
-        _lower_bound,
-        "the lower bound of algorithm.rollout_correction.rollout_rs_threshold, as lower_upper",
-    ),
-    "**.optim.min_lr": (_least_rate, "optim.min_lr_ratio, as a share of optim.lr"),
-    "**.optim.lr_min": (_least_rate, "optim.min_lr_ratio, as a share of optim.lr"),
-    "reward_model.reward_kwargs.**": (
-        _manager_extras,
-        "reward_model.reward_kwargs.extra.**, where the managers have no such key",
-    ),
+COMPUTED: dict[str, Callable[[str, JsonValue, Values], JsonObject]] = {
+    "!algorithm.rollout_correction.rollout_rs_threshold_lower": _lower_bound,
+    **dict.fromkeys(("**.optim.min_lr", "**.optim.lr_min"), _least_rate),
+    "reward_model.reward_kwargs.**": _manager_extras,
 }
-"""Keys whose settings are computed; a pattern that begins with `**` applies to every tree.
-A `!` marks a key that takes precedence over later settings, here and in the table."""
+"""Keys whose settings are computed; the docstring is the meaning in the documentation. A pattern that
+begins with `**` applies to every tree; `!`, also in the table, marks a key that outranks later ones."""
 
 
 def _moved(setting: Setting, key: str, value: JsonValue) -> Setting:
@@ -222,25 +211,30 @@ def _new_settings(
     key: str, value: JsonValue, values: Values, tree: str
 ) -> tuple[str, JsonObject | str]:
     """Returns the pattern that matches a key, and the settings that replace it or the values it accepts."""
-    for pattern, (compute, _) in COMPUTED.items():
+    for pattern, compute in COMPUTED.items():
         if (tree == "ppo_trainer" or pattern[0] == "*") and names(pattern.lstrip("!"), key):
             return pattern, compute(key, value, values)
     rows = [rule for rule in rules("rewritten", tree=tree) if rule.pattern.lstrip("!") == key]
     for rule in rows:
         if rule.has(value) and holds(rule.where, lambda name: values.get(name, ABSENT)):
-            one_more = value + 1 if isinstance(value, int) else value
-            stands = {"*": value, "*+1": one_more}
-            return rule.pattern, {k: stands.get(str(v), v) for k, v in rule.settings.items()}
-    if rows and value is not None and value is not False:
-        return "", "takes an integer" if str(rows[0].values[0]).startswith(
-            "count"
-        ) else "takes true or false"
-    return "", {} if rows else {key: value}
+            stands = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
+            return rule.pattern, {k: stands.get(str(v), v) for k, v in pairs(rule.becomes).items()}
+    if not rows or key in leaves(TREES[tree].root):
+        return "", {key: value}
+    if value is not None and value is not False:
+        takes_count = str(rows[0].values[0]).startswith("count")
+        return "", "takes an integer" if takes_count else "takes true or false"
+    return "", {}
+
+
+def filled(text: str, read: Callable[[str], Value]) -> str:
+    """Replaces each `{key}` by its value."""
+    return _VALUE.sub(lambda match: show_value(read(match[1])), text)
 
 
 def holds(condition: str, read: Callable[[str], Value]) -> bool:
     """Returns whether all terms hold: `key` is set, `!key` is not, `key=a,b`, `key!=a`, `key<=1`, `key>1`."""
-    for term in filter(None, condition.split(" and ")):
+    for term in filter(None, filled(condition, read).split(" and ")):
         match = _TERM.fullmatch(term)
         assert match is not None, term
         value, sign = read(match[2]), match[3]
@@ -257,11 +251,10 @@ def holds(condition: str, read: Callable[[str], Value]) -> bool:
 
 def other_names(tree: str) -> dict[str, str]:
     """Returns every alternative name of a tree's keys, with its meaning."""
-    meanings = {rule.pattern: rule.becomes for rule in rules("renamed", tree=tree)}
-    rows: dict[str, list[Rule]] = {}
+    meanings = {rule.pattern: [rule.becomes] for rule in rules("renamed", tree=tree)}
     for rule in rules("rewritten", tree=tree):
         if rule.becomes != f"{(old := rule.pattern.lstrip('!'))}=*":
-            rows.setdefault(old, []).append(rule)
-    meanings |= {old: "; ".join(map(str, inside)) for old, inside in rows.items()}
-    computed = {pattern.lstrip("!"): meaning for pattern, (_, meaning) in COMPUTED.items()}
-    return meanings | (computed if tree == "ppo_trainer" else {})
+            meanings.setdefault(old, []).append(str(rule))
+    if tree == "ppo_trainer":
+        meanings |= {key.lstrip("!"): [str(find.__doc__)] for key, find in COMPUTED.items()}
+    return {old: "; ".join(texts) for old, texts in meanings.items()}

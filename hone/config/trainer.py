@@ -47,8 +47,7 @@ class TrainingRunConfig(RunConfig):
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Run folder for config, metrics, rollouts and checkpoints."""
     default_hdfs_dir: str | None = None
-    """Folder in a remote store (`s3://…`, `hdfs://…`, any of fsspec) for copies of checkpoints, config and
-    metrics; a run resumes from there if its own folder has none or older ones."""
+    """Remote folder (`s3://…`, `hdfs://…`) for copies of checkpoints, config, metrics, and to resume from."""
     total_epochs: Count = 30
     """Passes over the training data."""
     total_training_steps: Count | None = None
@@ -137,8 +136,7 @@ class TrainerConfig(TrainingRunConfig):
     liveness_deadline_s: Positive = 20.0
     """Seconds until a stopped worker process, or an unresponsive Ray node or control plane, ends the run."""
     max_restarts: CountOrZero = 0
-    """Times that the run restarts by itself when a worker, a node or Ray is lost: from its last checkpoint,
-    on as many of the nodes as are left and divide the batch."""
+    """Restarts from the last checkpoint, on the nodes that are left, when a worker, a node or Ray is lost."""
     phase_deadline_floor_s: Positive = 7200.0
     """Seconds that any phase (a worker call, the agent loops of a batch) may take before the run stops."""
     phase_deadline_factor: OneOrMore = 10.0

@@ -1,14 +1,98 @@
-"""The config trees by name; a new tree is one more entry."""
+"""The config trees by name, and the root of `ppo_trainer`; a new tree is one more entry of `TREES`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hone.config.evaluation import EvaluationConfig
-from hone.config.generation import GenerationConfig
-from hone.config.reward_training import PRMConfig, RMConfig
-from hone.config.schema import PPOTrainerConfig
-from hone.config.sft import SFTConfig
+from hone.config.actor import ActorConfig, CriticConfig, RefConfig
+from hone.config.algorithm import AlgorithmConfig, CurriculumFilterConfig
+from hone.config.block import SchemaBlock, block, follows
+from hone.config.data import DataConfig
+from hone.config.generation import EvaluationConfig, GenerationConfig
+from hone.config.model import ModelConfig
+from hone.config.ranges import Count
+from hone.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
+from hone.config.rollout import RetrieverConfig, RolloutConfig
+from hone.config.sft import PRMConfig, RMConfig, SFTConfig
+from hone.config.trainer import GlobalProfilerConfig, RayKwargs, RunTree, TrainerConfig
+
+_SHARED = "ppo_mini_batch_size use_dynamic_bsz ppo_epochs shuffle loss_agg_mode loss_scale_factor"
+_AS_THE_ACTOR = {key: follows(f"actor_rollout_ref.actor.{key}") for key in _SHARED.split()}
+_LENGTHS = {f"{part}_length": follows(f"data.max_{part}_length") for part in ("prompt", "response")}
+
+
+class ActorRolloutRefConfig(SchemaBlock):
+    """The policy: model, update, rollout and reference."""
+
+    hybrid_engine: bool = True
+    """Training and rollout share devices; false uses a separate pool of nnodes × n_gpus_per_node."""
+    nccl_timeout: Count = 600
+    """Timeout of a collective operation in seconds."""
+    model: ModelConfig = block(ModelConfig)
+    actor: ActorConfig = block(ActorConfig)
+    ref: RefConfig = block(RefConfig)
+    rollout: RolloutConfig = block(RolloutConfig, **_LENGTHS)
+
+
+class PPOTrainerConfig(RunTree):
+    """The config of an RL run."""
+
+    actor_rollout_ref: ActorRolloutRefConfig = block(ActorRolloutRefConfig)
+    data: DataConfig = block(DataConfig)
+    critic: CriticConfig = block(CriticConfig, ppo_max_token_len_per_gpu=32768, **_AS_THE_ACTOR)
+    reward_model: RewardModelConfig = block(RewardModelConfig)
+    reward_manager: RewardManagerConfig = block(RewardManagerConfig)
+    custom_reward_function: CustomRewardFunctionConfig = block(CustomRewardFunctionConfig)
+    algorithm: AlgorithmConfig = block(AlgorithmConfig)
+    curriculum_learning: CurriculumFilterConfig = block(CurriculumFilterConfig)
+    trainer: TrainerConfig = block(TrainerConfig)
+    global_profiler: GlobalProfilerConfig = block(GlobalProfilerConfig)
+    ray_kwargs: RayKwargs = block(RayKwargs)
+    retriever: RetrieverConfig = block(RetrieverConfig)
+
+    @property
+    def sampling_seed(self) -> int:
+        """The run seed from which trajectory seeds are derived."""
+        seed = self.actor_rollout_ref.rollout.seed
+        return self.trainer.seed if seed is None else seed
+
+    @property
+    def logs_response_metrics(self) -> bool:
+        """The resolved `trainer.response_metrics`."""
+        if self.trainer.response_metrics is not None:
+            return self.trainer.response_metrics
+        prime = self.reward_manager.name == "prime"
+        switches = (self.reward_model, self.curriculum_learning, self.trainer.alarms)
+        return prime or any(switch.enable for switch in switches)
+
+    @property
+    def rollout_pool(self) -> tuple[int, ...]:
+        """Processes per node of a separate rollout pool; empty if the rollout shares the trainer's."""
+        policy = self.actor_rollout_ref
+        if policy.hybrid_engine and not policy.rollout.nnodes:
+            return ()
+        return (policy.rollout.n_gpus_per_node,) * max(policy.rollout.nnodes, 1)
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Processes that generate."""
+        return sum(self.rollout_pool) or self.world_size
+
+    @property
+    def reward_pool(self) -> tuple[int, ...]:
+        """Processes per node of the reward model's own pool; empty if it has none."""
+        model = self.reward_model
+        if not (model.enable and model.enable_resource_pool) or model.server.url:
+            return ()
+        return (model.n_gpus_per_node,) * model.nnodes
+
+    @property
+    def uses_controller(self) -> str:
+        """The resolved `trainer.controller`: local or ray."""
+        if self.trainer.controller != "auto":
+            return self.trainer.controller
+        shared = not self.rollout_pool and not self.reward_pool
+        return "local" if self.world_size == 1 and shared else "ray"
 
 
 @dataclass(frozen=True)

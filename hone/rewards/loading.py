@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from hone.config.evaluation import EvaluationConfig
+from hone.config.generation import EvaluationConfig
 from hone.config.reward import RewardModelConfig
-from hone.config.schema import PPOTrainerConfig
+from hone.config.trees import PPOTrainerConfig
 from hone.plugins import PluginError, load_extern_object, load_object
 from hone.protocol import DataProto
 from hone.rewards.calling import (

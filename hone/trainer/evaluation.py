@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hone.config.evaluation import EvaluationConfig, EvaluationMetricsConfig
+from hone.config.generation import EvaluationConfig, EvaluationMetricsConfig
 from hone.cores import usable_cores
 from hone.data.rows import BadRows, DataError, as_table, read_rows
 from hone.ops.at_n import best_at, majority_at, sizes

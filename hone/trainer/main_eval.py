@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hone.config import load_config
 from hone.config.errors import ConfigError
-from hone.config.evaluation import EvaluationConfig
+from hone.config.generation import EvaluationConfig
 from hone.trainer.command_line import (
     announce,
     composed_of,

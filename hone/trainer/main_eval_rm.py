@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hone.config import ConfigError, replace
-from hone.config.reward_training import RMConfig
+from hone.config.sft import RMConfig
 from hone.trainer.command_line import (
     composed_of,
     require_file,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hone.config import load_config
-from hone.config.reward_training import PRMConfig
+from hone.config.sft import PRMConfig
 from hone.data.rows import BadRows, DataError, read_rows
 from hone.data.steps import Solution, StepDataset, step_mark
 from hone.models.from_config import build_tokenizer

@@ -15,9 +15,8 @@ from hone.algorithms.policy_losses import get_policy_loss_fn
 from hone.algorithms.policy_losses.policy_loss import PolicyLoss
 from hone.algorithms.value_loss import compute_value_loss
 from hone.columns import require
-from hone.config.actor import ActorConfig
+from hone.config.actor import ActorConfig, CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.config.critic import CriticConfig
 from hone.engine.contract import Options, Terms
 from hone.ops.masked import masked_mean
 from hone.protocol import PADDED_ROW, DataProto, real_rows

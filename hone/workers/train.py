@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 
 from hone.config import PPOTrainerConfig, load_config
-from hone.config.actor import ActorConfig
+from hone.config.actor import ActorConfig, CriticConfig
 from hone.config.block import Block
-from hone.config.critic import CriticConfig
 from hone.config.engine import CheckpointConfig, FSDPConfig
 from hone.config.reward import RewardModelConfig
-from hone.config.schema import ActorRolloutRefConfig
+from hone.config.trees import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import DATA_PARALLEL
 from hone.engine.build import build_strategy

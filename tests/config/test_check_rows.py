@@ -1,4 +1,4 @@
-"""The rows of checks.txt: conditions are read as written, and every key in them exists."""
+"""The rows of rules.txt about keys that depend on each other: every key in them exists."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 
 from hone.config import load_config
 from hone.config.checks import rows_of
+from hone.config.convert import scalar
 from hone.config.keys import blocks, get, leaves
 from hone.config.states import holds
 from hone.config.trees import TREES
 
 PROBLEMS = list(rows_of("problems"))
+SETTLED = list(rows_of("settled"))
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,8 @@ PROBLEMS = list(rows_of("problems"))
         ("data.seed=null", True),
         ("data.seed=off", True),
         ("data.seed<=0", False),
+        ("trainer.nnodes>{data.train_batch_size}", False),
+        ("trainer.nnodes={trainer.n_gpus_per_node}", True),
         ("world_size=1 and data.shuffle=true", True),
         ("world_size=1 and data.shuffle=false", False),
     ],
@@ -37,18 +41,29 @@ def test_a_condition_compares_keys_with_values(condition: str, true: bool) -> No
     assert holds(condition, partial(get, load_config())) is true
 
 
-@pytest.mark.parametrize("row", [*PROBLEMS, *rows_of("idle")], ids=lambda row: row[1])
+@pytest.mark.parametrize("row", [*PROBLEMS, *SETTLED, *rows_of("idle")], ids=lambda row: row[1])
 def test_every_key_of_a_row_exists_in_its_tree(row: list[str]) -> None:
     tree = TREES[row[0]]
     keys = [re.split(r"!=|<=|=|>", term)[0] for term in row[1].split(" and ")]
-    keys += re.findall(r"\{([\w.]+)\}", row[-1])
+    keys += re.findall(r"\{([\w.]+)\}", " ".join(row))
     config = load_config(config_name=tree.name)
     for key in keys:
-        get(config, key)
-    for key in row[2].split() if len(row) == 4 else ():
+        assert key.startswith("installed.") or get(config, key) is not config
+    for key in row[2].partition("=")[0].split() if len(row) == 4 else ():
         assert key in leaves(tree.root) or key in blocks(tree.root), key
 
 
+def test_a_settled_value_is_one_that_its_condition_looks_at() -> None:
+    """The rows are applied until none holds, so each must end its own condition."""
+    for _, condition, setting, _ in SETTLED:
+        key, _, text = setting.partition("=")
+        values = {key: scalar(re.sub(r"\{.*\}", "7", text))}
+        term = next(term for term in condition.split(" and ") if re.match(rf"{key}[=!>]", term))
+        assert not holds(term, lambda name, values=values: values.get(name, 7)), condition
+
+
 def test_no_row_speaks_of_the_defaults() -> None:
-    for owner, condition, *_ in PROBLEMS:
-        assert not holds(condition, partial(get, load_config(config_name=owner))), condition
+    defaults = {name: load_config(config_name=name) for name in TREES}
+    for owner, condition, *_ in [*PROBLEMS, *SETTLED]:
+        known = condition.partition(" and installed.")[0]
+        assert not holds(known, partial(get, defaults[owner])), condition

@@ -294,6 +294,13 @@ def test_a_key_that_another_makes_idle_is_noted(overrides: list[str], key: str, 
     assert why in note
 
 
+@pytest.mark.parametrize(("tool", "notes"), [("nsys", 0), ("torch", 1)])
+def test_a_key_of_an_option_has_an_effect_with_that_option(tool: str, notes: int) -> None:
+    overrides = [f"global_profiler.tool={tool}", "global_profiler.steps=[1]"]
+    composed = compose([*overrides, "global_profiler.nsys_options.trace=cuda"])
+    assert [note.endswith("no effect without nsys") for note in composed.notes] == [True] * notes
+
+
 def test_keys_that_take_effect_are_not_noted() -> None:
     assert compose(["critic.optim.lr=1", "trainer.seed=3"]).notes == ()
 

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hone.config.algorithm import AlgorithmConfig, KLControlConfig
-from hone.config.of_dict import omega_conf_to_dataclass
+from hone.config.keys import omega_conf_to_dataclass
 
 TREE = {
     "_target_": "verl.trainer.config.AlgoConfig",

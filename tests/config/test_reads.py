@@ -59,7 +59,7 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     # a rollout pool of its own
     "actor_rollout_ref.rollout.n_gpus_per_node": (
-        "config/schema.py",
+        "config/trees.py",
         "policy.rollout.n_gpus_per_node",
     ),
     "**.checkpoint_engine.backend": ("trainer/ppo/publish.py", "config.backend"),
@@ -71,8 +71,8 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     "retriever.*": ("agents/loops/search.py", "self.config.retriever"),
     "search.*": ("trainer/generation.py", "search.max_obs_length"),
     # a reward model's own pool
-    "reward_model.n_gpus_per_node": ("config/schema.py", "model.n_gpus_per_node"),
-    "reward_model.nnodes": ("config/schema.py", "model.nnodes"),
+    "reward_model.n_gpus_per_node": ("config/trees.py", "model.n_gpus_per_node"),
+    "reward_model.nnodes": ("config/trees.py", "model.nnodes"),
     # a served reward model
     "reward_model.server.*": ("rewards/loading.py", "model.server"),
     "reward_model.judge.*": ("rewards/loading.py", "model.judge"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hone.config.reward_training import PairDataConfig
+from hone.config.sft import PairDataConfig
 from hone.data.pairs import PairDataset
 from hone.data.rows import DataError
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError
-from hone.config.reward_training import StepDataConfig
+from hone.config.sft import StepDataConfig
 from hone.data.rows import DataError
 from hone.data.steps import StepDataset, separator_id
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from benchmarks.families.tiny import randomise, tiny_config
-from hone.config.critic import CriticConfig
+from hone.config.actor import CriticConfig
 from hone.config.engine import FSDPConfig, MegatronConfig
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from hone.algorithms.aggregation import MODES
 from hone.algorithms.policy_losses import TABLE
-from hone.config.critic import CriticConfig
+from hone.config.actor import CriticConfig
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.controller.worker import free_port
 from hone.engine.checkpoint import AnotherModel

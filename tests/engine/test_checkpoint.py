@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from hone.config.critic import CriticConfig
+from hone.config.actor import CriticConfig
 from hone.config.engine import OptimConfig
 from hone.engine.checkpoint import AnotherBase, AnotherModel, CheckpointMissing
 from hone.models.lora import wrap_lora

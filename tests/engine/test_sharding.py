@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hone.config.critic import CriticConfig
+from hone.config.actor import CriticConfig
 from hone.engine.sharding import decoder_layers, join_group
 from hone.models.policy import hidden_states
 from hone.models.tiny import tiny_lm

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hone.config import ConfigError, load_config
-from hone.config.evaluation import EvaluationMetricsConfig
+from hone.config.generation import EvaluationMetricsConfig
 from hone.data.rows import DataError
 from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.failures import Scored

@@ -11,7 +11,7 @@ import torch
 
 from hone import cli
 from hone.config import ConfigError, load_config, replace
-from hone.config.reward_training import PRMConfig
+from hone.config.sft import PRMConfig
 from hone.data.files import remote_files
 from hone.models.load import ModelNotFound, UnsupportedModel, load_classifier, resolve_model_path
 from hone.trainer import main_prm

@@ -10,8 +10,8 @@ import torch
 
 from hone.algorithms.policy_losses import TABLE
 from hone.config import load_config
+from hone.config.actor import CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.config.critic import CriticConfig
 from hone.protocol import DataProto
 from hone.workers.objectives import PolicyObjective, ValueObjective, mean_metrics, minibatches
 from tests.engine.batches import rows

@@ -17,7 +17,7 @@ from hone.config import PPOTrainerConfig
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.apply import Composed, compose_settings
 from hone.config.data import DataConfig
-from hone.config.of_dict import plain_containers
+from hone.config.keys import plain_containers
 from hone.config.sources import flatten
 from hone.config.trees import TREES
 from hone.controller import Worker

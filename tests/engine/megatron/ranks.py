@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.families.tiny import randomise, tiny_config
-from hone.config.critic import CriticConfig
+from hone.config.actor import CriticConfig
 from hone.config.engine import FSDPConfig, MegatronConfig, OptimConfig
 from hone.controller.worker import free_port
 from hone.engine.build import build_strategy
