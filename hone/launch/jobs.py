@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 FAILURES = (OSError, RuntimeError, RayError)
 """What the client raises where its server does not answer, or refuses."""
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 RETRY_EVERY_S = 5.0
 RETRY_S = 120.0
 """A job server that does not answer for so long is given up."""
@@ -56,7 +56,7 @@ class Jobs:
                 # A new cluster has no agent for jobs in its first seconds, and a busy one answers late.
                 if "status code 4" in str(error) or time.monotonic() > end_time:
                     raise
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def details(self) -> list[JobDetails]:
         """Returns all jobs, oldest first."""
@@ -74,7 +74,7 @@ class Jobs:
             if error and not lost:
                 logger.warning("the log of %s broke off (%s); it is opened again", job, error)
             lost = error is not None
-            time.sleep(RETRY_EVERY_S if lost else LOOK_EVERY_S)
+            time.sleep(RETRY_EVERY_S if lost else POLL_INTERVAL_S)
         # Ray closes a log without an error also where it has failed to read it to the end.
         try:
             if rest := self._retried(lambda: self._client.get_job_logs(job))[written:]:
@@ -109,7 +109,7 @@ class Jobs:
     def wait(self, job: str) -> None:
         """Waits until the job has ended."""
         while not self._info(job).status.is_terminal():
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def _info(self, job: str) -> JobDetails:
         return self._retried(lambda: self._client.get_job_info(job))
@@ -127,7 +127,7 @@ class Jobs:
             except Exception:  # Ray and requests raise many kinds
                 if time.monotonic() - start > self.retry_s:
                     raise
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
 
 def run_job(

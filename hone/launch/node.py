@@ -96,7 +96,7 @@ def main() -> None:
         serve(settings, folder, session, answer)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        reaper.end_marked(f"{settings.mark}-{os.getpid()}")
+        reaper.kill_marked(f"{settings.mark}-{os.getpid()}")
         guard.kill()
         for path in (folder, session):
             shutil.rmtree(path, ignore_errors=True)
@@ -169,14 +169,14 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
             options.append(f"--num-{name}={count}")
     if settings.head:
         _wait_for(settings.head)
-        with ray_ports.chosen_agent_ports():
+        with ray_ports.fixed_agent_ports():
             scripts.start.main([f"--address={settings.head}", *options], standalone_mode=False)
         return Ready(settings.head, token_file=str(token_file))
     port, jobs = ray_ports.free_ports(2)
     port = settings.port or port
     options += ["--head", "--no-monitor", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
     options += ["--include-dashboard=true", f"--dashboard-port={jobs}"]
-    with ray_ports.chosen_agent_ports():
+    with ray_ports.fixed_agent_ports():
         scripts.start.main(options, standalone_mode=False)
     host = services.get_node_ip_address()
     return Ready(f"{host}:{port}", f"http://{LOOPBACK}:{jobs}", str(token_file))

@@ -36,7 +36,7 @@ def group(counts, name="toy", deadline_s=600.0, liveness_deadline_s=20.0):
         pool, made_of, name, deadline_s, liveness_deadline_s=liveness_deadline_s
     )
 def nodes(group):
-    return [seat.node_id for seat in group._crew._seats]
+    return [process.node_id for process in group._executor._processes]
 def error(kind, call, *args):
     started = time.monotonic()
     try:
