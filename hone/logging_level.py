@@ -23,7 +23,7 @@ def set_logging_level() -> None:
     level = logging.getLevelNamesMapping().get(text.upper(), int(text) if text.isdigit() else None)
     log = logging.getLogger("hone")
     if level is None:
-        log.warning("%s=%s is no level; use DEBUG, INFO, WARNING or ERROR", name, text)
+        log.warning("%s=%s is not a level; use DEBUG, INFO, WARNING or ERROR", name, text)
         return
     log.setLevel(level)
     if not any(handler.get_name() == name for handler in log.handlers):

@@ -47,4 +47,4 @@ def test_a_word_that_is_no_level_is_told(
 ) -> None:
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "chatty")
     set_logging_level()
-    assert "VERL_LOGGING_LEVEL=chatty is no level; use DEBUG, INFO" in caplog.text
+    assert "VERL_LOGGING_LEVEL=chatty is not a level; use DEBUG, INFO" in caplog.text

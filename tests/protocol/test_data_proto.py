@@ -216,7 +216,7 @@ class TestLooking:
             data.select_idxs([0.5])
         with pytest.raises(IndexError, match=r"rows 0\.\.7 are out of range: the batch has 3"):
             data.select_idxs([0, 7])
-        with pytest.raises(ValueError, match="flat list"):
+        with pytest.raises(ValueError, match="indices are 1-d"):
             data.select_idxs([[0], [1]])
         assert len(data.select_idxs([])) == 0
 
