@@ -21,13 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-try:
-    import ray
-except ImportError as error:
-    raise ImportError(
-        "trainer.controller=ray needs Ray, which is not installed: pip install 'hone-rl[ray]', "
-        "or use trainer.controller=local"
-    ) from error
+import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
