@@ -29,7 +29,7 @@ from tests.trainer.runs import Run, Task, make_task
 
 RESULTS = Path(__file__).parent / "results" / "storm_nodes.json"
 RAYLETS, RANKS, STEPS, PROMPTS, SAMPLES = 3, 2, 24, 4, 2
-WORKER = "ray::_SeatActor"
+WORKER = "ray::_WorkerActor"
 KINDS = {"worker": 10, "raylet": 12, "driver": 8}
 """The kinds of kill, and how often of 30."""
 STUCK_S, END_DEADLINE_S = 400.0, 60.0

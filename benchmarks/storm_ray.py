@@ -33,8 +33,8 @@ END_DEADLINE_S = 60.0
 KINDS = {
     "loop SIGKILL": ("loop", signal.SIGKILL, {-9}),
     "loop SIGTERM": ("loop", signal.SIGTERM, {143}),
-    "worker SIGKILL": ("ray::_SeatActor", signal.SIGKILL, {2}),
-    "worker SIGSTOP": ("ray::_SeatActor", signal.SIGSTOP, {2}),
+    "worker SIGKILL": ("ray::_WorkerActor", signal.SIGKILL, {2}),
+    "worker SIGSTOP": ("ray::_WorkerActor", signal.SIGSTOP, {2}),
     "raylet SIGKILL": ("raylet", signal.SIGKILL, {2}),
     "gcs_server SIGKILL": ("gcs_server", signal.SIGKILL, {2}),
     "loop SIGKILL while starting": ("loop", signal.SIGKILL, {-9}),

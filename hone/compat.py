@@ -1,7 +1,6 @@
 """Resolves verl's module paths by the tables in `hone.compat_table` and `hone.compat_programs`.
 
-A finder at the end of `sys.meta_path` handles only paths of these tables that are not real modules;
-names are loaded on first access.
+A finder at the end of `sys.meta_path` handles the paths of these tables; names load on first access.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from hone.compat_table import NAMES, WHOLE_MODULES
 
 def paths() -> set[str]:
     """Returns every path of the tables and its parent packages."""
-    listed = {*WHOLE_MODULES, *NAMES, *ABSENT_NAMES, *PROGRAMS, *ABSENT_PROGRAMS}
-    return listed | {path[:i] for path in listed for i, letter in enumerate(path) if letter == "."}
+    table_paths = {*WHOLE_MODULES, *NAMES, *ABSENT_NAMES, *PROGRAMS, *ABSENT_PROGRAMS}
+    return table_paths | {
+        path[:i] for path in table_paths for i, letter in enumerate(path) if letter == "."
+    }
 
 
 class VerlModule(ModuleType):
@@ -29,22 +30,22 @@ class VerlModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__
-        whole = PROGRAMS.get(path, "").partition(" ")[0]
+        program = PROGRAMS.get(path, "").partition(" ")[0]
         if name in NAMES.get(path, {}):
-            value = _listed(path, name)
+            value = _resolve(path, name)
         elif name in ABSENT_NAMES.get(path, {}):
-            value = _absent(path, name)
-        elif whole and not name.startswith("__"):
-            value = getattr(importlib.import_module(whole), name)
+            value = _placeholder(path, name)
+        elif program and not name.startswith("__"):
+            value = getattr(importlib.import_module(program), name)
         else:
-            raise AttributeError(f"module {path!r} has no attribute {name!r}{_known(path)}")
+            raise AttributeError(f"module {path!r} has no attribute {name!r}{_names_hint(path)}")
         setattr(self, name, value)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Replaces the entries of a registry if a dict is assigned to it."""
+        """Replaces the entries of a registry if the value is a dict."""
         if isinstance(value, dict) and name in NAMES.get(self.__name__, {}):
-            use = getattr(_listed(self.__name__, name), "use", None)
+            use = getattr(_resolve(self.__name__, name), "use", None)
             if use is not None:  # a TableView
                 use(value)
         super().__setattr__(name, value)
@@ -57,29 +58,34 @@ class VerlModule(ModuleType):
         return sorted({*self.__dict__, *NAMES.get(self.__name__, {})})
 
 
-def _listed(path: str, name: str) -> Any:
+def _resolve(path: str, name: str) -> Any:
     module, _, attribute = NAMES[path][name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
-def _absent(path: str, name: str) -> type:
-    """Returns a placeholder class; creating an instance raises an error that explains what is not built."""
-    sentence = f"{name}: {ABSENT_NAMES[path][name]}"
+def _placeholder(path: str, name: str) -> type:
+    """Returns a placeholder class, whose instantiation raises NotImplementedError."""
+    message = f"{name}: {ABSENT_NAMES[path][name]}"
 
     def refuse(*_: type, **__: type) -> None:
-        raise NotImplementedError(sentence)
+        raise NotImplementedError(message)
 
-    facts = {"__new__": refuse, "__module__": path, "__doc__": sentence, "__not_built__": sentence}
-    return type(name, (), facts)
+    attributes = {
+        "__new__": refuse,
+        "__module__": path,
+        "__doc__": message,
+        "__not_built__": message,
+    }
+    return type(name, (), attributes)
 
 
-def _known(path: str) -> str:
+def _names_hint(path: str) -> str:
     names: Mapping[str, str] = NAMES.get(path, {})
     return f"; it has {', '.join(sorted(names))}" if names else ""
 
 
 class VerlLoader(Loader):
-    """Creates a `VerlModule`; a path of `WHOLE_MODULES` is the module itself, so that patches apply to it."""
+    """Creates a `VerlModule`, or imports the real module of a path in `WHOLE_MODULES`."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return VerlModule(spec.name)
@@ -93,7 +99,7 @@ class VerlLoader(Loader):
 
     def get_code(self, name: str) -> CodeType:
         """Returns the code that `python -m` runs for a program of verl."""
-        path = _inside(name)
+        path = _hone_path(name)
         if path in ABSENT_PROGRAMS:
             text = (
                 f"import sys\nsys.stderr.write({ABSENT_PROGRAMS[path] + chr(10)!r})\nsys.exit(2)\n"
@@ -105,11 +111,11 @@ class VerlLoader(Loader):
                 f"runpy.run_module({module!r}, run_name='__main__')\n"
             )
         else:
-            raise ImportError(f"{name} is no program; it only holds names to import")
+            raise ImportError(f"{name} is not a program; it only has names to import")
         return compile(text, f"<{name}>", "exec")
 
 
-def _inside(path: str) -> str:
+def _hone_path(path: str) -> str:
     """Maps verl's top-level package `recipe` to `hone.recipe`."""
     return f"hone.{path}" if path.startswith("recipe.") else path
 
@@ -123,7 +129,7 @@ class VerlFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        inside = _inside(fullname)
+        inside = _hone_path(fullname)
         if inside not in self._paths:
             return None
         is_program = inside in PROGRAMS or inside in ABSENT_PROGRAMS

@@ -165,7 +165,7 @@ _DISPATCH_NAMES = {
         "update_dispatch_mode",
     ),
     "dispatch_one_to_all": f"{_MODES}:broadcast",
-    **dict.fromkeys(("dispatch_all_to_all", "dispatch_dp_compute"), f"{_MODES}:one_each"),
+    **dict.fromkeys(("dispatch_all_to_all", "dispatch_dp_compute"), f"{_MODES}:scatter"),
     **dict.fromkeys(("collect_all_to_all", "collect_dp_compute"), f"{_MODES}:as_list"),
     "dispatch_dp_compute_data_proto": f"{_MODES}:split_batches",
     "dispatch_dp_compute_data_proto_with_func": f"{_MODES}:split_after_func",

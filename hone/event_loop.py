@@ -1,6 +1,6 @@
 """Runs a coroutine of user code in an event loop that always closes.
 
-`asyncio.run` stops at the first SystemExit of any task, and then waits indefinitely for tasks that ignore
+`asyncio.run` stops at the first SystemExit of any task, and then waits forever for tasks that ignore
 cancellation and for threads of `asyncio.to_thread`. Code that blocks the loop is not handled.
 """
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
-"""Time that remaining tasks have to clean up at the end; later they are abandoned."""
+"""Time that remaining tasks have to clean up at the end; then they are abandoned."""
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
@@ -75,18 +75,18 @@ class EventLoopRun(Generic[T]):
         self._interrupts = 0
 
     def run(self) -> T:
-        previous = self._take_interrupts()
+        previous = self._handle_interrupts()
         try:
             asyncio.set_event_loop(self._loop)
             self._task = self._loop.create_task(self._work)
-            return _drive(self._loop, self._task)
+            return _run_until_done(self._loop, self._task)
         except asyncio.CancelledError:
             if self._interrupts:
                 raise KeyboardInterrupt from None
             raise
         finally:
             try:
-                _end_leftovers(self._loop)
+                _cancel_remaining_tasks(self._loop)
             finally:
                 asyncio.set_event_loop(None)
                 self._loop.close()
@@ -106,8 +106,11 @@ class EventLoopRun(Generic[T]):
         """Schedules a call from any thread; returns False if the loop has closed."""
         return call_in(self._loop, call, *args, **kwargs)
 
-    def _take_interrupts(self) -> Function | int | None:
-        """Makes Ctrl-C cancel the coroutine, in the main thread and if no other handler is installed."""
+    def _handle_interrupts(self) -> Function | int | None:
+        """Makes Ctrl-C cancel the coroutine in the main thread, unless another handler is installed.
+
+        Returns the previous handler, or None if nothing was changed.
+        """
         if threading.current_thread() is not threading.main_thread():
             return None
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -176,17 +179,17 @@ def raised_by_signal(error: BaseException) -> bool:
 def forget_task(task: asyncio.Future[T]) -> None:
     """Abandons a task that ignores its cancellation, so that the event loop can close.
 
-    The task is never freed: Python would raise GeneratorExit in its code, and a loop there that catches
-    every exception would then run forever in this thread.
+    The task is never freed: Python would raise GeneratorExit in it, and code that catches every exception in
+    a loop would then run forever in this thread.
     """
-    logger.warning("%r goes on after it was cancelled; it is left behind", task)
+    logger.warning("%r ignores its cancellation; it is abandoned", task)
     assert isinstance(task, asyncio.Task)
     _unregister_task(task)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 
-def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
-    """Runs until the task is done, even if other tasks or callbacks raise SystemExit."""
+def _run_until_done(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
+    """Runs the loop until the task is done, even if other tasks or callbacks raise SystemExit."""
     while True:
         try:
             return loop.run_until_complete(task)
@@ -194,27 +197,27 @@ def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
             if task.done() or raised_by_signal(error):
                 raise
             logger.warning(
-                "a task of an agent loop raised %s: %s; the others go on",
+                "a task of an agent loop raised %s: %s; the other tasks continue",
                 type(error).__name__,
                 error,
             )
 
 
-def _end_leftovers(loop: asyncio.AbstractEventLoop) -> None:
+def _cancel_remaining_tasks(loop: asyncio.AbstractEventLoop) -> None:
     """Cancels the remaining tasks and waits up to GRACE_S for them."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    _wait_for(loop, tasks)
-    _wait_for(loop, {loop.create_task(loop.shutdown_asyncgens())})
+    _await_tasks(loop, tasks)
+    _await_tasks(loop, {loop.create_task(loop.shutdown_asyncgens())})
 
 
-def _wait_for(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[T]]) -> None:
-    async def waited() -> None:
+def _await_tasks(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[T]]) -> None:
+    async def wait() -> None:
         await asyncio.wait(tasks, timeout=GRACE_S)
 
     if tasks:
-        _drive(loop, loop.create_task(waited()))
+        _run_until_done(loop, loop.create_task(wait()))
     for task in tasks:
         if not task.done():
             forget_task(task)

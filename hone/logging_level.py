@@ -9,21 +9,21 @@ NAMES = ("HONE_LOGGING_LEVEL", "VERL_LOGGING_LEVEL")
 _FORMAT = "%(levelname)s %(asctime)s %(process)d %(name)s:%(lineno)d: %(message)s"
 
 
-def asked_level() -> dict[str, str]:
+def level_variables() -> dict[str, str]:
     """Returns the variables that are set, for processes that do not inherit them."""
     return {name: os.environ[name] for name in NAMES if os.environ.get(name)}
 
 
 def set_logging_level() -> None:
     """Logs to standard error at the configured level; does nothing if none is set."""
-    variables = asked_level()
+    variables = level_variables()
     if not variables:
         return
     name, text = next(iter(variables.items()))
     level = logging.getLevelNamesMapping().get(text.upper(), int(text) if text.isdigit() else None)
     log = logging.getLogger("hone")
     if level is None:
-        log.warning("%s=%s is no level; use DEBUG, INFO, WARNING or ERROR", name, text)
+        log.warning("%s=%s is not a level; use DEBUG, INFO, WARNING or ERROR", name, text)
         return
     log.setLevel(level)
     if not any(handler.get_name() == name for handler in log.handlers):

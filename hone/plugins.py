@@ -1,7 +1,7 @@
 """Maps plug-in names to objects, with one table per kind of plug-in.
 
-A table maps a name to "module:object", which is imported on first use, in the process that uses it. User
-plug-ins are given as "pkg.mod:object" or "file.py:object", or registered in the table by a decorator.
+A table maps a name to "module:object", which is imported on first use. User plug-ins are given as
+"pkg.mod:object" or "file.py:object", or registered in the table by a decorator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kind = TypeVar("Kind", covariant=True)
 
 
 NOT_BUILT = "__not_built__"
-"""Attribute of a placeholder for an unsupported name of verl; holds the error message."""
+"""Attribute of the placeholder for an unsupported name of verl: the error message."""
 
 
 class PluginError(ValueError):
@@ -70,19 +70,19 @@ class Table(Generic[Kind]):
         name = plain_name(name)
         if name not in self.entries and ":" in name:
             return load_object(name)
-        return self._named(name, '; or your own as "pkg.mod:object" or "file.py:object"')
+        return self._get_entry(name, '; or your own as "pkg.mod:object" or "file.py:object"')
 
     def get_registered(self, name: str) -> Kind:
         """Returns a registered object; for names from data, which must not import a user path."""
-        return self._named(name, "")
+        return self._get_entry(name, "")
 
-    def _named(self, name: str, or_else: str) -> Kind:
+    def _get_entry(self, name: str, hint: str) -> Kind:
         if name in self.entries:
             target = self.entries[name]
             return load_object(target) if isinstance(target, str) else target
         raise PluginError(
             f"unknown {self.kind} {name!r}.{proposal(name, self.entries)} "
-            f"Known: {', '.join(self.names())}{or_else}"
+            f"Known: {', '.join(self.names())}{hint}"
         )
 
     def add(self, name: str, target: T) -> None:
@@ -93,7 +93,7 @@ class Table(Generic[Kind]):
             current = load_object(current)
         if current is not None and not _same(current, target):
             raise PluginError(
-                f"{self.kind} {name!r} is already {_described(current)}; choose another name"
+                f"{self.kind} {name!r} is already {_describe(current)}; choose another name"
             )
         self.entries.setdefault(name, target)
 
@@ -154,8 +154,8 @@ def plain_name(name: str | Enum) -> str:
     return str(name.value) if isinstance(name, Enum) else name
 
 
-def _described(thing: T) -> str:
-    """Returns `Name of file.py`; the module name of a user file is generated and tells nothing."""
+def _describe(thing: T) -> str:
+    """Returns `Name of file.py`, because the module name of a user file is generated."""
     name = getattr(thing, "__qualname__", None)
     module = sys.modules.get(getattr(thing, "__module__", ""))
     file = getattr(module, "__file__", None)
@@ -176,7 +176,7 @@ def load_object(target: str) -> Any:
     if not colon or path == "pkg":
         path, _, name = target.rpartition(".")
     if not path:
-        raise PluginError(f"{target!r} names no object; write pkg.mod:object or file.py:object")
+        raise PluginError(f"{target!r} has no object name; write pkg.mod:object or file.py:object")
     return load_extern_object(path, name)
 
 
@@ -186,15 +186,15 @@ def load_extern_object(
     """Loads `object_name`, which may be dotted, from the module at `module_path` (named as in verl)."""
     name = object_name or class_name
     if not name:
-        raise PluginError(f"name the object to load from {module_path!r}")
+        raise PluginError(f"no object name for {module_path!r}; name the object to load")
     value = load_module(module_path)
     for part in name.split("."):
         if not hasattr(value, part):
             public = ", ".join(sorted(n for n in vars(value) if not n.startswith("_"))[:12])
             raise MissingObject(f"{module_path!r} has no {name!r}; it has {public or 'nothing'}")
         value = getattr(value, part)
-    if sentence := getattr(value, NOT_BUILT, None):
-        raise PluginError(f"{module_path}.{sentence}")
+    if message := getattr(value, NOT_BUILT, None):
+        raise PluginError(f"{module_path}.{message}")
     return value
 
 
@@ -217,23 +217,23 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(target)
     except ModuleNotFoundError as error:
-        ours = error.name is None or f"{target}.".startswith(f"{error.name}.")
-        if ours and target != name:
+        target_missing = error.name is None or f"{target}.".startswith(f"{error.name}.")
+        if target_missing and target != name:
             raise MissingModule(
-                f"{name!r} is not there in hone, and verl is not installed; give a file of your own"
+                f"hone has no {name!r}, and verl is not installed; give a file of your own"
             ) from error
-        if ours:
+        if target_missing:
             raise MissingModule(
                 f"{name!r} is neither a file (looked in {Path.cwd()}) nor an importable module: "
                 f"{error}. Give a path that ends in .py, or a module name."
             ) from error
-        raise PluginError(f"{name!r} cannot be imported: {error}; install that") from error
+        raise PluginError(f"{name!r} cannot be imported: {error}; install it") from error
     except Exception as error:  # a user module may raise any exception on import
         raise PluginError(f"{name!r} cannot be imported: {place_and_reason(error)}") from error
 
 
 def place_and_reason(error: Exception, file: Path | None = None) -> str:
-    """Returns `file.py, line 3: ImportError: …` for the innermost frame, or the innermost in `file`."""
+    """Returns `file.py, line 3: ImportError: …` for the innermost frame of an error, or of `file`."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -244,7 +244,7 @@ def place_and_reason(error: Exception, file: Path | None = None) -> str:
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Loads a file once; its module name is derived from the path, so files of one name do not clash."""
+    """Loads a file once; its module name has a hash of the path, so that equal file names do not clash."""
     name = f"hone_extern_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -260,7 +260,7 @@ def _load_file(file: Path) -> ModuleType:
         if isinstance(error, KeyboardInterrupt):
             raise
         if isinstance(error, SystemExit):
-            raise PluginError(f"your file ends the program while it is loaded: {file}") from error
+            raise PluginError(f"your file exits the program while it is loaded: {file}") from error
         if not isinstance(error, Exception):
             raise
         hint = "; install it" if isinstance(error, ModuleNotFoundError) else ""

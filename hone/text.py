@@ -1,7 +1,4 @@
-"""Cleans, checks and parses (JSON, YAML) text from models, tools and files.
-
-Text that a model writes or reads is cleaned; a data row with invalid text is rejected.
-"""
+"""Cleans, checks and parses text (JSON, YAML) from models, tools and files."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from hone.types import JsonObject, JsonValue, Settings
 T = TypeVar("T")
 
 MAX_DEPTH = 64
-"""Maximum nesting of lists and objects in data; deeper values exceed the recursion limit of readers."""
+"""Maximum nesting of lists and objects in data; deeper values exceed Python's recursion limit."""
 LONGEST_INTEGER_BITS = 14_000
-"""Larger integers are kept as hexadecimal text, because Python converts at most 4,300 decimal digits."""
+"""Larger integers become hexadecimal text, because Python converts at most 4,300 decimal digits."""
 SHOWN_CHARACTERS = 200
 
 
 class BadText(ValueError):
-    """Text cannot be parsed; the message gives the reason."""
+    """Text cannot be parsed."""
 
 
 def clean_text(text: str) -> str:
@@ -32,10 +29,10 @@ def clean_text(text: str) -> str:
 
 def clean_values(value: T) -> Any:
     """Copies the value as JSON data with cleaned text, which can be written, sent and rendered."""
-    return _cleaned(value, ())
+    return _clean(value, ())
 
 
-def _cleaned(value: T, parents: tuple[int, ...]) -> JsonValue:
+def _clean(value: T, parents: tuple[int, ...]) -> JsonValue:
     """Cleans a value; `parents` are the ids of the containers around it."""
     if isinstance(value, str):
         return clean_text(value)
@@ -48,13 +45,13 @@ def _cleaned(value: T, parents: tuple[int, ...]) -> JsonValue:
     parents = (*parents, id(value))
     if isinstance(value, Mapping):
         return {
-            clean_text(key) if isinstance(key, str) else shown(key): _cleaned(item, parents)
+            clean_text(key) if isinstance(key, str) else shown(key): _clean(item, parents)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        return [_cleaned(item, parents) for item in value]
+        return [_clean(item, parents) for item in value]
     if hasattr(value, "tolist"):  # numpy and torch
-        return _cleaned(value.tolist(), parents)
+        return _clean(value.tolist(), parents)
     return shown(value)
 
 
@@ -64,23 +61,23 @@ def flaw_of(value: JsonValue, *, allow_nul: bool = False) -> str | None:
     while level:
         if depth > MAX_DEPTH:
             return f"is nested more than {MAX_DEPTH} levels deep"
-        inside: list[JsonValue] = []
+        items: list[JsonValue] = []
         for item in level:
             if isinstance(item, str):
-                if flaw := _flaw_of_text(item, allow_nul):
+                if flaw := _text_flaw(item, allow_nul):
                     return flaw
             elif isinstance(item, Mapping):
-                inside += item.keys()
-                inside += item.values()
+                items += item.keys()
+                items += item.values()
             elif isinstance(item, list | tuple):
-                inside += item
-        level, depth = inside, depth + 1
+                items += item
+        level, depth = items, depth + 1
     return None
 
 
-def _flaw_of_text(text: str, allow_nul: bool) -> str | None:
+def _text_flaw(text: str, allow_nul: bool) -> str | None:
     if not allow_nul and "\0" in text:
-        return "holds a NUL character"
+        return "contains a NUL character"
     if text.isascii():
         return None
     try:
@@ -88,8 +85,8 @@ def _flaw_of_text(text: str, allow_nul: bool) -> str | None:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         if 0xDC80 <= code <= 0xDCFF:  # how `surrogateescape` reads a byte that is not UTF-8
-            return f"is not UTF-8 (byte 0x{code - 0xDC00:02x}) or holds a lone surrogate"
-        return f"holds a lone surrogate (\\u{code:04x}), which is not Unicode text"
+            return f"is not UTF-8 (byte 0x{code - 0xDC00:02x}) or contains a lone surrogate"
+        return f"contains a lone surrogate (\\u{code:04x}), which is not Unicode text"
     return None
 
 
@@ -123,13 +120,13 @@ def _is_too_deep(value: JsonValue) -> bool:
 
 
 def _no_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON number")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _distinct_keys(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("an object has one key twice")
+        raise ValueError("an object has a duplicate key")
     return values
 
 

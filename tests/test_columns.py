@@ -29,8 +29,8 @@ def test_the_sentence_says_who_should_have_written_it() -> None:
     with pytest.raises(MissingColumn) as caught:
         require(batch(), "values")
     assert str(caught.value) == (
-        "batch has no 'values' (critic estimate before each token): step 'values' writes it; "
-        "it runs when an estimator reads it (gae), or critic.enable=True"
+        "batch has no 'values' (critic estimate before each token): step 'values' writes it, "
+        "if an estimator reads it (gae), or critic.enable=True"
     )
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert caught.value.name == "values"
@@ -38,7 +38,7 @@ def test_the_sentence_says_who_should_have_written_it() -> None:
 
 
 def test_a_step_that_always_runs_is_said_to() -> None:
-    with pytest.raises(MissingColumn, match="step 'generate' writes it; it runs every step"):
+    with pytest.raises(MissingColumn, match="step 'generate' writes it, always"):
         require(batch(), "response_mask")
 
 
@@ -64,7 +64,7 @@ def test_a_users_own_column_needs_no_declaration() -> None:
 def test_a_column_is_written_once() -> None:
     data = batch()
     write(data, "values", torch.zeros(2, 3))
-    with pytest.raises(ColumnWrittenTwice, match="'values' is written already by step 'values'"):
+    with pytest.raises(ColumnWrittenTwice, match="'values' is already written by step 'values'"):
         write(data, "values", torch.ones(2, 3))
     assert float(data.column("values").sum()) == 0
     with pytest.raises(ColumnWrittenTwice, match="'uid'"):
@@ -109,10 +109,10 @@ def test_every_reward_part_is_declared_by_its_family() -> None:
     column = declared("reward/rule")
     assert column is not None
     assert (column.shape, column.step) == ("[B, T]", "score")
-    with pytest.raises(MissingColumn, match="reward part 'kl', token by token"):
+    with pytest.raises(MissingColumn, match="reward part 'kl' of each token"):
         require(batch(), "reward/kl")
     for wrong in ("", "a/b"):
-        with pytest.raises(ValueError, match="plain word"):
+        with pytest.raises(ValueError, match="a name without"):
             reward_column(wrong)
     assert declared("reward/") is None
 

@@ -262,7 +262,7 @@ def test_a_path_outside_the_table_is_no_module() -> None:
 
 
 def test_a_path_that_is_no_program_cannot_be_run() -> None:
-    with pytest.raises(ImportError, match="is no program"):
+    with pytest.raises(ImportError, match="is not a program"):
         compat.VerlLoader().get_code("hone.utils.reward_score")
 
 

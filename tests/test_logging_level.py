@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hone.logging_level import NAMES, asked_level, set_logging_level
+from hone.logging_level import NAMES, level_variables, set_logging_level
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +32,14 @@ def test_a_level_is_set_by_either_name(
     log = logging.getLogger("hone")
     assert log.level == level
     assert len(log.handlers) == 1
-    assert asked_level() == {name: text}
+    assert level_variables() == {name: text}
 
 
 def test_nothing_happens_without_one() -> None:
     before = logging.getLogger("hone").level
     set_logging_level()
     assert logging.getLogger("hone").level == before
-    assert asked_level() == {}
+    assert level_variables() == {}
 
 
 def test_a_word_that_is_no_level_is_told(
@@ -47,4 +47,4 @@ def test_a_word_that_is_no_level_is_told(
 ) -> None:
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "chatty")
     set_logging_level()
-    assert "VERL_LOGGING_LEVEL=chatty is no level; use DEBUG, INFO" in caplog.text
+    assert "VERL_LOGGING_LEVEL=chatty is not a level; use DEBUG, INFO" in caplog.text

@@ -80,7 +80,7 @@ def test_what_a_users_module_lacks_is_named(tmp_path, monkeypatch):
         ("math:sqroot", "'math' has no 'sqroot'; it has acos"),
         ("no_such_module:thing", "neither a file .* nor an importable module"),
         ("/no/such/file.py:thing", "no such file"),
-        ("word", "names no object"),
+        ("word", "has no object name"),
     ],
 )
 def test_what_is_missing_is_said(target, message):

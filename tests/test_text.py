@@ -98,8 +98,8 @@ def test_values_become_data_that_can_be_written() -> None:
         ("[" * 100_000, "nested"),
         ("[" * 100 + "]" * 100, "nested"),
         ("1" * 5000, "limit"),
-        ("NaN", "NaN is no JSON number"),
-        ('{"a": 1, "a": 2}', "one key twice"),
+        ("NaN", "NaN is not a JSON number"),
+        ('{"a": 1, "a": 2}', "duplicate key"),
     ],
 )
 def test_what_is_no_json_is_told(text: str, why: str) -> None:

@@ -36,7 +36,7 @@ class ColocatedClass(ClassWithInitArgs):
         if not members:
             raise ValueError("no role to colocate; give at least one")
         if any(isinstance(member, ColocatedClass) for member in members.values()):
-            raise ValueError("a colocated class cannot be a role of another")
+            raise ValueError("a colocated class cannot be a role of another colocated class")
         self.members = dict(members)
         super().__init__(dict)
 
@@ -50,7 +50,7 @@ def plain_class(cls: Callable[P, W]) -> type:
     remote = getattr(cls, "__ray_metadata__", None)
     plain = remote.modified_class if remote is not None else cls
     if not isinstance(plain, type):
-        raise TypeError(f"a worker is made from a class, not from {cls!r}")
+        raise TypeError(f"a worker is created from a class, not from {cls!r}")
     return plain
 
 
@@ -64,7 +64,7 @@ create_colocated_worker_cls_fused = create_colocated_worker_cls
 
 
 class FusedWorker(Worker):
-    """A worker that holds other workers as attributes, so that its methods can use several of them."""
+    """A worker whose attributes are other workers, which its methods can use."""
 
     members: ClassVar[Mapping[str, ClassWithInitArgs]] = {}
 
@@ -78,11 +78,11 @@ class FusedWorker(Worker):
 def create_colocated_worker_raw_cls(
     class_dict: Mapping[K, ClassWithInitArgs],
 ) -> type[FusedWorker]:
-    """Returns a base class that holds one worker per role; see `group.fuse(roles)`."""
+    """Returns a base class with one worker per role as attributes; see `group.fuse(roles)`."""
     members = {str(role): member for role, member in class_dict.items()}
     return type("FusedWorker", (FusedWorker,), {"members": members})
 
 
-def fused_members(made_of: ClassWithInitArgs) -> Mapping[str, ClassWithInitArgs]:
+def fused_members(cls_with_init: ClassWithInitArgs) -> Mapping[str, ClassWithInitArgs]:
     """Returns the roles of a fused worker class; an empty mapping for any other class."""
-    return made_of.cls.members if issubclass(made_of.cls, FusedWorker) else {}
+    return cls_with_init.cls.members if issubclass(cls_with_init.cls, FusedWorker) else {}

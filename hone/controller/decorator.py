@@ -1,12 +1,11 @@
 """`@register` and the dispatch modes, which define how the training loop calls a worker's method.
 
-A dispatch mode splits arguments over ranks (lists with one entry per rank) and joins the results. An
-execute mode selects the ranks that run.
+A dispatch mode splits the arguments over the ranks and joins the results. An execute mode selects the
+ranks that run the method.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 from tensordict import TensorDict
 
+from hone.plugins import proposal
 from hone.protocol import DataProto, DataProtoFuture, split_padded
 from hone.protocol.tensordicts import concat_tensordict
 from hone.types import Function
@@ -25,7 +25,7 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 DATA_PARALLEL = ""
-"""The mesh of a worker's engine; without an engine, every rank is one data-parallel slot."""
+"""The name of the default mesh. Without an engine, every rank is one data-parallel slot of it."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Mesh:
         return max(self.dp_ranks) + 1
 
     @property
-    def answering(self) -> list[int]:
-        """The rank whose result is collected for each slot, in slot order."""
+    def collect_ranks(self) -> list[int]:
+        """The ranks whose results are collected, one per slot, in slot order."""
         ranks = [rank for rank, collects in enumerate(self.collects) if collects]
         return sorted(ranks, key=lambda rank: self.dp_ranks[rank])
 
     def check(self, name: str) -> None:
         """Raises unless exactly one rank per slot is collected."""
-        slots = [self.dp_ranks[rank] for rank in self.answering]
+        slots = [self.dp_ranks[rank] for rank in self.collect_ranks]
         if slots != list(range(self.dp_size)):
             raise ValueError(
                 f"mesh {name!r}: each of {self.dp_size} data-parallel slots needs exactly one rank "
-                f"that collects; those that do are in slots {slots}"
+                f"that collects; the collecting ranks are in slots {slots}"
             )
 
 
@@ -89,7 +89,7 @@ def has_rows(value: object) -> TypeGuard[TensorDict]:
     return isinstance(value, TensorDict) and bool(value.batch_size)
 
 
-def _each(
+def _split_each(
     split: Callable[[_S], list[_T]], args: tuple[_S, ...], kwargs: dict[str, _S]
 ) -> PerRank[_T]:
     return tuple(split(value) for value in args), {key: split(kwargs[key]) for key in kwargs}
@@ -97,40 +97,44 @@ def _each(
 
 def broadcast(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
     """Sends the same arguments to every rank."""
-    return _each(lambda value: [value] * group.world_size, args, kwargs)
+    return _split_each(lambda value: [value] * group.world_size, args, kwargs)
 
 
-def one_each(group: Group, *args: Sequence[_T], **kwargs: Sequence[_T]) -> PerRank[_T]:
-    """Sends each rank its entry of every argument, a list with one entry per rank."""
+def scatter(group: Group, *args: Sequence[_T], **kwargs: Sequence[_T]) -> PerRank[_T]:
+    """Sends each rank its own entry; every argument is a list with one entry per rank."""
 
-    def checked(value: Sequence[_T]) -> list[_T]:
+    def check(value: Sequence[_T]) -> list[_T]:
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
             got = f"{len(value)} entries" if isinstance(value, list | tuple) else repr(type(value))
             raise ValueError(
                 f"this method takes lists with one entry for each of {group.world_size} ranks; "
-                f"got {got}; register it with Dispatch.ONE_TO_ALL to send all ranks the same"
+                f"got {got}; register it with Dispatch.ONE_TO_ALL to send all ranks the same value"
             )
         return list(value)
 
-    return _each(checked, args, kwargs)
+    return _split_each(check, args, kwargs)
 
 
 def split_batches(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
-    """Splits batches over the data-parallel slots, padded with marked rows. The ranks of one slot get
-    the same rows; arguments that are not batches go to all ranks."""
+    """Splits batches over the data-parallel slots and sends other arguments to all ranks.
+
+    The ranks of one slot get the same rows. Padding rows are marked in the column `padded_row`.
+    """
     return dispatch_nd_compute_dataproto(DATA_PARALLEL, group, *args, **kwargs)
 
 
 def split_after_func(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
-    """Sends the first argument, a function, to all ranks; handles the rest like `split_batches`."""
+    """Sends the first argument, a function, to all ranks; splits the rest like `split_batches`."""
     if not args or not callable(args[0]):
-        raise TypeError("the first argument of this method is the function each rank runs")
+        raise TypeError(
+            "the first argument of this method must be the function that each rank runs"
+        )
     rest, named = split_batches(group, *args[1:], **kwargs)
     return ([args[0]] * group.world_size, *rest), named
 
 
-def not_dispatched(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
-    """Raises: methods that the rollout calls directly cannot be called through a group."""
+def refuse_dispatch(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
+    """Raises RuntimeError, because the rollout calls such a method directly."""
     raise RuntimeError(
         "a method registered with Dispatch.DIRECT_ROLLOUT_METHOD is called inside the rollout "
         "worker, not through its group"
@@ -147,8 +151,7 @@ def dispatch_nd_compute_dataproto(
         for value in (*args, *kwargs.values())
     ):
         raise TypeError(
-            "this method splits a DataProto or a TensorDict over its ranks and got none among its "
-            "arguments"
+            "this method splits a DataProto or a TensorDict over its ranks, and no argument is one"
         )
 
     def split(value: _T) -> list[_T | Batch]:
@@ -164,14 +167,14 @@ def dispatch_nd_compute_dataproto(
             return [value] * len(mesh.dp_ranks)
         return [parts[slot] for slot in mesh.dp_ranks]
 
-    return _each(split, args, kwargs)
+    return _split_each(split, args, kwargs)
 
 
 def collect_nd_compute_dataproto(
     mesh_name: str, group: Group, results: list[DataProto]
 ) -> DataProto | TensorDict:
-    """Concatenates the batches of the collected ranks in slot order."""
-    return concat_batches(group, [results[rank] for rank in group.mesh(mesh_name).answering])
+    """Concatenates the batches of the collecting ranks in slot order."""
+    return concat_batches(group, [results[rank] for rank in group.mesh(mesh_name).collect_ranks])
 
 
 def as_list(group: Group, results: list[_T]) -> list[_T]:
@@ -186,7 +189,7 @@ def concat_batches(group: Group, results: list[Any]) -> DataProto | TensorDict:
     for rank, result in enumerate(results):
         if not isinstance(result, DataProto):
             raise TypeError(
-                f"rank {rank} returned a {type(result).__name__}, and batches are to be joined; "
+                f"rank {rank} returned a {type(result).__name__}, which cannot be concatenated; "
                 "return a DataProto, or register the method with Dispatch.DP_COMPUTE_METRIC"
             )
     return DataProto.concat(results)
@@ -194,7 +197,7 @@ def concat_batches(group: Group, results: list[Any]) -> DataProto | TensorDict:
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A way to split arguments over ranks and to join their results."""
+    """Splits arguments over ranks and joins their results."""
 
     name: str
     dispatch_fn: DispatchFn
@@ -212,12 +215,12 @@ _MODES: dict[str, DispatchMode] = {
     for mode in (
         DispatchMode("RANK_ZERO", broadcast, as_list, rank_zero_only=True),
         DispatchMode("ONE_TO_ALL", broadcast, as_list),
-        DispatchMode("ALL_TO_ALL", one_each, as_list),
-        DispatchMode("DP_COMPUTE", one_each, as_list),
+        DispatchMode("ALL_TO_ALL", scatter, as_list),
+        DispatchMode("DP_COMPUTE", scatter, as_list),
         DispatchMode("DP_COMPUTE_PROTO", split_batches, concat_batches, by_slot=True),
         DispatchMode("DP_COMPUTE_PROTO_WITH_FUNC", split_after_func, concat_batches, by_slot=True),
         DispatchMode("DP_COMPUTE_METRIC", split_batches, as_list, by_slot=True),
-        DispatchMode("DIRECT_ROLLOUT_METHOD", not_dispatched, as_list),
+        DispatchMode("DIRECT_ROLLOUT_METHOD", refuse_dispatch, as_list),
     )
 }
 
@@ -228,8 +231,7 @@ class _DispatchNames(type):
     def __getattr__(cls, name: str) -> DispatchMode:
         if name in _MODES:
             return _MODES[name]
-        close = difflib.get_close_matches(name, _MODES, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
+        hint = proposal(name, _MODES)
         raise AttributeError(f"no dispatch mode {name!r}.{hint} There are {sorted(_MODES)}")
 
     def __iter__(cls) -> Iterator[DispatchMode]:
@@ -272,12 +274,12 @@ def register(
     mode = _MODES["ALL_TO_ALL"] if dispatch_mode is None else dispatch_mode
     if isinstance(mode, dict):
         if missing := {"dispatch_fn", "collect_fn"} - mode.keys():
-            raise ValueError(f"a dispatch mode given as a dict needs {sorted(missing)} too")
+            raise ValueError(f"the dispatch_mode dict has no {sorted(missing)}")
         mode = DispatchMode("custom", mode["dispatch_fn"], mode["collect_fn"])
     if not isinstance(mode, DispatchMode):
         raise TypeError(
             f"dispatch_mode={mode!r} is a {type(mode).__name__}; use Dispatch.<NAME>, or a dict with "
-            "dispatch_fn and collect_fn"
+            "the keys dispatch_fn and collect_fn"
         )
     if not isinstance(execute_mode, Execute):
         raise TypeError(f"execute_mode={execute_mode!r}: use Execute.ALL or Execute.RANK_ZERO")
@@ -297,7 +299,7 @@ def register_dispatch_mode(
     if name in _MODES:
         raise ValueError(f"dispatch mode {name!r} exists; replace it with update_dispatch_mode")
     if not name.isidentifier():
-        raise ValueError(f"a dispatch mode is named like a variable, not {name!r}")
+        raise ValueError(f"the name of a dispatch mode must be an identifier, not {name!r}")
     _MODES[name] = DispatchMode(name, dispatch_fn, collect_fn)
     return _MODES[name]
 
@@ -326,7 +328,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
 
 
 def method_spec(method: Function) -> MethodSpec | None:
-    """Returns the registration of a method, or None."""
+    """Returns how a method is registered, or None if it is not."""
     return getattr(method, _SPEC_ATTRIBUTE, None)
 
 

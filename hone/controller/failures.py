@@ -1,6 +1,6 @@
-"""Errors of processes, each with the worker group, the rank and the method.
+"""Errors about lost processes, nodes and deadlines; each names the worker group, rank and method.
 
-Exceptions of worker code are re-raised unchanged.
+Exceptions that worker code raises are re-raised unchanged.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LAST_LINES = 8
-"""Log lines per worker of a lost node; a node may have had many workers."""
-GO_ON = "The same command, started again, goes on from the run's last checkpoint"
+"""Log lines per worker of a lost node, which may have had many workers."""
+RESUME_HINT = "Run the same command again to resume from the last checkpoint"
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The location and the log files of one rank's process."""
+class WorkerProcess:
+    """The process of one rank: its location and log files."""
 
     rank: int
     pid: int
@@ -25,10 +25,10 @@ class Seat:
 
 
 class ProcessFailure(RuntimeError):
-    """A process of the run was lost; a new start on what is left can go on from the last checkpoint."""
+    """A process of the run was lost; the run can resume from its last checkpoint."""
 
     may_restart = True
-    """Whether the run may start again by itself: not if it was asked to stop."""
+    """Whether the run may restart itself; False after a request to stop."""
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class WorkerDied(ProcessFailure):
     """A worker process ended while a caller waited for it."""
 
     role: str
-    seat: Seat
+    process: WorkerProcess
     method: str
     reason: str
     last_lines: Sequence[str]
@@ -44,9 +44,9 @@ class WorkerDied(ProcessFailure):
     def __str__(self) -> str:
         tail = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (it wrote nothing)"
         return (
-            f"worker rank {self.seat.rank} of {self.role!r} (pid {self.seat.pid} on "
-            f"{self.seat.node_ip}) died during {self.method!r}: {self.reason}\n"
-            f"its last log lines:\n{tail}\nlogs: {', '.join(self.seat.logs)}\n{GO_ON}"
+            f"worker rank {self.process.rank} of {self.role!r} (pid {self.process.pid} on "
+            f"{self.process.node_ip}) died during {self.method!r}: {self.reason}\n"
+            f"its last log lines:\n{tail}\nlogs: {', '.join(self.process.logs)}\n{RESUME_HINT}"
         )
 
 
@@ -55,22 +55,22 @@ class WorkerStopped(ProcessFailure):
     """A worker process was stopped (SIGSTOP)."""
 
     role: str
-    seat: Seat
+    process: WorkerProcess
     owner: str
     method: str
     seconds: float
 
     def __str__(self) -> str:
         return (
-            f"worker rank {self.seat.rank} of {self.role!r} (pid {self.seat.pid} on "
-            f"{self.seat.node_ip}) has been stopped (SIGSTOP) for {self.seconds:g} s, while "
-            f"{self.owner!r} waited for {self.method!r}; it was ended. {GO_ON}"
+            f"worker rank {self.process.rank} of {self.role!r} (pid {self.process.pid} on "
+            f"{self.process.node_ip}) has been stopped (SIGSTOP) for {self.seconds:g} s, while "
+            f"{self.owner!r} waited for {self.method!r}; it was killed. {RESUME_HINT}"
         )
 
 
 @dataclass(eq=False)
 class ClusterFailed(ProcessFailure):
-    """A process of Ray has ended or does not respond."""
+    """A Ray process has ended or does not respond."""
 
     what: str
     owner: str
@@ -78,7 +78,7 @@ class ClusterFailed(ProcessFailure):
     hint: str
 
     def __str__(self) -> str:
-        return f"{self.what}, while {self.owner!r} waited for {self.method!r}; {self.hint}. {GO_ON}"
+        return f"{self.what}, while {self.owner!r} waited for {self.method!r}; {self.hint}. {RESUME_HINT}"
 
 
 @dataclass(eq=False)
@@ -87,7 +87,7 @@ class NodeLost(ProcessFailure):
 
     node_id: str
     node_ip: str
-    workers: Sequence[tuple[str, Seat, Sequence[str]]]
+    workers: Sequence[tuple[str, WorkerProcess, Sequence[str]]]
     """Role, location and last log lines of each worker that ran there."""
     owner: str
     method: str
@@ -95,21 +95,21 @@ class NodeLost(ProcessFailure):
 
     def __str__(self) -> str:
         ranks: dict[str, list[str]] = {}
-        for role, seat, _ in self.workers:
-            ranks.setdefault(role, []).append(str(seat.rank))
-        who = [
+        for role, process, _ in self.workers:
+            ranks.setdefault(role, []).append(str(process.rank))
+        workers = [
             f"rank{'s' * (len(numbers) > 1)} {joined(numbers)} of {role!r}"
             for role, numbers in ranks.items()
         ]
         text = (
-            f"node {self.node_ip} (id {self.node_id[:12]}) was lost with {joined(who)}, while "
+            f"node {self.node_ip} (id {self.node_id[:12]}) was lost with {joined(workers)}, while "
             f"{self.owner!r} waited for {self.method!r}: {self.reason}"
         )
-        for role, seat, lines in self.workers:
+        for role, process, lines in self.workers:
             tail = "\n".join(f"  | {line}" for line in lines[-LAST_LINES:])
-            text += f"\nlast log lines of rank {seat.rank} of {role!r} (pid {seat.pid}):\n"
+            text += f"\nlast log lines of rank {process.rank} of {role!r} (pid {process.pid}):\n"
             text += tail or "  | (it wrote nothing)"
-        return f"{text}\n{GO_ON}"
+        return f"{text}\n{RESUME_HINT}"
 
 
 def joined(words: Sequence[str]) -> str:
@@ -123,7 +123,7 @@ class WaitTimeout(TimeoutError):
     def __init__(self, owner: str, what: str, deadline_s: float, hint: str) -> None:
         self.owner, self.what, self.deadline_s, self.hint = owner, what, deadline_s, hint
         super().__init__(
-            f"{owner!r} waited {deadline_s:g} s for {what}, and that is its limit; {hint}"
+            f"{owner!r} waited {deadline_s:g} s for {what}, which is its deadline; {hint}"
         )
 
     def __reduce__(self) -> tuple[type[WaitTimeout], tuple[str, str, float, str]]:
@@ -131,4 +131,4 @@ class WaitTimeout(TimeoutError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of a worker's exception; set as the cause of the exception that is re-raised."""
+    """The traceback of a worker's exception, set as the cause of the re-raised exception."""

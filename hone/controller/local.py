@@ -1,6 +1,6 @@
-"""LocalWorkerGroup, the default: one rank in this process. WorkerHost holds the workers of one rank.
+"""LocalWorkerGroup, the default worker group: one rank in this process.
 
-Under both controllers a call resolves its futures, runs coroutines and drops padded rows.
+WorkerHost creates and calls the workers of one rank, under both controllers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hone.controller.decorator import TensorDictRows, has_rows, method_spec
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import fix_threads, thread_count
 from hone.controller.waiting import PhaseDeadlines
-from hone.controller.worker import Placement, Worker, placed
-from hone.controller.worker_group import Call, Crew, W, WorkerGroup
+from hone.controller.worker import Placement, Worker, use_placement
+from hone.controller.worker_group import Call, Executor, W, WorkerGroup
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture, real_rows, without_padding
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class Done:
+class FinishedCall:
     """The result of a finished call, or its exception, which `get` raises."""
 
     result: Any = None
@@ -47,27 +47,33 @@ class Done:
 class WorkerHost:
     """The workers of one rank: a single one, or one per colocated role."""
 
-    def __init__(self, made_of: ClassWithInitArgs, placement: Placement, threads: int) -> None:
+    def __init__(
+        self, cls_with_init: ClassWithInitArgs, placement: Placement, threads: int
+    ) -> None:
         fix_threads(threads)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
-        members = made_of.members if isinstance(made_of, ColocatedClass) else {"": made_of}
+        members = (
+            cls_with_init.members
+            if isinstance(cls_with_init, ColocatedClass)
+            else {"": cls_with_init}
+        )
         self._workers: dict[str, Worker] = {}
         for role, member in members.items():
-            with placed(replace(placement, role=role) if role else placement):
+            with use_placement(replace(placement, role=role) if role else placement):
                 self._workers[role] = member()
         for worker in self._workers.values():
             if isinstance(worker, Worker):
                 worker.colocate(self._workers)
 
     def call(self, call: Call) -> Any:
-        """Runs one method of one worker."""
+        """Resolves futures, runs one method of one worker and drops padded rows from its result."""
         function = getattr(self.worker(call.role), call.method)
         args, kwargs = call.args, call.kwargs
         spec = method_spec(function)
         if spec is None or spec.materialize_futures:
-            args = tuple(_materialised(value) for value in args)
-            kwargs = {key: _materialised(value) for key, value in kwargs.items()}
+            args = tuple(_materialize(value) for value in args)
+            kwargs = {key: _materialize(value) for key, value in kwargs.items()}
         result = function(*args, **kwargs)
         if inspect.iscoroutine(result):
             result = self._run(result)
@@ -87,8 +93,8 @@ class WorkerHost:
             return fused[role]
         if role not in self._workers:
             raise ValueError(
-                f"this process holds the roles {sorted(self._workers)}, not {role!r}; call one of "
-                "the groups that spawn(roles) gives"
+                f"this process has the roles {sorted(self._workers)}, not {role!r}; call one of the "
+                "groups that spawn(roles) returns"
             )
         return self._workers[role]
 
@@ -103,7 +109,7 @@ class WorkerHost:
             self._stop_loop()
 
     def _run(self, coroutine: Coroutine[None, None, _T]) -> _T:
-        # All calls share one event loop, so that tasks of one call survive until the next.
+        # All calls share one event loop: a call may leave tasks that the next call awaits.
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop_thread = threading.Thread(
@@ -118,36 +124,36 @@ class WorkerHost:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop_thread.join(timeout=LOOP_STOP_DEADLINE_S)
         if self._loop_thread.is_alive():
-            logger.warning("a worker's event loop is still busy and was left behind")
+            logger.warning("the event loop of a worker is still busy; it was not closed")
         else:
             self._loop.close()
         self._loop = self._loop_thread = None
 
 
-class LocalCrew(Crew[Done]):
+class LocalExecutor(Executor[FinishedCall]):
     """A single rank in this process; `submit` returns after the call has finished."""
 
     world_size = 1
 
-    def __init__(self, made_of: ClassWithInitArgs, role: str, threads: int) -> None:
-        self._host: WorkerHost | None = WorkerHost(made_of, Placement(role=role), threads)
+    def __init__(self, cls_with_init: ClassWithInitArgs, role: str, threads: int) -> None:
+        self._host: WorkerHost | None = WorkerHost(cls_with_init, Placement(role=role), threads)
         self._role = role
 
     @property
     def host(self) -> WorkerHost:
         if self._host is None:
-            raise RuntimeError(f"worker group {self._role!r} was shut down; make a new one")
+            raise RuntimeError(f"worker group {self._role!r} was shut down; create a new one")
         return self._host
 
-    def submit(self, rank: int, call: Call) -> Done:
+    def submit(self, rank: int, call: Call) -> FinishedCall:
         host = self.host
         try:
-            return Done(host.call(call))
-        except Exception as error:  # raised when the caller resolves the handle, as under Ray
-            return Done(error=error)
+            return FinishedCall(host.call(call))
+        except Exception as error:  # `get` raises it, as under Ray
+            return FinishedCall(error=error)
 
-    def resolver(self, owner: str, method: str) -> Callable[[Sequence[Done]], list[Any]]:
-        return finished
+    def resolver(self, owner: str, method: str) -> Callable[[Sequence[FinishedCall]], list[Any]]:
+        return get_results
 
     def shutdown(self) -> None:
         host, self._host = self._host, None
@@ -168,21 +174,21 @@ class LocalWorkerGroup(WorkerGroup[W]):
         liveness_deadline_s: float | None = None,
         threads: int | None = None,
     ) -> None:
-        """Takes the arguments of a Ray group; deadlines have no effect."""
+        """Takes the arguments of RayWorkerGroup; deadlines have no effect."""
         if ray_cls_with_init is None:
             raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
         if resource_pool is not None and resource_pool.world_size != 1:
             raise ValueError(
-                f"the local controller has 1 rank and the resource pool asks for "
+                f"the local controller has 1 rank, and the resource pool has "
                 f"{resource_pool.world_size}; set trainer.controller=ray, or "
                 "trainer.n_gpus_per_node=1 trainer.nnodes=1"
             )
         name = name_prefix or ray_cls_with_init.name
-        crew = LocalCrew(ray_cls_with_init, name, threads or thread_count())
-        super().__init__(crew, ray_cls_with_init, name)
+        executor = LocalExecutor(ray_cls_with_init, name, threads or thread_count())
+        super().__init__(executor, ray_cls_with_init, name)
 
 
-def finished(handles: Sequence[Done]) -> list[Any]:
+def get_results(handles: Sequence[FinishedCall]) -> list[Any]:
     """Returns the results of finished calls, or raises the first error."""
     return [handle.get() for handle in handles]
 
@@ -197,14 +203,14 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
     else:
         real = real_rows(padded[0])
         if len(result) == int(real.sum()):
-            rows = result  # the worker has already dropped them
+            rows = result  # the worker has already dropped the padding
         elif len(result) % len(real) == 0:
             rows = result.select_idxs(real.repeat_interleave(len(result) // len(real)))
         else:
             raise ValueError(
                 f"a worker got {len(real)} rows, {int((~real).sum())} of them padding, and returned "
-                f"{len(result)}: which are padding cannot be told; carry the column {PADDED_ROW!r} "
-                "over to the result, or drop such rows with hone.protocol.without_padding first"
+                f"{len(result)}, so the padded rows are unknown; copy the column {PADDED_ROW!r} to "
+                "the result, or drop padded rows first with hone.protocol.without_padding"
             )
     if padded and not torch.stack([real_rows(v).any() for v in padded]).any():
         rows = rows.select()
@@ -212,7 +218,7 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
     return rows
 
 
-def _materialised(value: Any) -> Any:
+def _materialize(value: Any) -> Any:
     if isinstance(value, TensorDictRows):
         return value.rows.to_tensordict()
     return value.get() if isinstance(value, DataProtoFuture) else value

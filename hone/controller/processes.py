@@ -1,7 +1,6 @@
-"""Reads the state and the last log lines of local processes, and measures how long a process is silent.
+"""Reads the state and the last log lines of processes on this machine, and measures their silence.
 
-A stopped process (SIGSTOP) is silent; a busy one never is. Processes on other machines are read by a
-probe on their node.
+A stopped process (SIGSTOP) is silent; a busy one is not.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ def process_state(pid: int) -> str:
 class Silence:
     """Measures for how many seconds each target has been silent.
 
-    At most LONGEST_GAP_S count between two checks: a busy or stopped caller has observed nothing.
+    At most LONGEST_GAP_S count between two updates, because the caller may itself have been stopped.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self._seconds: dict[Hashable, float] = {}
-        self._looked_at: float | None = None
+        self._updated_at: float | None = None
 
-    def look(self, silent: Iterable[Hashable], now: float) -> list[Hashable]:
-        """Records the currently silent targets; returns those that have reached the limit."""
-        passed = 0.0 if self._looked_at is None else min(now - self._looked_at, LONGEST_GAP_S)
-        self._looked_at = now
+    def update(self, silent: Iterable[Hashable], now: float) -> list[Hashable]:
+        """Records the targets that are silent now; returns those that have reached the limit."""
+        gap_s = 0.0 if self._updated_at is None else min(now - self._updated_at, LONGEST_GAP_S)
+        self._updated_at = now
         self._seconds = {
-            target: self._seconds[target] + passed if target in self._seconds else 0.0
+            target: self._seconds[target] + gap_s if target in self._seconds else 0.0
             for target in silent
         }
         return [target for target, seconds in self._seconds.items() if seconds >= self.limit_s]
@@ -63,6 +62,6 @@ def last_lines(paths: Sequence[str]) -> list[str]:
         if os.path.exists(path):
             with open(path, encoding="utf-8", errors="replace") as file:
                 tail = deque(file, maxlen=LOG_LINES)
-            # Lines with ":" are Ray's markers for jobs and actors.
+            # Ray marks jobs and actors with lines that start with ":".
             lines += [line.rstrip() for line in tail if line.strip() and not line.startswith(":")]
     return lines

@@ -1,6 +1,6 @@
-"""Records one profile per process and step: a Chrome trace of torch.profiler, or a range for nsys.
+"""Profiles each process once per step: a Chrome trace of torch.profiler, or a capture range for nsys.
 
-Roles in one process share its profile; the first role that stops writes it, named after all of them.
+Roles in one process share a profile; the first role that stops writes it, named after all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class StepProfile:
 
     step: int
     trace: profile | None
-    """None if nsys records."""
+    """None if nsys is the profiler."""
     roles: list[str] = field(default_factory=list)
 
 
@@ -27,7 +27,7 @@ _running: list[StepProfile] = []
 
 
 def start(tool: str, step: int, role: str) -> None:
-    """Starts recording this process, unless it is already recorded."""
+    """Starts profiling this process, unless another role has started."""
     if not _running:
         _running.append(StepProfile(step, _torch_trace() if tool == "torch" else None))
         if tool == "nsys":
@@ -36,7 +36,7 @@ def start(tool: str, step: int, role: str) -> None:
 
 
 def stop(folder: str, rank: int) -> None:
-    """Stops recording and writes the trace to `step_N-ROLES-rank_R.json.gz`."""
+    """Stops profiling and writes the trace to `step_N-ROLES-rank_R.json.gz`."""
     if not _running:
         return
     profile = _running.pop()
@@ -52,7 +52,7 @@ def stop(folder: str, rank: int) -> None:
 
 
 def discard() -> None:
-    """Stops recording without writing a file, after a failed step."""
+    """Stops profiling without writing a file, after a failed step."""
     while _running:
         profile = _running.pop()
         if profile.trace is not None:

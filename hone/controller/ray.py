@@ -1,7 +1,6 @@
-"""Runs each rank of a worker group as a Ray actor, on one or several nodes.
+"""RayWorkerGroup, whose ranks are Ray actors on one or several nodes.
 
-Every wait has a deadline, and its error names the waiting group and the method. A worker that dies or is
-stopped is reported with its rank, a lost node with all ranks that it had. Failed workers are not restarted;
+Every wait has a deadline and an error that names the rank or the node. Failed workers are not restarted;
 the run resumes from its checkpoint.
 """
 
@@ -28,10 +27,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hone.config.trainer import TrainerConfig
 from hone.controller.colocated import ClassWithInitArgs, P
 from hone.controller.decorator import TensorDictRows, has_rows
-from hone.controller.failures import Seat
+from hone.controller.failures import WorkerProcess
 from hone.controller.local import WorkerHost
 from hone.controller.processes import own_log_files
-from hone.controller.ray_liveness import cluster_failed, forget_workers, watch_workers
+from hone.controller.ray_liveness import cluster_failed, unwatch_workers, watch_workers
 from hone.controller.ray_placement import Reservation, reservation_of
 from hone.controller.ray_start import TOKEN_ENV, start_ray
 from hone.controller.ray_wait import RefWait
@@ -39,8 +38,8 @@ from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import THREADS_ENV, fix_threads, thread_count
 from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import LOOPBACK, Placement, free_port
-from hone.controller.worker_group import Call, Crew, W, WorkerGroup
-from hone.logging_level import asked_level
+from hone.controller.worker_group import Call, Executor, W, WorkerGroup
+from hone.logging_level import level_variables
 from hone.protocol import DataProto
 from hone.types import Settings
 
@@ -48,8 +47,8 @@ T = TypeVar("T")
 
 START_DEADLINE_S = 300.0
 START_ADVICE = "raise trainer.ray_wait_register_center_timeout if the start takes that long"
-GOODBYE_DEADLINE_S = 5.0
-LOOK_EVERY_S = 1.0
+CLOSE_DEADLINE_S = 5.0
+POLL_INTERVAL_S = 1.0
 _FLOOR_S, _FACTOR = TrainerConfig.phase_deadline_floor_s, TrainerConfig.phase_deadline_factor
 
 
@@ -73,26 +72,26 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.options["resources"] = dict(resources)
 
 
-class _SeatActor:
-    """The actor of one rank: reports its location, builds the workers and runs calls."""
+class _WorkerActor:
+    """The actor of one rank: creates the workers and runs calls."""
 
     def __init__(self, import_path: list[str], folder: str) -> None:
         os.environ.pop(TOKEN_ENV, None)  # child processes do not need the token
-        # Workers import user modules from the same path as the trainer process.
+        # Workers import user modules from the same folders as the trainer process.
         sys.path += [entry for entry in import_path if entry not in sys.path]
         if os.path.isdir(folder):
             os.chdir(folder)  # relative paths resolve as in the trainer process
         self._host: WorkerHost | None = None
-        threading.Thread(target=_end_with_raylet, name="end-with-raylet", daemon=True).start()
+        threading.Thread(target=_exit_with_raylet, name="end-with-raylet", daemon=True).start()
 
-    def facts(self, rank: int) -> tuple[Seat, int]:
-        context = ray.get_runtime_context()
-        where = ray.util.get_node_ip_address(), context.get_node_id()
-        return Seat(rank, os.getpid(), *where, own_log_files()), free_port()
+    def start_info(self, rank: int) -> tuple[WorkerProcess, int]:
+        """Returns this process and a free port of its node."""
+        ip, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        return WorkerProcess(rank, os.getpid(), ip, node_id, own_log_files()), free_port()
 
-    def build(self, made_of: ClassWithInitArgs, placement: Placement, threads: int) -> None:
+    def build(self, cls_with_init: ClassWithInitArgs, placement: Placement, threads: int) -> None:
         os.environ.update(placement.environment())
-        self._host = WorkerHost(made_of, placement, threads)
+        self._host = WorkerHost(cls_with_init, placement, threads)
 
     def call(self, call: Call) -> Any:
         assert self._host is not None, "build comes before call"
@@ -104,21 +103,21 @@ class _SeatActor:
             self._host.close()
 
 
-def _end_with_raylet() -> None:
-    """Ends this process after its node manager; Ray takes one that its container did not reap for alive."""
+def _exit_with_raylet() -> None:
+    """Exits after the raylet has ended; Ray's own check fails if the container does not reap the raylet."""
     raylet = os.getppid()
     while os.getppid() == raylet:
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
     os._exit(1)
 
 
-class RayCrew(Crew[ray.ObjectRef]):
+class RayExecutor(Executor[ray.ObjectRef]):
     """The ranks of one pool; each rank is an actor in its own process."""
 
     def __init__(
         self,
         pool: ResourcePool,
-        made_of: ClassWithInitArgs,
+        cls_with_init: ClassWithInitArgs,
         name: str,
         start_deadline_s: float,
         deadlines: PhaseDeadlines,
@@ -129,18 +128,18 @@ class RayCrew(Crew[ray.ObjectRef]):
         if reserved := sorted(worker_env.keys() & Placement().environment().keys()):
             raise ValueError(
                 f"worker_env of {name!r} sets {', '.join(reserved)}, which the controller sets for each "
-                "rank; leave them out"
+                "rank; remove them"
             )
         self.world_size = pool.world_size
         self.name = name
         self._threads = threads
         self._deadlines = deadlines
         self._liveness_deadline_s = liveness_deadline_s
-        self._seats: tuple[Seat, ...] = ()
+        self._processes: tuple[WorkerProcess, ...] = ()
         self._actors: list[ActorHandle] = []
         self._reservation: Reservation | None = reservation_of(pool, start_deadline_s)
         try:
-            self._start(pool, made_of, start_deadline_s, worker_env)
+            self._start(pool, cls_with_init, start_deadline_s, worker_env)
         except BaseException:
             self.shutdown()
             raise
@@ -148,18 +147,18 @@ class RayCrew(Crew[ray.ObjectRef]):
     def _start(
         self,
         pool: ResourcePool,
-        made_of: ClassWithInitArgs,
+        cls_with_init: ClassWithInitArgs,
         deadline_s: float,
         env: Mapping[str, str],
     ) -> None:
         threads = [self._threads or thread_count(n) for n in pool.local_world_size_list()]
-        self._actors = self._make_actors(pool, made_of, threads, env)
+        self._actors = self._make_actors(pool, cls_with_init, threads, env)
         wait = RefWait(self.name, "start", (), deadline_s, START_ADVICE)
-        facts = wait([actor.facts.remote(rank) for rank, actor in enumerate(self._actors)])
-        self._seats = tuple(seat for seat, _ in facts)
-        watch_workers(self.name, self._seats, self._liveness_deadline_s)
-        one_node = len({seat.node_id for seat in self._seats}) == 1
-        master_addr = LOOPBACK if one_node else self._seats[0].node_ip
+        infos = wait([actor.start_info.remote(rank) for rank, actor in enumerate(self._actors)])
+        self._processes = tuple(process for process, _ in infos)
+        watch_workers(self.name, self._processes, self._liveness_deadline_s)
+        one_node = len({process.node_id for process in self._processes}) == 1
+        master_addr = LOOPBACK if one_node else self._processes[0].node_ip
         builds = []
         for rank, actor in enumerate(self._actors):
             placement = Placement(
@@ -169,22 +168,22 @@ class RayCrew(Crew[ray.ObjectRef]):
                 local_rank=0 if pool.use_gpu else pool.local_rank_list()[rank],
                 local_world_size=pool.local_world_size_list()[rank],
                 master_addr=master_addr,
-                master_port=facts[0][1],
+                master_port=infos[0][1],
                 role=self.name,
             )
-            builds.append(actor.build.remote(made_of, placement, threads[rank]))
-        RefWait(self.name, "__init__", self._seats, deadline_s, START_ADVICE)(builds)
+            builds.append(actor.build.remote(cls_with_init, placement, threads[rank]))
+        RefWait(self.name, "__init__", self._processes, deadline_s, START_ADVICE)(builds)
 
     def _make_actors(
         self,
         pool: ResourcePool,
-        made_of: ClassWithInitArgs,
+        cls_with_init: ClassWithInitArgs,
         threads: list[int],
         env: Mapping[str, str],
     ) -> list[ActorHandle]:
         assert self._reservation is not None
         share = int(10_000 / pool.max_colocate_count) / 10_000  # Ray's resolution is 1/10,000
-        actor_class = ray.remote(_SeatActor)
+        actor_class = ray.remote(_WorkerActor)
         actors = []
         for rank, count in enumerate(threads):
             thread_env = {name: str(count) for name in (THREADS_ENV, "MKL_NUM_THREADS")}
@@ -192,32 +191,32 @@ class RayCrew(Crew[ray.ObjectRef]):
                 "num_cpus": share,
                 "num_gpus": share if pool.use_gpu else 0,
                 "max_restarts": 0,
-                "runtime_env": {"env_vars": {**thread_env, **asked_level(), **env}},
+                "runtime_env": {"env_vars": {**thread_env, **level_variables(), **env}},
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
                     self._reservation.group, placement_group_bundle_index=rank
                 ),
-                **getattr(made_of, "options", {}),
+                **getattr(cls_with_init, "options", {}),
             }
             actors.append(actor_class.options(**options).remote(list(sys.path), os.getcwd()))
         return actors
 
     def submit(self, rank: int, call: Call) -> ray.ObjectRef:
         if not self._actors:
-            raise RuntimeError(f"worker group {self.name!r} was shut down; make a new one")
+            raise RuntimeError(f"worker group {self.name!r} was shut down; create a new one")
         return self._actors[rank].call.remote(call)
 
     def resolver(self, owner: str, method: str) -> RefWait:
         limits = self._deadlines
         advice, record = limits.advice(method), limits.record
-        return RefWait(owner, method, self._seats, limits.limit_s(method), advice, record)
+        return RefWait(owner, method, self._processes, limits.limit_s(method), advice, record)
 
     def shutdown(self) -> None:
         actors, self._actors = self._actors, []
         if ray.is_initialized() and not cluster_failed():
-            closing = [actor.close.remote() for actor in actors if self._seats]
+            closing = [actor.close.remote() for actor in actors if self._processes]
             if closing:
-                ray.wait(closing, num_returns=len(closing), timeout=GOODBYE_DEADLINE_S)
-            forget_workers(self._seats)
+                ray.wait(closing, num_returns=len(closing), timeout=CLOSE_DEADLINE_S)
+            unwatch_workers(self._processes)
             for actor in actors:
                 ray.kill(actor, no_restart=True)
             if self._reservation is not None:
@@ -239,14 +238,14 @@ class RayWorkerGroup(WorkerGroup[W]):
         worker_env: Mapping[str, str] | None = None,
         threads: int | None = None,
     ) -> None:
-        """`threads` is the number per process; None divides the cores among the processes."""
+        """Starts the ranks; `threads` per process is by default an equal share of the cores."""
         if ray_cls_with_init is None:
             raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
         start_ray({})
         # The trainer process computes with the same number of threads as under the local controller.
         fix_threads(threads or thread_count())
         name = name_prefix or ray_cls_with_init.name
-        crew = RayCrew(
+        executor = RayExecutor(
             resource_pool or ResourcePool([1]),
             ray_cls_with_init,
             name,
@@ -256,11 +255,11 @@ class RayWorkerGroup(WorkerGroup[W]):
             worker_env or {},
             threads,
         )
-        super().__init__(crew, ray_cls_with_init, name)
+        super().__init__(executor, ray_cls_with_init, name)
 
 
 def ray_task(function: Callable[P, T]) -> Any:
-    """Makes a function a Ray task: `task.remote(…)` runs it on one core of another process."""
+    """Returns a Ray task: `task.remote(…)` runs the function on one core of another process."""
     return ray.remote(num_cpus=1)(function)
 
 

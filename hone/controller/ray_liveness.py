@@ -1,7 +1,7 @@
-"""Checks that worker processes, their nodes and Ray itself are alive while the trainer waits.
+"""Checks that workers, their nodes and Ray itself are alive while the trainer waits.
 
-Local processes are checked in /proc, remote ones by a probe actor on their node, and Ray's control plane
-by a call. A busy worker counts as alive; the phase deadline limits work that never ends.
+Local processes are checked in /proc, remote ones by a probe on their node (ray_probe.py), and Ray's control
+plane by a call. A busy worker counts as alive; the phase deadline ends work that takes too long.
 """
 
 from __future__ import annotations
@@ -19,138 +19,88 @@ from typing import TypeVar
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
-from hone.controller.failures import ClusterFailed, NodeLost, Seat, WorkerDied, WorkerStopped
+from hone.controller.failures import (
+    ClusterFailed,
+    NodeLost,
+    WorkerDied,
+    WorkerProcess,
+    WorkerStopped,
+)
 from hone.controller.processes import GONE, STOPPED, ZOMBIE, Silence, last_lines, process_state
+from hone.controller.ray_probe import RemoteNode
 from hone.types import Row
 
 T = TypeVar("T")
 
-PING_EVERY_S = 2.0
+PING_INTERVAL_S = 2.0
 LOG_DEADLINE_S = 15.0
 CONNECT_DEADLINE_S = 5.0
 LAST_ANSWER_S = 5.0
-"""The processes of a node whose raylet has died answer for less than this."""
+"""A probe may answer for this long after the raylet of its node has died."""
 ANSWER_DEADLINE_S = 5.0
 NODE_DEADLINE_S = 22.0
-"""Ray's health checks call a lost node dead within some 15 s."""
-PARTS = {"gcs_server": "Ray's control plane", "raylet": "Ray's node manager"}
-
-
-class _NodeProbe:
-    """Reads processes of its node; a separate actor, because busy workers cannot answer."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
-
-    def read(
-        self, logs: Mapping[int, Sequence[str]]
-    ) -> tuple[dict[int, str], dict[int, list[str]]]:
-        """Returns the state of each process, and the last lines of each log that has grown since."""
-        lines = {}
-        for pid, paths in logs.items():
-            size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
-            if size != self._sizes.get(pid):
-                self._sizes[pid] = size
-                lines[pid] = last_lines(paths)
-        return {pid: process_state(pid) for pid in logs}, lines
-
-    def end(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-
-    def lines(self, paths: Sequence[str]) -> list[str]:
-        return last_lines(paths)
-
-
-class _RemoteNode:
-    """The probe of a remote node and its last result."""
-
-    def __init__(self, node_id: str) -> None:
-        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
-        self.actor = ray.remote(_NodeProbe).options(**options).remote()
-        self.answers = 0
-        self.states: dict[int, str] = {}
-        self.lines: dict[int, list[str]] = {}
-        """The last log lines by pid; they outlive the node."""
-        self._question: tuple[ray.ObjectRef, float] | None = None
-
-    def ask(self, logs: Mapping[int, Sequence[str]]) -> float | None:
-        """Reads an answer, if there is one, and asks again; returns when the answered question was asked."""
-        asked_at = None
-        if self._question is not None and ray.wait([self._question[0]], timeout=0)[0]:
-            ref, time_of_question = self._question
-            with suppress(RayError):  # the probe is restarting, or its node is gone
-                self.states, lines = ray.get(ref)
-                self.lines |= lines
-                self.answers += 1
-                asked_at = time_of_question
-            self._question = None
-        if self._question is None:
-            self._question = self.actor.read.remote(dict(logs)), time.monotonic()
-        return asked_at
+"""Ray's health checks report a lost node within about 15 s."""
+RAY_PROCESSES = {"gcs_server": "Ray's control plane", "raylet": "Ray's node manager"}
+ENDED = "its process has ended"
 
 
 class _Ping:
-    """Calls the control plane periodically, in a thread, because the call may hang."""
+    """Calls the control plane periodically in a thread, because the call may hang."""
 
     def __init__(self) -> None:
         self.number = 0
         self.unanswered = False
         self.dead: dict[str, str] = {}
-        """Ray's reason for each node that it calls dead."""
+        """Ray's reason for each dead node, by node id."""
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="ray-ping", daemon=True).start()
 
     def _run(self) -> None:
-        while not self._closed.wait(PING_EVERY_S) and ray.is_initialized():
+        while not self._closed.wait(PING_INTERVAL_S) and ray.is_initialized():
             self.number += 1
             self.unanswered = True
             with suppress(RayError):
-                self.dead = _dead_among(ray.nodes())
+                self.dead = _dead_nodes(ray.nodes())
                 self.unanswered = False
 
     def close(self) -> None:
         self._closed.set()
 
 
-def answer_of(question: Callable[[], T]) -> T:
-    """Returns the result of a call to the control plane; raises ClusterFailed if it hangs.
-
-    Such a call has no deadline of its own.
-    """
+def call_control_plane(request: Callable[[], T]) -> T:
+    """Returns the result of `request`, which has no deadline of its own; raises ClusterFailed if it hangs."""
     answer: Future[T] = Future()
 
-    def ask() -> None:
+    def call() -> None:
         try:
-            answer.set_result(question())
+            answer.set_result(request())
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=ask, name="ray-question", daemon=True).start()
+    threading.Thread(target=call, name="ray-control-plane", daemon=True).start()
     limit_s = TrainerConfig.liveness_deadline_s if _watch is None else _watch.silence.limit_s
     try:
         return answer.result(limit_s)
     except TimeoutError:
         if _watch is not None:
             _watch.failed = True
-        event, hint = _silent_control_plane(limit_s)
+        event, hint = _control_plane_silence(limit_s)
         raise ClusterFailed(event, "the trainer", "the list of nodes", hint) from None
 
 
-def _silent_control_plane(limit_s: float) -> tuple[str, str]:
-    """Returns what has happened and what to do."""
+def _control_plane_silence(limit_s: float) -> tuple[str, str]:
+    """Returns the event and the hint of the error message."""
     address = ray.get_runtime_context().gcs_address
     return (
         f"Ray's control plane (the GCS at {address}) has not answered for {limit_s:g} s",
-        "look at gcs_server.out among Ray's logs on the head node",
+        "see gcs_server.out among Ray's logs on the head node",
     )
 
 
-def _dead_among(nodes: Sequence[Row]) -> dict[str, str]:
-    """Returns Ray's reason for each node that it calls dead."""
+def _dead_nodes(nodes: Sequence[Row]) -> dict[str, str]:
+    """Returns Ray's reason for each dead node, by node id."""
     return {
         node["NodeID"]: f"Ray reports: {node.get('DeathReasonMessage') or 'node failure'}"
         for node in nodes
@@ -159,11 +109,11 @@ def _dead_among(nodes: Sequence[Row]) -> dict[str, str]:
 
 
 def raylet_problem(node_id: str) -> str | None:
-    """Returns why the raylet of a node does not answer, or None if it accepts connections."""
-    nodes = answer_of(ray.nodes)
+    """Returns why the raylet of a node is unreachable, or None if it accepts connections."""
+    nodes = call_control_plane(ray.nodes)
     entry = next((node for node in nodes if node["NodeID"] == node_id), None)
     if entry is None or not entry["Alive"]:
-        return _dead_among(nodes).get(node_id, "Ray does not know it")
+        return _dead_nodes(nodes).get(node_id, "Ray does not list it")
     address = entry["NodeManagerAddress"], entry["NodeManagerPort"]
     try:
         socket.create_connection(address, CONNECT_DEADLINE_S).close()
@@ -183,215 +133,217 @@ class ClusterWatch:
         """Its limit is the `trainer.liveness_deadline_s` of the run."""
         self.ping = _Ping()
         self.here = ray.get_runtime_context().get_node_id()
-        self._seats: dict[tuple[str, int], tuple[str, Seat]] = {}
-        self._nodes: dict[str, _RemoteNode] = {}
+        self._workers: dict[tuple[str, int], tuple[str, WorkerProcess]] = {}
+        self._nodes: dict[str, RemoteNode] = {}
         self._lock = threading.Lock()
         self._refresh_at = 0.0
 
-    def add(self, role: str, seats: Sequence[Seat], limit_s: float) -> None:
+    def add(self, role: str, workers: Sequence[WorkerProcess], limit_s: float) -> None:
         """Starts watching these processes."""
         self.silence.limit_s = limit_s
-        for seat in seats:
-            self._seats[seat.node_id, seat.pid] = role, seat
-            if seat.node_id != self.here and seat.node_id not in self._nodes:
-                self._nodes[seat.node_id] = _RemoteNode(seat.node_id)
+        for worker in workers:
+            self._workers[worker.node_id, worker.pid] = role, worker
+            if worker.node_id != self.here and worker.node_id not in self._nodes:
+                self._nodes[worker.node_id] = RemoteNode(worker.node_id)
 
-    def remove(self, seats: Sequence[Seat]) -> None:
+    def remove(self, workers: Sequence[WorkerProcess]) -> None:
         """Stops watching these processes and removes probes that are no longer needed."""
-        for seat in seats:
-            self._seats.pop((seat.node_id, seat.pid), None)
-        for node_id in self._nodes.keys() - {node_id for node_id, _ in self._seats}:
+        for worker in workers:
+            self._workers.pop((worker.node_id, worker.pid), None)
+        for node_id in self._nodes.keys() - {node_id for node_id, _ in self._workers}:
             ray.kill(self._nodes.pop(node_id).actor)
 
-    def look(self, owner: str, method: str) -> None:
-        """Raises if the result that `owner` waits for can no longer arrive."""
+    def check_alive(self, owner: str, method: str) -> None:
+        """Raises if a process failed that the result for `owner` depends on."""
         with self._lock:
             silent: dict[Hashable, Callable[[], RuntimeError]] = {}
             limit = f"{self.silence.limit_s:g} s"
-            failed = partial(self._failed, owner, method)
-            for name, pid in self._own.items():  # Ray's processes, if we started them
-                who = f"{PARTS[name]} ({name}, pid {pid} on this machine)"
-                hint = (
-                    "killed for memory, crashed, or stopped from outside: see "
-                    f"{self._log_folder}/{name}.out"
-                )
+            failed = partial(self._cluster_failure, owner, method)
+            for name, pid in self._own.items():  # Ray's processes, if this process started them
+                part = f"{RAY_PROCESSES[name]} ({name}, pid {pid} on this machine)"
+                log = f"{self._log_folder}/{name}.out"
+                hint = f"out of memory, a crash, or a signal from outside: see {log}"
                 state = process_state(pid)
                 if state in (GONE, ZOMBIE):
-                    raise failed(f"{who} has ended", hint)
+                    raise failed(f"{part} has ended", hint)
                 if state == STOPPED:
-                    event = f"{who} has been stopped (SIGSTOP) for {limit}"
+                    event = f"{part} has been stopped (SIGSTOP) for {limit}"
                     silent[name] = partial(failed, event, hint)
             for node_id, node in self._nodes.items():
-                node.ask(self._logs(node_id))
+                node.poll(self._logs(node_id))
                 if node_id in self.ping.dead:
-                    raise self.lost(node_id, owner, method, self.ping.dead[node_id])
+                    raise self.lost_node_error(node_id, owner, method, self.ping.dead[node_id])
                 if node.answers:
                     event = f"it has not answered for {limit}"
-                    lost = partial(self.lost, node_id, owner, method, event)
+                    lost = partial(self.lost_node_error, node_id, owner, method, event)
                     silent[node_id, "node", node.answers] = lost
-            for (node_id, pid), (role, seat) in self._seats.items():
+            for (node_id, pid), (role, worker) in self._workers.items():
                 remote = self._nodes.get(node_id)
                 state = process_state(pid) if remote is None else remote.states.get(pid, "")
                 if state == STOPPED:
-                    silent[node_id, pid] = partial(self._end, role, seat, owner, method)
+                    silent[node_id, pid] = partial(self._kill_stopped, role, worker, owner, method)
             if self.ping.unanswered:
-                silence = _silent_control_plane(self.silence.limit_s)
+                silence = _control_plane_silence(self.silence.limit_s)
                 silent["ping", self.ping.number] = partial(failed, *silence)
-            for target in self.silence.look(silent, time.monotonic()):
+            for target in self.silence.update(silent, time.monotonic()):
                 raise silent[target]()
 
-    def lines(self, seat: Seat) -> list[str]:
+    def lines(self, worker: WorkerProcess) -> list[str]:
         """Returns the last log lines of a process on a remote node."""
-        node = self._nodes.get(seat.node_id)
+        node = self._nodes.get(worker.node_id)
         if node is None:
             return []
         try:
-            return list(ray.get(node.actor.lines.remote(seat.logs), timeout=LOG_DEADLINE_S))
+            return list(ray.get(node.actor.lines.remote(worker.logs), timeout=LOG_DEADLINE_S))
         except RayError:
-            return node.lines.get(seat.pid, ["(its log could not be read from here)"])
+            return node.lines.get(worker.pid, ["(its log could not be read from here)"])
 
-    def refresh(self) -> None:
-        """Reads new answers of the probes, at most every PING_EVERY_S, so that log lines are recent."""
+    def refresh_logs(self) -> None:
+        """Reads recent log lines from the probes, at most every PING_INTERVAL_S."""
         if self._nodes and time.monotonic() > self._refresh_at:
-            self._refresh_at = time.monotonic() + PING_EVERY_S
+            self._refresh_at = time.monotonic() + PING_INTERVAL_S
             with self._lock:
                 for node_id, node in self._nodes.items():
-                    node.ask(self._logs(node_id))
+                    node.poll(self._logs(node_id))
 
-    def raise_if_node_is_lost(self, node_id: str, owner: str, method: str) -> None:
-        """Raises NodeLost unless the node, which has lost a worker, answers a question asked later.
+    def raise_if_node_lost(self, node_id: str, owner: str, method: str) -> None:
+        """Raises NodeLost unless the node's probe answers a request that is sent LAST_ANSWER_S later.
 
-        A node answers for some seconds after its raylet has died, and Ray calls it alive for longer; its
-        raylet is asked too.
+        A probe answers for some seconds after its raylet has died; Ray lists the node as alive for longer.
         """
         if node_id == self.here and (reason := raylet_problem(node_id)) is not None:
             event = f"the Ray node of this machine was lost ({reason})"
             raise ClusterFailed(event, owner, method, "start it again with `ray start`")
         if (node := self._nodes.get(node_id)) is None:
             return
-        began = time.monotonic()
-        while time.monotonic() < began + NODE_DEADLINE_S:
+        start = time.monotonic()
+        while time.monotonic() < start + NODE_DEADLINE_S:
             if (reason := raylet_problem(node_id)) is not None:
-                raise self.lost(node_id, owner, method, reason)
+                raise self.lost_node_error(node_id, owner, method, reason)
             with self._lock:
-                asked_at = node.ask(self._logs(node_id))
-            if asked_at is not None and asked_at > began + LAST_ANSWER_S:
+                sent_at = node.poll(self._logs(node_id))
+            if sent_at is not None and sent_at > start + LAST_ANSWER_S:
                 return
             time.sleep(0.5)
         reason = f"it has not answered for {NODE_DEADLINE_S:g} s"
-        raise self.lost(node_id, owner, method, reason)
+        raise self.lost_node_error(node_id, owner, method, reason)
 
-    def raise_if_any_is_lost(self, owner: str, method: str) -> None:
-        """Raises if a worker of any group is gone, which may be why another one failed."""
-        for (node_id, pid), (role, seat) in list(self._seats.items()):
+    def raise_if_any_lost(self, owner: str, method: str) -> None:
+        """Raises WorkerDied or NodeLost if a worker of any group has ended."""
+        for (node_id, pid), (role, worker) in list(self._workers.items()):
             if node_id == self.here and process_state(pid) in (GONE, ZOMBIE):
-                raise WorkerDied(role, seat, method, "its process is gone", last_lines(seat.logs))
+                raise WorkerDied(role, worker, method, ENDED, last_lines(worker.logs))
         end_time, answered = time.monotonic() + ANSWER_DEADLINE_S, set[str]()
         while (waiting := self._nodes.keys() - answered) and time.monotonic() < end_time:
             for node_id in waiting:
                 with self._lock:
-                    asked_at = self._nodes[node_id].ask(self._logs(node_id))
-                if asked_at is not None and asked_at > end_time - ANSWER_DEADLINE_S:
+                    sent_at = self._nodes[node_id].poll(self._logs(node_id))
+                if sent_at is not None and sent_at > end_time - ANSWER_DEADLINE_S:
                     answered.add(node_id)
             time.sleep(0.1)
         for node_id, node in list(self._nodes.items()):
-            gone = {pid for pid in self._logs(node_id) if node.states.get(pid) in (GONE, ZOMBIE)}
-            if gone or node_id not in answered:
-                self.raise_if_node_is_lost(node_id, owner, method)
-            for pid in gone:
-                role, seat = self._seats[node_id, pid]
-                raise WorkerDied(role, seat, method, "its process is gone", self.lines(seat))
+            workers = self._workers_on(node_id)
+            ended = [w for w in workers if node.states.get(w[1].pid) in (GONE, ZOMBIE)]
+            if ended or node_id not in answered:
+                self.raise_if_node_lost(node_id, owner, method)
+            for role, worker in ended:
+                raise WorkerDied(role, worker, method, ENDED, self.lines(worker))
 
-    def lost(self, node_id: str, owner: str, method: str, reason: str) -> NodeLost:
-        """Returns the error about a lost node, which is not used again."""
-        _lost.add(node_id)
-        known = self._nodes[node_id].lines
-        seats = [(role, seat) for role, seat in self._seats.values() if seat.node_id == node_id]
-        workers = [(role, seat, tuple(known.get(seat.pid, ()))) for role, seat in seats]
-        return NodeLost(node_id, seats[0][1].node_ip, workers, owner, method, reason)
+    def lost_node_error(self, node_id: str, owner: str, method: str, reason: str) -> NodeLost:
+        """Returns the error about a lost node; later placements leave the node out."""
+        _lost_node_ids.add(node_id)
+        lines = self._nodes[node_id].lines
+        workers = [(r, w, tuple(lines.get(w.pid, ()))) for r, w in self._workers_on(node_id)]
+        return NodeLost(node_id, workers[0][1].node_ip, workers, owner, method, reason)
+
+    def _workers_on(self, node_id: str) -> list[tuple[str, WorkerProcess]]:
+        """Returns role and process of each worker on a node."""
+        return [entry for entry in self._workers.values() if entry[1].node_id == node_id]
 
     def _logs(self, node_id: str) -> dict[int, tuple[str, ...]]:
-        return {pid: seat.logs for (at, pid), (_, seat) in self._seats.items() if at == node_id}
+        return {worker.pid: worker.logs for _, worker in self._workers_on(node_id)}
 
-    def _failed(self, owner: str, method: str, event: str, hint: str) -> ClusterFailed:
+    def _cluster_failure(self, owner: str, method: str, event: str, hint: str) -> ClusterFailed:
         self.failed = True
         return ClusterFailed(event, owner, method, hint)
 
-    def _end(self, role: str, seat: Seat, owner: str, method: str) -> WorkerStopped:
-        if seat.node_id == self.here:
+    def _kill_stopped(
+        self, role: str, worker: WorkerProcess, owner: str, method: str
+    ) -> WorkerStopped:
+        if worker.node_id == self.here:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(seat.pid, signal.SIGKILL)
+                os.kill(worker.pid, signal.SIGKILL)
         else:
-            self._nodes[seat.node_id].actor.end.remote(seat.pid)
-        return WorkerStopped(role, seat, owner, method, self.silence.limit_s)
+            self._nodes[worker.node_id].actor.kill.remote(worker.pid)
+        return WorkerStopped(role, worker, owner, method, self.silence.limit_s)
 
 
 _watch: ClusterWatch | None = None
-_lost: set[str] = set()
+_lost_node_ids: set[str] = set()
 
 
 def lost_nodes() -> frozenset[str]:
-    """Returns the ids of nodes that this process has seen fail; a node that comes back has a new id."""
-    return frozenset(_lost)
+    """Returns the ids of the nodes that failed; a node that returns has a new id."""
+    return frozenset(_lost_node_ids)
 
 
 def watch_cluster(own: Mapping[str, int], log_folder: str = "") -> None:
-    """Starts watching the joined cluster; `own` maps names of Ray processes to pids."""
+    """Starts watching the cluster; `own` has the pid of each Ray process that this process started."""
     global _watch
     _watch = ClusterWatch(TrainerConfig.liveness_deadline_s, own, log_folder)
 
 
-def watch_workers(role: str, seats: Sequence[Seat], limit_s: float) -> None:
+def watch_workers(role: str, workers: Sequence[WorkerProcess], limit_s: float) -> None:
     """Adds the processes of a worker group to the watch."""
     if _watch is not None and _watch.here != ray.get_runtime_context().get_node_id():
-        end_watch()  # this process has since joined or started another cluster
+        stop_watch()  # this process has since joined or started another cluster
     if _watch is None:
         watch_cluster({})
     assert _watch is not None
-    _watch.add(role, seats, limit_s)
+    _watch.add(role, workers, limit_s)
 
 
-def forget_workers(seats: Sequence[Seat]) -> None:
-    """Removes the processes of a worker group from the watch, before they end."""
+def unwatch_workers(workers: Sequence[WorkerProcess]) -> None:
+    """Removes the processes of a worker group from the watch before they end."""
     if _watch is not None and not _watch.failed:
-        _watch.remove(seats)
+        _watch.remove(workers)
 
 
-def end_watch() -> None:
-    """Stops watching: this process leaves the cluster."""
+def stop_watch() -> None:
+    """Stops watching, before this process leaves the cluster."""
     global _watch
     if _watch is not None:
         _watch.ping.close()
     _watch = None
 
 
-def look(owner: str, method: str) -> None:
-    """Raises if the result that `owner` waits for can no longer arrive; only the trainer process checks."""
+def check_alive(owner: str, method: str) -> None:
+    """Raises if a process failed that the result for `owner` depends on; only in the trainer process."""
     if _watch is not None:
-        _watch.look(owner, method)
+        _watch.check_alive(owner, method)
 
 
-def refresh() -> None:
-    """Keeps the log lines of remote workers recent; called after waits."""
+def refresh_logs() -> None:
+    """Reads recent log lines of remote workers, after a wait."""
     if _watch is not None:
-        _watch.refresh()
+        _watch.refresh_logs()
 
 
 def raise_if_lost(owner: str, method: str, node_id: str | None = None) -> None:
-    """Raises if this node, or by default any watched process, is lost; only the trainer process checks."""
+    """Raises if this node, or by default any worker, is lost; only in the trainer process."""
     if _watch is None or _watch.failed:
         return
     if node_id is None:
-        _watch.raise_if_any_is_lost(owner, method)
+        _watch.raise_if_any_lost(owner, method)
     else:
-        _watch.raise_if_node_is_lost(node_id, owner, method)
+        _watch.raise_if_node_lost(node_id, owner, method)
 
 
-def lines_of_another_node(seat: Seat) -> list[str]:
-    """Returns the last log lines of a process on a remote node; only the trainer process can."""
-    return _watch.lines(seat) if _watch is not None else ["(its log is on its node)"]
+def remote_log_lines(worker: WorkerProcess) -> list[str]:
+    """Returns the last log lines of a process on a remote node; only in the trainer process."""
+    return _watch.lines(worker) if _watch is not None else ["(its log is on its node)"]
 
 
 def cluster_failed() -> bool:
-    """Whether Ray itself has failed; it must not be called then."""
+    """Whether Ray itself has failed; calls to Ray would then hang."""
     return _watch is not None and _watch.failed

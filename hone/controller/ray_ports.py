@@ -1,7 +1,7 @@
-"""Starts a raylet on a busy machine: time for its agents, and ports that no other program is given.
+"""Settings with which a raylet starts on a busy machine: longer deadlines and fixed agent ports.
 
-Otherwise a raylet ends when its agents have not started or chosen their ports within 15 s. `hone launch`
-loads this file alone: it uses the standard library, and Ray where it runs.
+By default a raylet ends if its agents have not started and chosen their ports within 15 s. `hone launch`
+loads this file by its path, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ AGENT_PORTS = (
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 RESERVED_FOR_S = 300.0
 _ABOVE_RAY = range(20_000, 65_536)
-"""`ray start` gives its workers the ports 10002 to 19999."""
+"""Ray's workers use the ports 10002 to 19999."""
 _reserved: deque[tuple[float, socket.socket]] = deque()
 _lock = threading.Lock()
 
 
 def allow_slow_start() -> None:
-    """Sets Ray's deadlines for the parts of a node, for the raylets that this process starts."""
+    """Raises Ray's start deadlines for the raylets that this process starts."""
     for name, value in SLOW_START.items():
         os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
-def chosen_agent_ports() -> Iterator[None]:
-    """Gives the agents of every raylet that is started inside the block a port each."""
+def fixed_agent_ports() -> Iterator[None]:
+    """Gives each agent of every raylet that starts inside the block a free port."""
     from ray._private import services
     from ray._raylet import (  # type: ignore[attr-defined]
         DASHBOARD_AGENT_LISTEN_PORT_NAME,
@@ -60,8 +60,12 @@ def chosen_agent_ports() -> Iterator[None]:
         ports = dict(zip(AGENT_PORTS, free_ports(len(AGENT_PORTS)), strict=True))
         call.arguments.update(ports)
         # The raylet waits for this file even if it knows the port.
-        where = call.arguments["session_dir"], call.arguments["node_id"]
-        persist_port(*where, DASHBOARD_AGENT_LISTEN_PORT_NAME, ports[AGENT_PORTS[0]])
+        persist_port(
+            call.arguments["session_dir"],
+            call.arguments["node_id"],
+            DASHBOARD_AGENT_LISTEN_PORT_NAME,
+            ports[AGENT_PORTS[0]],
+        )
         return start_raylet(*call.args, **call.kwargs)
 
     services.start_raylet = start
@@ -72,10 +76,9 @@ def chosen_agent_ports() -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns different ports that are free on every interface now.
+    """Returns distinct ports that are free on every interface, outside the ephemeral range.
 
-    No outgoing connection gets one by chance, and for RESERVED_FOR_S no other call on this machine returns
-    one of them while this process lives: its server may start late.
+    For RESERVED_FOR_S no other call on this machine returns the same ports, while this process lives.
     """
     candidates, ports = _candidates(), list[int]()
     with _lock:
@@ -86,26 +89,26 @@ def free_ports(count: int) -> list[int]:
         for port in random.SystemRandom().sample(candidates, min(len(candidates), 50 * count)):
             if len(ports) == count:
                 break
-            # A UDP port of the same number marks it as taken; servers here listen on TCP.
-            mark = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            # The UDP port of the same number reserves it; our servers listen on TCP.
+            reservation = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             try:
-                mark.bind(("127.0.0.1", port))
+                reservation.bind(("127.0.0.1", port))
                 socket.create_server(("", port)).close()
             except OSError:
-                mark.close()
+                reservation.close()
                 continue
-            _reserved.append((now + RESERVED_FOR_S, mark))
+            _reserved.append((now + RESERVED_FOR_S, reservation))
             ports.append(port)
     if len(ports) < count:
-        raise OSError(f"this machine has no {count} free ports among {len(candidates)}")
+        raise OSError(f"this machine has fewer than {count} free ports among {len(candidates)}")
     return ports
 
 
 def _candidates() -> list[int]:
-    """Returns the ports above Ray's that the kernel gives to no outgoing connection, or all if it has few."""
+    """Returns the ports above Ray's outside the ephemeral range, or all above Ray's if those are few."""
     try:
         first, last = (int(word) for word in EPHEMERAL_RANGE.read_text("ascii").split())
-    except (OSError, ValueError):  # no Linux
+    except (OSError, ValueError):  # not Linux
         first, last = 32_768, 65_535
     ports = [port for port in _ABOVE_RAY if not first <= port <= last]
     return ports if len(ports) >= 200 else list(_ABOVE_RAY)

@@ -1,7 +1,7 @@
 """Joins a Ray cluster, or starts one on this machine that listens on loopback and requires a token.
 
-An existing cluster keeps its own authentication. Every process of a cluster that we started carries a
-mark in its environment, by which remaining processes are found and killed.
+An existing cluster keeps its own authentication. The processes of a cluster that is started here have a
+mark in their environment, by which reaper.py kills them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-try:
-    import ray
-except ImportError as error:
-    raise ImportError(
-        "trainer.controller=ray needs Ray, which is not installed: pip install 'hone-rl[ray]', "
-        "or use trainer.controller=local"
-    ) from error
+import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
 from hone.controller import reaper
-from hone.controller.ray_liveness import PARTS, cluster_failed, end_watch, watch_cluster
-from hone.controller.ray_ports import allow_slow_start, chosen_agent_ports
+from hone.controller.ray_liveness import RAY_PROCESSES, cluster_failed, stop_watch, watch_cluster
+from hone.controller.ray_ports import allow_slow_start, fixed_agent_ports
 from hone.types import Row, Settings
 
 logger = logging.getLogger(__name__)
@@ -44,12 +38,12 @@ TOKEN_ENV = "RAY_AUTH_TOKEN"
 STOP_DEADLINE_S = 30.0
 CONNECT_DEADLINE_S = 10.0
 _DRIVER_SETTINGS = {
-    # Our watch reports a lost control plane; Ray would end this process without our message.
+    # ray_liveness.py reports a lost control plane; Ray would end this process without that message.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""0 keeps Ray on loopback; Ray names the switch after the systems where that is the default."""
+"""0 makes Ray listen on loopback, which is the default on the systems in the name."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ _own: OwnCluster | None = None
 def start_ray(ray_init: Settings, tell: Callable[[str], None] = logger.info) -> bool:
     """Joins or starts a cluster with these `ray.init` options; returns False if Ray already runs.
 
-    `tell` receives a message that says which of the two is done.
+    `tell` receives a status message.
     """
     if ray.is_initialized():
         return False
@@ -77,9 +71,9 @@ def start_ray(ray_init: Settings, tell: Callable[[str], None] = logger.info) -> 
     for name, value in _DRIVER_SETTINGS.items():
         os.environ.setdefault(name, value)
     allow_slow_start()
-    _messages_to_log()
-    sized = not options.keys().isdisjoint({"num_cpus", "num_gpus"})
-    if _to_join(options.get("address"), only_named=sized):
+    _redirect_messages()
+    has_size = not options.keys().isdisjoint({"num_cpus", "num_gpus"})
+    if _should_join(options.get("address"), only_named=has_size):
         _join(options, tell)
     else:
         _start({**options, "address": "local"}, tell)
@@ -87,23 +81,23 @@ def start_ray(ray_init: Settings, tell: Callable[[str], None] = logger.info) -> 
 
 
 def stop_ray(timeline_json_file: str | None = None) -> None:
-    """Disconnects from Ray and stops a cluster that this process started; can write Ray's timeline."""
+    """Writes Ray's timeline if a file is given, disconnects, and stops a cluster started here."""
     global _own
     failed = cluster_failed()
     if timeline_json_file is not None and ray.is_initialized() and not failed:
         ray.timeline(filename=timeline_json_file)
-    end_watch()
+    stop_watch()
     own, _own = _own, None
     if own is not None and failed:
-        reaper.end_marked(own.mark)  # ray.shutdown would wait for a stopped process
-    leaving = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
-    leaving.start()
-    leaving.join(STOP_DEADLINE_S)
-    if leaving.is_alive():
+        reaper.kill_marked(own.mark)  # ray.shutdown would wait for a stopped process
+    shutdown = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    shutdown.start()
+    shutdown.join(STOP_DEADLINE_S)
+    if shutdown.is_alive():
         atexit.unregister(ray.shutdown)
-        logger.warning("Ray did not let go of this process within %g s", STOP_DEADLINE_S)
+        logger.warning("ray.shutdown has not returned within %g s", STOP_DEADLINE_S)
     if own is not None:
-        reaper.end_marked(own.mark)
+        reaper.kill_marked(own.mark)
         own.reaper.kill()
         own.reaper.wait()
         if not failed:  # keep the logs of a failure
@@ -111,7 +105,7 @@ def stop_ray(timeline_json_file: str | None = None) -> None:
 
 
 def check_reachable(address: str | None, key: str) -> None:
-    """Raises unless something listens at the address that `key` sets; Ray itself would retry for minutes."""
+    """Raises if nothing listens at the address that `key` sets; Ray would retry for minutes."""
     if not address or address in ("auto", "local"):
         return
     host, colon, port = address.rpartition("://")[2].rpartition(":")
@@ -122,37 +116,37 @@ def check_reachable(address: str | None, key: str) -> None:
     except OSError as error:
         raise ConnectionError(
             f"{key}={address}: nothing answers there within {CONNECT_DEADLINE_S:g} s ({error}); start "
-            "the cluster with `ray start --head`, or leave the address out to start one here"
+            "the cluster with `ray start --head`, or remove the address to start one here"
         ) from error
 
 
-def _to_join(address: str | None, only_named: bool) -> bool:
+def _should_join(address: str | None, only_named: bool) -> bool:
     """Whether the option, RAY_ADDRESS or `ray start` on this machine names a cluster to join.
 
-    With `only_named`, a cluster of `ray start` is ignored: the run has set the size of its own cluster.
+    With `only_named`, a cluster of `ray start` is ignored: the config has the size of a new cluster.
     """
-    for named, key in (
+    for value, key in (
         (address, "ray_kwargs.ray_init.address"),
         (os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS"),
     ):
-        if named:
-            check_reachable(named, key)
-            return named != "local"
+        if value:
+            check_reachable(value, key)
+            return value != "local"
     file = os.path.join(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
     if only_named or not os.path.exists(file) or os.stat(file).st_uid not in (0, os.getuid()):
-        return False  # another user may have written the file: do not join their cluster
+        return False  # a file of another user may name the cluster of that user
     with open(file, encoding="utf-8") as text:
         latest = text.read().strip()
     try:
         check_reachable(latest, file)
     except (ConnectionError, ValueError):
-        logger.warning("%s names a Ray cluster that is gone (%s); one is started", file, latest)
+        logger.warning("the Ray cluster %s of %s has ended; starting a new one", latest, file)
         return False
     return bool(latest)
 
 
 def _join(options: Settings, tell: Callable[[str], None]) -> None:
-    _read_settings()
+    _reload_settings()
     address = options.get("address") or os.environ.get("RAY_ADDRESS") or "of this machine"
     tell(f"joining the Ray cluster {address}")
     try:
@@ -169,46 +163,43 @@ def _join(options: Settings, tell: Callable[[str], None]) -> None:
 def _start(options: Settings, tell: Callable[[str], None]) -> None:
     global _own
     mark = secrets.token_hex(8)
-    private = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
-    _own = OwnCluster(mark, private, reaper.start_reaper(mark))
+    folder = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
+    _own = OwnCluster(mark, folder, reaper.start_reaper(mark))
     settings = {
         "RAY_AUTH_MODE": "token",
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
         **reaper.with_mark(mark),
         _LOOPBACK_ENV: "0",
-        "RAY_prestart_worker_first_driver": "0",  # our workers need another environment
+        "RAY_prestart_worker_first_driver": "0",  # such workers would lack the worker environment
     }
     tell("starting Ray on this machine")
     try:
-        with _environment(settings), _loopback(), _own_signal_handlers(), chosen_agent_ports():
-            _read_settings()
-            context = ray.init(**{"_temp_dir": os.path.join(private, "ray"), **options})
+        with _environment(settings), _loopback(), _own_signal_handlers(), fixed_agent_ports():
+            _reload_settings()
+            context = ray.init(**{"_temp_dir": os.path.join(folder, "ray"), **options})
     except BaseException:
         stop_ray()
         raise
-    folder = context.address_info["session_dir"]
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
-        logger.warning(
-            "Ray listens on %s and not on loopback alone; its token protects it", address
-        )
-    parts = {}
-    for pid in reaper.marked(mark):
+        logger.warning("Ray listens on %s, not only on loopback; a token protects it", address)
+    pids = {}
+    for pid in reaper.marked_pids(mark):
         with open(f"/proc/{pid}/comm", encoding="utf-8") as file:
-            parts[file.read().strip()] = pid
-    own = {name: parts[name] for name in PARTS if name in parts}
-    watch_cluster(own, os.path.join(folder, "logs"))
+            pids[file.read().strip()] = pid
+    own = {name: pids[name] for name in RAY_PROCESSES if name in pids}
+    watch_cluster(own, os.path.join(context.address_info["session_dir"], "logs"))
 
 
-def _read_settings() -> None:
-    # Ray has cached its settings since its import or since an earlier cluster; reload them.
+def _reload_settings() -> None:
+    # Ray caches its settings when it is imported and for each cluster.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables inside the block, so that later child processes do not get the token."""
+    """Sets environment variables inside the block only: later child processes do not get the token."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -241,8 +232,8 @@ def _own_signal_handlers() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _messages_to_log() -> None:
-    """Routes Ray's messages about its own failures to the log; our error reports them to the user."""
+def _redirect_messages() -> None:
+    """Sends Ray's messages about its own failures to the log; our errors report them to the user."""
     show = ray_worker.print_to_stdstream
 
     def route(data: Row, ignore_prefix: bool) -> None:

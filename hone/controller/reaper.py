@@ -1,7 +1,7 @@
-"""Kills every local process that carries a mark in its environment; uses the standard library only.
+"""Kills every process on this machine that has a mark in its environment; uses the standard library only.
 
-As a program (`python reaper.py MARK PARENT_PID`) it waits until its parent has ended, for whatever
-reason, and then kills the marked processes. `start_reaper` starts it.
+`start_reaper` runs it as a program (`python reaper.py MARK PARENT_PID`), which waits until its parent has
+ended and then kills the marked processes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import sys
 import time
 
 MARK_ENV = "HONE_PROCESS_MARKS"
-"""Holds the marks of a process, separated by colons: that of its cluster, and that of its server."""
-LOOK_EVERY_S = 0.5
-END_DEADLINE_S = 10.0
+"""The marks of a process, separated by colons: one for its cluster and one for its server."""
+POLL_INTERVAL_S = 0.5
+KILL_DEADLINE_S = 10.0
 
 
 def start_reaper(mark: str) -> subprocess.Popen[bytes]:
-    """Starts the program that kills the marked processes when this one has ended."""
+    """Starts the program that kills the marked processes after this process has ended."""
     # A new session: a signal to this process group must not kill the reaper.
     return subprocess.Popen(
         [sys.executable, "-S", "-E", __file__, mark, str(os.getpid())],
@@ -33,14 +33,14 @@ def start_reaper(mark: str) -> subprocess.Popen[bytes]:
 
 
 def with_mark(mark: str) -> dict[str, str]:
-    """Returns the variable that marks a child process, which keeps the marks of this one."""
+    """Returns the environment variable of a child process: the marks of this process and a new one."""
     return {MARK_ENV: ":".join(filter(None, (os.environ.get(MARK_ENV), mark)))}
 
 
-def marked(mark: str) -> list[int]:
-    """Returns the pids of the other processes that carry this mark, and of those that they started.
+def marked_pids(mark: str) -> list[int]:
+    """Returns the pids of the other processes with this mark, and of their child processes.
 
-    A process that sets its title, as Ray's agents do, may overwrite the mark.
+    A process that sets its title, as Ray's agents do, may overwrite its mark.
     """
     entry = re.compile(rf"(^|\0){MARK_ENV}=([^\0]*:)?{re.escape(mark)}[:\0]".encode())
     parents: dict[int, int] = {}
@@ -55,15 +55,15 @@ def marked(mark: str) -> list[int]:
                 with open(f"/proc/{name}/environ", "rb") as file:
                     if entry.search(file.read() + b"\0"):
                         pids.add(int(name))
-    while started := {pid for pid, parent in parents.items() if parent in pids} - pids:
-        pids |= started
+    while children := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= children
     return sorted(pids)
 
 
-def end_marked(mark: str) -> list[int]:
-    """Kills all marked processes and their new children; returns the pids that remain."""
-    end_time = time.monotonic() + END_DEADLINE_S
-    while (pids := marked(mark)) and time.monotonic() < end_time:
+def kill_marked(mark: str) -> list[int]:
+    """Kills all marked processes and their children; returns the pids that remain."""
+    end_time = time.monotonic() + KILL_DEADLINE_S
+    while (pids := marked_pids(mark)) and time.monotonic() < end_time:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -74,8 +74,8 @@ def end_marked(mark: str) -> list[int]:
 def main() -> None:
     mark, parent = sys.argv[1], int(sys.argv[2])
     while os.getppid() == parent:
-        time.sleep(LOOK_EVERY_S)
-    end_marked(mark)
+        time.sleep(POLL_INTERVAL_S)
+    kill_marked(mark)
 
 
 if __name__ == "__main__":

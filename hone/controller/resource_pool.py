@@ -1,17 +1,18 @@
-"""Maps roles to resource pools.
+"""Resource pools, and the pool of each role.
 
-A pool is a number of processes on each of several nodes. The Ray controller reserves the resources of a
-pool as placement groups.
+A pool has a number of processes on each of several nodes. The Ray controller reserves it as a placement
+group.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TypeAlias
 
-Free: TypeAlias = dict[str, dict[str, float]]
-"""Free resources by node and kind."""
+FreeResources: TypeAlias = dict[str, dict[str, float]]
+"""Amount of each free resource ("CPU", "GPU") by node."""
 
 
 class Role(Enum):
@@ -56,14 +57,14 @@ class ResourcePool:
                 f"process_on_nodes={counts}: give each node at least one process, as in [1] or [8, 8]"
             )
         if max_colocate_count < 1:
-            raise ValueError(f"max_colocate_count={max_colocate_count}: at least one group shares")
+            raise ValueError(f"max_colocate_count={max_colocate_count}: use at least 1")
         self.process_on_nodes = counts
         self.use_gpu = use_gpu
         self.name_prefix = name_prefix
         self.max_colocate_count = max_colocate_count
         """The number of worker groups that may share each process slot of this pool."""
         self.spread = spread
-        """Whether the nodes of this pool are different machines."""
+        """Whether the nodes of this pool must be different machines."""
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -93,29 +94,27 @@ class ResourcePool:
         )
 
 
-def place(pool: ResourcePool, free: Free) -> list[str] | None:
-    """Takes the resources of a pool from `free`; returns the node of each rank, or None without room."""
-    homes: dict[int, str] = {}
-    by_size = sorted(enumerate(pool.process_on_nodes), key=lambda node: -node[1])
-    for number, count in by_size:
-        room = {
-            name: min(int(left.get(kind, 0.0)) for kind in pool.bundle)
-            for name, left in free.items()
-            if not (pool.spread and name in homes.values())
+def place(pool: ResourcePool, free: FreeResources) -> list[str] | None:
+    """Assigns a node to each rank and subtracts the pool from `free`; returns None if it does not fit."""
+    nodes: dict[int, str] = {}
+    by_size = sorted(enumerate(pool.process_on_nodes), key=lambda entry: -entry[1])
+    for index, count in by_size:
+        capacity = {
+            name: min(int(resources.get(kind, 0.0)) for kind in pool.bundle)
+            for name, resources in free.items()
+            if not (pool.spread and name in nodes.values())
         }
-        large_enough = [name for name in room if room[name] >= count]
+        large_enough = [name for name in capacity if capacity[name] >= count]
         if not large_enough:
             return None
-        homes[number] = tightest = min(large_enough, key=room.__getitem__)
+        nodes[index] = smallest = min(large_enough, key=capacity.__getitem__)
         for kind in pool.bundle:
-            free[tightest][kind] -= count
-    return [
-        homes[number] for number, count in enumerate(pool.process_on_nodes) for _ in range(count)
-    ]
+            free[smallest][kind] -= count
+    return [nodes[index] for index, count in enumerate(pool.process_on_nodes) for _ in range(count)]
 
 
 class ResourcePoolManager:
-    """Holds pools by name and the pool of each role."""
+    """Creates the pools and returns the pool of each role."""
 
     def __init__(
         self,
@@ -153,8 +152,8 @@ class ResourcePoolManager:
     def get_resource_pool(self, role: Role) -> ResourcePool:
         """Returns the pool of this role."""
         if role not in self.mapping:
-            mapped = sorted(str(known) for known in self.mapping)
-            raise ValueError(f"role {str(role)!r} has no pool; mapped are {mapped}")
+            roles = sorted(map(str, self.mapping))
+            raise ValueError(f"role {str(role)!r} has no pool; the mapping has {roles}")
         return self.create_resource_pool()[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
@@ -166,15 +165,14 @@ def split_resource_pool(pool: ResourcePool, sizes: Sequence[int]) -> list[Resour
     """Splits a pool into pools of `sizes` processes, in rank order."""
     if sum(sizes) != pool.world_size or any(size < 1 for size in sizes):
         raise ValueError(
-            f"{list(sizes)} do not add up to the {pool.world_size} processes of {pool}"
+            f"the sizes {list(sizes)} do not add up to the {pool.world_size} processes of {pool}"
         )
     nodes = [node for node, count in enumerate(pool.process_on_nodes) for _ in range(count)]
     parts: list[ResourcePool] = []
     start = 0
-    for number, size in enumerate(sizes):
-        part = nodes[start : start + size]
-        counts = [part.count(node) for node in dict.fromkeys(part)]
-        parts.append(_like(pool, counts, f"{pool.name_prefix}_{number}"))
+    for index, size in enumerate(sizes):
+        counts = list(Counter(nodes[start : start + size]).values())
+        parts.append(_pool_like(pool, counts, f"{pool.name_prefix}_{index}"))
         start += size
     return parts
 
@@ -182,12 +180,14 @@ def split_resource_pool(pool: ResourcePool, sizes: Sequence[int]) -> list[Resour
 def merge_resource_pool(first: ResourcePool, second: ResourcePool) -> ResourcePool:
     """Returns one pool with the nodes of both."""
     if (first.use_gpu, first.max_colocate_count) != (second.use_gpu, second.max_colocate_count):
-        raise ValueError(f"{first} and {second} differ in kind or sharing; they cannot be merged")
+        raise ValueError(
+            f"{first} and {second} differ in use_gpu or max_colocate_count; they cannot be merged"
+        )
     counts = [*first.process_on_nodes, *second.process_on_nodes]
-    merged = _like(first, counts, f"{first.name_prefix}_{second.name_prefix}")
-    merged.spread = False  # nodes of the one may be nodes of the other
+    merged = _pool_like(first, counts, f"{first.name_prefix}_{second.name_prefix}")
+    merged.spread = False  # both pools may have processes on the same node
     return merged
 
 
-def _like(pool: ResourcePool, counts: list[int], name: str) -> ResourcePool:
+def _pool_like(pool: ResourcePool, counts: list[int], name: str) -> ResourcePool:
     return type(pool)(counts, pool.use_gpu, name, pool.max_colocate_count, pool.spread)

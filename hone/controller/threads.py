@@ -1,4 +1,4 @@
-"""Fixes the number of CPU threads per process, so that every controller sums in the same order.
+"""Sets the number of CPU threads per process.
 
 A matrix product on another number of threads differs in the last bits. Threads are not pinned to cores.
 """
@@ -15,7 +15,7 @@ from hone.cores import usable_cores
 
 THREADS_ENV = "OMP_NUM_THREADS"
 _SIDE, _REPEATS = 512, 10
-"""Size of the matrix product in `slowdown`: large enough to be split, 4 ms on one thread."""
+"""Size of the matrix product in `slowdown`: large enough for several threads, 4 ms on one."""
 
 
 def thread_count(local_world_size: int = 1) -> int:

@@ -1,7 +1,7 @@
-"""Counts the payload of dispatched calls in bytes, without pickling it a second time.
+"""Counts the payload bytes of worker calls without pickling the values a second time.
 
-The payload is tensors, arrays, text and lists of numbers; single numbers and the envelope are not counted.
-An object that several rows share counts once per message, as in a pickle.
+The payload is tensors, arrays, text and lists of numbers; single numbers are not counted. An object that
+several rows share counts once per message, as in a pickle.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ _SEQUENCE = (list, tuple)
 def payload_bytes(value: Any) -> int:
     """Returns the bytes of tensors, arrays, text and lists of numbers in a value."""
     total, seen = 0, set()
-    parts: list[Any] = [
-        value
-    ]  # grows while it is read; it keeps the parts alive, so that ids are unique
+    parts: list[Any] = [value]  # grows in the loop; keeps the parts alive, so that ids are unique
     for part in parts:
         if isinstance(part, _PLAIN) or id(part) in seen:
             continue
@@ -38,7 +36,7 @@ def payload_bytes(value: Any) -> int:
         elif isinstance(part, dict):
             parts += part.values()
         elif isinstance(part, _SEQUENCE):
-            # Token ids and log-probs are told by three entries, because lists of them are long.
+            # Three entries decide whether a list has numbers only: token ids and log-probs are long.
             if part and all(isinstance(part[i], _PLAIN) for i in (0, len(part) // 2, -1)):
                 total += _NUMBER_BYTES * len(part)
             else:
@@ -61,7 +59,7 @@ def _parts(value: Any) -> Iterable[Any]:
     return (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).values()
 
 
-def counted(
+def count_and_collect(
     traffic: Counter[str], key: str, collect: Callable[[list[Any]], T], results: list[Any]
 ) -> T:
     """Adds the payload of the ranks' results to `traffic`, then joins them."""
@@ -70,11 +68,14 @@ def counted(
 
 
 def traffic_metrics(counters: Iterable[Counter[str]]) -> dict[str, float]:
-    """Returns what the groups have counted since the last call, and their sum; clears the counters."""
+    """Returns the bytes per method since the last call and their sum; clears the counters."""
     total: Counter[str] = Counter({"weights": 0})
     for counter in {id(counter): counter for counter in counters}.values():
         total.update(counter)
         counter.clear()
-    carried = {key: count for key, count in total.items() if count or key == "weights"}
-    metrics = {f"traffic/{key}_bytes": float(count) for key, count in carried.items()}
+    metrics = {
+        f"traffic/{key}_bytes": float(count)
+        for key, count in total.items()
+        if count or key == "weights"
+    }
     return metrics | {"traffic/step_bytes": float(total.total())}

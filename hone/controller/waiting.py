@@ -1,6 +1,6 @@
-"""Deadlines of phases, and progress reports while waiting for them.
+"""Deadlines of phases, and progress reports while the caller waits.
 
-A phase is a call that a caller waits for: a worker's method, or all agent loops of a batch.
+A phase is a worker's method, or all agent loops of a batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def listening(listener: Listener) -> Iterator[None]:
         _listener.reset(before)
 
 
-def tell(answered: int, ranks: int) -> None:
+def report_progress(answered: int, ranks: int) -> None:
+    """Calls the listener, if there is one."""
     listener = _listener.get()
     if listener is not None:
         listener(answered, ranks)
@@ -35,7 +36,7 @@ def tell(answered: int, ranks: int) -> None:
 
 @dataclass
 class PhaseDeadlines:
-    """Deadlines by phase name: the larger of a floor and a factor times the longest completed run."""
+    """The deadline of each phase: at least a floor, and a factor times its longest completed run."""
 
     floor_s: float
     """`trainer.phase_deadline_floor_s`."""
@@ -49,7 +50,7 @@ class PhaseDeadlines:
         return max(self.floor_s, self.factor * self.longest_s.get(phase, 0.0))
 
     def record(self, phase: str, seconds: float) -> None:
-        """Records the duration of a completed run; failed runs are not representative."""
+        """Records the duration of a completed run."""
         self.longest_s[phase] = max(seconds, self.longest_s.get(phase, 0.0))
 
     @contextmanager
@@ -65,6 +66,6 @@ class PhaseDeadlines:
         if longest is None or self.factor * longest <= self.floor_s:
             return "raise trainer.phase_deadline_floor_s if the work is that long"
         return (
-            f"raise trainer.phase_deadline_factor (the limit is {self.factor:g} times the "
-            f"{longest:.3g} s that it took at most before) if the work is that long"
+            f"raise trainer.phase_deadline_factor (the limit is {self.factor:g} times the longest "
+            f"run so far, {longest:.3g} s) if the work is that long"
         )

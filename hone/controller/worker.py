@@ -1,7 +1,6 @@
-"""Worker, the base class of the code that runs on one rank, and its placement among the ranks.
+"""Worker, the base class of the code that runs on one rank, and Placement, its position in the group.
 
-A worker class marks methods with `@register`, and its group calls them. The group starts the ranks and
-gives each worker its placement.
+A worker class marks methods with `@register`; its worker group calls them.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Placement:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Placement:
-        """Reads the placement that a launcher such as torchrun set; without one, rank 0 of 1."""
+        """Reads the variables that a launcher such as torchrun sets; the default is rank 0 of 1."""
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return cls()
         return cls(
@@ -68,8 +67,8 @@ _placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def placed(placement: Placement) -> Iterator[None]:
-    """Gives this placement to workers created inside the block."""
+def use_placement(placement: Placement) -> Iterator[None]:
+    """Sets the placement of workers that are created inside the block."""
     token = _placement.set(placement)
     try:
         yield
@@ -85,7 +84,7 @@ class Worker:
     _colocated: Mapping[str, Worker]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
-        # In __new__, so that a subclass knows its rank before it calls super().__init__().
+        # A subclass may read its rank before it calls super().__init__().
         worker = super().__new__(cls)
         worker._place = _placement.get() or Placement.from_environment(os.environ)
         worker._meshes = {}
@@ -130,11 +129,12 @@ class Worker:
         known = self._meshes.get(mesh_name)
         if known is not None and known != (dp_rank, is_collect):
             raise ValueError(
-                f"rank {self.rank} stands at {known} on mesh {mesh_name!r} already, and rows may have "
-                f"been sent so; it cannot move to {(dp_rank, is_collect)}: call register_mesh first"
+                f"rank {self.rank} is already registered as {known} on mesh {mesh_name!r}, and batches "
+                f"may have been split by it; it cannot change to {(dp_rank, is_collect)}: call "
+                "register_mesh before the first call"
             )
         if dp_rank < 0:
-            raise ValueError(f"data-parallel rank {dp_rank} on mesh {mesh_name!r}")
+            raise ValueError(f"data-parallel rank {dp_rank} on mesh {mesh_name!r} is negative")
         self._meshes[mesh_name] = (dp_rank, is_collect)
 
     _register_dispatch_collect_info = register_mesh
@@ -146,8 +146,8 @@ class Worker:
             self._meshes.setdefault(mesh_name, (self.rank, True))
         if mesh_name not in self._meshes:
             raise ValueError(
-                f"rank {self.rank} has no place on mesh {mesh_name!r} (it has "
-                f"{sorted(self._meshes)}); call register_mesh in the worker before the first call"
+                f"rank {self.rank} is not registered on mesh {mesh_name!r}, only on "
+                f"{sorted(self._meshes)}; call register_mesh in the worker before the first call"
             )
         return self._meshes[mesh_name]
 
@@ -155,13 +155,13 @@ class Worker:
     def start_profile(
         self, tool: str, step: int, role: str, ranks: Sequence[int] | None = None
     ) -> None:
-        """Records this process with `tool` until `stop_profile`, if its rank is one of `ranks`."""
+        """Profiles this process with `tool` until `stop_profile`, if its rank is one of `ranks`."""
         if ranks is None or self.rank in ranks:
             profiling.start(tool, step, role)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_profile(self, folder: str) -> None:
-        """Stops recording and writes the profile."""
+        """Stops profiling and writes the profile."""
         profiling.stop(folder, self.rank)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)

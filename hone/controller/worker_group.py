@@ -1,12 +1,11 @@
-"""WorkerGroup, which makes many ranks look like one object to the training loop.
+"""WorkerGroup, the object through which the training loop calls all ranks of a role.
 
 Each registered method of the worker class becomes a group method that splits the arguments, calls all
-ranks and joins the results. A `Crew` runs the ranks in this process (local.py) or as Ray actors (ray.py).
+ranks and joins the results. An Executor runs the ranks in this process (local.py) or as Ray actors (ray.py).
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -23,14 +22,15 @@ from hone.controller.decorator import (
     registered_methods,
 )
 from hone.controller.resource_pool import Role
-from hone.controller.traffic import counted, payload_bytes
+from hone.controller.traffic import count_and_collect, payload_bytes
+from hone.plugins import proposal
 from hone.protocol import DataProtoFuture
 from hone.types import Function, Settings
 
 W = TypeVar("W", covariant=True)
 """The worker's class."""
 Handle = TypeVar("Handle")
-"""The handle of a running call."""
+"""The type of a running call's handle."""
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -47,8 +47,8 @@ class Call:
     kwargs: Settings = field(default_factory=dict)
 
 
-class Crew(ABC, Generic[Handle]):
-    """Runs the ranks of one group of processes."""
+class Executor(ABC, Generic[Handle]):
+    """Runs method calls on the ranks of a worker group."""
 
     world_size: int
 
@@ -58,7 +58,7 @@ class Crew(ABC, Generic[Handle]):
 
     @abstractmethod
     def resolver(self, owner: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
-        """Returns a picklable function that waits for handles; its timeout error names `owner`."""
+        """Returns a picklable function that waits for handles and raises with the name `owner`."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -67,7 +67,7 @@ class Crew(ABC, Generic[Handle]):
 
 @dataclass(frozen=True)
 class GroupView:
-    """The part of a group that collect functions use; picklable, so that a future can carry it."""
+    """The picklable part of a group, for the collect function of a future."""
 
     world_size: int
     meshes: dict[str, Mesh] = field(default_factory=dict)
@@ -84,48 +84,50 @@ class WorkerGroup(Generic[W]):
     """
 
     def __init__(
-        self, crew: Crew[Any], made_of: ClassWithInitArgs, name: str, role: str = ""
+        self, executor: Executor[Any], cls_with_init: ClassWithInitArgs, name: str, role: str = ""
     ) -> None:
-        self._crew = crew
+        self._executor = executor
         self._role = role
         self._meshes: dict[str, Mesh] = {}
         self.name = name
         self.traffic: Counter[str] = Counter()
         """Payload bytes of arguments and results, by `role/method`."""
-        self._bound: dict[str, Function] = {}
+        self._methods: dict[str, Function] = {}
         self._specs: dict[str, MethodSpec] = {}
-        members = made_of.members if isinstance(made_of, ColocatedClass) else fused_members(made_of)
+        members = (
+            cls_with_init.members
+            if isinstance(cls_with_init, ColocatedClass)
+            else fused_members(cls_with_init)
+        )
         self._by_role: dict[str, WorkerGroup[Any]] = {
-            member_role: WorkerGroup(crew, member, member_role, member_role)
+            member_role: WorkerGroup(executor, member, member_role, member_role)
             for member_role, member in members.items()
         }
-        if isinstance(made_of, ColocatedClass):
+        if isinstance(cls_with_init, ColocatedClass):
             for member_role, group in self._by_role.items():
-                self._bound |= {f"{member_role}_{m}": call for m, call in group._bound.items()}
+                self._methods |= {f"{member_role}_{m}": call for m, call in group._methods.items()}
             return
-        self._specs = registered_methods(made_of.cls)
+        self._specs = registered_methods(cls_with_init.cls)
         for method in self._specs:
-            self._bound[method] = functools.partial(self._call, method)
+            self._methods[method] = functools.partial(self._call, method)
 
     @property
     def world_size(self) -> int:
-        return self._crew.world_size
+        return self._executor.world_size
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.world_size} ranks)"
 
     def __getattr__(self, name: str) -> Function:
-        bound = self.__dict__.get("_bound", {})
-        if name in bound:
-            return bound[name]
-        raise AttributeError(name) if name.startswith("__") else self._unknown(name, bound)
+        methods = self.__dict__.get("_methods", {})
+        if name in methods:
+            return methods[name]
+        raise AttributeError(name) if name.startswith("__") else self._unknown_method(name, methods)
 
-    def _unknown(self, name: str, bound: Settings) -> AttributeError:
-        close = difflib.get_close_matches(name, bound, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+    def _unknown_method(self, name: str, methods: Settings) -> AttributeError:
         return AttributeError(
-            f"worker group {self.__dict__.get('name', '')!r} has no method {name!r}.{hint} "
-            f"Registered are {sorted(bound)}"
+            f"worker group {self.__dict__.get('name', '')!r} has no method "
+            f"{name!r}.{proposal(name, methods)} Registered are {sorted(methods)}"
         )
 
     @property
@@ -142,13 +144,13 @@ class WorkerGroup(Generic[W]):
         return self._meshes[name]
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls a method and returns one result: that of rank 0, or the joined batches of all ranks."""
+        """Calls a method and returns the result of rank 0, or the joined batches of all ranks."""
         result: R = self._call(method.__name__, *args, **kwargs)
         return result
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name not in self._specs:
-            raise self._unknown(name, self._bound)
+            raise self._unknown_method(name, self._methods)
         spec = self._specs[name]
         mode = spec.dispatch_mode
         split_args, split_kwargs = mode.dispatch_fn(self, *args, **kwargs)
@@ -158,25 +160,25 @@ class WorkerGroup(Generic[W]):
             rank_args = tuple(values[rank] for values in split_args)
             rank_kwargs = {key: values[rank] for key, values in split_kwargs.items()}
             handles.append(self._submit(rank, Call(self._role, name, rank_args, rank_kwargs)))
-        # A future may be resolved in another process, which has no group, so it carries a view.
+        # A future may be resolved in another process, which has no worker group.
         group = self if spec.blocking else GroupView(self.world_size, dict(self._meshes))
         collect: Function = functools.partial(mode.collect_fn, group)
         if rank_zero:
-            collect = _only
+            collect = _first_result
         elif mode.by_slot:
-            collect = functools.partial(_of_slots, collect, self.mesh(DATA_PARALLEL))
+            collect = functools.partial(_collect_slots, collect, self.mesh(DATA_PARALLEL))
         future = self._future(collect, handles, name)
         return future.get() if spec.blocking else future
 
     def _submit(self, rank: int, call: Call) -> Any:
         arguments = (*call.args, *call.kwargs.values())
         self.traffic[f"{self.name}/{call.method}"] += sum(map(payload_bytes, arguments))
-        return self._crew.submit(rank, call)
+        return self._executor.submit(rank, call)
 
     def _future(self, collect: Function, handles: list[Any], method: str) -> DataProtoFuture:
         key = f"{self.name}/{method}"
-        collect = functools.partial(counted, self.traffic, key, collect)
-        return DataProtoFuture(collect, handles, resolve=self._crew.resolver(self.name, method))
+        collect = functools.partial(count_and_collect, self.traffic, key, collect)
+        return DataProtoFuture(collect, handles, resolve=self._executor.resolver(self.name, method))
 
     def call_all(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -206,7 +208,7 @@ class WorkerGroup(Generic[W]):
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """Calls a method on rank 0; `get()` returns its result."""
-        return self._execute(range(1), _only, method, args, kwargs)
+        return self._execute(range(1), _first_result, method, args, kwargs)
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method on rank 0 and waits for its result."""
@@ -229,7 +231,7 @@ class WorkerGroup(Generic[W]):
         """Returns a group for each of these colocated roles, on the same processes."""
         if not self._by_role:
             raise ValueError(
-                f"worker group {self.name!r} holds one role; colocate several with "
+                f"worker group {self.name!r} has a single role; colocate several with "
                 "create_colocated_worker_cls before spawning"
             )
         roles = [str(role) for role in prefix_set]
@@ -245,8 +247,8 @@ class WorkerGroup(Generic[W]):
         vars(self).update(self.spawn(prefix_set))
 
     def shutdown(self) -> None:
-        """Stops the ranks, and therefore every group on the same processes."""
-        self._crew.shutdown()
+        """Stops the ranks of this group and of every group on the same processes."""
+        self._executor.shutdown()
 
     def __enter__(self) -> WorkerGroup[W]:
         return self
@@ -255,10 +257,10 @@ class WorkerGroup(Generic[W]):
         self.shutdown()
 
 
-def _only(results: list[R]) -> R:
+def _first_result(results: list[R]) -> R:
     return results[0]
 
 
-def _of_slots(collect: Callable[[list[T]], R], mesh: Mesh, results: list[T]) -> R:
-    """Collects one result per data-parallel slot; the other ranks of a slot return the same."""
-    return collect([results[rank] for rank in mesh.answering])
+def _collect_slots(collect: Callable[[list[T]], R], mesh: Mesh, results: list[T]) -> R:
+    """Collects one result per data-parallel slot."""
+    return collect([results[rank] for rank in mesh.collect_ranks])

@@ -1,1 +1,1 @@
-"""Starts a Ray cluster over several machines for one command: `hone launch` and `hone jobs`."""
+"""`hone launch` runs one command on a Ray cluster of several machines; `hone jobs` lists its jobs."""

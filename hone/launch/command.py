@@ -24,39 +24,37 @@ from hone.tracking.console import screen
 from hone.types import Row
 
 _TRAINING = ("hone.trainer.main_ppo", "verl.trainer.main_ppo")
-_OF_NODES = ("setup", "python", "folder", "start_timeout")
-LISTENS = (
-    "Ray listens on every network interface of the nodes; a new token protects it. Keep the nodes' "
-    "ports closed to other networks"
+_NODE_OPTIONS = ("setup", "python", "folder", "start_timeout")
+NETWORK_WARNING = (
+    "Ray listens on every network interface of the nodes and requires a token. Close the ports of the "
+    "nodes to other networks"
 )
 
 
 def launch(arguments: Sequence[str]) -> int:
     """Runs `hone launch`; returns the exit status of the job, or 0 for a written file."""
     words = list(arguments)
-    place = words.index("--") if "--" in words else len(words)
+    separator = words.index("--") if "--" in words else len(words)
     parser = _parser()
-    options = parser.parse_args(words[:place])
-    command = words[place + 1 :]
+    options = parser.parse_args(words[:separator])
+    command = words[separator + 1 :]
     if not command:
-        parser.error(
-            "name the command after --, as in: hone launch local -- hone train key=value …"
-        )
+        parser.error("write the command after --: hone launch local -- hone train key=value …")
     if options.nodes is not None and options.nodes < 1:
         parser.error(f"--nodes {options.nodes}: give at least 1")
     if options.gpus_per_node is not None and options.gpus_per_node < 0:
         parser.error(f"--gpus-per-node {options.gpus_per_node}: give 0 or more")
     if options.start_timeout is not None and not options.start_timeout > 0:
         parser.error(f"--start-timeout {options.start_timeout:g}: give more than 0")
-    if options.form in ("slurm", "kubernetes"):
-        return _write(options, command, parser)
+    if options.launcher in ("slurm", "kubernetes"):
+        return _write_job_file(options, command, parser)
     hosts = _hosts(options)
-    if options.form != "local":
-        screen().line(LISTENS)
+    if options.launcher != "local":
+        screen().line(NETWORK_WARNING)
     plan = Plan(
-        transport=options.form,
+        transport=options.launcher,
         hosts=hosts,
-        command=tuple(_sized(command, len(hosts), options.gpus_per_node)),
+        command=tuple(_with_cluster_size(command, len(hosts), options.gpus_per_node)),
         folder=options.folder or os.getcwd(),
         python=options.python or sys.executable,
         setup=options.setup or "",
@@ -64,10 +62,10 @@ def launch(arguments: Sequence[str]) -> int:
         port=getattr(options, "port", 0),
         start_deadline_s=options.start_timeout or Plan.start_deadline_s,
     )
-    return run(plan, screen().line, _write_through)
+    return run(plan, screen().line, _write_and_flush)
 
 
-def _write_through(text: str) -> None:
+def _write_and_flush(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -75,7 +73,7 @@ def _write_through(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hone launch",
-        description="Start Ray on several nodes, run a command on them and end everything.",
+        description="Start Ray on several nodes, run a command on them and stop Ray.",
         usage="hone launch [--nodes N] [--gpus-per-node G] {slurm,kubernetes,ssh,local} … -- COMMAND",
         allow_abbrev=False,
     )
@@ -85,12 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus-per-node", type=int, metavar="G", help="slurm, kubernetes: default 8"
     )
-    parser.add_argument("--setup", metavar="LINE", help="shell line run first per node")
+    parser.add_argument("--setup", metavar="LINE", help="shell line that each node runs first")
     parser.add_argument("--python", help="interpreter on the nodes (this one)")
     parser.add_argument("--folder", help="working folder on the nodes (this one)")
     parser.add_argument("--start-timeout", type=float, metavar="S", help="(300)")
-    forms = parser.add_subparsers(dest="form", required=True)
-    slurm = forms.add_parser("slurm", help="write an sbatch script", allow_abbrev=False)
+    launchers = parser.add_subparsers(dest="launcher", required=True)
+    slurm = launchers.add_parser("slurm", help="write an sbatch script", allow_abbrev=False)
     slurm.add_argument("--submit", action="store_true", help="submit it with sbatch")
     slurm.add_argument(
         "--sbatch",
@@ -99,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="OPTION",
         help="as --sbatch=--partition=gpu",
     )
-    kubernetes = forms.add_parser(
+    kubernetes = launchers.add_parser(
         "kubernetes", help="write a RayJob of KubeRay", allow_abbrev=False
     )
     kubernetes.add_argument("--image", required=True, help="with hone and Ray in it")
@@ -108,21 +106,25 @@ def _parser() -> argparse.ArgumentParser:
     kubernetes.add_argument("--env-secret", action="append", default=[], metavar="SECRET")
     kubernetes.add_argument("--cpus", type=int, default=32, help="per node (32)")
     kubernetes.add_argument("--memory", default="256Gi", help="per node (256Gi)")
-    for form, suffix in ((slurm, "sbatch"), (kubernetes, "yaml")):
-        form.add_argument("--name", default="hone", help="of the job (hone)")
-        form.add_argument("--out", metavar="FILE", help=f"file to write (NAME.{suffix})")
+    for launcher, suffix in ((slurm, "sbatch"), (kubernetes, "yaml")):
+        launcher.add_argument("--name", default="hone", help="of the job (hone)")
+        launcher.add_argument("--out", metavar="FILE", help=f"file to write (NAME.{suffix})")
     for name, text in (("ssh", "over ssh, hosts in a file"), ("srun", argparse.SUPPRESS)):
-        form = forms.add_parser(name, help=text, allow_abbrev=False)
-        form.add_argument(
+        launcher = launchers.add_parser(name, help=text, allow_abbrev=False)
+        launcher.add_argument(
             "--hosts", required=True, metavar="FILE", help="a host per line, head first"
         )
-        form.add_argument("--port", type=int, default=0, help="of the control plane (a free one)")
-    forms.add_parser("local", help="several raylets on this machine, to try", allow_abbrev=False)
+        launcher.add_argument(
+            "--port", type=int, default=0, help="of the control plane (a free one)"
+        )
+    launchers.add_parser(
+        "local", help="several raylets on this machine, to try", allow_abbrev=False
+    )
     return parser
 
 
 def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
-    if options.form == "local":
+    if options.launcher == "local":
         return ("this machine",) * (options.nodes or 3)
     lines = Path(options.hosts).read_text(encoding="utf-8").splitlines()
     hosts = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
@@ -134,8 +136,8 @@ def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(hosts[:nodes])
 
 
-def _sized(command: Sequence[str], nodes: int, gpus: int | None) -> list[str]:
-    """Returns a training command with the size of the cluster, unless it sets it itself."""
+def _with_cluster_size(command: Sequence[str], nodes: int, gpus: int | None) -> list[str]:
+    """Appends the size of the cluster to a training command that does not set it."""
     words = list(command)
     if words[:2] != ["hone", "train"] and not (words[1:2] == ["-m"] and words[2] in _TRAINING):
         return words
@@ -144,12 +146,12 @@ def _sized(command: Sequence[str], nodes: int, gpus: int | None) -> list[str]:
     return words + [f"{key}={n}" for key, n in sizes.items() if n is not None and key not in keys]
 
 
-def _write(
+def _write_job_file(
     options: argparse.Namespace, command: Sequence[str], parser: argparse.ArgumentParser
 ) -> int:
-    nodes = options.nodes or parser.error(f"{options.form}: give --nodes")
+    nodes = options.nodes or parser.error(f"{options.launcher}: give --nodes")
     gpus = 8 if options.gpus_per_node is None else options.gpus_per_node
-    is_slurm = options.form == "slurm"
+    is_slurm = options.launcher == "slurm"
     if is_slurm:
         text = sbatch_script(
             command,
@@ -163,13 +165,12 @@ def _write(
             start_timeout=options.start_timeout or Plan.start_deadline_s,
         )
     else:
-        if given := [key for key in _OF_NODES if getattr(options, key) is not None]:
-            flag = f"--{given[0].replace('_', '-')}"
-            parser.error(
-                f"kubernetes: {flag} has no effect on pods; leave it out and use the image"
-            )
+        for key in _NODE_OPTIONS:
+            if getattr(options, key) is not None:
+                flag = f"--{key.replace('_', '-')}"
+                parser.error(f"kubernetes: {flag} has no effect on pods; remove it and use --image")
         text = rayjob_manifest(
-            _sized(command, nodes, gpus),
+            _with_cluster_size(command, nodes, gpus),
             nodes=nodes,
             gpus=gpus,
             name=options.name,
@@ -195,11 +196,11 @@ def _write(
 
 
 def jobs(arguments: Sequence[str]) -> int:
-    """Runs `hone jobs`: list, logs, stop."""
+    """Runs `hone jobs`."""
     parser = argparse.ArgumentParser(
         prog="hone jobs",
-        description="The jobs of a Ray cluster; without --address, of the newest `hone launch` whose "
-        "head is this machine.",
+        description="List, follow and stop the jobs of a Ray cluster; by default of the newest "
+        "`hone launch` whose head is this machine.",
         allow_abbrev=False,
     )
     parser.add_argument("--address", help="job server, as in http://127.0.0.1:8265")
@@ -209,69 +210,69 @@ def jobs(arguments: Sequence[str]) -> int:
         verbs.add_parser(verb, help=text).add_argument("job", nargs="?", help="default: the newest")
     options = parser.parse_args(list(arguments))
     address, head = (options.address, None) if options.address else _newest_launch()
-    from hone.launch.jobs import FAILURES
+    from hone.launch.jobs import CLIENT_ERRORS
 
     try:
-        return _asked(address, options.verb, getattr(options, "job", None), head)
-    except FAILURES as error:
+        return _run_jobs_verb(address, options.verb, getattr(options, "job", None), head)
+    except CLIENT_ERRORS as error:
         raise ConfigError(
-            f"the job server {address} does not answer, its cluster may have ended: {error}"
+            f"the job server {address} does not answer; its cluster may have ended: {error}"
         ) from error
 
 
-def _asked(address: str, verb: str | None, job: str | None, head: Path | None) -> int:
+def _run_jobs_verb(address: str, verb: str | None, job: str | None, head: Path | None) -> int:
     from hone.launch.jobs import STOP_RETRY_S, Jobs
 
     server = Jobs(address)
     server.retry_s = STOP_RETRY_S
-    known = server.details()
+    details = server.details()
     if verb in (None, "list"):
-        for entry in known:
-            began = datetime.fromtimestamp((entry.start_time or 0) / 1000, timezone.utc)
+        for entry in details:
+            start = datetime.fromtimestamp((entry.start_time or 0) / 1000, timezone.utc)
             screen().line(
-                f"{entry.submission_id}  {entry.status.value:<9}  {began:%F %T}  {entry.entrypoint}"
+                f"{entry.submission_id}  {entry.status.value:<9}  {start:%F %T}  {entry.entrypoint}"
             )
         return 0
-    names = [str(entry.submission_id) for entry in known if entry.submission_id]
+    names = [str(entry.submission_id) for entry in details if entry.submission_id]
     if not names:
         raise ConfigError(f"{address} has no jobs")
     name = job or names[-1]
     if name not in names:
         raise ConfigError(f"{address} has no job {name}; it has {', '.join(names)}")
     if verb == "logs":
-        with _following(head):
-            return server.follow(name, _write_through)
-    screen().line(f"stopping {name}" if server.stop(name) else f"{name} has ended already")
+        with _keep_cluster_alive(head):
+            return server.follow(name, _write_and_flush)
+    screen().line(f"stopping {name}" if server.stop(name) else f"{name} has already ended")
     return 0
 
 
 @contextlib.contextmanager
-def _following(head: Path | None) -> Iterator[None]:
-    """Keeps a launched cluster until the end of a job has been read; Ctrl-C ends the block, not the job."""
+def _keep_cluster_alive(head: Path | None) -> Iterator[None]:
+    """Keeps a launched cluster running inside the block, so that the end of a job's log can be read."""
     try:
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             if head is not None:
-                with contextlib.suppress(OSError):  # it ends just now
-                    lock = held.enter_context(open(head / FOLLOWERS_FILE, "a", encoding="utf-8"))
+                with contextlib.suppress(OSError):  # the cluster is stopping
+                    lock = stack.enter_context(open(head / FOLLOWERS_FILE, "a", encoding="utf-8"))
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             yield
     except KeyboardInterrupt:
-        screen().line("the job goes on; stop it: hone jobs stop")
+        screen().line("the job keeps running; stop it with: hone jobs stop")
         raise
 
 
 def _newest_launch() -> tuple[str, Path]:
-    """Returns the job server and the folder of the newest launched cluster here; sets its token."""
+    """Returns the job server and folder of the newest cluster whose head runs here; sets its token."""
     clusters = []
     for file in launch_folder().glob(f"*/{HEAD}/{CLUSTER_FILE}"):
-        with contextlib.suppress(OSError, ValueError):  # it ends just now, or starts
+        with contextlib.suppress(OSError, ValueError):  # the cluster is starting or stopping
             cluster = json.loads(file.read_text("utf-8"))
-            if _runs_here(cluster):
+            if _head_runs_here(cluster):
                 clusters.append((file.stat().st_mtime, cluster, file.parent))
     if not clusters:
         raise ConfigError(
             "no cluster of `hone launch` has its head on this machine; give --address, and set "
-            "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH"
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
         )
     _, cluster, folder = max(clusters, key=lambda entry: entry[0])
     os.environ.pop("RAY_AUTH_TOKEN", None)
@@ -279,8 +280,8 @@ def _newest_launch() -> tuple[str, Path]:
     return str(cluster["jobs"]), folder
 
 
-def _runs_here(cluster: Row) -> bool:
-    """Returns whether the head's process runs on this machine; homes are shared, and files can stay."""
+def _head_runs_here(cluster: Row) -> bool:
+    """Whether the head runs on this machine; a shared home may have files of other or old clusters."""
     if cluster.get("host") != socket.gethostname():
         return False
     return b"hone.launch.node" in Path(f"/proc/{cluster.get('pid')}/cmdline").read_bytes()

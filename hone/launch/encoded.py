@@ -1,4 +1,4 @@
-"""Runs a command that `hone launch kubernetes` encoded, because several shells quote an entrypoint."""
+"""Runs a command that `hone launch kubernetes` encoded (see `entrypoint_without_quotes`)."""
 
 from __future__ import annotations
 

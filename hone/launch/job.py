@@ -1,7 +1,7 @@
 """Runs one command as a job, on the head node: `python -m hone.launch.job`.
 
-Standard input gives one line of JSON (address of the job server, file of the token, command); its end stops
-the job. The log goes to standard output, and the exit status is the job's.
+Standard input has one line of JSON (job server, token file, command); when it closes, the job is stopped.
+The job's log goes to standard output, and its exit status is the exit status of this process.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 
 
 def main() -> int:
-    order = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     os.environ.pop("RAY_AUTH_TOKEN", None)
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": order["token_file"]}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": request["token_file"]}
     from hone.launch.jobs import run_job
 
     def write(text: str) -> None:
@@ -25,7 +25,7 @@ def main() -> int:
         while sys.stdin.readline():
             pass
 
-    return run_job(order["jobs"], order["entrypoint"], write, wait_for_stop)
+    return run_job(request["jobs"], request["entrypoint"], write, wait_for_stop)
 
 
 if __name__ == "__main__":

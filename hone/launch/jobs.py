@@ -1,4 +1,4 @@
-"""Jobs of a Ray cluster: submit one and follow it, list them, print their log, stop one."""
+"""Submits, lists, follows and stops the jobs of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,64 +20,63 @@ except ImportError as error:
     ) from error
 
 logger = logging.getLogger(__name__)
-# Else it reports every closed connection.
+# At INFO the client logs every closed connection.
 logging.getLogger(JobSubmissionClient.__module__).setLevel(logging.WARNING)
 
 Answer = TypeVar("Answer")
-FAILURES = (OSError, RuntimeError, RayError)
-"""What the client raises where its server does not answer, or refuses."""
+CLIENT_ERRORS = (OSError, RuntimeError, RayError)
+"""The exceptions of the client if the job server does not answer or refuses a request."""
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 RETRY_EVERY_S = 5.0
 RETRY_S = 120.0
-"""A job server that does not answer for so long is given up."""
+"""Requests to a job server that does not answer are repeated for this long."""
 STOP_RETRY_S = 20.0
-"""The same for a job that is being stopped: the cluster may have ended."""
+"""The same after a request to stop: the cluster may have ended."""
 AGENT_DEADLINE_S = 180.0
 STOPPED = 130
 
 
 class Jobs:
-    """The job server of one cluster; the token is taken from RAY_AUTH_TOKEN_PATH."""
+    """A client of the job server of one cluster; RAY_AUTH_TOKEN_PATH names the token file."""
 
     def __init__(self, address: str) -> None:
         self._client = JobSubmissionClient(address)
         self.retry_s = RETRY_S
 
     def submit(self, entrypoint: str) -> str:
-        """Starts a shell command on the head node, once; returns the job's name."""
+        """Starts a shell command on the head node exactly once; returns the job's name."""
         job, end_time = f"hone-{secrets.token_hex(8)}", time.monotonic() + AGENT_DEADLINE_S
         while True:
             try:
                 return self._client.submit_job(entrypoint=entrypoint, submission_id=job)
-            except FAILURES as error:
+            except CLIENT_ERRORS as error:
                 if f"{job} already exists" in str(error):
                     return job  # the answer to an earlier request was lost
-                # A new cluster has no agent for jobs in its first seconds, and a busy one answers late.
+                # A new cluster has no job agent in its first seconds, and a busy one answers late.
                 if "status code 4" in str(error) or time.monotonic() > end_time:
                     raise
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def details(self) -> list[JobDetails]:
         """Returns all jobs, oldest first."""
-        known = self._retried(self._client.list_jobs)
-        return sorted(known, key=lambda job: job.start_time or 0)
+        return sorted(self._retry(self._client.list_jobs), key=lambda job: job.start_time or 0)
 
     def follow(self, job: str, write: Callable[[str], None]) -> int:
         """Writes the job's log until it ends; returns its exit status."""
-        written, lost = 0, False
+        written, failed = 0, False
         while True:
             written, error = asyncio.run(self._tail(job, write, written))
             info = self._info(job)
             if info.status.is_terminal():
                 break
-            if error and not lost:
-                logger.warning("the log of %s broke off (%s); it is opened again", job, error)
-            lost = error is not None
-            time.sleep(RETRY_EVERY_S if lost else LOOK_EVERY_S)
-        # Ray closes a log without an error also where it has failed to read it to the end.
+            if error and not failed:
+                logger.warning("the log stream of %s failed (%s); opening it again", job, error)
+            failed = error is not None
+            time.sleep(RETRY_EVERY_S if failed else POLL_INTERVAL_S)
+        # Ray may close a log stream without an error before the end of the log.
         try:
-            if rest := self._retried(lambda: self._client.get_job_logs(job))[written:]:
+            if rest := self._retry(lambda: self._client.get_job_logs(job))[written:]:
                 write(rest)
         except Exception as error:
             logger.warning("the end of the log of %s cannot be read (%s)", job, error)
@@ -86,40 +85,40 @@ class Jobs:
             return 0
         if info.message and info.status.value == "FAILED" and code is None:
             write(info.message + "\n")
-        # A driver that a signal ended has a negative code, a stopped one may have none.
+        # The code of a driver is negative after a signal and may be missing after a stop.
         return code if code and code > 0 else STOPPED if info.status.value == "STOPPED" else 1
 
     async def _tail(
         self, job: str, write: Callable[[str], None], written: int
     ) -> tuple[int, Exception | None]:
-        """Writes the log without its first `written` characters; returns the new count, and what broke."""
-        place = 0
+        """Writes the log after its first `written` characters; returns the new count and the error."""
+        position = 0
         stream = self._client.tail_job_logs(job)
         while True:
             try:
                 lines = await anext(stream)
             except StopAsyncIteration:
-                return max(written, place), None
-            except Exception as error:  # of the connection; Ray and aiohttp raise many kinds
-                return max(written, place), error
-            if new := lines[max(written - place, 0) :]:
+                return max(written, position), None
+            except Exception as error:  # Ray and aiohttp raise many kinds
+                return max(written, position), error
+            if new := lines[max(written - position, 0) :]:
                 write(new)
-            place += len(lines)
+            position += len(lines)
 
     def wait(self, job: str) -> None:
         """Waits until the job has ended."""
         while not self._info(job).status.is_terminal():
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def _info(self, job: str) -> JobDetails:
-        return self._retried(lambda: self._client.get_job_info(job))
+        return self._retry(lambda: self._client.get_job_info(job))
 
     def stop(self, job: str) -> bool:
-        """Sends SIGTERM to a job; returns whether it was running. It may save a checkpoint first."""
-        return bool(self._retried(lambda: self._client.stop_job(job)))
+        """Sends SIGTERM to a job, which may still save a checkpoint; returns whether it was running."""
+        return bool(self._retry(lambda: self._client.stop_job(job)))
 
-    def _retried(self, request: Callable[[], Answer]) -> Answer:
-        """Returns the answer of a request that may be sent again; raises after `retry_s` of failures."""
+    def _retry(self, request: Callable[[], Answer]) -> Answer:
+        """Repeats a request until it succeeds; raises its error after `retry_s`."""
         start = time.monotonic()
         while True:
             try:
@@ -127,13 +126,13 @@ class Jobs:
             except Exception:  # Ray and requests raise many kinds
                 if time.monotonic() - start > self.retry_s:
                     raise
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
 
 def run_job(
     address: str, entrypoint: str, write: Callable[[str], None], wait_for_stop: Callable[[], object]
 ) -> int:
-    """Submits a command and follows it; the return of `wait_for_stop` stops it. Returns its exit status."""
+    """Runs a command as a job until it ends or `wait_for_stop` returns; returns its exit status."""
     jobs = Jobs(address)
     job = jobs.submit(entrypoint)
     write(f"job {job} runs\n")
@@ -152,7 +151,7 @@ def run_job(
     except Exception as error:
         logger.error("%s cannot be followed (%s); it is stopped", job, error)
         jobs.retry_s = STOP_RETRY_S
-        with contextlib.suppress(Exception):  # the same error again
+        with contextlib.suppress(Exception):  # the server may still be unreachable
             jobs.stop(job)
-            jobs.wait(job)  # the nodes end with this process, and the job may save before
+            jobs.wait(job)  # the nodes stop after this process; the job may save before
         return 1

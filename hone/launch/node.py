@@ -1,8 +1,7 @@
-"""One node of a launched cluster: starts Ray, says so, and ends it when standard input closes.
+"""Starts Ray on one node of a launched cluster and stops it when standard input closes.
 
-`hone launch` runs it on every host (`python -m hone.launch.node`), over ssh or srun, and writes one line of
-JSON to its standard input: the token never appears on a command line. The connection's end, for whatever
-reason, ends this node's Ray and removes the token's file.
+`hone launch` runs it on every host over ssh or srun (`python -m hone.launch.node`). Standard input has one
+line of JSON, so that the token is not on a command line. When the connection ends, Ray is stopped.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ import hone
 LOOPBACK = "127.0.0.1"
 HEAD, CLUSTER_FILE, FOLLOWERS_FILE = "head", "cluster.json", "followers"
 STOP_WAIT_S = 120
-"""How long a stopped job may take to save and end; Ray's default is 3 s."""
+"""Time that a stopped job has to save and end; Ray's default is 3 s."""
 FOLLOWERS_WAIT_S = 10.0
-"""How long `hone jobs logs` may take to read the end of a job before its cluster ends."""
+"""Time that `hone jobs logs` has to read the end of a log before the cluster stops."""
 
 
-def _controller(name: str) -> ModuleType:
-    """Returns a module of the controller by its file: its package imports torch, which is slow."""
+def _load_controller_module(name: str) -> ModuleType:
+    """Loads a module of the controller by its file, because the package imports torch."""
     file = Path(hone.__file__).with_name("controller") / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -44,12 +43,12 @@ def _controller(name: str) -> ModuleType:
     return module
 
 
-reaper, ray_ports = _controller("reaper"), _controller("ray_ports")
+reaper, ray_ports = _load_controller_module("reaper"), _load_controller_module("ray_ports")
 
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What one node needs to join; `head` is the address of the head, or empty on the head itself."""
+    """The settings of one node; `head` is the address of the head node, empty on the head itself."""
 
     mark: str
     token: str
@@ -61,8 +60,8 @@ class NodeSettings:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """What a node answers: the control plane's address, and that of the job server on the head."""
+class NodeStatus:
+    """The answer of a node: an error, or the addresses of the control plane and the job server."""
 
     address: str = ""
     jobs: str = ""
@@ -76,36 +75,36 @@ def launch_folder(mark: str = "") -> Path:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally` below
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` below
     settings = NodeSettings(**json.loads(sys.stdin.readline()))
     answer_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Ray's text must not mix with the answer
+    os.dup2(2, 1)  # Ray's output goes to stderr
 
-    def answer(ready: Ready) -> None:
-        answer_stream.write(json.dumps(asdict(ready)) + "\n")
+    def answer(status: NodeStatus) -> None:
+        answer_stream.write(json.dumps(asdict(status)) + "\n")
         answer_stream.flush()
 
     # Several nodes may share one machine or one home.
     name = f"{socket.gethostname()}-{os.getpid()}" if settings.head else HEAD
     folder = launch_folder(settings.mark) / name
-    guard = reaper.start_reaper(f"{settings.mark}-{os.getpid()}")
-    # Only this user may enter it: Ray makes its session folder inside world-writable. Ray's own place would
-    # offer this cluster to every other program of the machine that looks for one.
+    reaper_process = reaper.start_reaper(f"{settings.mark}-{os.getpid()}")
+    # Ray makes its session folder world-writable, so it is inside a private folder. Other programs would
+    # find a cluster in Ray's default folder and join it.
     session = tempfile.mkdtemp(prefix="hone-ray-")
     try:
         serve(settings, folder, session, answer)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        reaper.end_marked(f"{settings.mark}-{os.getpid()}")
-        guard.kill()
+        reaper.kill_marked(f"{settings.mark}-{os.getpid()}")
+        reaper_process.kill()
         for path in (folder, session):
             shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another node's folder may be there
+        with contextlib.suppress(OSError):  # another node may still use it
             folder.parent.rmdir()
 
 
 def serve(
-    settings: NodeSettings, folder: Path, session: str, answer: Callable[[Ready], None]
+    settings: NodeSettings, folder: Path, session: str, answer: Callable[[NodeStatus], None]
 ) -> None:
     """Starts Ray on this node and waits for the end of standard input."""
     folder.mkdir(parents=True, mode=0o700)
@@ -124,24 +123,24 @@ def serve(
     if settings.only_loopback:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
-        ready = start(settings, token_file, session)
+        status = start(settings, token_file, session)
     except Exception as error:  # Ray raises many kinds
-        answer(Ready(error=f"{type(error).__name__}: {error}{_raylet_failure(session)}"))
+        answer(NodeStatus(error=f"{type(error).__name__}: {error}{_raylet_failure(session)}"))
         return
     if not settings.head:
         file = folder / CLUSTER_FILE
         file.touch(mode=0o600)
         process = {"host": socket.gethostname(), "pid": os.getpid()}
-        file.write_text(json.dumps(asdict(ready) | process), encoding="utf-8")
-    answer(ready)
+        file.write_text(json.dumps(asdict(status) | process), encoding="utf-8")
+    answer(status)
     while sys.stdin.readline():
         pass
-    with contextlib.suppress(OSError):  # a home without locks, or a signal that ends the wait
+    with contextlib.suppress(OSError):  # the file system has no locks, or a signal ended the wait
         _wait_for_followers(folder / FOLLOWERS_FILE)
 
 
 def _wait_for_followers(file: Path) -> None:
-    """Waits until no `hone jobs logs` holds the file: Ray answers its last questions."""
+    """Waits until no `hone jobs logs` locks the file."""
     end_time = time.monotonic() + FOLLOWERS_WAIT_S
     with open(file, "a", encoding="utf-8") as lock:
         while time.monotonic() < end_time:
@@ -152,16 +151,16 @@ def _wait_for_followers(file: Path) -> None:
                 time.sleep(0.1)
 
 
-def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
+def start(settings: NodeSettings, token_file: Path, session: str) -> NodeStatus:
     """Runs `ray start` in this process; the processes of Ray are its children."""
     # Ray reads its settings from the environment when it is imported.
     from ray._private import ray_constants, services
     from ray.scripts import scripts
 
     if settings.only_loopback:
-        ray_constants.ENABLE_RAY_CLUSTER = True  # else `ray start` refuses a second node
+        ray_constants.ENABLE_RAY_CLUSTER = True  # otherwise `ray start` refuses a second node
         services.get_node_ip_address = lambda address=None: LOOPBACK
-    # The server of Ray Client is not used, and its port would be the same for two clusters.
+    # Ray Client is not used, and two clusters on one machine would use the same port for it.
     scripts.get_ray_client_dependency_error = lambda: ImportError("not used")
     options = ["--disable-usage-stats", "--log-color=false", f"--temp-dir={session}/ray"]
     for name, count in (("gpus", settings.gpus), ("cpus", settings.cpus)):
@@ -169,21 +168,21 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> Ready:
             options.append(f"--num-{name}={count}")
     if settings.head:
         _wait_for(settings.head)
-        with ray_ports.chosen_agent_ports():
+        with ray_ports.fixed_agent_ports():
             scripts.start.main([f"--address={settings.head}", *options], standalone_mode=False)
-        return Ready(settings.head, token_file=str(token_file))
+        return NodeStatus(settings.head, token_file=str(token_file))
     port, jobs = ray_ports.free_ports(2)
     port = settings.port or port
     options += ["--head", "--no-monitor", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
     options += ["--include-dashboard=true", f"--dashboard-port={jobs}"]
-    with ray_ports.chosen_agent_ports():
+    with ray_ports.fixed_agent_ports():
         scripts.start.main(options, standalone_mode=False)
     host = services.get_node_ip_address()
-    return Ready(f"{host}:{port}", f"http://{LOOPBACK}:{jobs}", str(token_file))
+    return NodeStatus(f"{host}:{port}", f"http://{LOOPBACK}:{jobs}", str(token_file))
 
 
 def _raylet_failure(session: str) -> str:
-    """Returns the line with which a raylet has ended, if it has; its log goes with the session."""
+    """Returns the failed check in the raylet's log, which is deleted with the session; empty if none."""
     for file in Path(session).glob("ray/session_latest/logs/raylet.out"):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             if "Check failed: " in line:

@@ -1,4 +1,4 @@
-"""Writes what a scheduler takes: an sbatch script for SLURM, a RayJob manifest for KubeRay."""
+"""Generates an sbatch script for SLURM and a RayJob manifest for KubeRay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.config.errors import ConfigError
 from hone.types import Row
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
-"""A name of Kubernetes; KubeRay adds to it and keeps 63 characters in all."""
+"""A Kubernetes name of at most 47 characters; KubeRay appends to it, up to 63."""
 _BYTES = re.compile(r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?")
 
 
@@ -33,11 +33,11 @@ def sbatch_script(
 ) -> str:
     """Returns a batch script that starts Ray on the nodes of its allocation and runs the command."""
     words = [*options, name]
-    if wrong := [word for word in words if not word or "\n" in word or "\r" in word]:
-        raise ConfigError(f"{wrong[0]!r} cannot stand in a line of an sbatch script")
+    if invalid := [word for word in words if not word or "\n" in word or "\r" in word]:
+        raise ConfigError(f"{invalid[0]!r} is not a line of an sbatch script")
     directives = [f"--job-name={shlex.quote(name)}", f"--nodes={nodes}", "--ntasks-per-node=1"]
     directives += [f"--gpus-per-node={gpus}"] if gpus else []
-    # 120 s before the limit the job is told to stop, so that it can save.
+    # SLURM sends SIGTERM 120 s before the time limit, so that the job can save.
     directives += ["--exclusive", "--output=%x-%j.log", "--signal=B:TERM@120", *options]
     launch = [python, "-m", "hone.cli", "launch", f"--nodes={nodes}", f"--gpus-per-node={gpus}"]
     launch += [f"--setup={setup}"] if setup else []
@@ -47,14 +47,12 @@ def sbatch_script(
         [
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in directives),
-            *(
-                [setup] if setup else []
-            ),  # before `set`: an environment's scripts may use unset names
+            *filter(None, [setup]),  # before `set`: the setup may read unset variables
             "set -euo pipefail",
             "hosts=$(mktemp)",
             "trap 'rm -f \"$hosts\"' EXIT",
             'scontrol show hostnames "$SLURM_JOB_NODELIST" > "$hosts"',
-            "# Signals go to the launch, which stops the job and then Ray.",
+            "# The launch process gets the signals; it stops the job and then Ray.",
             f'{shlex.join(launch)} srun --hosts "$hosts" -- {shlex.join(command)} &',
             "launch=$!",
             "trap 'kill -TERM \"$launch\"' TERM INT",
@@ -70,10 +68,10 @@ def sbatch_script(
 def _check_kubernetes(name: str, memory: str) -> None:
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"--name {name}: use at most 47 of a-z, 0-9 and -, a letter first, as Kubernetes does"
+            f"--name {name}: use at most 47 characters of a-z, 0-9 and -, the first one a letter"
         )
     if not _BYTES.fullmatch(memory):
-        raise ConfigError(f"--memory {memory}: give bytes as Kubernetes writes them, as in 256Gi")
+        raise ConfigError(f"--memory {memory}: give a quantity of Kubernetes, for example 256Gi")
 
 
 def rayjob_manifest(
@@ -89,7 +87,7 @@ def rayjob_manifest(
     cpus: int,
     memory: str,
 ) -> str:
-    """Returns a KubeRay RayJob: a cluster of `nodes` pods with a token, which ends with the job."""
+    """Returns a KubeRay RayJob: a cluster of `nodes` pods with a token, which stops after the job."""
     _check_kubernetes(name, memory)
     mounts = [_volume(i, text) for i, text in enumerate(volumes)]
 
@@ -124,7 +122,7 @@ def rayjob_manifest(
         cluster["workerGroupSpecs"] = [{**workers, "template": pod("ray-worker")}]
     metadata: Row = {"name": name} | ({"namespace": namespace} if namespace else {})
     spec: Row = {
-        "entrypoint": plain_entrypoint(command),
+        "entrypoint": entrypoint_without_quotes(command),
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 300,
         "backoffLimit": 0,
@@ -139,15 +137,15 @@ def _volume(number: int, text: str) -> tuple[Row, Row]:
     claim, colon, path = text.partition(":")
     if not (colon and claim and path.startswith("/")):
         raise ConfigError(
-            f"--volume {text}: give CLAIM:/PATH, a persistent volume claim and a path"
+            f"--volume {text}: give CLAIM:/PATH, a persistent volume claim and a mount path"
         )
     name = f"volume-{number}"
     volume: Row = {"name": name, "persistentVolumeClaim": {"claimName": claim}}
     return volume, {"name": name, "mountPath": path}
 
 
-def plain_entrypoint(command: Sequence[str]) -> str:
-    """Returns a command without characters that a shell reads: KubeRay and Ray both quote it anew."""
+def entrypoint_without_quotes(command: Sequence[str]) -> str:
+    """Returns the command without shell characters, because KubeRay and Ray both quote it again."""
     words = list(command)
     words[:1] = ["python", "-m", "hone.cli"] if words[0] == "hone" else words[:1]
     if all(shlex.quote(word) == word for word in words):

@@ -1,6 +1,6 @@
 """DataProto, the batch type that the training loop and the workers exchange, and its operations.
 
-The public names of the package are exported here. The columns are declared in hone.columns.
+The columns are declared in hone.columns.
 """
 
 from __future__ import annotations

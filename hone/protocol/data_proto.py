@@ -17,16 +17,16 @@ import torch
 from tensordict import TensorDict
 
 from hone.protocol import selection
-from hone.protocol.padding import AUTO_PADDING_KEY, append_copies, may_be_cut_unevenly
+from hone.protocol.padding import AUTO_PADDING_KEY, append_copies, padding_enabled
 from hone.protocol.rows import (
     Index,
     ProtocolError,
+    build_tensordict,
     column_array,
     concat_batches,
-    epochs_of,
+    iterate_epochs,
     row_index,
     take_batch,
-    tensordict_of,
     union_dicts,
     union_numpy_dict,
     union_tensor_dict,
@@ -59,7 +59,7 @@ class DataProtoItem:
 class DataProto:
     """A batch: tensor columns, object columns, and metadata of the whole batch."""
 
-    batch: TensorDict = None  # may be None; typed without it so that readers need no check
+    batch: TensorDict = None  # may be None; typed without it so that callers need no check
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # None means no columns
     meta_info: Row = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Builds a batch from columns; lists of equal length become 2-d (`object_array` keeps 1-d)."""
+        """Builds a batch from columns; a column of equally long lists becomes a 2-d object array."""
         if num_batch_dims < 1:
             raise ProtocolError(
                 f"num_batch_dims={num_batch_dims}: a batch has at least 1 dimension"
@@ -87,9 +87,9 @@ class DataProto:
         if non_tensors and num_batch_dims != 1:
             raise ProtocolError(
                 f"num_batch_dims={num_batch_dims} with the object columns {sorted(non_tensors)}: "
-                "object columns have one batch dimension; fold the batch afterwards"
+                "object columns have one batch dimension; use fold_batch_dim on the batch instead"
             )
-        batch = tensordict_of(tensors, num_batch_dims) if tensors else None
+        batch = build_tensordict(tensors, num_batch_dims) if tensors else None
         arrays = {key: column_array(value) for key, value in (non_tensors or {}).items()}
         info = dict(meta_info or {})
         if auto_padding:
@@ -106,10 +106,11 @@ class DataProto:
         """Builds a batch from one dict of torch tensors and numpy arrays, as a data loader yields it."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        for key in [key for key in data if key not in tensors and key not in arrays]:
-            raise ProtocolError(
-                f"column {key!r} is a {type(data[key]).__name__}; give a torch.Tensor or np.ndarray"
-            )
+        for key, value in data.items():
+            if key not in tensors and key not in arrays:
+                raise ProtocolError(
+                    f"column {key!r} is a {type(value).__name__}; give a torch.Tensor or np.ndarray"
+                )
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -168,10 +169,10 @@ class DataProto:
         if isinstance(item, bool | np.bool_) or not isinstance(
             item, int | np.integer | torch.Tensor | np.ndarray
         ):
-            raise TypeError(f"a batch is indexed by rows, not by {type(item).__name__} {item!r}")
+            raise TypeError(f"a batch is indexed by row, not by {type(item).__name__} {item!r}")
         row = int(item)
         if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a batch of {len(self)} rows")
+            raise IndexError(f"row {row} is out of range: the batch has {len(self)} rows")
         return DataProtoItem(
             batch=self.batch[row] if self.batch is not None else None,
             non_tensor_batch={key: array[row] for key, array in self.non_tensor_batch.items()},
@@ -231,13 +232,12 @@ class DataProto:
     rename = selection.rename_columns
 
     def union(self, other: DataProto) -> DataProto:
-        """Adds the other's columns and metadata to this batch; shared entries must be equal."""
+        """Adds the columns and metadata of `other` to this batch; shared entries must be equal."""
         if self.column_names() and other.column_names() and len(self) != len(other):
             raise ProtocolError(
-                f"cannot unite a batch of {len(self)} rows with one of {len(other)}"
+                f"cannot unite a batch of {len(self)} rows with a batch of {len(other)} rows"
             )
-        mine = None if self.batch is None else self.batch.copy()
-        batch = union_tensor_dict(mine, other.batch)
+        batch = union_tensor_dict(None if self.batch is None else self.batch.copy(), other.batch)
         arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         info = union_dicts(self.meta_info, other.meta_info, "meta_info")
         self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, info
@@ -268,7 +268,7 @@ class DataProto:
         """Reorders the rows, in place."""
         reordered = self.select_idxs(indices)
         if len(reordered) != len(self):
-            raise ProtocolError(f"a new order of {len(self)} rows has {len(reordered)} indices")
+            raise ProtocolError(f"{len(reordered)} indices cannot reorder {len(self)} rows")
         self.batch, self.non_tensor_batch = reordered.batch, reordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
@@ -286,7 +286,7 @@ class DataProto:
         times = torch.as_tensor(np.asarray(repeat_times), dtype=torch.long)
         if times.ndim != 1 or len(times) != len(self):
             raise ProtocolError(
-                f"{tuple(times.shape)} repeat counts for a batch of {len(self)} rows"
+                f"repeat_times has shape {tuple(times.shape)}; the batch has {len(self)} rows"
             )
         return take_batch(self, torch.arange(len(self)).repeat_interleave(times))
 
@@ -294,7 +294,7 @@ class DataProto:
         """Splits into `chunks` batches, which must be equal in size unless padding is enabled."""
         rows = len(self)
         if chunks < 1:
-            raise ProtocolError(f"a batch cannot be cut into {chunks} chunks")
+            raise ProtocolError(f"a batch cannot be split into {chunks} chunks")
         if rows % chunks and not self.is_padding_enabled():
             raise ProtocolError(
                 f"a batch of {rows} rows does not divide into {chunks} equal chunks; pad it with "
@@ -321,7 +321,7 @@ class DataProto:
         dataloader_kwargs: Settings | None = None,
     ) -> Iterator[DataProto]:
         """Yields mini-batches for `epochs` passes; `dataloader_kwargs={"shuffle": True}` shuffles."""
-        return epochs_of(
+        return iterate_epochs(
             len(self), mini_batch_size, epochs, seed, self.select_idxs, dataloader_kwargs or {}
         )
 
@@ -333,7 +333,7 @@ class DataProto:
 
     # -- padding ----------------------------------------------------------------------------
 
-    is_padding_enabled = may_be_cut_unevenly
+    is_padding_enabled = padding_enabled
     padding = append_copies
 
     # -- serialization ----------------------------------------------------------------------
@@ -348,7 +348,7 @@ class DataProto:
     def __setstate__(
         self, state: Row | tuple[PackedTensorDict | bytes | None, dict[str, np.ndarray], Row]
     ) -> None:
-        if isinstance(state, tuple):  # a batch that verl pickled
+        if isinstance(state, tuple):  # verl's format
             self.batch = decode_verl_tensors(state[0])
             self.non_tensor_batch, self.meta_info = state[1:]
             return
@@ -362,7 +362,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Reads a file of `save_to_disk`, ours or verl's; only plain values, arrays and tensors load."""
+        """Reads a file of `save_to_disk`, also verl's, with plain values, arrays and tensors only."""
         return load(filepath, DataProto)
 
 

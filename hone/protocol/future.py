@@ -1,6 +1,6 @@
-"""DataProtoFuture, a batch that is still being computed, and an all-gather of batches.
+"""DataProtoFuture, a batch that workers still compute, and an all-gather of batches.
 
-The controller that creates the handles provides `resolve`, which waits for them and sets the deadlines.
+The controller that creates the handles provides `resolve`, which waits for them up to a deadline.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
 Value: TypeAlias = Any
-"""A worker's result, mostly a batch, or the controller's handle of it."""
+"""The result of a worker, usually a batch, or the controller's handle for it."""
 
 
 def resolve_handles(handles: Sequence[Value]) -> list[Value]:
     """Resolves handles by `.get()` or `.result()`; other values are returned unchanged."""
     values = []
     for handle in handles:
-        waits = [getattr(handle, name, None) for name in ("get", "result")]
-        wait = next((w for w in waits if callable(w) and not isinstance(handle, dict)), None)
-        values.append(handle if wait is None else wait())
+        wait = getattr(handle, "get", None) or getattr(handle, "result", None)
+        values.append(wait() if callable(wait) and not isinstance(handle, dict) else handle)
     return values
 
 
@@ -68,10 +67,10 @@ class DataProtoFuture:
         return DataProtoFuture(collect_fn=_concat, futures=list(data))
 
     def _then(self, step: Function) -> DataProtoFuture:
-        whole = (
-            step if self.dispatch_fn is None else functools.partial(_both, self.dispatch_fn, step)
-        )
-        return DataProtoFuture(self.collect_fn, self.futures, whole, self.resolve)
+        """Returns a future that also applies `step` to the result."""
+        if self.dispatch_fn is not None:
+            step = functools.partial(_compose, self.dispatch_fn, step)
+        return DataProtoFuture(self.collect_fn, self.futures, step, self.resolve)
 
 
 def _chunk(index: int, chunks: int, data: DataProto) -> DataProto:
@@ -86,7 +85,7 @@ def _concat(pieces: list[DataProto]) -> DataProto:
     return type(pieces[0]).concat(pieces)
 
 
-def _both(first: Function, second: Function, data: Value) -> Value:
+def _compose(first: Function, second: Function, data: Value) -> Value:
     return second(first(data))
 
 
@@ -95,26 +94,26 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     world = dist.get_world_size(process_group)
     if world == 1:
         return
-    kind = type(data)
-    light = kind(None, data.non_tensor_batch, data.meta_info)
+    cls = type(data)
+    without_tensors = cls(None, data.non_tensor_batch, data.meta_info)
     tensors = {} if data.batch is None else dict(data.batch.items())
-    widths = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
-    ranks = [(light, len(data), widths)] * world
+    shapes = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
+    ranks = [(without_tensors, len(data), shapes)] * world
     dist.all_gather_object(ranks, ranks[0], group=process_group)
-    if any(theirs != widths for _, _, theirs in ranks):
-        raise ProtocolError(f"ranks hold different tensor columns: {[rank[2] for rank in ranks]}")
+    if any(rank_shapes != shapes for _, _, rank_shapes in ranks):
+        raise ProtocolError(f"ranks have different tensor columns: {[rank[2] for rank in ranks]}")
     counts = [count for _, count, _ in ranks]
-    whole = kind.concat([batch for batch, _, _ in ranks])
+    gathered = cls.concat([batch for batch, _, _ in ranks])
     columns = {}
     for name in sorted(tensors):
         # Collectives need equal shapes: pad to the largest number of rows of any rank.
-        sent = tensors[name].new_zeros((max(counts), *widths[name]))
+        sent = tensors[name].new_zeros((max(counts), *shapes[name]))
         sent[: len(data)] = tensors[name]
         received = [torch.empty_like(sent) for _ in counts]
         dist.all_gather(received, sent, group=process_group)
         pieces = zip(received, counts, strict=True)
         columns[name] = torch.cat([piece[:count] for piece, count in pieces])
     if columns:
-        whole = kind.from_dict(columns, whole.non_tensor_batch, whole.meta_info)
-    data.batch, data.non_tensor_batch = whole.batch, whole.non_tensor_batch
-    data.meta_info = whole.meta_info
+        gathered = cls.from_dict(columns, gathered.non_tensor_batch, gathered.meta_info)
+    data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch
+    data.meta_info = gathered.meta_info

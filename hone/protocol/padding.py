@@ -1,7 +1,6 @@
 """Pads a batch to a multiple of the number of ranks, and removes the padding again.
 
-Padded rows are marked in the column `padded_row`, so that a worker can exclude them from a mean. Token
-padding is done in rollout.
+The column `padded_row` marks padded rows, so that a worker can exclude them from a mean.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
 
 
 class _AutoPadding(type):
-    """Adds the class attribute `auto_padding`, which an environment variable can also enable."""
+    """Adds the class property `auto_padding`, which HONE_AUTO_PADDING can also enable."""
 
     _enabled = False
     auto_padding_key = AUTO_PADDING_KEY
@@ -43,10 +42,10 @@ class _AutoPadding(type):
 
 
 class DataProtoConfig(metaclass=_AutoPadding):
-    """Whether this process may split batches unevenly; a flag in a batch's meta_info takes precedence."""
+    """Whether `chunk` may split batches unevenly; a flag in a batch's meta_info takes precedence."""
 
 
-def may_be_cut_unevenly(data: DataProto) -> bool:
+def padding_enabled(data: DataProto) -> bool:
     """Returns the batch's flag, or the process default if the batch has none."""
     return bool(data.meta_info.get(AUTO_PADDING_KEY, DataProtoConfig.auto_padding))
 
@@ -72,7 +71,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
         )
     rows = len(data)
     if rows == 0:
-        logger.warning("an empty batch was asked to be padded to a multiple of %d", size_divisor)
+        logger.warning("an empty batch cannot be padded to a multiple of %d", size_divisor)
         return data, 0
     pad = -rows % size_divisor
     if pad == 0:
@@ -88,12 +87,12 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def split_padded(data: DataProto, parts: int) -> list[DataProto]:
-    """Splits a batch into `parts` batches of equal length; added rows are marked.
+    """Splits a batch into `parts` batches of equal length; padded rows are marked.
 
     Real rows are distributed evenly and in order, so that each part has at most one padded row.
     """
     if parts < 1:
-        raise ProtocolError(f"a batch cannot be cut into {parts} parts")
+        raise ProtocolError(f"a batch cannot be split into {parts} parts")
     rows = len(data)
     if rows % parts == 0:
         return data.chunk(parts) if rows else [data.select() for _ in range(parts)]

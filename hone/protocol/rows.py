@@ -27,24 +27,24 @@ Index: TypeAlias = slice | Sequence[int] | np.ndarray | torch.Tensor
 
 
 class ProtocolError(ValueError, AssertionError):
-    """Columns, rows or metadata do not match. Code written for verl catches an AssertionError."""
+    """Columns, rows or metadata do not match; an AssertionError, as in verl."""
 
 
 def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
-    """Converts nested lists of equal lengths to an object array of their shape; keeps arrays."""
+    """Converts nested lists of equal lengths to an object array of that shape; returns arrays unchanged."""
     if isinstance(values, np.ndarray):
         return values
     shape = _list_shape(values)
     if len(shape) == 1:
         return object_array(values)
     array = np.empty(shape, dtype=object)
-    for place in np.ndindex(shape):
-        array[place] = functools.reduce(operator.getitem, place, values)
+    for index in np.ndindex(shape):
+        array[index] = functools.reduce(operator.getitem, index, values)
     return array
 
 
 def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
-    """Returns the shape of nested lists; a dimension is added while all items are lists of one length."""
+    """Returns the shape of nested lists; a dimension counts if all its lists have the same length."""
     shape, items = [len(values)], list(values)
     while lists := [item for item in items if isinstance(item, list | tuple)]:
         lengths = {len(item) for item in lists}
@@ -56,7 +56,7 @@ def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
 
 
 def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
-    """Returns a 1-d object array with one element per row, even if the rows are lists of equal length."""
+    """Returns a 1-d object array with one element per row, also for rows that are lists."""
     if isinstance(values, np.ndarray):
         return values
     array = np.empty(len(values), dtype=object)
@@ -66,7 +66,7 @@ def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
 
 
 def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tensor:
-    """Builds a jagged tensor; `ragged_idx` sets its ragged dimension, even if all rows have one length."""
+    """Builds a jagged tensor whose ragged dimension is `ragged_idx`, also if all rows are equally long."""
     if not rows or ragged_idx is None or rows[0].dim() == 1:
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
     values = torch.cat(rows, dim=ragged_idx - 1)
@@ -105,7 +105,7 @@ def cat_rows(values: list[C]) -> C:
     first = values[0]
     if isinstance(first, np.ndarray):
         if len({value.shape[1:] for value in values}) > 1 and first.dtype == object:
-            # Only some batches had lists of one length: store one list per row in all of them.
+            # Some batches are 2-d because their lists had one length: make all of them 1-d.
             values = [object_array(value.tolist()) for value in values]
         return np.concatenate(values, axis=0)
     if isinstance(first, torch.Tensor) and first.is_nested:
@@ -119,9 +119,9 @@ def cat_columns(pieces: list[dict[str, C]], kind: str) -> dict[str, C]:
     names = pieces[0].keys()
     for number, piece in enumerate(pieces):
         if piece.keys() != names:
-            odd = sorted(piece.keys() ^ names)
+            differing = sorted(piece.keys() ^ names)
             raise ProtocolError(
-                f"cannot concatenate: {kind} {odd} are not in both batch 0 and {number}"
+                f"cannot concatenate: {kind} {differing} are not in both batch 0 and batch {number}"
             )
     result = {}
     for name in names:
@@ -138,26 +138,26 @@ def cat_columns(pieces: list[dict[str, C]], kind: str) -> dict[str, C]:
 
 def join_meta_info(infos: list[Row]) -> Row:
     """Merges the metadata of several batches; `metrics` becomes a dict of lists, the rest must agree."""
-    info_of_all: Row = {}
+    merged: Row = {}
     metrics: list[Row] = []
     for number, info in enumerate(infos):
         for key, value in info.items():
             if key == "metrics":
                 metrics.extend(value if isinstance(value, list) else [value])
-            elif key not in info_of_all:
-                info_of_all[key] = value
-            elif not same(info_of_all[key], value):
+            elif key not in merged:
+                merged[key] = value
+            elif not same(merged[key], value):
                 raise ProtocolError(
-                    f"cannot concatenate: meta_info[{key!r}] is {info_of_all[key]!r} in an earlier "
-                    f"batch and {value!r} in batch {number}; put what differs under 'metrics'"
+                    f"cannot concatenate: meta_info[{key!r}] is {merged[key]!r} in an earlier "
+                    f"batch and {value!r} in batch {number}; put values that differ under 'metrics'"
                 )
     if metrics:
         columns: Row = {}
         for entry in metrics:
             for name, value in entry.items():
                 columns.setdefault(name, []).append(value)
-        info_of_all["metrics"] = columns
-    return info_of_all
+        merged["metrics"] = columns
+    return merged
 
 
 def concat_batches(data: Sequence[DataProto]) -> DataProto:
@@ -178,7 +178,7 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
 
 
 def fill_object_columns(data: Sequence[DataProto], leave: Collection[str] = ()) -> list[DataProto]:
-    """Adds missing object columns, filled with None, so that all batches have the same; skips `leave`."""
+    """Adds missing object columns, filled with None, to each batch; skips the columns in `leave`."""
     names = dict.fromkeys(name for piece in data for name in piece.non_tensor_batch)
     batches = []
     for piece in data:
@@ -190,7 +190,7 @@ def fill_object_columns(data: Sequence[DataProto], leave: Collection[str] = ()) 
     return batches
 
 
-def epochs_of(
+def iterate_epochs(
     rows: int,
     size: int,
     epochs: int,
@@ -215,7 +215,7 @@ def epochs_of(
     return (piece for _ in range(epochs) for piece in loader)
 
 
-def tensordict_of(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
+def build_tensordict(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
     """Builds a TensorDict from tensor columns, whose leading dimensions must agree."""
     size: tuple[int, ...] | None = None
     first = next(iter(tensors))
@@ -224,7 +224,7 @@ def tensordict_of(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> Tens
         lead = (value.size(0),) if nested else tuple(value.shape[:num_batch_dims])
         if len(lead) < num_batch_dims:
             raise ProtocolError(
-                f"column {key!r} has {len(lead)} of {num_batch_dims} batch dimensions"
+                f"column {key!r} has {len(lead)} dimensions; num_batch_dims is {num_batch_dims}"
             )
         if size is not None and lead != size:
             raise ProtocolError(
@@ -246,21 +246,22 @@ def row_index(idxs: Index, rows: int) -> torch.Tensor:
             raise ProtocolError(f"a mask of 0 rows for a batch of {rows} rows")
         return index.long()
     if index.ndim != 1:
-        raise ProtocolError(f"rows are chosen by a flat list, not by shape {tuple(index.shape)}")
+        raise ProtocolError(f"row indices are 1-d, not of shape {tuple(index.shape)}")
     if index.dtype == torch.bool:
         if len(index) != rows:
             raise ProtocolError(f"a mask of {len(index)} rows for a batch of {rows} rows")
         return index.nonzero().reshape(-1)
     if index.is_floating_point() or index.is_complex():
-        raise ProtocolError(f"rows are chosen by whole numbers or a mask, not by {index.dtype}")
+        raise ProtocolError(f"row indices are integers or a bool mask, not {index.dtype}")
     index = index.long()
     if int(index.min()) < -rows or int(index.max()) >= rows:
-        raise IndexError(f"rows {int(index.min())}..{int(index.max())} of a batch of {rows} rows")
+        bounds = f"{int(index.min())}..{int(index.max())}"
+        raise IndexError(f"rows {bounds} are out of range: the batch has {rows} rows")
     return index
 
 
 def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:
-    """Adds the columns of the second to the first, in place; shared columns must be equal."""
+    """Adds the columns of `second` to `first`, in place; shared columns must be equal."""
     if first is None or second is None:
         return first if second is None else second
     if first.batch_size != second.batch_size:
@@ -268,9 +269,9 @@ def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> Te
             f"cannot unite tensors of batch size {tuple(first.batch_size)} with "
             f"{tuple(second.batch_size)}"
         )
-    mine, theirs = ({key: side.get(key) for key in side.keys()} for side in (first, second))  # noqa: SIM118
-    union_dicts(mine, theirs, "column")
-    return first.update({key: value for key, value in theirs.items() if key not in mine})
+    present, added = ({key: td.get(key) for key in td.keys()} for td in (first, second))  # noqa: SIM118
+    union_dicts(present, added, "column")
+    return first.update({key: value for key, value in added.items() if key not in present})
 
 
 def union_numpy_dict(
@@ -281,7 +282,7 @@ def union_numpy_dict(
 
 
 def union_dicts(first: dict[str, T], second: dict[str, T], kind: str) -> dict[str, T]:
-    """Merges two dicts; raises ProtocolError if they disagree."""
+    """Merges two dicts; raises ProtocolError if a shared key has two values."""
     for key in first.keys() & second.keys():
         if not same(first[key], second[key]):
             raise ProtocolError(
@@ -291,13 +292,13 @@ def union_dicts(first: dict[str, T], second: dict[str, T], kind: str) -> dict[st
     return first | second
 
 
-def same(a: Any, b: Any, _open: set[tuple[int, int]] | None = None) -> bool:
-    """Tests deep equality; NaN equals NaN, and structures may contain themselves."""
+def same(a: Any, b: Any, _in_progress: set[tuple[int, int]] | None = None) -> bool:
+    """Whether two values are deeply equal; NaN equals NaN, and containers may contain themselves."""
     if a is b:
         return True
-    opened = _open if _open is not None else set()
+    in_progress = _in_progress if _in_progress is not None else set()
     pair = (id(a), id(b))
-    if pair in opened:
+    if pair in in_progress:
         return True  # an outer call is already comparing this pair
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensor(a, b)
@@ -307,19 +308,19 @@ def same(a: Any, b: Any, _open: set[tuple[int, int]] | None = None) -> bool:
         if isinstance(a, NonTensorData | NonTensorStack):
             return type(a) is type(b) and same(a.tolist(), b.tolist())
         return is_tensor_collection(a) and is_tensor_collection(b) and same(dict(a), dict(b))
-    opened.add(pair)
+    in_progress.add(pair)
     try:
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-            return _same_array(a, b, opened)
+            return _same_array(a, b, in_progress)
         if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
             return False
         if isinstance(a, dict) and isinstance(b, dict):
-            return a.keys() == b.keys() and all(same(a[key], b[key], opened) for key in a)
+            return a.keys() == b.keys() and all(same(a[key], b[key], in_progress) for key in a)
         if isinstance(a, list | tuple) and isinstance(b, list | tuple):
             alike = type(a) is type(b) and len(a) == len(b)
-            return alike and all(same(x, y, opened) for x, y in zip(a, b, strict=True))
+            return alike and all(same(x, y, in_progress) for x, y in zip(a, b, strict=True))
     finally:
-        opened.discard(pair)
+        in_progress.discard(pair)
     if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
         return True
     return bool(a == b)
@@ -340,11 +341,11 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def _same_array(a: np.ndarray, b: np.ndarray, opened: set[tuple[int, int]]) -> bool:
+def _same_array(a: np.ndarray, b: np.ndarray, in_progress: set[tuple[int, int]]) -> bool:
     if a.shape != b.shape:
         return False
     if a.dtype.kind == "f" and b.dtype.kind == "f":
         return bool(np.array_equal(a, b, equal_nan=True))
     if a.dtype != object and b.dtype != object:
         return bool(np.array_equal(a, b))
-    return all(same(x, y, opened) for x, y in zip(a.ravel(), b.ravel(), strict=True))
+    return all(same(x, y, in_progress) for x, y in zip(a.ravel(), b.ravel(), strict=True))

@@ -1,7 +1,4 @@
-"""Selects columns of a DataProto by name, reshapes its rows, and describes it.
-
-These functions implement the DataProto methods.
-"""
+"""Methods of DataProto that select columns by name, reshape rows and describe the batch."""
 
 from __future__ import annotations
 
@@ -34,12 +31,12 @@ def select_columns(
     batch = data.batch
     if batch is not None:
         names = list(batch.keys()) if batch_keys is None else list(batch_keys)
-        check_known(names, batch.keys(), "tensor columns")
+        check_columns_exist(names, batch.keys(), "tensor columns")
         batch = TensorDict({name: batch[name] for name in names}, batch_size=batch.batch_size)
     elif batch_keys:
-        check_known(batch_keys, (), "tensor columns")
-    arrays = pick(data.non_tensor_batch, non_tensor_batch_keys, "object columns")
-    info = pick(data.meta_info, meta_info_keys, "meta_info")
+        check_columns_exist(batch_keys, (), "tensor columns")
+    arrays = pick_entries(data.non_tensor_batch, non_tensor_batch_keys, "object columns")
+    info = pick_entries(data.meta_info, meta_info_keys, "meta_info")
     if deepcopy:
         batch = batch.clone() if batch is not None else None
         arrays, info = copy.deepcopy(arrays), copy.deepcopy(info)
@@ -72,26 +69,26 @@ def rename_columns(
     old = [old_keys] if isinstance(old_keys, str) else list(old_keys or [])
     new = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
     if len(old) != len(new):
-        raise ProtocolError(f"cannot rename {old} to {new}: {len(old)} names for {len(new)}")
-    check_known(old, data.batch.keys() if data.batch is not None else (), "tensor columns")
+        raise ProtocolError(f"cannot rename {old} to {new}: the lists differ in length")
+    check_columns_exist(old, data.batch.keys() if data.batch is not None else (), "tensor columns")
     for old_name, new_name in zip(old, new, strict=True):
         if old_name != new_name:
             data.batch.rename_key_(old_name, new_name)
     return data
 
 
-def check_known(wanted: Sequence[str], present: Collection[str], kind: str) -> None:
+def check_columns_exist(names: Sequence[str], present: Collection[str], kind: str) -> None:
     """Raises a KeyError that lists the missing and the available names."""
-    missing = [key for key in wanted if key not in present]
+    missing = [key for key in names if key not in present]
     if missing:
         raise KeyError(f"batch has no {missing} among its {kind}; it has {sorted(present)}")
 
 
-def pick(source: dict[str, T], keys: Sequence[str] | None, kind: str) -> dict[str, T]:
+def pick_entries(source: dict[str, T], keys: Sequence[str] | None, kind: str) -> dict[str, T]:
     """Returns these entries of a dict; None selects all."""
     if keys is None:
         return dict(source)
-    check_known(keys, source, kind)
+    check_columns_exist(keys, source, kind)
     return {key: source[key] for key in keys}
 
 
@@ -100,11 +97,11 @@ def unfold_column_chunks(
 ) -> DataProto:
     """Reshapes columns of `split_keys` from [B, n·k, …] to [B·n, k, …]; repeats other rows n times."""
     if n_split < 1:
-        raise ProtocolError(f"columns cannot be cut into {n_split} pieces")
+        raise ProtocolError(f"columns cannot be split into {n_split} pieces")
     split_names = set(split_keys or ())
     unknown = sorted(split_names - set(data.column_names()))
     if unknown:
-        raise KeyError(f"batch has no columns {unknown} to cut; it has {data.column_names()}")
+        raise KeyError(f"batch has no columns {unknown} to split; it has {data.column_names()}")
 
     def split(name: str, value: Column) -> Column:
         if name not in split_names:
@@ -113,7 +110,7 @@ def unfold_column_chunks(
             return value.repeat_interleave(n_split, dim=0)
         if value.ndim < 2 or value.shape[1] % n_split:
             raise ProtocolError(
-                f"column {name!r} of shape {tuple(value.shape)} cannot be cut into {n_split} "
+                f"column {name!r} of shape {tuple(value.shape)} cannot be split into {n_split} "
                 "pieces along dim 1"
             )
         width = value.shape[1] // n_split
@@ -134,21 +131,22 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
         raise ProtocolError(
             f"a batch of {rows} rows does not fold into {new_batch_size} equal rows"
         )
-    lead = (new_batch_size, rows // new_batch_size)
-    return _with_lead(data, 1, lead)
+    return _reshape_batch_dims(data, 1, (new_batch_size, rows // new_batch_size))
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """Flattens the leading `batch_dims` dimensions into one."""
     if data.batch is not None and len(data.batch.batch_size) < batch_dims:
         raise ProtocolError(
-            f"a batch of size {tuple(data.batch.batch_size)} has no {batch_dims} leading dimensions"
+            f"a batch of size {tuple(data.batch.batch_size)} has fewer than {batch_dims} dimensions"
         )
-    return _with_lead(data, batch_dims, (-1,))
+    return _reshape_batch_dims(data, batch_dims, (-1,))
 
 
-def _with_lead(data: DataProto, dims: int, lead: tuple[int, ...]) -> DataProto:
-    def reshaped(value: Column) -> Column:
+def _reshape_batch_dims(data: DataProto, dims: int, lead: tuple[int, ...]) -> DataProto:
+    """Replaces the leading `dims` dimensions of every column by `lead`; (-1,) flattens them."""
+
+    def reshape(value: Column) -> Column:
         if lead == (-1,):
             count = int(np.prod(value.shape[:dims], dtype=np.int64))
             return value.reshape(count, *value.shape[dims:])
@@ -156,9 +154,9 @@ def _with_lead(data: DataProto, dims: int, lead: tuple[int, ...]) -> DataProto:
 
     batch = data.batch
     if batch is not None:
-        size = reshaped(torch.empty(tuple(batch.batch_size), device="meta")).shape
-        batch = TensorDict({k: reshaped(v) for k, v in batch.items()}, batch_size=size)
-    arrays = {name: reshaped(array) for name, array in data.non_tensor_batch.items()}
+        size = reshape(torch.empty(tuple(batch.batch_size), device="meta")).shape
+        batch = TensorDict({k: reshape(v) for k, v in batch.items()}, batch_size=size)
+    arrays = {name: reshape(array) for name, array in data.non_tensor_batch.items()}
     return type(data)(batch, arrays, dict(data.meta_info))
 
 
@@ -170,8 +168,8 @@ def describe(data: DataProto) -> str:
         shape = "jagged" if getattr(value, "is_nested", False) else tuple(value.shape)
         device = f" {value.device}" if isinstance(value, torch.Tensor) else ""
         lines.append(f"  {name}: {shape} {getattr(value, 'dtype', 'nested')}{device}")
-    for key, fact in data.meta_info.items():
-        lines.append(f"  meta_info[{key!r}]: {type(fact).__name__}")
+    for key, value in data.meta_info.items():
+        lines.append(f"  meta_info[{key!r}]: {type(value).__name__}")
     return "\n".join(lines)
 
 
@@ -180,7 +178,6 @@ def memory(data: DataProto) -> str:
     in_tensors = 0
     if data.batch is not None:
         for value in data.batch.values(include_nested=True, leaves_only=True):
-            flat = value.values() if value.is_nested else value
-            in_tensors += flat.numel() * flat.element_size()
+            in_tensors += value.values().nbytes if value.is_nested else value.nbytes
     in_arrays = sum(array.nbytes for array in data.non_tensor_batch.values())
     return f"tensors {in_tensors / 2**20:.3f} MiB, object columns {in_arrays / 2**20:.3f} MiB"

@@ -6,6 +6,7 @@ batch is `NonTensorData`. `DataProto.from_tensordict` and `to_tensordict` conver
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hone.protocol.rows import (
     ProtocolError,
-    epochs_of,
+    iterate_epochs,
     jagged_rows,
     same,
     take_rows,
@@ -57,19 +58,18 @@ def get_tensordict(
         columns[key] = value if isinstance(value, Tensor | NonTensorStack) else _stack(key, value)
         sizes[key] = value.size(0) if isinstance(value, Tensor) else len(value)
     if len(set(sizes.values())) > 1:
-        raise ProtocolError(f"columns of one batch have one number of rows, not {sizes}")
-    facts = non_tensor_dict or {}
-    if doubles := sorted(columns.keys() & facts.keys()):
-        raise ProtocolError(f"{doubles} are both columns and facts; rename one of each")
+        raise ProtocolError(f"the columns of a batch differ in their number of rows: {sizes}")
+    metadata = non_tensor_dict or {}
+    if duplicates := sorted(columns.keys() & metadata.keys()):
+        raise ProtocolError(f"{duplicates} are both columns and metadata; rename one")
     size = [next(iter(sizes.values()))] if sizes else []
-    wrapped = {key: NonTensorData(unwrap_non_tensor_data(value)) for key, value in facts.items()}
+    wrapped = {key: NonTensorData(unwrap_non_tensor_data(value)) for key, value in metadata.items()}
     return TensorDict({**columns, **wrapped}, batch_size=size)
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: T) -> None:
     """Sets one metadata entry, in place."""
-    wrapped = val if isinstance(val, NonTensorData) else NonTensorData(val)
-    tensor_dict[key] = wrapped
+    tensor_dict[key] = val if isinstance(val, NonTensorData) else NonTensorData(val)
 
 
 def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence[T]) -> None:
@@ -170,8 +170,10 @@ def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
 
 def index_select_tensor_dict(batch: TensorDict | None, indices: Index | slice) -> TensorDict | None:
     """Selects rows of every column and keeps the metadata."""
-    if batch is None:
-        return None
+    return None if batch is None else _select_rows(batch, indices)
+
+
+def _select_rows(batch: TensorDict, indices: Index | slice) -> TensorDict:
     if not isinstance(indices, slice):
         indices = torch.as_tensor(indices)
     columns: Row = {}
@@ -191,8 +193,7 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
     if chunks < 1 or rows % chunks:
         raise ProtocolError(f"{rows} rows do not divide into {chunks} equal parts")
     size = rows // chunks
-    parts = [index_select_tensor_dict(td, slice(i * size, (i + 1) * size)) for i in range(chunks)]
-    return [part for part in parts if part is not None]
+    return [_select_rows(td, slice(i * size, (i + 1) * size)) for i in range(chunks)]
 
 
 class BatchData:
@@ -215,13 +216,13 @@ class BatchData:
         if isinstance(self._data, TensorDict):
             return chunk_tensordict(self._data, chunks)
         if not isinstance(self._data, Chunkable):
-            raise ProtocolError(f"a {type(self._data).__name__} is no batch that can be cut")
+            raise ProtocolError(f"a {type(self._data).__name__} cannot be split into chunks")
         return self._data.chunk(chunks)
 
     def concat(self) -> Chunkable | TensorDict:
         """Concatenates a list of batches."""
         if not self.is_concatable() or not isinstance(self._data, list | tuple):
-            raise ProtocolError("give a list of at least one DataProto or TensorDict to join")
+            raise ProtocolError("concat needs a list of at least one DataProto or TensorDict")
         first = self._data[0]
         if isinstance(first, TensorDict):
             return concat_tensordict(self._data)
@@ -236,12 +237,9 @@ def make_iterator(
     dataloader_kwargs: Settings | None = None,
 ) -> Iterator[TensorDict]:
     """Yields mini-batches for `epochs` passes."""
-
-    def rows_of(indices: Index) -> TensorDict | None:
-        return index_select_tensor_dict(tensordict, indices)
-
-    return epochs_of(
-        len(tensordict), mini_batch_size, epochs, seed, rows_of, dataloader_kwargs or {}
+    select = functools.partial(_select_rows, tensordict)
+    return iterate_epochs(
+        len(tensordict), mini_batch_size, epochs, seed, select, dataloader_kwargs or {}
     )
 
 
@@ -261,18 +259,12 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
     pad = -rows % size_divisor if rows else 0
     if not pad:
         return data, 0
-    padded = index_select_tensor_dict(data, torch.arange(rows + pad) % rows)
-    assert padded is not None
-    return padded, pad
+    return _select_rows(data, torch.arange(rows + pad) % rows), pad
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
     """Drops the last `pad_size` rows."""
-    if not pad_size:
-        return data
-    rows = index_select_tensor_dict(data, slice(0, len(data) - pad_size))
-    assert rows is not None
-    return rows
+    return _select_rows(data, slice(0, len(data) - pad_size)) if pad_size else data
 
 
 def contiguous(data: TensorDict) -> TensorDict:
@@ -283,9 +275,9 @@ def contiguous(data: TensorDict) -> TensorDict:
 
 
 def list_of_dict_to_tensordict(list_of_dicts: Sequence[Row]) -> TensorDict:
-    """Builds one row per dict: tensors are stacked, or jagged if shapes differ; the rest NonTensorStack."""
+    """Builds one row per dict: stacks tensors (jagged if shapes differ); other values are NonTensorStack."""
     if not list_of_dicts:
-        raise ProtocolError("nothing to collect: the list of rows is empty")
+        raise ProtocolError("cannot build a batch: the list of rows is empty")
     columns: Row = {}
     for key in list_of_dicts[0]:
         values = [row[key] for row in list_of_dicts]

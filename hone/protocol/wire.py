@@ -1,7 +1,7 @@
 """Serializes a DataProto for other processes and for files.
 
-Tensors are sent as numpy views: pickle protocol 5 transfers them out of band without a copy, and they
-arrive on the CPU. Files may contain only plain values, arrays and tensors, so loading runs no other code.
+Tensors are sent as numpy views, which pickle protocol 5 transfers without a copy; they arrive on the CPU.
+Files may contain only plain values, arrays and tensors, so that loading a file runs no other code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
     if kind == "jagged":
         values, offsets = decode_tensor(*payload), decode_tensor(*extra[0])
         return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=extra[1])
-    # Other ranks share read-only memory (Ray's object store): an in-place operation on a view would
+    # Read-only memory is Ray's object store, which other ranks share: an in-place operation would
     # change their data.
     tensor = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
     dtype = getattr(torch, extra)
@@ -107,36 +107,36 @@ def split_tensordict(
     """Returns tensors, object columns (NonTensorStack) and metadata (NonTensorData) of a TensorDict."""
     tensors: Row = {}
     arrays: dict[str, np.ndarray] = {}
-    facts: Row = {}
+    metadata: Row = {}
     for key in source.keys():  # noqa: SIM118
         value = source.get(key)
         if isinstance(value, NonTensorStack):
-            arrays[key] = _column_of(value.tolist())
+            arrays[key] = _object_column(value.tolist())
         elif isinstance(value, NonTensorData):
-            facts[key] = value.data
+            metadata[key] = value.data
         else:
             tensors[key] = value
-    return tensors, arrays, facts
+    return tensors, arrays, metadata
 
 
 def join_tensordict(
-    batch: TensorDict | None, arrays: dict[str, np.ndarray], facts: Row, rows: int
+    batch: TensorDict | None, arrays: dict[str, np.ndarray], metadata: Row, rows: int
 ) -> TensorDict:
     """Inverts `split_tensordict`."""
-    doubles = sorted(arrays.keys() & facts.keys())
-    if doubles:
-        raise ProtocolError(f"{doubles} are both object columns and meta_info; rename one of each")
+    duplicates = sorted(arrays.keys() & metadata.keys())
+    if duplicates:
+        raise ProtocolError(f"{duplicates} are both object columns and meta_info; rename one")
     size = batch.batch_size if batch is not None else [rows]
     result = TensorDict(dict(batch.items()) if batch is not None else {}, batch_size=size)
     for key, array in arrays.items():
         result.set(key, NonTensorStack(*[NonTensorData(value) for value in array]))
-    for key, value in facts.items():
+    for key, value in metadata.items():
         result.set(key, NonTensorData(value, batch_size=size))
     return result
 
 
-def _column_of(values: list[JsonValue | np.ndarray]) -> np.ndarray:
-    """Builds an object column; rows that are object arrays of one shape are stacked."""
+def _object_column(values: list[JsonValue | np.ndarray]) -> np.ndarray:
+    """Builds an object column; stacks rows that are object arrays of one shape."""
     arrays = [v for v in values if isinstance(v, np.ndarray) and v.dtype == object]
     if arrays and len(arrays) == len(values) and len({array.shape for array in arrays}) == 1:
         return np.stack(arrays)
@@ -154,7 +154,7 @@ def deserialize_single_tensor(arr: PackedTensor) -> torch.Tensor:
     name, shape, data = arr
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no torch dtype")
+        raise ValueError(f"{name!r} is not a torch dtype")
     return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype).reshape(shape)
 
 
@@ -260,10 +260,10 @@ def save(data: T, filepath: str | os.PathLike[str]) -> None:
 
 
 def load(filepath: str | os.PathLike[str], kind: type[T]) -> T:
-    """Reads a file of `save`; a file that refers to other code is rejected before any of it runs."""
+    """Reads a file of `save`; rejects a file that refers to other code before any of it runs."""
     data = _read(Path(filepath).read_bytes(), filepath)
     if not isinstance(data, kind):
-        raise ValueError(f"{filepath} holds a {type(data).__name__}, not a {kind.__name__}")
+        raise ValueError(f"{filepath} contains a {type(data).__name__}, not a {kind.__name__}")
     return data
 
 
@@ -272,6 +272,6 @@ def _read(content: bytes, filepath: str | os.PathLike[str]) -> object:
         return _PlainUnpickler(io.BytesIO(content)).load()
     except ForeignObject as error:
         raise ForeignObject(
-            f"{filepath} holds a {error}, and a batch in a file holds plain values, arrays and tensors "
-            "only; turn it into those first"
+            f"{filepath} contains a {error}; a batch in a file may contain only plain values, arrays "
+            "and tensors; convert it first"
         ) from None

@@ -48,7 +48,7 @@ def split_numbered(group: Group, prompts: DataProto) -> PerRank[Batch]:
 
 def join_slots(group: Group, results: list[DataProto]) -> DataProto:
     """Collect function that joins the batches of the ranks with agent loops."""
-    return join_ranks(group, [results[rank] for rank in group.mesh(ROLLOUT).answering])
+    return join_ranks(group, [results[rank] for rank in group.mesh(ROLLOUT).collect_ranks])
 
 
 def numbered(prompts: DataProto) -> DataProto:

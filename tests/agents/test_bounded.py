@@ -94,7 +94,7 @@ def test_work_that_swallows_its_cancellation_is_left_behind(
     thread.start()
     thread.join(60)
     assert len(outcome) == 1
-    assert "it is left behind" in caplog.text
+    assert "it is abandoned" in caplog.text
 
 
 def test_a_cancellation_during_the_grace_time_leaves_the_work_behind_too(
@@ -119,7 +119,7 @@ def test_a_cancellation_during_the_grace_time_leaves_the_work_behind_too(
     thread.start()
     thread.join(60)
     assert outcome == [True]
-    assert "it is left behind" in caplog.text
+    assert "it is abandoned" in caplog.text
 
 
 def test_work_cancelled_before_it_began_is_closed(recwarn: pytest.WarningsRecorder) -> None:

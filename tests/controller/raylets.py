@@ -89,7 +89,7 @@ def main() -> None:
         answer: Any = None
         if verb == "add":
             options = {"num_cpus": value, "object_store_memory": OBJECT_STORE_BYTES}
-            with ray_ports.chosen_agent_ports():
+            with ray_ports.fixed_agent_ports():
                 node = cluster.add_node(include_dashboard=False, no_monitor=True, **options)
             nodes[node.node_id] = node
             raylet = node.all_processes["raylet"][0].process.pid

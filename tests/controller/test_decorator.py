@@ -63,7 +63,7 @@ def test_an_execute_mode_of_the_wrong_type_is_refused() -> None:
 
 
 def test_a_mode_that_does_not_exist_is_helped() -> None:
-    with pytest.raises(AttributeError, match="Did you mean ONE_TO_ALL"):
+    with pytest.raises(AttributeError, match="Did you mean 'ONE_TO_ALL'"):
         _ = Dispatch.ONE_TO_AL
     names = {mode.name for mode in Dispatch}
     assert names >= {
@@ -85,7 +85,7 @@ def test_modes_can_be_added_once_and_updated() -> None:
     assert mode in Dispatch
     with pytest.raises(ValueError, match="update_dispatch_mode"):
         register_dispatch_mode("TEST_MODE", split, join)
-    with pytest.raises(ValueError, match="like a variable"):
+    with pytest.raises(ValueError, match="must be an identifier"):
         register_dispatch_mode("two words", split, join)
     newer = update_dispatch_mode("TEST_MODE", broadcast, join)
     assert Dispatch.TEST_MODE is newer
@@ -118,7 +118,7 @@ def test_rollout_methods_have_no_driver_side() -> None:
 
 
 def test_a_function_mode_needs_a_function() -> None:
-    with pytest.raises(TypeError, match="the function each rank runs"):
+    with pytest.raises(TypeError, match="the function that each rank runs"):
         Dispatch.DP_COMPUTE_PROTO_WITH_FUNC.dispatch_fn(None, 3)
 
 

@@ -21,7 +21,7 @@ from hone.controller import (
     register,
 )
 from hone.controller.local import drop_padded_rows
-from hone.controller.worker import Placement, free_port, placed
+from hone.controller.worker import Placement, free_port, use_placement
 from hone.protocol import PADDED_ROW, DataProto, split_padded
 
 
@@ -34,7 +34,7 @@ def test_ray_is_not_imported() -> None:
 
 
 def test_more_than_one_rank_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"asks for 2; set trainer\.controller=ray"):
+    with pytest.raises(ValueError, match=r"pool has 2; set trainer\.controller=ray"):
         LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Toy, 1.0))
     with pytest.raises(ValueError, match="ray_cls_with_init is missing"):
         LocalWorkerGroup(ResourcePool([1]))
@@ -69,7 +69,7 @@ def test_shutdown_closes_the_worker_once() -> None:
     group.shutdown()
     group.shutdown()
     assert log == ["closed"]
-    with pytest.raises(RuntimeError, match="'Closing' was shut down; make a new one"):
+    with pytest.raises(RuntimeError, match="'Closing' was shut down; create a new one"):
         group.loop_thread()
 
 
@@ -85,7 +85,7 @@ def test_no_role_or_nested_roles_are_refused() -> None:
     inner = create_colocated_worker_cls({"a": ClassWithInitArgs(Other, "x")})
     with pytest.raises(ValueError, match="cannot be a role"):
         create_colocated_worker_cls({"b": inner})
-    with pytest.raises(TypeError, match="made from a class"):
+    with pytest.raises(TypeError, match="created from a class"):
         ClassWithInitArgs(len)
 
 
@@ -103,7 +103,7 @@ class TestPlacement:
             def __init__(self) -> None:
                 self.seen = (self.rank, self.get_master_addr_port())
 
-        with placed(Placement(2, 3, master_addr="h", master_port=9)):
+        with use_placement(Placement(2, 3, master_addr="h", master_port=9)):
             assert Early().seen == (2, ("h", 9))
 
     def test_a_rank_stands_at_one_place_of_a_mesh(self) -> None:
@@ -141,7 +141,7 @@ class TestPaddedResults:
         assert drop_padded_rows(result, [self.padded()]).meta_info == {"metrics": {"l": 1}}
 
     def test_a_result_that_cannot_be_told_apart_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="which are padding cannot be told"):
+        with pytest.raises(ValueError, match="the padded rows are unknown"):
             drop_padded_rows(DataProto.from_dict({"y": torch.zeros(5)}), [self.padded()])
 
     def test_a_rank_with_padding_only_measures_nothing(self) -> None:

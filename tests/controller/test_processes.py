@@ -35,23 +35,23 @@ def _until_state(pid: int, state: str) -> None:
 
 def test_what_is_silent_for_the_whole_limit_is_named() -> None:
     silence = Silence(3.0)
-    assert [silence.look(["a"], now) for now in (10.0, 11.0, 12.0)] == [[], [], []]
-    assert silence.look(["a", "b"], 13.0) == ["a"]
+    assert [silence.update(["a"], now) for now in (10.0, 11.0, 12.0)] == [[], [], []]
+    assert silence.update(["a", "b"], 13.0) == ["a"]
 
 
 def test_one_answer_starts_the_count_again() -> None:
     silence = Silence(2.0)
-    silence.look(["a"], 0.0)
-    silence.look([], 1.0)
-    assert silence.look(["a"], 2.0) == []
-    assert silence.look(["a"], 3.0) == []
-    assert silence.look(["a"], 4.0) == ["a"]
+    silence.update(["a"], 0.0)
+    silence.update([], 1.0)
+    assert silence.update(["a"], 2.0) == []
+    assert silence.update(["a"], 3.0) == []
+    assert silence.update(["a"], 4.0) == ["a"]
 
 
 @pytest.mark.parametrize("away_s", [100.0, 1e6])
 def test_a_caller_that_was_busy_or_stopped_itself_has_seen_no_silence(away_s: float) -> None:
     silence = Silence(20.0)
-    silence.look(["a"], 0.0)
-    assert silence.look(["a"], away_s) == []
-    looks = [silence.look(["a"], away_s + k * LONGEST_GAP_S) for k in (1, 2, 3)]
+    silence.update(["a"], 0.0)
+    assert silence.update(["a"], away_s) == []
+    looks = [silence.update(["a"], away_s + k * LONGEST_GAP_S) for k in (1, 2, 3)]
     assert looks == [[], [], ["a"]]

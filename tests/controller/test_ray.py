@@ -17,7 +17,7 @@ import torch
 from toy_workers import Toy
 
 from hone.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, register
-from hone.controller.failures import Seat, WaitTimeout, WorkerDied
+from hone.controller.failures import WaitTimeout, WorkerDied, WorkerProcess
 from hone.controller.waiting import PhaseDeadlines
 from hone.protocol import DataProto, DataProtoFuture
 from tests.controller.raylets import Raylets
@@ -29,10 +29,10 @@ LONG = PhaseDeadlines(200.0, 1.0)
 def make_group(ranks: int, cls: type = Toy, *args: Any, **options: Any) -> Any:
     from hone.controller.ray import RayWorkerGroup
 
-    made_of = ClassWithInitArgs(cls, *(args or (2.0,)))
+    cls_with_init = ClassWithInitArgs(cls, *(args or (2.0,)))
     given = {"name_prefix": "toy", "start_deadline_s": 250.0, "deadlines": LONG, **options}
     given.setdefault("resource_pool", ResourcePool([ranks]))
-    return RayWorkerGroup(ray_cls_with_init=made_of, **given)
+    return RayWorkerGroup(ray_cls_with_init=cls_with_init, **given)
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_a_dead_worker_is_named_with_its_last_words_while_its_peers_still_work(h
     assert "rank 1 of 'critic'" in message
     assert "during 'die'" in message
     assert "about to give up the ghost" in message
-    assert (caught.value.seat.rank, caught.value.role) == (1, "critic")
+    assert (caught.value.process.rank, caught.value.role) == (1, "critic")
     with pytest.raises(WorkerDied, match="rank 1"):
         group.echo(1)
     group.shutdown()
@@ -173,7 +173,7 @@ def test_values_are_put_in_order() -> None:
 def test_a_pool_that_is_shared_too_often_is_refused() -> None:
     pool = ResourcePool([1], max_colocate_count=1)
     with make_group(1, resource_pool=pool):
-        with pytest.raises(ValueError, match="shared by 1 worker groups already"):
+        with pytest.raises(ValueError, match="already shared by 1 worker groups"):
             make_group(1, resource_pool=pool)
 
 
@@ -237,11 +237,11 @@ def _run(program: str, environment: dict[str, str], *arguments: str) -> None:
 
 
 def test_failures_survive_pickling() -> None:
-    died = WorkerDied("actor", Seat(3, 7, "host", "n", ("/log",)), "step", "why", ["last"])
+    died = WorkerDied("actor", WorkerProcess(3, 7, "host", "n", ("/log",)), "step", "why", ["last"])
     late = WaitTimeout("critic", "x", 2.0, "do y")
     for error in (died, late):
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert pickle.loads(pickle.dumps(died)).seat.rank == 3
+    assert pickle.loads(pickle.dumps(died)).process.rank == 3
 
 
 def _alive(pid: int) -> bool:

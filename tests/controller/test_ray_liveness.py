@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 
 from hone.controller import ClassWithInitArgs, ResourcePool, reaper
-from hone.controller.failures import ClusterFailed, NodeLost, Seat, WorkerDied, WorkerStopped
+from hone.controller.failures import (
+    ClusterFailed,
+    NodeLost,
+    WorkerDied,
+    WorkerProcess,
+    WorkerStopped,
+)
 from hone.controller.processes import GONE, STOPPED
 
 pytest.importorskip("ray")
@@ -25,14 +31,14 @@ pytest.importorskip("ray")
 from hone.controller import ray_liveness, ray_placement
 
 HERE = Path(__file__).parent
-SEAT = Seat(1, 4711, "10.0.0.7", "far", ())
+WORKER = WorkerProcess(1, 4711, "10.0.0.7", "far", ())
 
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A watch over a cluster that exists on paper: its clock, processes and probes are the test's."""
     monkeypatch.setattr(ray_liveness, "_Ping", FakePing)
-    monkeypatch.setattr(ray_liveness, "_RemoteNode", lambda node_id: FakeNode())
+    monkeypatch.setattr(ray_liveness, "RemoteNode", lambda node_id: FakeNode())
     context = SimpleNamespace(get_node_id=lambda: "here", gcs_address="10.0.0.1:6379")
     monkeypatch.setattr(ray_liveness.ray, "get_runtime_context", lambda: context)
     states: dict[int, str] = {}
@@ -56,11 +62,11 @@ class FakePing:
 class FakeNode:
     def __init__(self) -> None:
         self.answers, self.states, self.ended = 0, dict[int, str](), list[int]()
-        self.actor = SimpleNamespace(end=SimpleNamespace(remote=self.ended.append))
+        self.actor = SimpleNamespace(kill=SimpleNamespace(remote=self.ended.append))
         self.lines: dict[int, list[str]] = {}
         self.answers_until = 0.0
 
-    def ask(self, logs: dict[int, tuple[str, ...]]) -> float | None:
+    def poll(self, logs: dict[int, tuple[str, ...]]) -> float | None:
         now = ray_liveness.time.monotonic()
         return now if now < self.answers_until else None
 
@@ -68,12 +74,12 @@ class FakeNode:
 def look_for(watch: Any, seconds: int, each: Callable[[], None] = lambda: None) -> None:
     for _ in range(seconds):
         each()
-        watch.look("critic", "update_critic")
+        watch.check_alive("critic", "update_critic")
         watch.clock.now += 1.0
 
 
 def test_a_stopped_worker_of_another_node_is_named_and_ended(watch: Any) -> None:
-    watch.add("actor", [SEAT], 20.0)
+    watch.add("actor", [WORKER], 20.0)
     node = watch._nodes["far"]
     node.states = {4711: STOPPED}
     with pytest.raises(WorkerStopped) as caught:
@@ -86,7 +92,7 @@ def test_a_stopped_worker_of_another_node_is_named_and_ended(watch: Any) -> None
 
 
 def test_a_worker_that_is_busy_for_hours_is_left_alone(watch: Any) -> None:
-    watch.add("actor", [SEAT], 20.0)
+    watch.add("actor", [WORKER], 20.0)
     node = watch._nodes["far"]
     node.states = {4711: "R"}
 
@@ -97,7 +103,7 @@ def test_a_worker_that_is_busy_for_hours_is_left_alone(watch: Any) -> None:
 
 
 def test_a_node_that_answers_no_more_is_named(watch: Any) -> None:
-    watch.add("actor", [SEAT], 20.0)
+    watch.add("actor", [WORKER], 20.0)
     look_for(watch, 100)  # its probe starts: that is the start's deadline
     watch._nodes["far"].answers = 1
     watch._nodes["far"].lines = {4711: ["its last words"]}
@@ -114,8 +120,17 @@ def test_a_node_that_answers_no_more_is_named(watch: Any) -> None:
 
 
 def test_a_node_that_ray_calls_dead_is_named_with_all_its_ranks_and_roles(watch: Any) -> None:
-    watch.add("actor", [Seat(rank, 50 + rank, "10.0.0.7", "far", ()) for rank in (2, 3)], 20.0)
-    watch.add("rm", [Seat(0, 60, "10.0.0.7", "far", ()), Seat(1, 61, "10.0.0.8", "other", ())], 20)
+    watch.add(
+        "actor", [WorkerProcess(rank, 50 + rank, "10.0.0.7", "far", ()) for rank in (2, 3)], 20.0
+    )
+    watch.add(
+        "rm",
+        [
+            WorkerProcess(0, 60, "10.0.0.7", "far", ()),
+            WorkerProcess(1, 61, "10.0.0.8", "other", ()),
+        ],
+        20,
+    )
     watch.ping.dead = {"far": "Ray reports: missed heartbeats"}
     with pytest.raises(
         NodeLost, match=r"ranks 2 and 3 of 'actor' and rank 0 of 'rm', .*heartbeats"
@@ -126,7 +141,7 @@ def test_a_node_that_ray_calls_dead_is_named_with_all_its_ranks_and_roles(watch:
 def test_a_worker_lost_with_its_node_is_told_from_one_that_died_alone(
     watch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch.add("actor", [SEAT], 20.0)
+    watch.add("actor", [WORKER], 20.0)
     node, dead = watch._nodes["far"], dict[str, str]()
     monkeypatch.setattr(
         ray_liveness,
@@ -137,15 +152,15 @@ def test_a_worker_lost_with_its_node_is_told_from_one_that_died_alone(
         ray_liveness.time, "sleep", lambda s: setattr(watch.clock, "now", watch.clock.now + s)
     )
     node.answers_until = 8.0
-    watch.raise_if_node_is_lost("far", "critic", "update_critic")  # it still answers after 5 s
+    watch.raise_if_node_lost("far", "critic", "update_critic")  # it still answers after 5 s
     watch.clock.now, node.answers_until = 0.0, 3.0  # as a node does whose raylet was killed
     dead["far"] = "Ray reports: missed heartbeats"
     with pytest.raises(NodeLost, match="missed heartbeats"):
-        watch.raise_if_node_is_lost("far", "critic", "update_critic")
+        watch.raise_if_node_lost("far", "critic", "update_critic")
     assert 14 < watch.clock.now < 15
     dead.clear()
     with pytest.raises(NodeLost, match="has not answered for 22 s"):
-        watch.raise_if_node_is_lost("far", "critic", "update_critic")
+        watch.raise_if_node_lost("far", "critic", "update_critic")
 
 
 def test_the_raylet_of_this_machine_is_named_as_the_cause(
@@ -153,15 +168,15 @@ def test_the_raylet_of_this_machine_is_named_as_the_cause(
 ) -> None:
     monkeypatch.setattr(ray_liveness, "raylet_problem", lambda node: "refused")
     with pytest.raises(ClusterFailed, match=r"the Ray node of this machine was lost \(refused\)"):
-        watch.raise_if_node_is_lost("here", "critic", "update_critic")
+        watch.raise_if_node_lost("here", "critic", "update_critic")
 
 
 def test_a_failed_call_is_laid_to_a_process_that_is_gone(watch: Any) -> None:
-    watch.add("rollout", [Seat(0, 99, "10.0.0.1", "here", ())], 20.0)
-    watch.raise_if_any_is_lost("critic", "update_critic")
+    watch.add("rollout", [WorkerProcess(0, 99, "10.0.0.1", "here", ())], 20.0)
+    watch.raise_if_any_lost("critic", "update_critic")
     watch.states[99] = GONE
     with pytest.raises(WorkerDied, match="rank 0 of 'rollout'"):
-        watch.raise_if_any_is_lost("critic", "update_critic")
+        watch.raise_if_any_lost("critic", "update_critic")
 
 
 def test_a_control_plane_that_answers_no_more_is_named(watch: Any) -> None:
@@ -221,9 +236,9 @@ def test_another_cluster_gets_a_watch_of_its_own(
 
 
 def test_failures_survive_pickling() -> None:
-    stopped = WorkerStopped("actor", SEAT, "critic", "step", 20.0)
+    stopped = WorkerStopped("actor", WORKER, "critic", "step", 20.0)
     lost = ClusterFailed("it has ended", "critic", "step", "do x")
-    node = NodeLost("id", "10.0.0.7", [("actor", SEAT, ["line"])], "critic", "step", "why")
+    node = NodeLost("id", "10.0.0.7", [("actor", WORKER, ["line"])], "critic", "step", "why")
     for error in (stopped, lost, node):
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
@@ -300,7 +315,7 @@ def test_what_is_killed_is_told_and_nothing_is_left(victim: str, sentence: str) 
     assert mark, errors[-3000:]
     assert loop.returncode == (-signal.SIGKILL if victim == "loop" else 0), errors[-3000:]
     assert said.startswith(sentence), output + errors
-    _until(lambda: reaper.marked(mark) == [], "all processes end")
+    _until(lambda: reaper.marked_pids(mark) == [], "all processes end")
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:

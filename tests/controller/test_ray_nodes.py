@@ -31,12 +31,12 @@ start_ray({"address": address, "log_to_driver": False})
 facts = {}
 def group(counts, name="toy", deadline_s=600.0, liveness_deadline_s=20.0):
     pool = ResourcePool(counts, name_prefix=name + "_pool")
-    made_of = ClassWithInitArgs(Toy, 1.0)
+    cls_with_init = ClassWithInitArgs(Toy, 1.0)
     return RayWorkerGroup(
-        pool, made_of, name, deadline_s, liveness_deadline_s=liveness_deadline_s
+        pool, cls_with_init, name, deadline_s, liveness_deadline_s=liveness_deadline_s
     )
 def nodes(group):
-    return [seat.node_id for seat in group._crew._seats]
+    return [process.node_id for process in group._executor._processes]
 def error(kind, call, *args):
     started = time.monotonic()
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hone.controller import ray_ports
-from hone.controller.ray_ports import AGENT_PORTS, chosen_agent_ports, free_ports
+from hone.controller.ray_ports import AGENT_PORTS, fixed_agent_ports, free_ports
 
 ANOTHER = """
 import importlib.util, sys
@@ -61,7 +61,7 @@ def test_a_port_with_a_server_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
         ray_ports._reserved.pop()[1].close()
         monkeypatch.setattr(ray_ports, "_candidates", lambda: [taken, other])
         assert free_ports(1) == [other]
-        with pytest.raises(OSError, match="no 1 free ports"):
+        with pytest.raises(OSError, match="fewer than 1 free ports"):
             free_ports(1)
 
 
@@ -78,7 +78,7 @@ def test_two_processes_do_not_get_the_same_ports_until_the_first_ends_or_its_tim
         assert another.stdout is not None
         theirs = {int(word) for word in another.stdout.readline().split()}
         assert set(free_ports(2)) == set(ports) - theirs
-        with pytest.raises(OSError, match="no 1 free ports"):
+        with pytest.raises(OSError, match="fewer than 1 free ports"):
             free_ports(1)
         another.communicate()
     assert set(free_ports(2)) == theirs
@@ -107,7 +107,7 @@ def test_a_raylet_knows_the_ports_of_its_agents_before_they_run(
         assert name in inspect.signature(real).parameters
     monkeypatch.setattr(services, "start_raylet", stand_in)
     options: dict[str, Any] = {"session_dir": str(tmp_path), "metrics_agent_port": 0}
-    with chosen_agent_ports():
+    with fixed_agent_ports():
         services.start_raylet(node_id, **options)
     assert services.start_raylet is stand_in
     (ports,) = calls

@@ -38,7 +38,7 @@ def inits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(ray_start, "watch_cluster", lambda *given: None)
-    monkeypatch.setattr(ray_start, "_read_settings", lambda: None)
+    monkeypatch.setattr(ray_start, "_reload_settings", lambda: None)
     monkeypatch.setattr(ray_start, "_own", None)
     for name in (TOKEN, "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
@@ -128,7 +128,7 @@ def test_a_cluster_that_is_gone_is_not_joined(
     _latest_cluster(tmp_path, f"127.0.0.1:{free_port()}")
     ray_start.start_ray({})
     assert inits[0]["options"]["address"] == "local"
-    assert "names a Ray cluster that is gone" in caplog.text
+    assert "has ended; starting a new one" in caplog.text
 
 
 def test_a_handler_of_the_program_for_sigterm_stays(
@@ -186,7 +186,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 @pytest.mark.usefixtures("ray_cluster")
 def test_every_socket_of_our_cluster_listens_on_loopback() -> None:
     assert ray_start._own is not None
-    processes = [*reaper.marked(ray_start._own.mark), os.getpid()]
+    processes = [*reaper.marked_pids(ray_start._own.mark), os.getpid()]
     sockets = listening(processes)
     assert {"gcs_server", "raylet"} <= {name for _, name in sockets}
     assert [row for row in sockets if row[0] not in LOOPBACK] == []
@@ -196,7 +196,7 @@ def test_every_socket_of_our_cluster_listens_on_loopback() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_token_is_in_no_file_and_no_worker_shows_it() -> None:
     assert ray_start._own is not None
-    pid = reaper.marked(ray_start._own.mark)[0]
+    pid = reaper.marked_pids(ray_start._own.mark)[0]
     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     token = next(entry for entry in environ if entry.startswith(TOKEN.encode())).partition(b"=")[2]
     assert len(token) == 64
@@ -212,7 +212,7 @@ def test_the_token_is_in_no_file_and_no_worker_shows_it() -> None:
 
 def _pids() -> list[int]:
     assert ray_start._own is not None
-    return reaper.marked(ray_start._own.mark)
+    return reaper.marked_pids(ray_start._own.mark)
 
 
 INTRUDER = """
@@ -258,6 +258,6 @@ def test_what_begins_is_told_before_it_is_waited_for(
     inits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, joins: bool, sentence: str
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(ray_start, "_to_join", lambda address, only_named: joins)
+    monkeypatch.setattr(ray_start, "_should_join", lambda address, only_named: joins)
     ray_start.start_ray({"address": "10.1.1.1:6379"}, told.append)
     assert told == [sentence]

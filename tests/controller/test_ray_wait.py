@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hone.controller.failures import Seat, WaitTimeout, WorkerDied
+from hone.controller.failures import WaitTimeout, WorkerDied, WorkerProcess
 from hone.controller.waiting import PhaseDeadlines
 
 pytest.importorskip("ray")
@@ -24,20 +24,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         state["now"] = state["takes_s"] if ready else state["now"] + timeout
         return (refs[:1], refs[1:]) if ready else ([], refs)
 
-    def look(owner: str, method: str) -> None:
+    def check_alive(owner: str, method: str) -> None:
         state["looks"] += 1
 
     monkeypatch.setattr(ray_wait.ray, "wait", wait)
     monkeypatch.setattr(ray_wait.ray, "get", lambda ref, timeout: ref.upper())
-    monkeypatch.setattr(ray_wait, "look", look)
+    monkeypatch.setattr(ray_wait, "check_alive", check_alive)
     monkeypatch.setattr(ray_wait.time, "monotonic", lambda: state["now"])
     return state
 
 
 def waiting(deadlines: PhaseDeadlines, method: str) -> ray_wait.RefWait:
-    seats = (Seat(0, 12, "10.0.0.1", "n", ()), Seat(1, 13, "10.0.0.2", "m", ()))
+    processes = (
+        WorkerProcess(0, 12, "10.0.0.1", "n", ()),
+        WorkerProcess(1, 13, "10.0.0.2", "m", ()),
+    )
     limit, advice = deadlines.limit_s(method), deadlines.advice(method)
-    return ray_wait.RefWait("actor", method, seats, limit, advice, deadlines.record)
+    return ray_wait.RefWait("actor", method, processes, limit, advice, deadlines.record)
 
 
 def test_results_are_in_rank_order_and_the_time_is_recorded(clock: dict[str, Any]) -> None:
@@ -68,15 +71,17 @@ def test_a_call_beyond_its_deadline_says_how_to_raise_it_and_is_not_recorded(
             "The actor died.\n\tpid: 1\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker "
             "unexpectedly exits with a connection error code 2. End of file. Some common causes "
             "include: (1) the OOM killer",
-            "its process is gone; killed for memory, crashed, or stopped from outside",
+            "its process has ended: out of memory, a crash, or a signal from outside",
         ),
         ("Worker exit detail: Owner's node has crashed.", "Ray lost its node: the machine, "),
         ("Worker exit detail: Out of quota. Some common causes", "Out of quota"),
     ],
 )
 def test_a_death_is_told_without_the_words_of_rays_inside(ray_says: str, reason: str) -> None:
-    seats = (Seat(0, 12, "10.0.0.1", "n", ()),)
-    death = ray_wait.RefWait("actor", "update", seats, 1.0, "").died(0, Exception(ray_says))
+    processes = (WorkerProcess(0, 12, "10.0.0.1", "n", ()),)
+    death = ray_wait.RefWait("actor", "update", processes, 1.0, "").death_error(
+        0, Exception(ray_says)
+    )
     assert f"died during 'update': {reason}" in str(death)
     assert "connection error" not in str(death)
 

@@ -34,8 +34,8 @@ def test_only_marked_processes_are_ended_and_stopped_ones_too() -> None:
     )
     try:
         os.kill(stopped.pid, signal.SIGSTOP)
-        _until(lambda: len(reaper.marked("one")) == 2)
-        assert reaper.end_marked("one") == []
+        _until(lambda: len(reaper.marked_pids("one")) == 2)
+        assert reaper.kill_marked("one") == []
         assert (mine.wait(), stopped.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
         assert other.poll() is None
     finally:
@@ -53,11 +53,11 @@ def test_what_a_killed_process_left_is_ended() -> None:
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    _until(lambda: reaper.marked(mark) == [child])
-    assert {parent.pid, child} <= set(reaper.marked("outer")), "the mark around it is lost"
+    _until(lambda: reaper.marked_pids(mark) == [child])
+    assert {parent.pid, child} <= set(reaper.marked_pids("outer")), "the mark around it is lost"
     parent.kill()
     parent.communicate()
-    _until(lambda: reaper.marked(mark) == [])
+    _until(lambda: reaper.marked_pids(mark) == [])
 
 
 def test_a_child_that_lost_the_mark_is_ended_with_its_parent() -> None:
@@ -73,8 +73,8 @@ def test_a_child_that_lost_the_mark_is_ended_with_its_parent() -> None:
     ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        assert reaper.marked("parent") == sorted([parent.pid, child])
-        assert reaper.end_marked("parent") == []
+        assert reaper.marked_pids("parent") == sorted([parent.pid, child])
+        assert reaper.kill_marked("parent") == []
     _until(lambda: _ended(child))
 
 

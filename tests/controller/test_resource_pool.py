@@ -11,7 +11,7 @@ from hone.controller import (
     merge_resource_pool,
     split_resource_pool,
 )
-from hone.controller.resource_pool import Free, place
+from hone.controller.resource_pool import FreeResources, place
 
 
 def test_ranks_count_through_the_nodes() -> None:
@@ -50,7 +50,7 @@ def test_a_role_mapped_to_no_pool_is_refused() -> None:
         ResourcePoolManager({"global_pool": [1]}, {Role.Critic: "typo_pool"})
 
 
-def cpus(*counts: float) -> Free:
+def cpus(*counts: float) -> FreeResources:
     return {name: {"CPU": count} for name, count in zip("abcdef", counts, strict=False)}
 
 

@@ -33,6 +33,6 @@ def test_the_advice_names_the_key_that_set_the_limit() -> None:
     assert "trainer.phase_deadline_floor_s" in deadlines.advice("generate")
     deadlines.record("generate", 31.0)
     assert deadlines.advice("generate") == (
-        "raise trainer.phase_deadline_factor (the limit is 10 times the 31 s that it took at most "
-        "before) if the work is that long"
+        "raise trainer.phase_deadline_factor (the limit is 10 times the longest run so far, 31 s) "
+        "if the work is that long"
     )

@@ -24,10 +24,10 @@ from hone.controller import (
     register_dispatch_mode,
 )
 from hone.controller.decorator import DATA_PARALLEL, TensorDictRows
-from hone.controller.local import Done, WorkerHost, finished
+from hone.controller.local import FinishedCall, WorkerHost, get_results
 from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import Placement, Worker
-from hone.controller.worker_group import Call, Crew
+from hone.controller.worker_group import Call, Executor
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture
 from hone.protocol import tensordicts as tu
 
@@ -35,17 +35,17 @@ RAY, RAY2 = (pytest.param(kind, marks=pytest.mark.slow) for kind in ("ray", "ray
 KINDS = ["local", RAY, RAY2]
 
 
-def make_group(kind: str, made_of: ClassWithInitArgs, **kwargs: Any) -> WorkerGroup:
+def make_group(kind: str, cls_with_init: ClassWithInitArgs, **kwargs: Any) -> WorkerGroup:
     if kind == "local":
         return LocalWorkerGroup(
-            resource_pool=ResourcePool([1]), ray_cls_with_init=made_of, name_prefix="toy"
+            resource_pool=ResourcePool([1]), ray_cls_with_init=cls_with_init, name_prefix="toy"
         )
     from hone.controller.ray import RayWorkerGroup
 
     pool = ResourcePool([2 if kind == "ray2" else 1])
     return RayWorkerGroup(
         resource_pool=pool,
-        ray_cls_with_init=made_of,
+        ray_cls_with_init=cls_with_init,
         name_prefix="toy",
         start_deadline_s=250,
         deadlines=PhaseDeadlines(200.0, 1.0),
@@ -239,7 +239,7 @@ def test_a_mesh_splits_over_its_data_axis_only(group: WorkerGroup) -> None:
 
 
 def test_a_mesh_nobody_registered_is_explained(group: WorkerGroup) -> None:
-    with pytest.raises(ValueError, match="no place on mesh 'elsewhere'"):
+    with pytest.raises(ValueError, match="not registered on mesh 'elsewhere'"):
         group.mesh("elsewhere")
 
 
@@ -319,9 +319,9 @@ def test_a_users_own_mode_overrides_and_colocated_roles(kind: str) -> None:
         assert custom.scale(rows(3)).batch["y"].tolist() == [2, 4, 6]
         with pytest.raises(ValueError, match="no role \\['ghost'\\]"):
             whole.spawn({"ghost"})
-        with pytest.raises(ValueError, match="holds one role"):
+        with pytest.raises(ValueError, match="has a single role"):
             custom.spawn({"other"})
-        with pytest.raises(ValueError, match=r"holds the roles \['custom', 'other'\]"):
+        with pytest.raises(ValueError, match=r"has the roles \['custom', 'other'\]"):
             whole.execute_all("say")
     with pytest.raises(RuntimeError, match="shut down"):
         other.say()
@@ -338,19 +338,19 @@ def test_an_error_in_the_constructor_is_raised_where_the_group_is_made(kind: str
         make_group(kind, ClassWithInitArgs(Toy, wrong=1))
 
 
-class ManyRanks(Crew):
+class ManyRanks(Executor):
     """Several ranks in this process, one after the other."""
 
-    def __init__(self, made_of: ClassWithInitArgs, world_size: int) -> None:
+    def __init__(self, cls_with_init: ClassWithInitArgs, world_size: int) -> None:
         self.world_size = world_size
         places = [Placement(rank=rank, world_size=world_size) for rank in range(world_size)]
-        self.hosts = [WorkerHost(made_of, place, threads=1) for place in places]
+        self.hosts = [WorkerHost(cls_with_init, place, threads=1) for place in places]
 
-    def submit(self, rank: int, call: Call) -> Done:
-        return Done(self.hosts[rank].call(call))
+    def submit(self, rank: int, call: Call) -> FinishedCall:
+        return FinishedCall(self.hosts[rank].call(call))
 
     def resolver(self, owner: str, method: str) -> Any:
-        return finished
+        return get_results
 
     def shutdown(self) -> None:
         pass
@@ -366,8 +366,8 @@ class OnTensorDicts(Worker):
 
 
 def test_a_tensordict_is_split_over_ranks_and_joined() -> None:
-    made_of = ClassWithInitArgs(OnTensorDicts)
-    group = WorkerGroup(ManyRanks(made_of, 2), made_of, "toy")
+    cls_with_init = ClassWithInitArgs(OnTensorDicts)
+    group = WorkerGroup(ManyRanks(cls_with_init, 2), cls_with_init, "toy")
     result = group.double(tu.get_tensordict({"x": torch.arange(3), "tag": ["a", "b", "c"]}))
     assert isinstance(result, TensorDict)
     assert result["y"].tolist() == [0, 2, 4]  # the row added to even out the ranks is gone
@@ -399,8 +399,8 @@ def test_a_fused_worker_holds_workers_that_it_and_its_group_call() -> None:
         def both(self, x: float) -> tuple[float, str]:
             return self.adds.add(x), self.other.word
 
-    made_of = ClassWithInitArgs(Both)
-    group = WorkerGroup(ManyRanks(made_of, 2), made_of, "toy")
+    cls_with_init = ClassWithInitArgs(Both)
+    group = WorkerGroup(ManyRanks(cls_with_init, 2), cls_with_init, "toy")
     group.fuse(roles)
     assert group.both(1.0) == [(1.0, "x"), (2.0, "x")]
     assert group.adds.add(1.0) == [1.0, 2.0]
@@ -432,8 +432,8 @@ class OnSlots(Worker):
 
 @pytest.fixture
 def slots() -> WorkerGroup:
-    made_of = ClassWithInitArgs(OnSlots)
-    return WorkerGroup(ManyRanks(made_of, 4), made_of, "slots")
+    cls_with_init = ClassWithInitArgs(OnSlots)
+    return WorkerGroup(ManyRanks(cls_with_init, 4), cls_with_init, "slots")
 
 
 def test_ranks_of_one_slot_get_the_same_rows_and_answer_once(slots: WorkerGroup) -> None:
@@ -442,9 +442,9 @@ def test_ranks_of_one_slot_get_the_same_rows_and_answer_once(slots: WorkerGroup)
     result = slots.double(rows(4), by=3.0)
     assert result.batch["y"].tolist() == [3, 6, 9, 12]
     assert result.meta_info["metrics"]["rank"] == [1, 3]
-    crew = slots._crew
-    assert isinstance(crew, ManyRanks)
-    assert [host.worker().seen for host in crew.hosts] == [[[1, 2]]] * 2 + [[[3, 4]]] * 2
+    executor = slots._executor
+    assert isinstance(executor, ManyRanks)
+    assert [host.worker().seen for host in executor.hosts] == [[[1, 2]]] * 2 + [[[3, 4]]] * 2
     assert slots.count(rows(4)) == [2, 2]
 
 
@@ -457,7 +457,7 @@ def test_rows_are_evened_out_over_slots_not_over_ranks(slots: WorkerGroup) -> No
 
 def test_a_place_that_rows_were_sent_by_is_not_changed(slots: WorkerGroup) -> None:
     assert slots.count(rows(4)) == [1, 1, 1, 1]  # before it says otherwise, each rank is a slot
-    with pytest.raises(ValueError, match="cannot move to"):
+    with pytest.raises(ValueError, match="cannot change to"):
         slots.init_model()
 
 

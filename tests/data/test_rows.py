@@ -172,11 +172,11 @@ def test_an_unknown_policy_is_refused(write_jsonl: Callable[..., str]) -> None:
 
 
 HOSTILE_LINES = {
-    b'{"a": "\\ud800"}': "row 1: holds a lone surrogate",
-    b'{"\\uDFFF": 1}': "row 1: holds a lone surrogate",
+    b'{"a": "\\ud800"}': "row 1: contains a lone surrogate",
+    b'{"\\uDFFF": 1}': "row 1: contains a lone surrogate",
     b'{"a": "\xff"}': "row 1: is not UTF-8 .byte 0xff",
     b'{"a": "\xed\xa0\x80"}': "row 1: is not UTF-8",
-    b'{"a": "\x00"}': "row 1: holds a NUL",
+    b'{"a": "\x00"}': "row 1: contains a NUL",
     b"[" * 100_000: "row 1: not JSON: it is nested more than",
     b'{"a":' + b"[" * 90 + b"]" * 90 + b"}": "row 1: not JSON: it is nested more than",
     b'{"a": 1' + b"0" * 5000 + b"}": "row 1: not JSON: Exceeds the limit",

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hone.launch import cluster
-from hone.launch.cluster import LaunchError, Plan, _end, _Named, _Node
-from hone.launch.node import NodeSettings, Ready
+from hone.launch.cluster import LaunchError, Plan, _NamedProcesses, _Node, _stop_processes
+from hone.launch.node import NodeSettings, NodeStatus
 
 from .test_scripts import program
 
@@ -26,27 +26,27 @@ def plan(folder: Path, python: str, setup: str = "") -> Plan:
 
 
 def test_what_a_setup_line_writes_before_the_answer_is_passed_over(tmp_path: Path) -> None:
-    answer = json.dumps(asdict(Ready(address="here:1")))
+    answer = json.dumps(asdict(NodeStatus(address="here:1")))
     setup = r"echo loading; printf 'modules \377\n'"
-    nodes: _Named = []
+    nodes: _NamedProcesses = []
     node = _Node(plan(tmp_path, f"echo '{answer}'", setup), "here", SETTINGS, nodes)
-    assert node.ready(threading.Event()).address == "here:1"
-    _end(nodes)
+    assert node.wait_until_ready(threading.Event()).address == "here:1"
+    _stop_processes(nodes)
 
 
 def test_a_node_that_answers_nothing_and_stays_is_a_launch_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "END_DEADLINE_S", 0.2)
-    nodes: _Named = []
+    nodes: _NamedProcesses = []
     node = _Node(plan(tmp_path, "exec >&-; exec sleep 60"), "here", SETTINGS, nodes)
     with pytest.raises(LaunchError, match="the node here did not start: no answer"):
-        node.ready(threading.Event())
-    _end(nodes)
+        node.wait_until_ready(threading.Event())
+    _stop_processes(nodes)
 
 
 def test_every_connection_is_closed_before_one_is_waited_for() -> None:
-    nodes: _Named = []
+    nodes: _NamedProcesses = []
     for name in ("first", "second"):
         nodes.append((name, subprocess.Popen(["cat"], stdin=subprocess.PIPE, text=True)))
     first, second = (process for _, process in nodes)
@@ -58,6 +58,6 @@ def test_every_connection_is_closed_before_one_is_waited_for() -> None:
         return subprocess.Popen.wait(first, timeout)
 
     first.wait = wait  # type: ignore[method-assign]
-    _end(nodes)
+    _stop_processes(nodes)
     assert closed[0] is True
     assert [process.returncode for _, process in nodes] == [0, 0]

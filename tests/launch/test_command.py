@@ -23,7 +23,7 @@ import pytest
 from hone import cli
 from hone.config.errors import ConfigError
 from hone.controller.ray_ports import free_ports
-from hone.launch.command import _newest_launch, _sized
+from hone.launch.command import _newest_launch, _with_cluster_size
 
 from .test_scripts import program
 
@@ -54,7 +54,7 @@ sys.exit(3)
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["local"], "name the command after --"),
+        (["local"], "write the command after --"),
         (["--nodes", "0", "local", "--", "hone"], "at least 1"),
         (["slurm", "--", "hone", "train"], "give --nodes"),
         (["--nodes", "2", "moon", "--", "hone"], "invalid choice"),
@@ -85,10 +85,13 @@ def test_what_cannot_be_launched_is_refused(
 
 def test_a_training_command_gets_the_size_of_the_cluster_unless_it_sets_it() -> None:
     sizes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]
-    assert _sized(["hone", "train", "a=1"], 2, 8) == ["hone", "train", "a=1", *sizes]
+    assert _with_cluster_size(["hone", "train", "a=1"], 2, 8) == ["hone", "train", "a=1", *sizes]
     module = ["python", "-m", "hone.trainer.main_ppo"]
-    assert _sized([*module, "trainer.nnodes=1"], 2, None) == [*module, "trainer.nnodes=1"]
-    assert _sized(["python", "x.py", "train"], 2, 8) == ["python", "x.py", "train"]
+    assert _with_cluster_size([*module, "trainer.nnodes=1"], 2, None) == [
+        *module,
+        "trainer.nnodes=1",
+    ]
+    assert _with_cluster_size(["python", "x.py", "train"], 2, 8) == ["python", "x.py", "train"]
 
 
 class Server:
@@ -128,7 +131,7 @@ class Server:
         (["logs"], 3, "log of two"),
         (["logs", "one"], 3, "log of one"),
         (["stop"], 0, "stopping two"),
-        (["stop", "one"], 0, "one has ended already"),
+        (["stop", "one"], 0, "one has already ended"),
         (["stop", "three"], 2, "no job three; it has one, two"),
     ],
 )
@@ -286,7 +289,7 @@ def test_three_local_raylets_from_a_bare_shell_end_with_ctrl_c(tmp_path: Path) -
             another.send_signal(signal.SIGINT)
             listed, _ = jobs(tmp_path, "list").communicate(timeout=120)
             assert "RUNNING" in listed
-            assert "the job goes on" in another.communicate(timeout=120)[0]
+            assert "the job keeps running" in another.communicate(timeout=120)[0]
             launch.send_signal(signal.SIGINT)
             rest, _ = launch.communicate(timeout=180)
             followed, _ = follower.communicate(timeout=120)

@@ -60,7 +60,7 @@ class Client:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_EVERY_S", "RETRY_EVERY_S"):
+    for name in ("POLL_INTERVAL_S", "RETRY_EVERY_S"):
         monkeypatch.setattr(jobs, name, 0.001)
 
 

@@ -19,7 +19,7 @@ from hone.launch.node import NodeSettings
 
 PROGRAM = """
 from hone.launch import node
-node.start = lambda *_: node.Ready("here:1", "http://127.0.0.1:1", "t")
+node.start = lambda *_: node.NodeStatus("here:1", "http://127.0.0.1:1", "t")
 node.main()
 """
 
@@ -69,13 +69,13 @@ def test_a_raylet_that_fails_is_quoted_before_its_log_goes(
         "[C] a bug in Ray. Check failed: x.ok() Timed out\n*** Stack\n"
     )
 
-    def failing(*_: object) -> node.Ready:
+    def failing(*_: object) -> node.NodeStatus:
         raise RuntimeError("the current node timed out")
 
     monkeypatch.setattr(node, "start", failing)
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "before")
-    answers: list[node.Ready] = []
+    answers: list[node.NodeStatus] = []
     folder, before = tmp_path / "folder", dict(os.environ)
     try:
         node.serve(NodeSettings(mark="m", token="t"), folder, str(tmp_path), answers.append)

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from hone.config.errors import ConfigError
-from hone.launch.scripts import plain_entrypoint, rayjob_manifest, sbatch_script
+from hone.launch.scripts import entrypoint_without_quotes, rayjob_manifest, sbatch_script
 
 ODD = [
     "hone",
@@ -111,7 +111,7 @@ def test_directives_come_first_and_a_line_break_is_refused() -> None:
     assert "#SBATCH --nodes=2" in directives
     assert "#SBATCH --job-name='run 1'" in directives
     assert not any("gpus" in line for line in directives)
-    with pytest.raises(ConfigError, match="cannot stand in a line"):
+    with pytest.raises(ConfigError, match="is not a line of an sbatch script"):
         script_of(["hone", "train"], Path("python"), options=["--comment=a\nrm -rf x"])
 
 
@@ -244,14 +244,16 @@ def test_the_manifest_fits_the_crd_of_kuberay() -> None:
         assert [error.message for error in check.iter_errors(fit)] == []
     for path in ("spec", "spec/rayClusterSpec", "spec/rayClusterSpec/headGroupSpec/template/spec"):
         unfit_one = copy.deepcopy(whole)
-        place = functools.reduce(lambda at, key: at[key], path.split("/"), unfit_one)
-        place["unknown"] = 1
+        position = functools.reduce(lambda at, key: at[key], path.split("/"), unfit_one)
+        position["unknown"] = 1
         assert not check.is_valid(unfit_one)
 
 
 def test_a_plain_command_stays_readable_and_an_odd_one_survives_every_shell() -> None:
-    assert plain_entrypoint(["hone", "train", "a=1"]) == "python -m hone.cli train a=1"
-    entrypoint = plain_entrypoint([sys.executable, "-c", "import sys; print(sys.argv[1:])", *ODD])
+    assert entrypoint_without_quotes(["hone", "train", "a=1"]) == "python -m hone.cli train a=1"
+    entrypoint = entrypoint_without_quotes(
+        [sys.executable, "-c", "import sys; print(sys.argv[1:])", *ODD]
+    )
     assert all(shlex.quote(word) == word for word in entrypoint.split())
     line = entrypoint.replace("python", sys.executable, 1)
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
@@ -261,10 +263,10 @@ def test_a_plain_command_stays_readable_and_an_odd_one_survives_every_shell() ->
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"name": "Run_1"}, "as Kubernetes does"),
-        ({"name": "1run"}, "a letter first"),
+        ({"name": "Run_1"}, "at most 47 characters"),
+        ({"name": "1run"}, "the first one a letter"),
         ({"volumes": ["shared"]}, "CLAIM:/PATH"),
-        ({"memory": "128GB"}, "as in 256Gi"),
+        ({"memory": "128GB"}, "for example 256Gi"),
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused(options: dict[str, Any], problem: str) -> None:

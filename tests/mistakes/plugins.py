@@ -59,7 +59,7 @@ MISTAKES = [
     Mistake(
         "a reward file that ends the program",
         train(),
-        ("ends the program while it is loaded", "reward.py"),
+        ("exits the program while it is loaded", "reward.py"),
         files={"reward.py": "import sys\nsys.exit(0)\n"},
     ),
     Mistake(

@@ -171,7 +171,7 @@ MISTAKES = [
     Mistake(
         "model tiny: a folder that is there",
         ["model", "tiny", "model"],
-        ("model is there already", "name a new folder"),
+        ("model already exists and is not empty", "name a new folder"),
     ),
     Mistake(
         "model tiny: heads that do not fit",

@@ -34,12 +34,12 @@ ALL = [mistake for mistakes in AREAS.values() for mistake in mistakes]
 PAGE_PYTHON = (3, 11)
 MOST_LINES = 3
 LONGEST = 500
-HEAD = """# Mistakes and what is said of them
+HEAD = """# Mistakes and their error messages
 
-A mistake ends a program with exit code 2 (1 where a check found something wrong) and a sentence;
-the traceback, where one helps, is in `error.log` of the run folder. What can be known before models
-load is told before. Lines marked *goes on* are said while the program goes on.
-A test makes each of these mistakes and writes this page.
+To look up an error message, search this page for a part of it. A mistake ends a program with exit code
+2 (a failed check: 1) and one sentence; the traceback, if it helps, is in `error.log` of the run folder.
+Mistakes that can be detected before the models load are reported before. Lines marked *goes on* are
+warnings. A test makes each of these mistakes and writes this page.
 """
 
 
@@ -169,7 +169,7 @@ def test_there_are_more_than_sixty_and_none_twice() -> None:
 def test_the_page_shows_every_mistake_with_its_message(answers: Any) -> None:
     sections = [HEAD]
     for area, mistakes in AREAS.items():
-        sections.append(f"\n## {area}\n\n| mistake | what is said |\n|---|---|\n")
+        sections.append(f"\n## {area}\n\n| mistake | message |\n|---|---|\n")
         for mistake in mistakes:
             told = " ⏎ ".join(_message(mistake, *answers(mistake)[1:]))
             goes_on = " *goes on*" if mistake.code == 0 else ""

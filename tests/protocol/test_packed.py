@@ -56,7 +56,7 @@ def test_a_tensordict_comes_back_with_nested_columns() -> None:
 
 
 def test_what_is_no_packed_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="'float33' is no torch dtype"):
+    with pytest.raises(ValueError, match="'float33' is not a torch dtype"):
         deserialize_single_tensor(("float33", (1,), b"0000"))
     with pytest.raises(ValueError, match="packed in 4 parts"):
         deserialize_tensordict(((1,), None, {"x": (1, 2, 3, 4)}))

@@ -32,8 +32,8 @@ def test_columns_and_facts_are_read_as_they_were_given() -> None:
 @pytest.mark.parametrize(
     ("columns", "facts", "says"),
     [
-        ({"a": torch.zeros(2), "b": ["x"]}, {}, "one number of rows"),
-        ({"a": torch.zeros(2)}, {"a": 1}, "both columns and facts"),
+        ({"a": torch.zeros(2), "b": ["x"]}, {}, "differ in their number of rows"),
+        ({"a": torch.zeros(2)}, {"a": 1}, "both columns and metadata"),
         ({"a": [torch.zeros(2)]}, {}, "list of tensors"),
         ({"a": 3}, {}, "is a int"),
     ],
@@ -134,5 +134,5 @@ def test_batches_of_either_form_are_cut_and_joined() -> None:
     assert not BatchData(3).is_chunkable()
     with pytest.raises(ProtocolError, match="at least one"):
         BatchData([]).concat()
-    with pytest.raises(ProtocolError, match="int is no batch"):
+    with pytest.raises(ProtocolError, match="int cannot be split"):
         BatchData(3).chunk(2)

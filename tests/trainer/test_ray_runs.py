@@ -193,8 +193,8 @@ def test_roles_in_processes_of_their_own_give_the_same_numbers(
 def test_a_dead_worker_is_told_with_rank_role_and_last_lines(task: Task, tmp_path: Path) -> None:
     with opened(task.overrides(tmp_path, *TWO_RANKS)) as trainer:
         trainer.step()
-        seat = trainer.actor._crew._seats[1]
-        os.kill(seat.pid, signal.SIGKILL)
+        process = trainer.actor._executor._processes[1]
+        os.kill(process.pid, signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(WorkerDied) as caught:
             trainer.step()
@@ -202,7 +202,7 @@ def test_a_dead_worker_is_told_with_rank_role_and_last_lines(task: Task, tmp_pat
     said = str(caught.value)
     assert "rank 1" in said
     assert "'rollout'" in said
-    assert f"pid {seat.pid}" in said
+    assert f"pid {process.pid}" in said
     assert "last log lines" in said
     assert waited < 300  # half of what a collective waits for a lost peer
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hone.config import load_config
-from hone.controller.worker import Placement, placed
+from hone.controller.worker import Placement, use_placement
 from hone.protocol import DataProto
 from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hone.workers.process_reward_model import ProcessRewardModelWorker
@@ -50,7 +50,7 @@ def score_rank(rank: int, world: int, port: int, judge: str, folder: str) -> Non
     os.environ.update(place.environment())
     torch.set_num_threads(1)
     try:
-        with placed(place):
+        with use_placement(place):
             one = ProcessRewardModelWorker(load_config(judge_settings(judge)))
         one.init_model()
         sharded = sum(p.to_local().numel() for p in one.engine.module.parameters())
@@ -84,7 +84,7 @@ TWO_RANK_RUNS = {
 
 def walk(place: Placement, model: Path, folder: Path, overrides: list[str]) -> dict[str, Any]:
     """Generate, score with the reference, update, save: what one step asks of the worker."""
-    with placed(place):
+    with use_placement(place):
         one = ActorRolloutRefWorker(
             config_of(model, "actor_rollout_ref.actor.use_kl_loss=true", *overrides)
         )

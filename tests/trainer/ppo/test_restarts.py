@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError, PPOTrainerConfig, load_config
-from hone.controller.failures import ClusterFailed, NodeLost, Seat
+from hone.controller.failures import ClusterFailed, NodeLost, WorkerProcess
 from hone.trainer.interrupt import SIGNALS
 from hone.trainer.ppo import restarts
 
@@ -20,8 +20,8 @@ pytest.importorskip("ray")
 from hone.controller import ray_placement, ray_start
 from hone.controller.ray_placement import Node
 
-SEAT = Seat(3, 4711, "10.0.0.7", "id", ())
-LOST = NodeLost("id", "10.0.0.7", [("actor", SEAT, ["its last words"])], "actor", "step", "why")
+WORKER = WorkerProcess(3, 4711, "10.0.0.7", "id", ())
+LOST = NodeLost("id", "10.0.0.7", [("actor", WORKER, ["its last words"])], "actor", "step", "why")
 
 
 @pytest.fixture
