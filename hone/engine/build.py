@@ -12,7 +12,7 @@ from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.contract import EngineSpec, Mesh, TrainEngine
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
-from hone.engine.offload import offload_of
+from hone.engine.offload import build_offload
 from hone.engine.optimizer import Optimizer
 from hone.models.fused import compile_layers, fuse
 from hone.models.load import (
@@ -36,7 +36,7 @@ STRATEGIES: Table[Callable[[EngineSpec], TrainEngine]] = Table(
     },
 )
 LABELS = {"steps": ("bad", "good"), "score": ("reward",)}
-"""The labels of the classifiers: a process reward model and an outcome reward model."""
+"""The labels of a process reward model (steps) and of an outcome reward model (score)."""
 _MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_"))
 
 
@@ -51,8 +51,8 @@ def build_strategy(name: str, spec: EngineSpec) -> TrainEngine:
     mesh = engine.mesh
     if mesh.data_parallel_size * mesh.ranks_per_slot != spec.world_size:
         raise PluginError(
-            f"strategy={name} stands on {mesh}, which has {mesh.data_parallel_size} × "
-            f"{mesh.ranks_per_slot} ranks, and {spec.world_size} run; a mesh has every rank once"
+            f"strategy={name} has a mesh of {mesh.data_parallel_size} × {mesh.ranks_per_slot} ranks, but "
+            f"{spec.world_size} ranks run; a mesh contains every rank once ({mesh})"
         )
     return engine
 
@@ -77,8 +77,7 @@ def build(spec: EngineSpec) -> Engine:
             shard_size=spec.fsdp.fsdp_size,
             adapters=spec.adapters is not None,
         )
-    slots = mesh.data_parallel_size
-    rules = [rule(slots) for rule in (spec.train_rule, spec.infer_rule)]
+    rules = [rule(mesh.data_parallel_size) for rule in (spec.train_rule, spec.infer_rule)]
     train_rule, infer_rule = (replace(r, tokens=r.tokens * mesh.sequence_size) for r in rules)
     host = torch.device("cpu")
     return build_engine(
@@ -98,7 +97,7 @@ def build(spec: EngineSpec) -> Engine:
 def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
     """Loads the decoder with the head of the spec; frozen if the spec has no optimizer.
 
-    A model that will be sharded is loaded on another device, the host, as it may not fit the spec's.
+    `device` overrides the spec's: a model that will be sharded is loaded on the host.
     """
     device = device or spec.device
     options: LoadOptions = {
@@ -153,9 +152,7 @@ def build_engine(
     compile_blocks |= fsdp.use_torch_compile
     if mesh is not None and mesh.tensor_size > 1:  # fused and compiled layers need whole weights
         if compile_blocks or device.type == "cuda":
-            log.info(
-                "tensor parallel layers run through their own modules, neither fused nor compiled"
-            )
+            log.info("layers under tensor parallel are neither fused nor compiled")
     else:
         if device.type == "cuda":
             fuse(module, kernels=not compile_blocks)
@@ -172,7 +169,7 @@ def build_engine(
         optimizer = Optimizer(
             module.named_parameters(), optim, grad_clip=grad_clip, total=optim.total_training_steps
         )
-    offload = offload_of(module, optimizer, fsdp)
+    offload = build_offload(module, optimizer, fsdp)
     engine = Engine(
         module,
         optimizer=optimizer,

@@ -10,7 +10,7 @@ import torch
 from hone.config import PPOTrainerConfig
 from hone.config.engine import FSDPConfig, MicroBatches, sequence_parallel
 from hone.controller import Worker
-from hone.engine.contract import EngineSpec, RowsPerRank
+from hone.engine.contract import EngineSpec, MicroBatchRuleFor
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import adapters_of
 from hone.models.lora import Adapters
@@ -114,7 +114,7 @@ def step_model_spec(
     return replace(spec, head="steps", model_path=path, label_tokens=label_tokens)
 
 
-def _rule(role: MicroBatches, kind: str, tokens: int) -> RowsPerRank:
+def _rule(role: MicroBatches, kind: str, tokens: int) -> MicroBatchRuleFor:
     return lambda ranks: MicroBatchRule(role.sequences_per_micro_batch(ranks, kind), tokens)
 
 

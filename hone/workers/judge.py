@@ -15,7 +15,7 @@ from hone.agents.loop_thread import run_beside
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, WorkerGroup, register
 from hone.data.chat_template import apply_template
-from hone.engine.offload import HostRest
+from hone.engine.offload import OffloadedTensors
 from hone.event_loop import run_coroutine
 from hone.models.from_config import import_external
 from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
@@ -75,9 +75,9 @@ class JudgeWorker(Worker):
             )
         )
         run_coroutine(self.engine.sleep())
-        self._rest = HostRest(policy.parameters) if sharding.param_offload else None
-        if self._rest is not None:
-            self._rest.away()
+        self._offloaded = OffloadedTensors(policy.parameters) if sharding.param_offload else None
+        if self._offloaded is not None:
+            self._offloaded.to_host()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def complete(self, requests: DataProto) -> DataProto:
@@ -85,8 +85,8 @@ class JudgeWorker(Worker):
         columns = requests.non_tensor_batch
         pairs = list(zip(columns["text"], columns["vote"], strict=True))
         present: AbstractContextManager[None] = nullcontext()
-        if self._rest is not None:
-            present = self._rest.present()
+        if self._offloaded is not None:
+            present = self._offloaded.present()
         with present:
             run_coroutine(self.engine.wake_up())
             try:

@@ -21,7 +21,7 @@ from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.data.prompts import as_messages
 from hone.engine.microbatch import MicroBatchRule
-from hone.engine.offload import HostRest
+from hone.engine.offload import OffloadedTensors
 from hone.models.facts import UnsupportedModel, classifier_kind
 from hone.models.from_config import import_external
 from hone.models.load import load_tokenizer, refusals_in_words, resolve_model_path
@@ -66,9 +66,11 @@ class FrozenClassifier(Worker):
             )
         self._refuse_untrained(report["missing_keys"], report["mismatched_keys"], labels)
         self.model.to(self.device).eval()
-        self._rest = HostRest(self.model.parameters) if sharding.param_offload else None
-        if self._rest is not None:
-            self._rest.away()
+        self._offloaded = (
+            OffloadedTensors(self.model.parameters) if sharding.param_offload else None
+        )
+        if self._offloaded is not None:
+            self._offloaded.to_host()
         self.tokenizer = self.load_tokenizer(folder)
         self.rule = MicroBatchRule(
             config.sequences_per_micro_batch(self.world_size), config.forward_max_token_len_per_gpu
@@ -100,7 +102,7 @@ class FrozenClassifier(Worker):
 
     def present(self) -> AbstractContextManager[None]:
         """Keeps the parameters on the device inside the block."""
-        return nullcontext() if self._rest is None else self._rest.present()
+        return nullcontext() if self._offloaded is None else self._offloaded.present()
 
     def padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns right-padded ids [B, W], their mask [B, W] and lengths [B]."""

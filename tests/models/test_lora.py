@@ -9,8 +9,8 @@ from hone.models.lora import LoraError, is_lora, merged_weights, wrap_lora
 from hone.models.policy import PolicyModel, ValueModel
 from hone.models.tiny import tiny_lm
 from hone.workers.objectives import PolicyObjective
-from tests.engine.batches import VOCABULARY, packed_of, rows
-from tests.engine.engines import ADAM, actor, engine
+from tests.engine.batches import VOCABULARY, pack_batch, rows
+from tests.engine.engines import ADAM, actor, make_engine
 
 SETTINGS = {
     "rank": 4,
@@ -30,7 +30,7 @@ def wrapped(dtype=torch.float32, **changes):
 
 def log_probs(model):
     with torch.no_grad():
-        return model(packed_of(rows(), True), temperature=1.0)["log_probs"]
+        return model(pack_batch(rows(), True), temperature=1.0)["log_probs"]
 
 
 def test_only_adapters_learn_and_with_them_off_the_policy_is_the_reference():
@@ -38,9 +38,9 @@ def test_only_adapters_learn_and_with_them_off_the_policy_is_the_reference():
     start = {n: p.clone() for n, p in model.named_parameters()}
     reference = log_probs(PolicyModel(tiny_lm(VOCABULARY, hidden=32, mlp=48, seed=1)))
     torch.testing.assert_close(log_probs(model), reference)  # a fresh adapter adds nothing
-    made = engine(model, ADAM)
+    engine = make_engine(model, ADAM)
     for _ in range(2):
-        made.train_minibatch(rows(), PolicyObjective(actor(), temperature=1.0))
+        engine.train_minibatch(rows(), PolicyObjective(actor(), temperature=1.0))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, start[name]) == ("lora_" not in name), name
     assert (log_probs(model) - reference).abs().max() > 1e-3
@@ -100,7 +100,7 @@ def test_gradient_checkpointing_still_reaches_the_adapters():
         if checkpointing:
             model.lm.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-        model(packed_of(rows(), True), temperature=1.0)["log_probs"].sum().backward()
+        model(pack_batch(rows(), True), temperature=1.0)["log_probs"].sum().backward()
         grads.append([p.grad for n, p in model.named_parameters() if "lora_B" in n])
     assert all((g != 0).any() for g in grads[0])
     for plain, recomputed in zip(*grads, strict=True):
@@ -113,4 +113,4 @@ def test_a_value_model_takes_adapters_and_still_trains_its_head():
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert "value_head.weight" in trained
     assert all("lora_" in n or n.startswith("value_head") for n in trained)
-    assert model(packed_of(rows(), True))["values"].shape == rows().batch["responses"].shape
+    assert model(pack_batch(rows(), True))["values"].shape == rows().batch["responses"].shape

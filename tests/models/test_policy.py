@@ -7,7 +7,7 @@ import torch
 
 from hone.models.policy import PolicyModel, ValueModel, hidden_states
 from hone.models.tiny import tiny_lm
-from tests.engine.batches import ROWS, VOCABULARY, packed_of, rows
+from tests.engine.batches import ROWS, VOCABULARY, pack_batch, rows
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
@@ -75,7 +75,7 @@ def near(found, expected, name=""):
 def test_packed_equals_one_by_one_forward_and_gradient(family, changes, share):
     ours, theirs = (lm.double() for lm in build(family, changes))
     batch = rows()
-    packed = packed_of(batch, share)
+    packed = pack_batch(batch, share)
     found = hidden_states(ours.model, packed)[packed.source]
     expected = one_by_one(theirs, batch)
     near(found, expected)
@@ -103,7 +103,7 @@ def test_a_small_window_changes_the_result():
 def test_log_probs_and_entropy_equal_softmax_of_whole_logits(family):
     batch, temperature = rows(), 0.7
     policy = PolicyModel(decoder_of(family))
-    out = policy(packed_of(batch, True), temperature=temperature, with_entropy=True)
+    out = policy(pack_batch(batch, True), temperature=temperature, with_entropy=True)
     theirs = eager(family).double()
     logits = theirs.lm_head(one_by_one(theirs, batch)) / temperature
     log_p = torch.log_softmax(logits, -1)
@@ -121,7 +121,7 @@ def test_decoding_logits_are_the_logits_of_the_log_probs():
     batch = rows()
     policy = PolicyModel(decoder_of("qwen2"))
     policy._softcap, policy._logit_scale = 5.0, 0.5
-    packed = packed_of(batch, True)
+    packed = pack_batch(batch, True)
     hidden = hidden_states(policy.decoder, packed)[packed.source]
     log_p = torch.log_softmax(policy.logits(hidden) / 0.9, -1)
     expected = packed.unpack(log_p.gather(-1, packed.target[:, None])[:, 0])
@@ -135,8 +135,8 @@ def test_what_environment_tokens_say_reaches_later_tokens_but_they_are_no_target
     batch, changed = rows(), rows()
     row = 2  # its positions 2 and 3 are an environment's
     changed.batch["responses"][row, 2] = 39
-    before = policy(packed_of(batch, True), temperature=1.0)["log_probs"]
-    after = policy(packed_of(changed, True), temperature=1.0)["log_probs"]
+    before = policy(pack_batch(batch, True), temperature=1.0)["log_probs"]
+    after = policy(pack_batch(changed, True), temperature=1.0)["log_probs"]
     others = torch.arange(len(ROWS)) != row
     torch.testing.assert_close(after[others], before[others])
     torch.testing.assert_close(after[row, :3], before[row, :3])
@@ -148,7 +148,7 @@ def test_the_gradient_at_environment_tokens_is_exactly_zero():
     """A loss over everything the policy returns does not see tokens it did not write."""
     policy = PolicyModel(decoder_of("qwen2"))
     batch = rows()
-    out = policy(packed_of(batch, True), temperature=1.0)["log_probs"]
+    out = policy(pack_batch(batch, True), temperature=1.0)["log_probs"]
     foreign = batch.batch["response_mask"] == 0
     for parameter, grad in zip(
         policy.parameters(),
@@ -163,7 +163,7 @@ def test_padding_and_rows_without_targets_bring_no_nan(share):
     policy = PolicyModel(decoder_of("qwen2"))
     batch = rows(prompt_pad=5, response_pad=4)
     batch.batch["response_mask"][:3] = 0
-    out = policy(packed_of(batch, share), temperature=1.0, with_entropy=True)
+    out = policy(pack_batch(batch, share), temperature=1.0, with_entropy=True)
     (out["log_probs"].sum() + out["entropy"].sum()).backward()
     assert all(torch.isfinite(x).all() for x in out.values())
     assert all(torch.isfinite(p.grad).all() for p in policy.parameters())
@@ -174,7 +174,7 @@ def test_a_pack_without_any_target_has_a_gradient_of_zero():
     policy = PolicyModel(decoder_of("qwen2"))
     batch = rows(2)
     batch.batch["response_mask"].zero_()
-    policy(packed_of(batch, True), temperature=1.0)["log_probs"].sum().backward()
+    policy(pack_batch(batch, True), temperature=1.0)["log_probs"].sum().backward()
     assert all((p.grad == 0).all() for p in policy.parameters() if p.grad is not None)
     assert any(p.grad is not None for p in policy.parameters())
 
@@ -182,7 +182,7 @@ def test_a_pack_without_any_target_has_a_gradient_of_zero():
 def test_values_start_at_zero_one_a_token_and_learn():
     model = ValueModel(decoder_of("qwen2"))
     batch = rows(response_pad=2)
-    packed = packed_of(batch, True)
+    packed = pack_batch(batch, True)
     values = model(packed)["values"]
     assert values.shape == batch.batch["responses"].shape
     assert values.dtype == torch.float32
@@ -214,7 +214,7 @@ def test_gradient_checkpointing_changes_neither_values_nor_gradients(share):
         if checkpointing:
             policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
         policy.train()
-        out = policy(packed_of(batch, share), temperature=1.0)["log_probs"]
+        out = policy(pack_batch(batch, share), temperature=1.0)["log_probs"]
         out.square().sum().backward()
         results.append([out, *(p.grad for p in policy.parameters())])
     for plain, recomputed in zip(*results, strict=True):

@@ -15,7 +15,7 @@ from hone.config.critic import CriticConfig
 from hone.protocol import DataProto
 from hone.workers.objectives import PolicyObjective, ValueObjective, mean_metrics, minibatches
 from tests.engine.batches import rows
-from tests.engine.engines import actor, engine, policy, weights
+from tests.engine.engines import actor, make_engine, policy, weights
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_without_coefficients_the_loss_is_the_policy_loss_alone(outputs):
 def test_without_old_log_probs_the_update_is_the_one_update_case(name):
     """Leaving the pass out equals computing it with the same weights."""
     objective = PolicyObjective(actor(name), temperature=0.8)
-    with_pass, without = engine(policy()), engine(policy())
+    with_pass, without = make_engine(policy()), make_engine(policy())
     computed = rows()
     out = with_pass.infer(computed, temperature=0.8)
     computed.batch["old_log_probs"] = out["log_probs"]
