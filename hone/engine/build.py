@@ -21,7 +21,7 @@ from hone.models.load import (
     load_classifier,
     load_step_labels,
 )
-from hone.models.lora import draw_adapters
+from hone.models.lora import init_lora
 from hone.models.policy import Model, PolicyModel, ScoreModel, ValueModel
 from hone.plugins import PluginError, Table
 
@@ -123,7 +123,7 @@ def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
     if spec.replays_routing and isinstance(module, PolicyModel):
         module.record_routing()
     if spec.adapters is not None:
-        module.lm = draw_adapters(module.lm, spec.adapters, spec.seed)
+        module.lm = init_lora(module.lm, spec.adapters, spec.seed)
     if spec.optim is None or spec.trains == "head":
         module.requires_grad_(False)
     if spec.trains == "head" and isinstance(module, ScoreModel):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hone.engine.contract import Mesh
-from hone.models.families import UnsupportedModel, declared
+from hone.models.families import UnsupportedModel, config_field
 from hone.models.load import load_config
 
 
@@ -56,7 +56,7 @@ def mesh_of(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -
 def refuse_sequence_parallel(path: str, size: int, tensor: int = 1) -> None:
     """Raises, before weights are loaded, if sequence parallel × tensor parallel does not divide the heads."""
     text = load_config(path).get_text_config()
-    per_layer = declared(text, "num_attention_heads_per_layer") or ()
+    per_layer = config_field(text, "num_attention_heads_per_layer") or ()
     for heads in (text.num_attention_heads, *per_layer):
         if heads % (size * tensor):
             and_tensor = f" times tensor_parallel_size={tensor}" if tensor > 1 else ""

@@ -19,15 +19,15 @@ from hone.engine.checkpoint import load_checkpoint, save_checkpoint
 from hone.engine.contract import Lease, Mesh, ModelFacts
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
-from hone.models.families import declared, key_shape
+from hone.models.families import config_field, key_shape
 from hone.models.load import EXPORT_FOLDER, eos_ids
 from hone.models.lora import (
     ADAPTER_FOLDER,
     adapter_weights,
+    full_tensor,
     is_lora,
     merged_weights,
     save_adapter,
-    whole_tensor,
 )
 from hone.models.policy import PolicyModel
 from hone.models.writing import without_progress_bar
@@ -96,7 +96,7 @@ class ModelState:
             return
         with self.present():
             for name, parameter in self.module.named_parameters():
-                yield name.removeprefix("lm."), whole_tensor(parameter)
+                yield name.removeprefix("lm."), full_tensor(parameter)
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         if not self.facts.has_adapters:
@@ -177,7 +177,7 @@ def model_facts(lm: PreTrainedModel) -> ModelFacts:
     weights = list(lm.parameters())
     return ModelFacts(
         vocabulary=lm.get_input_embeddings().weight.shape[0],
-        positions=declared(config, "max_position_embeddings"),
+        positions=config_field(config, "max_position_embeddings"),
         eos_ids=eos_ids(lm.config, getattr(lm, "generation_config", None), None),
         dtype=weights[0].dtype,
         parameters=sum(p.numel() for p in weights),

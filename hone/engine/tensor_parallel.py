@@ -23,9 +23,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hone.engine.optimizer import local_shard
-from hone.models.families import UnsupportedModel, declared, key_shape
-from hone.models.lora import is_lora, whole_tensor
-from hone.models.policy import Model, PolicyModel, base_of
+from hone.models.families import UnsupportedModel, config_field, key_shape
+from hone.models.lora import full_tensor, is_lora
+from hone.models.policy import Model, PolicyModel, without_peft
 from hone.ops.collectives import Group, copy_to, gather_last, split_last, sum_over
 from hone.ops.vocab_parallel import shard_start
 
@@ -88,12 +88,12 @@ def _split_sizes(config: PreTrainedConfig, plan: dict[str, str]) -> Iterator[tup
     text = config.get_text_config()
     if any(style == "colwise" and ("attn" in n or "attention" in n) for n, style in plan.items()):
         yield "num_attention_heads", text.num_attention_heads
-        for count in declared(text, "num_attention_heads_per_layer") or ():
+        for count in config_field(text, "num_attention_heads_per_layer") or ():
             yield "num_attention_heads_per_layer", count
-        if not declared(text, "kv_lora_rank"):
+        if not config_field(text, "kv_lora_rank"):
             yield "num_key_value_heads", key_shape(config)[0]
     for name in ("intermediate_size", "moe_intermediate_size"):
-        if isinstance(width := declared(text, name), int):
+        if isinstance(width := config_field(text, name), int):
             yield name, width
 
 
@@ -252,7 +252,7 @@ class TensorParallel:
         self.group = mesh.get_group()
         # Torch warns of gathers in two steps, which shards of both meshes need.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        base = base_of(module.lm)
+        base = without_peft(module.lm)
         name = base.config.name_or_path
         refuse_tensor_parallel(base.config, name, mesh.size(), adapters=is_lora(module.lm))
         self._plan: dict[str, str] = dict(base._tp_plan or {})
@@ -318,7 +318,7 @@ class TensorParallel:
         full: dict[int, nn.Parameter] = {}
         for owner, name, parameter in owners:
             if id(parameter) not in full:
-                tensor = whole_tensor(parameter)
+                tensor = full_tensor(parameter)
                 if tensor.data_ptr() == local_shard(parameter).data_ptr():  # replicated
                     tensor = tensor.clone()
                 full[id(parameter)] = nn.Parameter(tensor, parameter.requires_grad)

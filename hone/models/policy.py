@@ -1,4 +1,4 @@
-"""The models that the engine trains: decoders that map packed rows to one number per response token.
+"""The models that the engine trains: decoders that map packed rows to one value per response token.
 
 `PolicyModel` returns log-probabilities (and entropies), `ValueModel` the value before each token and
 `ScoreModel` the score of a reward model. None materializes padding or full logits [tokens, vocabulary].
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 def hidden_states(decoder: PreTrainedModel, packed: PackedRows) -> Tensor:  # [N, d]
+    """Returns the decoder's last hidden states of packed rows."""
     out = decoder(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
@@ -64,7 +65,7 @@ class PolicyModel(nn.Module):
         return _decoder_of(self.lm)
 
     def record_routing(self) -> None:
-        """Makes the routing of experts recordable and replayable; raises for a model without experts."""
+        """Enables recording and replay of expert routing; raises for a model without experts."""
         if self.routing is None:
             from hone.models.routing import Routing
 
@@ -85,14 +86,14 @@ class PolicyModel(nn.Module):
         return self._softcap is None and self._logit_scale == 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32, before temperature
-        """Returns full logits, for decoding, where a step has few tokens."""
+        """Returns full logits, for decoding, where a step has one token per sequence."""
         head = self.lm.get_output_embeddings()
-        z = wide_product(hidden, head.weight)
+        logits = wide_product(hidden, head.weight)
         if head.bias is not None:
-            z += head.bias
+            logits += head.bias
         if self._softcap is not None:
-            z = torch.tanh(z / self._softcap) * self._softcap
-        return z * self._logit_scale if self._logit_scale != 1.0 else z
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits * self._logit_scale if self._logit_scale != 1.0 else logits
 
     def forward(
         self,
@@ -104,7 +105,7 @@ class PolicyModel(nn.Module):
         with_routing: bool = False,
     ) -> dict[str, Tensor]:
         if self.routing is not None:
-            chosen = self.routing.start(packed.experts, record=with_routing)
+            recorded = self.routing.start(packed.experts, record=with_routing)
         hidden = self._hidden_states(packed).index_select(0, packed.source)
         head = self.lm.get_output_embeddings()
         options: LogitRule = {
@@ -141,7 +142,7 @@ class PolicyModel(nn.Module):
             squares = linear_sum_pi_squared(hidden.detach(), head.weight.detach(), **options)
             out["sum_pi_squared"] = packed.unpack(squares)
         if self.routing is not None:
-            out |= self.routing.outputs(packed, chosen)
+            out |= self.routing.outputs(packed, recorded)
         return out
 
     def _hidden_states(self, packed: PackedRows) -> Tensor:
@@ -191,7 +192,7 @@ class ScoreModel(nn.Module):
     @property
     def head(self) -> nn.Module:
         """The linear layer over the last hidden state, or PEFT's trained copy of it."""
-        return base_of(self.lm).score
+        return without_peft(self.lm).score
 
     def forward(self, packed: PackedRows) -> dict[str, Tensor]:
         hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
@@ -206,10 +207,10 @@ Model: TypeAlias = PolicyModel | ValueModel | ScoreModel
 
 def _decoder_of(lm: PreTrainedModel) -> PreTrainedModel:
     """Returns the decoder without head and without the PEFT wrapper."""
-    lm = base_of(lm)
+    lm = without_peft(lm)
     return getattr(lm, lm.base_model_prefix)
 
 
-def base_of(lm: PreTrainedModel) -> PreTrainedModel:
+def without_peft(lm: PreTrainedModel) -> PreTrainedModel:
     """Returns the model without the PEFT wrapper."""
     return lm.get_base_model() if hasattr(lm, "peft_config") else lm

@@ -24,7 +24,7 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import OffloadedTensors
 from hone.models.facts import UnsupportedModel, classifier_kind
 from hone.models.from_config import import_external
-from hone.models.load import load_tokenizer, refusals_in_words, resolve_model_path
+from hone.models.load import load_tokenizer, resolve_model_path, translate_load_errors
 from hone.ops.masked import split_at_response
 from hone.protocol import DataProto
 from hone.rewards.conversation import Prompt, conversation_text, defused, has_template, prompt_text
@@ -55,7 +55,7 @@ class FrozenClassifier(Worker):
         import_external(config.model.external_lib)
         folder = resolve_model_path(str(config.model.path))
         settings: Row = {**config.model.override_config, "num_labels": labels}
-        with refusals_in_words(str(config.model.path), folder):
+        with translate_load_errors(str(config.model.path), folder):
             self.model, report = auto_class.from_pretrained(
                 folder,
                 dtype=pick_dtype(sharding.dtype, self.device),

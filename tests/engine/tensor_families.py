@@ -14,7 +14,7 @@ from hone.config.engine import OptimConfig
 from hone.engine.contract import TrainEngine
 from hone.engine.mesh import join_groups, mesh_of
 from hone.engine.sharding import join_group
-from hone.models.lora import whole_tensor
+from hone.models.lora import full_tensor
 
 from .layouts import CASES, CONTENTS, ONE, Layout, build, update
 
@@ -66,7 +66,7 @@ def experts_of(engine: TrainEngine) -> list[torch.Tensor]:
     masters = [m for name, m in optimizer.masters.items() if "experts" in name]
     moments = [x for m in masters for x in optimizer.inner.state[m].values() if x.dim()]
     weights = [w for name, w in engine.named_hf_weights() if "experts" in name]
-    return [whole_tensor(x).clone() for x in (*weights, *masters, *moments)]
+    return [full_tensor(x).clone() for x in (*weights, *masters, *moments)]
 
 
 def experts(rank: int, world: int, folder: Path) -> dict[str, Any]:

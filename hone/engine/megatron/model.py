@@ -31,7 +31,7 @@ from hone.engine.megatron.experts import (
     sparse_layers,
 )
 from hone.engine.megatron.refusals import passed_overrides
-from hone.models.families import declared, key_shape
+from hone.models.families import config_field, key_shape
 from hone.ops.attention import AttentionOptions
 from hone.ops.rms_norm import rms_norm
 
@@ -129,7 +129,7 @@ def transformer_config(
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.model_type == "qwen2" or bool(declared(hf, "attention_bias")),
+        "add_qkv_bias": hf.model_type == "qwen2" or bool(config_field(hf, "attention_bias")),
         "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

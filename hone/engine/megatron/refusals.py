@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hone.config.engine import MegatronConfig
 from hone.config.errors import ConfigError
-from hone.models.families import UnsupportedModel, declared, key_shape
+from hone.models.families import UnsupportedModel, config_field, key_shape
 from hone.models.load import load_config
 from hone.types import JsonValue
 
@@ -145,11 +145,11 @@ def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> N
             f"{path} is a {hf.model_type}; strategy=megatron trains {', '.join(FAMILIES)}. Use "
             "strategy=fsdp2"
         )
-    has_bias = hf.model_type != "qwen2" and declared(hf, "attention_bias")
+    has_bias = hf.model_type != "qwen2" and config_field(hf, "attention_bias")
     for feature, has_feature in {
         "attention_bias (a bias of the output projection)": has_bias,
-        "mlp_bias": declared(hf, "mlp_bias"),
-        "use_sliding_window": declared(hf, "use_sliding_window"),
+        "mlp_bias": config_field(hf, "mlp_bias"),
+        "use_sliding_window": config_field(hf, "use_sliding_window"),
         f"hidden_act={hf.hidden_act}": hf.hidden_act != "silu",
     }.items():
         if has_feature:
