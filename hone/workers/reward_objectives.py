@@ -12,10 +12,10 @@ from hone.columns import require
 from hone.engine.contract import Options, Terms
 from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
-from hone.workers.objectives import WrittenTokens
+from hone.workers.objectives import TokenObjective
 
 
-class StepObjective(WrittenTokens):
+class StepObjective(TokenObjective):
     """Mean cross-entropy of a process reward model over labelled steps; labels may be probabilities."""
 
     reads = ("response_mask", "labels")
@@ -34,7 +34,7 @@ class StepObjective(WrittenTokens):
         )
 
 
-class PairObjective(WrittenTokens):
+class PairObjective(TokenObjective):
     """Bradley–Terry loss −log σ(chosen − rejected − margin), mean over pairs.
 
     Rows alternate between the chosen and the rejected response, and each has one scored token.

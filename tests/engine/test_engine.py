@@ -21,7 +21,7 @@ from hone.workers.objectives import (
     PolicyObjective,
     SupervisedObjective,
     ValueObjective,
-    counted_tokens,
+    mask_without_padding,
 )
 
 from .batches import ROWS, VOCABULARY, rows
@@ -197,7 +197,7 @@ def test_means_are_weighted_by_tokens_and_maxima_are_the_largest():
         reads = ("advantages", "response_mask")
 
         def mask(self, batch):
-            return counted_tokens(batch, "response_mask")
+            return mask_without_padding(batch, "response_mask")
 
         def prepare(self, outputs, batch):
             return {}
