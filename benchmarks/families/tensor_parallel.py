@@ -75,7 +75,7 @@ def difference(
     own = {name: p.grad for name, p in split.named_parameters() if p.grad is not None}
     assert own.keys() == exact.keys(), family
     gradient = max(float((full_tensor(own[n]) - g).norm()) / scale for n, g in exact.items())
-    with parallel.whole(), torch.no_grad():
+    with parallel.gathered(), torch.no_grad():
         gathered = outputs(split)
     return {
         "outputs": max(float((found[n] - x).abs().max()) for n, x in expected.items()),

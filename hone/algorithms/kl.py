@@ -58,7 +58,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 
 def get_kl_estimator(name: str, key: str) -> KLEstimator:
-    """Returns the estimator of a name or of "pkg.mod:object"; `key` is the config key for errors."""
+    """Returns the estimator of a name or of "pkg.mod:object"; errors name the config key `key`."""
     try:
         estimator = TABLE.get(name.removesuffix("+"))
     except PluginError as error:
@@ -69,7 +69,7 @@ def get_kl_estimator(name: str, key: str) -> KLEstimator:
 def _unknown(key: str, name: str, error: PluginError) -> str:
     if name == "full":
         return (
-            f"{key}=full needs each token's whole distribution, which is never kept; "
+            f"{key}=full needs the full distribution of each token, which is not stored; "
             "use k3 (low variance) or k1"
         )
     return f"{key}={name}: {error}; each also with a trailing +"
@@ -121,7 +121,7 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
+        """Does nothing."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -138,7 +138,7 @@ class AdaptiveKLController(FixedKLController):
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         if horizon <= 0:
             raise ValueError(
-                f"kl_ctrl.horizon={horizon} must be above 0: it is how many samples a change takes"
+                f"kl_ctrl.horizon={horizon} must be above 0: it is a number of samples"
             )
         if target_kl <= 0:
             raise ValueError(

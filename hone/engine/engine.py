@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from hone.algorithms.aggregation import BatchCounts, counted
+from hone.algorithms.aggregation import BatchCounts, batch_counts
 from hone.engine.contract import Objective, Options, Terms
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.model_state import ModelState
@@ -70,7 +70,7 @@ class Engine(ModelState):
         with self.present(optimizer=True):
             batch, reads, counts = self._begin_update(batch, objective)
             passes: list[Pass] = []
-            with counted(counts):
+            with batch_counts(counts):
                 for _, micro in self._micro_batches(batch, self._train_rule):
                     weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
                     outputs = self._forward(micro, objective.options)

@@ -99,10 +99,10 @@ SAME_MEANING: dict[str, str] = {
     "hone/algorithms/kl.py::module: 20.0  →  20.5": (
         "only keeps exp finite: the value is bounded at 10 long before"
     ),
-    "hone/algorithms/advantages/optimal_token_baseline.py::_advantages: "
-    "int(position.max()) + 1  →  int(position.max()) + 2": "any number of places that is enough",
-    "hone/algorithms/advantages/optimal_token_baseline.py::_advantages: "
-    "int(place.max()) + 1  →  int(place.max()) + 2": "any number of places that is enough",
+    "hone/algorithms/advantages/optimal_token_baseline.py::__call__: "
+    "int(position.max()) + 1  →  int(position.max()) + 2": "any sufficient number of positions",
+    "hone/algorithms/advantages/optimal_token_baseline.py::__call__: "
+    "int(cell.max()) + 1  →  int(cell.max()) + 2": "any sufficient number of cells",
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.algorithms.aggregation import MODES, BatchCounts, agg_loss, counted
+from hone.algorithms.aggregation import MODES, BatchCounts, agg_loss, batch_counts
 
 LOSS = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0], [64.0, 0, 0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 0, 0]])
@@ -31,7 +31,7 @@ def test_by_hand_with_an_empty_row_that_does_not_count(mode):
 def test_the_norm_divides_by_batch_and_by_the_configured_length():
     mode = "seq-mean-token-sum-norm"
     assert agg_loss(LOSS, MASK, mode, loss_scale_factor=10).item() == pytest.approx(61 / 2 / 10)
-    with counted(BatchCounts(5, 2, width=4)):
+    with batch_counts(BatchCounts(5, 2, width=4)):
         assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(61 / 2 / 4)
         assert agg_loss(LOSS, MASK, mode, loss_scale_factor=10).item() == pytest.approx(61 / 20)
 
@@ -48,18 +48,18 @@ def test_explicit_counts_win_over_the_context_and_the_context_over_the_mask(mode
         }[mode]
 
     explicit = {"batch_num_tokens": 100, "global_batch_size": 50}
-    with counted(BatchCounts(tokens=10, sequences=7)):
+    with batch_counts(BatchCounts(tokens=10, sequences=7)):
         assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(parts(10, 7))
         assert agg_loss(LOSS, MASK, mode, **explicit).item() == pytest.approx(parts(100, 50))
     assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(BY_HAND[mode])
 
 
 def test_counts_nest_and_are_reset_after_an_error():
-    with counted(BatchCounts(1, 1)):
-        with pytest.raises(ValueError, match="unknown"), counted(BatchCounts(2, 2)):
+    with batch_counts(BatchCounts(1, 1)):
+        with pytest.raises(ValueError, match="unknown"), batch_counts(BatchCounts(2, 2)):
             agg_loss(LOSS, MASK, "no such mode")
         outer = agg_loss(LOSS, MASK, "token-mean")
-        with counted(BatchCounts(2, 2)):
+        with batch_counts(BatchCounts(2, 2)):
             assert agg_loss(LOSS, MASK, "token-mean").item() == pytest.approx(outer.item() / 2)
         assert agg_loss(LOSS, MASK, "token-mean").item() == outer.item()
 
@@ -77,7 +77,7 @@ def test_dp_size_undoes_an_average_over_ranks(mode):
 def test_a_rank_that_does_not_know_the_whole_is_refused(mode):
     with pytest.raises(ValueError, match="dp_size=2 but no"):
         agg_loss(LOSS, MASK, mode, dp_size=2)
-    with counted(BatchCounts.of(MASK)):
+    with batch_counts(BatchCounts.of(MASK)):
         assert agg_loss(LOSS, MASK, mode, dp_size=2).item() == pytest.approx(2 * BY_HAND[mode])
 
 
@@ -109,7 +109,7 @@ def test_shares_of_any_cut_sum_to_the_whole(rows, width, seed, mode, size):
     mask = torch.from_numpy(random.uniform(size=(rows, width)) < 0.6)
     loss = torch.from_numpy(np.where(mask, random.normal(size=(rows, width)), np.nan))
     whole = agg_loss(loss, mask, mode).item()
-    with counted(BatchCounts.of(mask)):
+    with batch_counts(BatchCounts.of(mask)):
         shares = [
             agg_loss(loss[i : i + size], mask[i : i + size], mode).item()
             for i in range(0, rows, size)

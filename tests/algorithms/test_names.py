@@ -98,8 +98,8 @@ THREE = 3
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("THREE", "3 is no advantage estimator; name a function"),
-        ("PluginError", "PluginError is no advantage estimator"),
+        ("THREE", "3 is not an advantage estimator; name a function"),
+        ("PluginError", "PluginError is not an advantage estimator"),
         ("Idle", r"Idle must define __call__"),
         ("Demanding", "option 'strength' without a default, and algorithm has no key"),
     ],

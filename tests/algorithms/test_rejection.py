@@ -40,7 +40,7 @@ def statistic(option, values):
 def test_every_option_equals_its_definition(option, bound):
     if not option.endswith("k1"):
         bound = (bound - 1) / 4  # from below every row's divergence to above most
-    keep, verdicts = rejection_mask(LOG_RATIO, MASK, option, bound)
+    keep, results = rejection_mask(LOG_RATIO, MASK, option, bound)
     for i, row in enumerate(MASK):
         places = row.nonzero()[:, 0].tolist()
         values = statistic(option, [LOG_RATIO[i, t].item() for t in places])
@@ -51,7 +51,7 @@ def test_every_option_equals_its_definition(option, bound):
                 expected = value <= bound
             assert keep[i, t].item() == expected
     assert not (keep & ~MASK).any()
-    assert set(verdicts) == {option}
+    assert set(results) == {option}
 
 
 def test_k1_bounds_the_ratio_of_training_to_rollout_not_its_mirror():
@@ -63,8 +63,8 @@ def test_k1_bounds_the_ratio_of_training_to_rollout_not_its_mirror():
 
 
 def test_the_exponent_of_k3_is_bounded():
-    _, verdicts = rejection_mask(torch.tensor([[25.0]]).double(), torch.ones(1, 1), "token_k3", 1)
-    assert verdicts["token_k3"].values.item() == pytest.approx(math.exp(20) - 1 - 25)
+    _, results = rejection_mask(torch.tensor([[25.0]]).double(), torch.ones(1, 1), "token_k3", 1)
+    assert results["token_k3"].values.item() == pytest.approx(math.exp(20) - 1 - 25)
 
 
 def test_all_options_must_pass_and_one_bound_serves_all():
@@ -72,15 +72,15 @@ def test_all_options_must_pass_and_one_bound_serves_all():
     one, _ = rejection_mask(LOG_RATIO, MASK, "token_k1", 1.3)
     other, _ = rejection_mask(LOG_RATIO, MASK, ["seq_max_k2"], [0.1])
     assert torch.equal(both, one & other)
-    shared, verdicts = rejection_mask(LOG_RATIO, MASK, ("token_k2", "token_k3"), 0.1)
-    assert list(verdicts) == ["token_k2", "token_k3"]
+    shared, results = rejection_mask(LOG_RATIO, MASK, ("token_k2", "token_k3"), 0.1)
+    assert list(results) == ["token_k2", "token_k3"]
     assert shared.any()
 
 
 def test_no_option_rejects_nothing():
-    keep, verdicts = rejection_mask(LOG_RATIO, MASK, None, None)
+    keep, results = rejection_mask(LOG_RATIO, MASK, None, None)
     assert torch.equal(keep, MASK)
-    assert verdicts == {}
+    assert results == {}
 
 
 def test_a_disagreement_that_is_not_a_number_is_rejected():
@@ -99,8 +99,8 @@ def test_a_bound_is_inclusive():
     [
         ("token_k4", 1, "unknown"),
         ("seq_max_k1", 2, "unknown"),
-        ("token_k1", None, "gives 0 bounds for 1"),
-        ("token_k1,token_k2,token_k3", "2,3", "gives 2 bounds for 3"),
+        ("token_k1", None, "has 0 bounds for 1"),
+        ("token_k1,token_k2,token_k3", "2,3", "has 2 bounds for 3"),
         ("token_k2", "0.1_0.2", "one upper bound"),
         ("token_k1", 0.5, "must be 1 or more"),
         ("token_k1", "2_1", "is not a bound"),
@@ -129,8 +129,8 @@ def test_bounds_as_users_write_them():
 
 def test_metrics_of_token_and_sequence_options_by_hand():
     options = "token_k1,seq_mean_k2"
-    keep, verdicts = rejection_mask(LOG_RATIO, MASK, options, "0.4_1.4,0.06")
-    m = rejection_metrics(verdicts, keep, MASK)
+    keep, results = rejection_mask(LOG_RATIO, MASK, options, "0.4_1.4,0.06")
+    m = rejection_metrics(results, keep, MASK)
     tokens = -LOG_RATIO[MASK].numpy()  # k1 = log(rollout/train)
     name = "rollout_rs_token_k1"
     assert m[f"{name}_mean"] == pytest.approx(tokens.mean())

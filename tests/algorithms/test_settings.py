@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hone.algorithms.settings import given, setting
+from hone.algorithms.settings import config_value, setting
 from hone.config.algorithm import AlgorithmConfig
 
 
@@ -16,9 +16,9 @@ from hone.config.algorithm import AlgorithmConfig
 )
 def test_dotted_keys_of_dicts_and_objects(config):
     assert setting(config, "a.b", AlgorithmConfig) == 3
-    assert given(config, "a.b") == 3
-    assert given(config, "a.c") is None
-    assert given(None, "a") is None
+    assert config_value(config, "a.b") == 3
+    assert config_value(config, "a.c") is None
+    assert config_value(None, "a") is None
 
 
 def test_a_silent_config_falls_back_to_the_defaults():

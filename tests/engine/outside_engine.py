@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from hone.algorithms.aggregation import BatchCounts, counted
+from hone.algorithms.aggregation import BatchCounts, batch_counts
 from hone.engine.contract import EngineSpec, Lease, Mesh, ModelFacts
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
@@ -32,7 +32,7 @@ class PlainEngine:
 
     def train_minibatch(self, batch, objective):
         metrics = {}
-        with counted(self.counts(objective.mask(batch))):
+        with batch_counts(self.counts(objective.mask(batch))):
             for i in range(len(batch)):
                 row = batch.select_idxs([i])
                 terms = objective(self._forward(row, objective.options), row)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hone.algorithms.aggregation import BatchCounts, counted
+from hone.algorithms.aggregation import BatchCounts, batch_counts
 from hone.protocol import DataProto
 from hone.workers.reward_objectives import PairObjective, StepObjective
 
@@ -48,7 +48,7 @@ def test_the_shares_of_micro_batches_add_up_to_the_loss_of_the_mini_batch() -> N
     data = batch([[1]] * 4, margin=[0.0] * 4)
     objective = PairObjective()
     whole = float(objective({"scores": scores}, data).loss)
-    with counted(BatchCounts(tokens=4.0, sequences=4.0, width=1.0)):
+    with batch_counts(BatchCounts(tokens=4.0, sequences=4.0, width=1.0)):
         parts = [
             float(objective({"scores": scores[rows]}, data.select_idxs(rows)).loss)
             for rows in ([0, 1], [2, 3])

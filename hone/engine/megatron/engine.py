@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from hone.algorithms.aggregation import counted
+from hone.algorithms.aggregation import batch_counts
 from hone.engine.build import load_module
 from hone.engine.contract import EngineSpec, Lease, Mesh, Objective, Options, Terms
 from hone.engine.engine import Engine, Pass, move_to_device, select_columns
@@ -107,7 +107,7 @@ class MegatronEngine(Engine):
                 return terms.loss
 
             micros = [micro for _, micro in self._micro_batches(batch, self._train_rule)]
-            with counted(counts):
+            with batch_counts(counts):
                 self._run(micros, loss, forward_only=False)
             passes = self._from_last_stage([(_on_host(terms), weight) for terms, weight in passes])
             return self._end_update(passes)

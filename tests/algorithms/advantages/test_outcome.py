@@ -23,7 +23,7 @@ def test_sums_cover_every_row_of_a_large_batch():
 def test_a_value_a_trajectory_is_spread_over_every_row_of_a_large_batch():
     outcome = outcomes("test", REWARDS, MASK, [i % 7 for i in range(ROWS)], None)
     values = torch.arange(1.0, ROWS + 1).double()
-    np.testing.assert_array_equal(outcome.spread(values), values[:, None] * MASK)
+    np.testing.assert_array_equal(outcome.broadcast(values), values[:, None] * MASK)
     np.testing.assert_array_equal(outcome.lengths, MASK.sum(1))
 
 
@@ -35,12 +35,14 @@ def test_rows_of_one_trajectory_add_up():
     )
     assert len(outcome.groups.ids) == 3
     totals = np.array([rows[0] + rows[1], rows[0] + rows[1], rows[2], rows[3]])
-    np.testing.assert_allclose(outcome.spread(outcome.scores), totals[:, None] * MASK[:4].numpy())
+    np.testing.assert_allclose(
+        outcome.broadcast(outcome.scores), totals[:, None] * MASK[:4].numpy()
+    )
 
 
 def test_whitening_of_trajectories_is_whitening_of_their_tokens():
     outcome = outcomes("test", REWARDS, MASK, [0] * ROWS, None)
-    white = outcome.spread(outcome.whiten(outcome.scores))
+    white = outcome.broadcast(outcome.whiten(outcome.scores))
     kept = white[MASK]
     assert abs(kept.mean().item()) < 1e-12
     np.testing.assert_allclose(kept.var().item(), 1, rtol=1e-7)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.algorithms.aggregation import MODES, BatchCounts, counted
+from hone.algorithms.aggregation import MODES, BatchCounts, batch_counts
 from hone.algorithms.policy_losses import TABLE, get_policy_loss_fn
 
 from .references import CFG, ROW, clipped, slope, whole
@@ -84,7 +84,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(name, mode, size, 
     whole_loss, whole_gradient, _ = call(name, b, mode, weights=weights)
     prepared = prepared_for(name, b)
     shares, gradients = [], []
-    with counted(BatchCounts.of(torch.from_numpy(b.mask))):
+    with batch_counts(BatchCounts.of(torch.from_numpy(b.mask))):
         for start in range(0, len(b.mask), size):
             rows = slice(start, start + size)
             mine = {key: value[rows] for key, value in prepared.items()}
