@@ -1,4 +1,4 @@
-"""Aggregation: the five modes by hand, and shares that sum to the whole."""
+"""Aggregation: the five modes by hand, and shares that sum to the loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_by_hand_with_an_empty_row_that_does_not_count(mode):
+def test_modes_by_hand_with_an_empty_row(mode):
     assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(BY_HAND[mode])
 
 
@@ -65,7 +65,7 @@ def test_counts_nest_and_are_reset_after_an_error():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_dp_size_undoes_an_average_over_ranks(mode):
+def test_dp_size_compensates_an_average_over_ranks(mode):
     counts = {"batch_num_tokens": 5, "global_batch_size": 2}
     one = agg_loss(LOSS, MASK, mode, **counts)
     assert agg_loss(LOSS, MASK, mode, dp_size=4, **counts).item() == pytest.approx(4 * one.item())
@@ -74,7 +74,7 @@ def test_dp_size_undoes_an_average_over_ranks(mode):
 
 
 @pytest.mark.parametrize("mode", sorted(set(MODES) - {"token-sum"}))
-def test_a_rank_that_does_not_know_the_whole_is_refused(mode):
+def test_dp_size_without_counts_is_refused(mode):
     with pytest.raises(ValueError, match="dp_size=2 but no"):
         agg_loss(LOSS, MASK, mode, dp_size=2)
     with batch_counts(BatchCounts.of(MASK)):
@@ -104,7 +104,7 @@ def test_an_empty_mask_gives_zero_and_no_nan_gradient(mode):
     st.integers(1, 8), st.integers(1, 5), st.integers(0, 999), st.sampled_from(MODES),
     st.integers(1, 8),
 )  # fmt: skip
-def test_shares_of_any_cut_sum_to_the_whole(rows, width, seed, mode, size):
+def test_shares_of_any_split_sum_to_the_loss(rows, width, seed, mode, size):
     random = np.random.default_rng(seed)
     mask = torch.from_numpy(random.uniform(size=(rows, width)) < 0.6)
     loss = torch.from_numpy(np.where(mask, random.normal(size=(rows, width)), np.nan))
@@ -117,7 +117,7 @@ def test_shares_of_any_cut_sum_to_the_whole(rows, width, seed, mode, size):
     assert math.fsum(shares) == pytest.approx(whole, rel=1e-12, abs=1e-12)
 
 
-def test_a_mask_without_columns_gives_nothing_and_a_divisor_of_zero_is_refused():
+def test_a_mask_without_columns_gives_zero_and_a_divisor_of_zero_is_refused():
     mode = "seq-mean-token-sum-norm"
     assert agg_loss(torch.zeros(2, 0), torch.zeros(2, 0), mode).item() == 0
     for width in (0.0, -1.0):

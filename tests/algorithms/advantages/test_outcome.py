@@ -16,8 +16,8 @@ REWARDS = torch.from_numpy(RANDOM.normal(size=(ROWS, 3)))
 def test_sums_cover_every_row_of_a_large_batch():
     expected = np.where(MASK, REWARDS, 0).sum(1)
     np.testing.assert_allclose(row_sums(REWARDS, MASK), expected)
-    dirty = torch.where(MASK, REWARDS, torch.nan)
-    np.testing.assert_allclose(row_sums(dirty, MASK), expected)
+    with_junk = torch.where(MASK, REWARDS, torch.nan)
+    np.testing.assert_allclose(row_sums(with_junk, MASK), expected)
 
 
 def test_a_value_a_trajectory_is_spread_over_every_row_of_a_large_batch():
@@ -43,6 +43,6 @@ def test_rows_of_one_trajectory_add_up():
 def test_whitening_of_trajectories_is_whitening_of_their_tokens():
     outcome = outcomes("test", REWARDS, MASK, [0] * ROWS, None)
     white = outcome.broadcast(outcome.whiten(outcome.scores))
-    kept = white[MASK]
-    assert abs(kept.mean().item()) < 1e-12
-    np.testing.assert_allclose(kept.var().item(), 1, rtol=1e-7)
+    values = white[MASK]
+    assert abs(values.mean().item()) < 1e-12
+    np.testing.assert_allclose(values.var().item(), 1, rtol=1e-7)

@@ -149,11 +149,11 @@ def test_clip_fractions_equal_the_slow_reference(name, seed):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])
 def test_nothing_outside_the_mask_reaches_loss_gradient_or_metrics(name, junk):
-    b, dirty = MiniBatch(3), MiniBatch(3)
+    b, with_junk = MiniBatch(3), MiniBatch(3)
     for key in ("old", "new", "adv", "weights"):
-        setattr(dirty, key, np.where(b.mask, getattr(b, key), junk))
+        setattr(with_junk, key, np.where(b.mask, getattr(b, key), junk))
     loss, gradient, metrics = call(name, b, weights=True)
-    dirty_loss, dirty_gradient, dirty_metrics = call(name, dirty, weights=True)
+    dirty_loss, dirty_gradient, dirty_metrics = call(name, with_junk, weights=True)
     assert dirty_loss == loss
     np.testing.assert_array_equal(dirty_gradient, gradient)
     assert {k: float(v) for k, v in dirty_metrics.items()} == {
