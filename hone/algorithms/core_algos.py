@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import advantages, policy_losses
-from hone.algorithms.advantages.estimator import AdvantagesReturns, VerlForm
+from hone.algorithms.advantages.estimator import Estimate, VerlForm
 from hone.algorithms.advantages.gae import gae
 from hone.algorithms.advantages.gdpo import gdpo
 from hone.algorithms.advantages.group_baseline import gpg, grpo_passk, opo
@@ -82,7 +82,7 @@ class VerlFunction:
         columns = inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)
         self.__signature__ = inspect.Signature([*parameters, columns])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> AdvantagesReturns:
+    def __call__(self, *args: Any, **kwargs: Any) -> Estimate:
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments | bound.arguments.pop("columns")
@@ -136,7 +136,7 @@ _compute_gdpo = VerlFunction(
 
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor, *args: Any, config: Settings | None = None, **kwargs: Any
-) -> AdvantagesReturns:
+) -> Estimate:
     """GDPO; without a config, the rewards are the only component."""
     if config is None and len(args) < 5:
         config = {"gdpo_reward_keys": ["all"], "gdpo_reward_weights": None}

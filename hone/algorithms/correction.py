@@ -11,11 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hone.algorithms.correction_metrics import (
-    agreement_metrics,
-    rejection_metrics,
-    weight_metrics,
-)
+from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics, weight_metrics
 from hone.algorithms.rejection import (
     EXPONENT_BOUND,
     Bound,

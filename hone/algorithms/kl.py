@@ -16,19 +16,10 @@ from hone.plugins import PluginError, Table
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 """Takes log π and log π_ref and returns an estimate per token."""
 
-_HERE = "hone.algorithms.kl"
-
+_FUNCTIONS = {"k1": "k1 kl", "absolute": "abs", "k2": "k2 mse", "k3": "k3 low_var_kl"}
 TABLE: Table[KLEstimator] = Table(
     "KL estimator",
-    {
-        "k1": f"{_HERE}:k1",
-        "kl": f"{_HERE}:k1",
-        "abs": f"{_HERE}:absolute",
-        "k2": f"{_HERE}:k2",
-        "mse": f"{_HERE}:k2",
-        "k3": f"{_HERE}:k3",
-        "low_var_kl": f"{_HERE}:k3",
-    },
+    {name: f"{__name__}:{f}" for f, names in _FUNCTIONS.items() for name in names.split()},
 )
 _EXPONENT_BOUND = 20.0
 _K3_BOUND = 10.0

@@ -8,11 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hone.algorithms.correction import correct
-from hone.algorithms.correction_metrics import (
-    agreement_metrics,
-    rejection_metrics,
-    weight_metrics,
-)
+from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics, weight_metrics
 from hone.algorithms.rejection import OPTIONS, rejection_mask, split_list
 from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig

@@ -15,12 +15,7 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import build_offload
 from hone.engine.optimizer import Optimizer
 from hone.models.fused import compile_layers, fuse
-from hone.models.load import (
-    LoadOptions,
-    load_causal_lm,
-    load_classifier,
-    load_step_labels,
-)
+from hone.models.load import LoadOptions, load_causal_lm, load_classifier, load_step_labels
 from hone.models.lora import init_lora
 from hone.models.policy import Model, PolicyModel, ScoreModel, ValueModel
 from hone.plugins import PluginError, Table

@@ -45,12 +45,25 @@ class ExactForward(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class PolicyModel(nn.Module):
-    """A causal language model as a policy."""
+class DecoderModel(nn.Module):
+    """Base of the models: a Hugging Face model that PEFT may have wrapped."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        """The decoder without the head and without the PEFT wrapper."""
+        lm = without_peft(self.lm)
+        return getattr(lm, lm.base_model_prefix)
+
+
+class PolicyModel(DecoderModel):
+    """A causal language model as a policy."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__(lm)
         self.exact: ExactForward | None = None
         """The forward of exact mode, where rollout and trainer are bitwise equal; None otherwise."""
         self.head_group: ProcessGroup | None = None
@@ -58,11 +71,6 @@ class PolicyModel(nn.Module):
         self.routing: Routing | None = None
         """The routers, if the experts of tokens are recorded or replayed."""
         self._softcap, self._logit_scale = logit_rule(lm.config)
-
-    @property
-    def decoder(self) -> PreTrainedModel:
-        """The decoder without the LM head."""
-        return _decoder_of(self.lm)
 
     def record_routing(self) -> None:
         """Enables recording and replay of expert routing; raises for a model without experts."""
@@ -151,12 +159,11 @@ class PolicyModel(nn.Module):
         return hidden_states(self.decoder, packed)
 
 
-class ValueModel(nn.Module):
+class ValueModel(DecoderModel):
     """A decoder with a scalar head: the critic's value before each response token."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
-        super().__init__()
-        self.lm = lm
+        super().__init__(lm)
         width = lm.get_output_embeddings().weight.shape[1]
         dtype = next(lm.parameters()).dtype
         self.value_head = nn.Linear(width, 1, dtype=dtype)
@@ -165,29 +172,17 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
         lm.set_output_embeddings(None)
 
-    @property
-    def decoder(self) -> PreTrainedModel:
-        return _decoder_of(self.lm)
-
     def forward(self, packed: PackedRows) -> dict[str, Tensor]:
         hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
         values = self.value_head(hidden).float().squeeze(-1)
         return {"values": packed.unpack(values)}
 
 
-class ScoreModel(nn.Module):
+class ScoreModel(DecoderModel):
     """A Hugging Face classifier as a reward model: a score after the token before each response token.
 
     With one label the score is the logit; with two (bad, good) it is their difference, the log-odds of good.
     """
-
-    def __init__(self, lm: PreTrainedModel) -> None:
-        super().__init__()
-        self.lm = lm
-
-    @property
-    def decoder(self) -> PreTrainedModel:
-        return _decoder_of(self.lm)
 
     @property
     def head(self) -> nn.Module:
@@ -203,12 +198,6 @@ class ScoreModel(nn.Module):
 
 Model: TypeAlias = PolicyModel | ValueModel | ScoreModel
 """A model that the engine trains."""
-
-
-def _decoder_of(lm: PreTrainedModel) -> PreTrainedModel:
-    """Returns the decoder without head and without the PEFT wrapper."""
-    lm = without_peft(lm)
-    return getattr(lm, lm.base_model_prefix)
 
 
 def without_peft(lm: PreTrainedModel) -> PreTrainedModel:

@@ -24,6 +24,8 @@ from hone.protocol import PADDED_ROW, DataProto, real_rows
 from hone.types import Function, Row
 
 _PREPARED = "prepared/"
+_NO_OPTIONS: Options = {}
+_LOG_PROBS_ONLY: Options = {"temperature": 1.0, "with_entropy": False}
 
 
 def mask_without_padding(batch: DataProto, column: str) -> Tensor:  # [B, T]
@@ -79,7 +81,7 @@ class PolicyObjective:
         # Without a log-prob pass before the update, the old log-probs are the current ones.
         old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
         weights = columns["rollout_is_weights"] if "rollout_is_weights" in names else None
-        arguments = (old, log_prob, require(batch, "advantages"), mask)
+        inputs = (old, log_prob, require(batch, "advantages"), mask)
         extra: Row = {name: require(batch, name) for name in self._needs}
         if self._bypass is not None:
             extra["rollout_correction"] = self._bypass
@@ -87,13 +89,11 @@ class PolicyObjective:
             prepared = {name for name in names if name.startswith(_PREPARED)}
             extra["prepared"] = {name.removeprefix(_PREPARED): columns[name] for name in prepared}
         if isinstance(self._loss, PolicyLoss):
-            tokens = self._loss.tokens(*arguments, config, weights, **extra)
+            tokens = self._loss.tokens(inputs, config, weights, **extra)
             losses, metrics = self._loss.per_token(tokens)
             policy_loss, means = self._loss.reduce(tokens, losses, metrics, config.loss_agg_mode)
         else:
-            policy_loss, means = self._loss(
-                *arguments, config.loss_agg_mode, config, weights, **extra
-            )
+            policy_loss, means = self._loss(*inputs, config.loss_agg_mode, config, weights, **extra)
         loss, shares = policy_loss, {"actor/pg_loss": policy_loss.detach()}
         means = {**means, "actor/entropy": masked_mean(outputs["entropy"].detach(), mask)}
         if "routing_agreement" in outputs:
@@ -124,6 +124,7 @@ class TokenObjective:
     """Base of objectives over all policy tokens without statistics of the mini-batch."""
 
     needs_batch_statistics = False
+    options = _NO_OPTIONS
 
     def mask(self, batch: DataProto) -> Tensor:
         return mask_without_padding(batch, "response_mask")
@@ -139,7 +140,6 @@ class ValueObjective(TokenObjective):
 
     def __init__(self, config: CriticConfig) -> None:
         self._config = config
-        self.options: Options = {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         config, mask = self._config, self.mask(batch)
@@ -161,9 +161,7 @@ class SupervisedObjective(TokenObjective):
     """Mean negative log-likelihood of the target tokens."""
 
     reads = ("response_mask",)
-
-    def __init__(self) -> None:
-        self.options: Options = {"temperature": 1.0, "with_entropy": False}
+    options = _LOG_PROBS_ONLY
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         loss = agg_loss(-outputs["log_probs"], self.mask(batch), "token-mean")

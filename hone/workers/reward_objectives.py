@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
 from hone.columns import require
-from hone.engine.contract import Options, Terms
+from hone.engine.contract import Terms
 from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
 from hone.workers.objectives import TokenObjective
@@ -19,9 +19,6 @@ class StepObjective(TokenObjective):
     """Mean cross-entropy of a process reward model over labelled steps; labels may be probabilities."""
 
     reads = ("response_mask", "labels")
-
-    def __init__(self) -> None:
-        self.options: Options = {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         scores, labels, mask = outputs["scores"], require(batch, "labels"), self.mask(batch)
@@ -41,9 +38,6 @@ class PairObjective(TokenObjective):
     """
 
     reads = ("response_mask", "margin")
-
-    def __init__(self) -> None:
-        self.options: Options = {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         mask = self.mask(batch)

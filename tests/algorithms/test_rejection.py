@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from hone.algorithms.correction_metrics import rejection_metrics
-from hone.algorithms.rejection import (
-    OPTIONS,
-    bound_numbers,
-    ratio_band,
-    rejection_mask,
-    split_list,
-)
+from hone.algorithms.rejection import OPTIONS, bound_numbers, ratio_band, rejection_mask, split_list
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
 LOG_RATIO = torch.tensor(

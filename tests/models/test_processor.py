@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from hone.data.prompts import extract_system_prompt_and_generation, initialize_system_prompt
-from hone.models.processor import (
-    hf_processor,
-    hf_tokenizer,
-    normalize_token_ids,
-    set_pad_token_id,
-)
+from hone.models.processor import hf_processor, hf_tokenizer, normalize_token_ids, set_pad_token_id
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
 

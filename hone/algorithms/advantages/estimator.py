@@ -21,7 +21,7 @@ from hone.ops.groups import Labels
 from hone.plugins import PluginError
 from hone.types import Function, JsonValue, Row, Settings
 
-AdvantagesReturns = tuple[Tensor, Tensor]  # both [B, T] and 0 outside response_mask
+Estimate = tuple[Tensor, Tensor]  # advantages and returns, both [B, T], 0 outside response_mask
 Groups = Literal["ignored", "compared", "required"]
 T = TypeVar("T", bound="Estimator")
 
@@ -65,7 +65,7 @@ class Estimator:
         """Required columns, in addition to rewards, mask and uid."""
         return ()
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
     @classmethod
@@ -102,7 +102,7 @@ class FunctionEstimator(Estimator):
     def requires(self) -> tuple[str, ...]:
         return needs_of(self.function)
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         values = {"index": batch.uid, "config": self.config, **batch.columns}
         tensors = {"token_level_rewards": batch.rewards, "response_mask": batch.mask}
         parameters = inspect.signature(self.function).parameters
@@ -142,7 +142,7 @@ class VerlForm:
         index: Labels | None = None,
         config: Settings | None = None,
         **keywords: Any,
-    ) -> AdvantagesReturns:
+    ) -> Estimate:
         if isinstance(index, Mapping) or isinstance(config, int | float):
             raise TypeError(  # verl has other arguments at these positions
                 f"{self.__name__} takes (token_level_rewards, response_mask, index, config); got "

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import (
-    AdvantagesReturns,
-    Estimator,
-    Trajectories,
-    VerlForm,
-)
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.returns import Chain, backward_scan
 from hone.ops.masked import masked_fill_zero, masked_whiten
 
@@ -34,7 +29,7 @@ class GAE(Estimator):
     def requires(self) -> tuple[str, ...]:
         return ("values",)
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         mask = batch.mask.bool()
         rewards = masked_fill_zero(batch.rewards, mask)
         values = masked_fill_zero(batch.column("values"), mask)

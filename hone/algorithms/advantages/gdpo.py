@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hone.algorithms.advantages.estimator import (
     CALL_ONLY,
-    AdvantagesReturns,
+    Estimate,
     Estimator,
     Trajectories,
     VerlForm,
@@ -55,7 +55,7 @@ class GDPO(Estimator):
         keys = self.gdpo_reward_keys or ()
         return tuple(REWARD_PREFIX + str(key).removeprefix(REWARD_PREFIX) for key in keys)
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         outcome = outcomes("gdpo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
         total = torch.zeros(len(outcome.groups.ids), dtype=torch.float64, device=batch.mask.device)
         weights = self.gdpo_reward_weights or [1.0] * len(self.requires)

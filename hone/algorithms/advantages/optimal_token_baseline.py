@@ -11,12 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import (
-    AdvantagesReturns,
-    Estimator,
-    Trajectories,
-    VerlForm,
-)
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import checked_labels
 from hone.algorithms.advantages.returns import Chain, rewards_to_go
 from hone.ops.groups import factorise
@@ -50,7 +45,7 @@ class OptimalTokenBaseline(Estimator):
         column = torch.arange(width, device=mask.device).expand_as(mask)
         return column if chain is None else column + width * chain.rank.unsqueeze(-1)
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         response_mask = batch.mask
         chain = Chain.of(batch.uid, batch.trajectory_id, response_mask)
         position = self.position(response_mask, chain)

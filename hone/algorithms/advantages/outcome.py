@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import AdvantagesReturns, Estimator, Trajectories
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories
 from hone.ops.groups import Groups, Labels, factorise, factorise_pairs
 from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum
 
@@ -77,7 +77,7 @@ class OutcomeEstimator(Estimator):
         """[N] advantages from the outcomes of N trajectories."""
         raise NotImplementedError(f"{type(self).__name__} must define advantages")
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         name = type(self).__name__
         outcome = outcomes(name, batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
         advantages = outcome.broadcast(self.advantages(outcome))

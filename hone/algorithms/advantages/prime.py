@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hone.algorithms.advantages.estimator import (
-    AdvantagesReturns,
-    Estimator,
-    Trajectories,
-    VerlForm,
-)
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import outcomes
 from hone.algorithms.advantages.returns import Chain, rewards_to_go
 from hone.ops.masked import masked_whiten
@@ -33,7 +28,7 @@ class PrimeRLOO(Estimator):
     def requires(self) -> tuple[str, ...]:
         return ("reward/implicit", "token_level_scores")
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         implicit, scores = batch.column("reward/implicit"), batch.column("token_level_scores")
         rows = (batch.mask, batch.uid, batch.trajectory_id)
         outcome, process = outcomes("prime", scores, *rows), outcomes("prime", implicit, *rows)

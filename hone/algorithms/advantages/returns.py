@@ -13,12 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import (
-    AdvantagesReturns,
-    Estimator,
-    Trajectories,
-    VerlForm,
-)
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import OutcomeEstimator, Outcomes
 from hone.ops.groups import Labels, factorise, factorise_pairs
 from hone.ops.masked import masked_fill_zero, masked_whiten
@@ -122,7 +117,7 @@ class ReinforcePlusPlus(Estimator):
 
     groups = "ignored"
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
         returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, chain)
         return masked_whiten(returns, batch.mask), returns
@@ -148,7 +143,7 @@ class ReMax(Estimator):
     def requires(self) -> tuple[str, ...]:
         return ("reward_baselines",)
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
         returns = rewards_to_go(batch.rewards, batch.mask, 1.0, chain)
         baseline = batch.column("reward_baselines").to(returns.dtype).unsqueeze(-1)

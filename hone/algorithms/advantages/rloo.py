@@ -7,12 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import (
-    AdvantagesReturns,
-    Estimator,
-    Trajectories,
-    VerlForm,
-)
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import Outcomes, outcomes
 from hone.algorithms.advantages.returns import Chain, rewards_to_go
 from hone.algorithms.credit import STRICT_MIN, min_form, step_lengths
@@ -42,7 +37,7 @@ class RLOOToken(Estimator):
             return ("reward/process", "step_mask", "token_level_scores")
         return ("reward/process", "step_mask") if self.credit_assignment == STRICT_MIN else ()
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         missing = [name for name in self.requires if batch.columns.get(name) is None]
         if missing:
             raise ValueError(
@@ -110,7 +105,7 @@ class RLOO(Estimator):
     def _token_estimator(self) -> RLOOToken:
         return RLOOToken(1.0, self.credit_assignment, self.process_baseline)
 
-    def __call__(self, batch: Trajectories) -> AdvantagesReturns:
+    def __call__(self, batch: Trajectories) -> Estimate:
         if self.credit_assignment is not None:
             return self._token_estimator(batch)
         outcome = outcomes("rloo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)

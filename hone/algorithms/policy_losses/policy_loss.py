@@ -22,6 +22,8 @@ from hone.types import Settings
 RATIO_EXPONENT_BOUND = 20.0
 
 Columns = dict[str, Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Old log-probs, log-probs, advantages and the response mask."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,8 @@ class PolicyLoss:
         """Runs once over the whole mini-batch; each micro-batch then gets its rows as `prepared`."""
         if self.prepare_tokens is None:
             return {}
-        return self.prepare_tokens(
-            _masked_tokens(old_log_prob, log_prob, advantages, response_mask, config)
-        )
+        inputs = (old_log_prob, log_prob, advantages, response_mask)
+        return self.prepare_tokens(_masked_tokens(inputs, config))
 
     def __call__(
         self,
@@ -114,26 +115,15 @@ class PolicyLoss:
         **extras: Settings,
     ) -> tuple[Tensor, Columns]:
         """Returns the micro-batch's share of the loss, and token means over the mask of this call."""
-        tokens = self.tokens(
-            old_log_prob,
-            log_prob,
-            advantages,
-            response_mask,
-            config,
-            rollout_is_weights,
-            prepared=prepared,
-            **extras,
-        )
+        inputs = (old_log_prob, log_prob, advantages, response_mask)
+        tokens = self.tokens(inputs, config, rollout_is_weights, prepared=prepared, **extras)
         return self.reduce(tokens, *self.per_token(tokens), loss_agg_mode)
 
     def tokens(
         self,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        config: Settings | None = None,
-        rollout_is_weights: Tensor | None = None,
+        inputs: Inputs,
+        config: Settings | None,
+        weights: Tensor | None,
         *,
         prepared: Columns | None = None,
         **extras: Settings,
@@ -142,11 +132,10 @@ class PolicyLoss:
         keywords = (*_KEYWORDS, *self.extra_keywords)
         refuse_unknown(f"policy loss {self.name}", set(extras) - set(keywords), keywords)
         if self.prepare_tokens is not None and prepared is None:
-            prepared = self.prepare(old_log_prob, log_prob, advantages, response_mask, config)
-        tokens = _masked_tokens(old_log_prob, log_prob, advantages, response_mask, config)
-        weights = None
-        if rollout_is_weights is not None:
-            weights = masked_fill_zero(rollout_is_weights, tokens.mask).detach()
+            prepared = self.prepare(*inputs, config)
+        tokens = _masked_tokens(inputs, config)
+        if weights is not None:
+            weights = masked_fill_zero(weights, tokens.mask).detach()
         return replace(tokens, prepared=prepared or {}, extras=extras, weights=weights)
 
     def reduce(
@@ -165,15 +154,9 @@ class PolicyLoss:
         return total, metrics
 
 
-def _masked_tokens(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    config: Settings | None,
-) -> Tokens:
-    mask = response_mask.bool()
-    old, new, adv = (masked_fill_zero(x, mask) for x in (old_log_prob, log_prob, advantages))
+def _masked_tokens(inputs: Inputs, config: Settings | None) -> Tokens:
+    mask = inputs[3].bool()
+    old, new, adv = (masked_fill_zero(x, mask) for x in inputs[:3])
     return Tokens(old.detach(), new, adv.detach(), mask, config)
 
 

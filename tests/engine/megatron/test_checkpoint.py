@@ -12,12 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hone.config.engine import OptimConfig
-from hone.engine.megatron.checkpoint import (
-    _aliases,
-    _load_moments,
-    _optimizer_name,
-    save_stage,
-)
+from hone.engine.megatron.checkpoint import _aliases, _load_moments, _optimizer_name, save_stage
 from hone.engine.optimizer import build_optimizer
 from tests.engine.megatron.test_optimizer import make_optimizer
 
