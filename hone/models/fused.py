@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 
 
 def fuse(model: nn.Module, *, kernels: bool = True) -> int:
-    """Replaces the forwards of supported modules and returns their number.
-
-    Without `kernels`, torch.compile can trace them.
-    """
+    """Replaces the forwards of supported modules and returns their number; torch.compile can trace them
+    without `kernels`."""
     lm: PreTrainedModel = getattr(model, "lm", model)
     family = FAMILIES.get(getattr(lm.config, "model_type", ""))
     if family is None:

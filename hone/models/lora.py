@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ADAPTER_FOLDER = "lora_adapter"
 _PREFIX = "base_model.model."
+_SCORE = r"(?:.*\.)?score"
 
 
 class LoraError(ValueError):
@@ -71,9 +72,7 @@ def wrap_lora(
     excluded = _names(exclude_modules)
     if is_classifier:
         pattern = rf"(?:{excluded})|" if isinstance(excluded, str) else ""
-        excluded = (
-            [*excluded, "score"] if isinstance(excluded, list) else pattern + r"(?:.*\.)?score"
-        )
+        excluded = [*excluded, "score"] if isinstance(excluded, list) else pattern + _SCORE
     try:
         if adapter_path:
             wrapped = PeftModel.from_pretrained(

@@ -243,10 +243,8 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def announce_weights(self, version: int) -> int:
-        """Switches the engine to this version of the actor's weights and returns the number of copied bytes.
-
-        Weights are copied only if the engine does not decode with the training module.
-        """
+        """Switches the engine to this version of the actor's weights, which are copied unless the engine
+        decodes with the training module; returns the number of copied bytes."""
         if self.actor is None or self.engine.traits.decodes_with_module:
             run_coroutine(self._update((), version))
             return 0

@@ -74,10 +74,8 @@ class TrainWorker(Worker):
     def run_updates(
         self, role: str, minibatches: Iterable[DataProto], objective: Objective
     ) -> dict[str, float]:
-        """Runs the updates of one step and advances the learning-rate schedule.
-
-        Returns mean metrics; those of the optimizer have the role as prefix.
-        """
+        """Runs the updates of one step and advances the learning-rate schedule; returns mean metrics, with
+        the role as prefix of the optimizer's."""
         with self.engine.present(optimizer=True):
             updates = [self.engine.train_minibatch(batch, objective) for batch in minibatches]
         self.engine.advance_schedule()
@@ -126,10 +124,8 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, adapters: bool) -> int:
-        """Sends the weights: every rank gathers, rank 0 sends. Returns the number of bytes.
-
-        With `adapters`, a LoRA model sends only its adapters, otherwise merged weights.
-        """
+        """Sends the weights (every rank gathers, rank 0 sends) and returns the number of bytes. With
+        `adapters`, a LoRA model sends only its adapters, otherwise merged weights."""
         engine = self.engine
         lora = adapters and engine.facts.has_adapters
         weights = engine.named_adapter_weights() if lora else engine.named_hf_weights()

@@ -89,10 +89,8 @@ def entries(stage: Stage, *, tied: bool) -> list[Entry]:
 
 
 def to_local(kind: Kind, tensors: Sequence[Tensor], shape: Shape, rank: int, ranks: int) -> Tensor:
-    """Returns one rank's shard of a parameter from Hugging Face tensors.
-
-    `rank` and `ranks` count tensor-parallel ranks, for experts expert × expert-tensor-parallel ranks.
-    """
+    """Returns one rank's shard of a parameter from Hugging Face tensors; `rank` and `ranks` count
+    tensor-parallel ranks, or expert × expert-tensor-parallel ranks for experts."""
 
     def part(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(ranks, dim)[rank]
@@ -211,10 +209,8 @@ class StageTensors:
             yield entry.local, part
 
     def of_stage(self, tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the full tensors of this stage; its ranks call it together.
-
-        `tensor_of` maps the name of a parameter to this rank's tensor; it is called for one at a time.
-        """
+        """Yields the full tensors of this stage; its ranks call it together. `tensor_of` maps the name of a
+        parameter to this rank's tensor; it is called for one at a time."""
         for entry in self.entries:
             if not self._is_copy(entry):
                 yield from zip(entry.whole, self._gather(entry, tensor_of), strict=True)
