@@ -19,7 +19,7 @@ from hone.controller.worker import free_port
 from hone.engine.tensor_parallel import UNPLANNED, TensorParallel
 from hone.models import attention
 from hone.models.families import FAMILIES
-from hone.models.lora import Adapters, draw_adapters, whole_tensor
+from hone.models.lora import Adapters, full_tensor, init_lora
 from hone.models.policy import PolicyModel
 from hone.ops.packing import pack_rows
 
@@ -40,7 +40,7 @@ def tiny_policy(family: str, *, flipped: bool, adapters: bool) -> PolicyModel:
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).float()
     policy = PolicyModel(lm)
     if adapters:
-        policy.lm = draw_adapters(lm, ADAPTERS, seed=0)
+        policy.lm = init_lora(lm, ADAPTERS, seed=0)
     randomise(policy.lm)
     lm.tie_weights()
     return policy.eval()
@@ -74,8 +74,8 @@ def difference(
     scale = max(float(g.norm()) for g in exact.values())
     own = {name: p.grad for name, p in split.named_parameters() if p.grad is not None}
     assert own.keys() == exact.keys(), family
-    gradient = max(float((whole_tensor(own[n]) - g).norm()) / scale for n, g in exact.items())
-    with parallel.whole(), torch.no_grad():
+    gradient = max(float((full_tensor(own[n]) - g).norm()) / scale for n, g in exact.items())
+    with parallel.gathered(), torch.no_grad():
         gathered = outputs(split)
     return {
         "outputs": max(float((found[n] - x).abs().max()) for n, x in expected.items()),

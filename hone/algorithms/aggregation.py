@@ -1,8 +1,8 @@
 """Aggregates per-token losses to a scalar that does not depend on the split into micro-batches.
 
 `agg_loss` returns this micro-batch's share: the shares of all micro-batches and ranks sum to the
-loss of the mini-batch. The counts it divides by are those of the whole mini-batch; the engine
-announces them with `counted`.
+loss of the mini-batch. It divides by counts of the whole mini-batch, which the engine sets with
+`batch_counts`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _counts: ContextVar[BatchCounts | None] = ContextVar("hone_batch_counts", defaul
 
 
 @contextmanager
-def counted(counts: BatchCounts) -> Iterator[None]:
+def batch_counts(counts: BatchCounts) -> Iterator[None]:
     """Sets the counts that `agg_loss` divides by and that `config.global_batch_info` returns."""
     token = _counts.set(counts)
     info = announced.set({"batch_num_tokens": counts.tokens, "global_batch_size": counts.sequences})
@@ -73,7 +73,7 @@ def agg_loss(
     """Returns this micro-batch's share of the mini-batch loss, times `dp_size`.
 
     `dp_size` is for engines whose gradients are averaged, not summed, over ranks. Counts come from
-    the arguments, else from `counted`, else from `loss_mask` (which is then the whole mini-batch).
+    the arguments, else from `batch_counts`, else from `loss_mask` (then the whole mini-batch).
     An empty mask gives 0 with a gradient of 0.
     """
     if loss_agg_mode not in MODES:
@@ -82,26 +82,24 @@ def agg_loss(
         )
     if loss_mask.is_floating_point() and not ((loss_mask == 0) | (loss_mask == 1)).all():
         raise ValueError(
-            "agg_loss: loss_mask holds numbers other than 0 and 1; it says which tokens count. "
-            "Multiply weights into loss_mat"
+            "agg_loss: loss_mask has values other than 0 and 1; multiply weights into loss_mat instead"
         )
     counts = _counts.get()
     if loss_agg_mode == "token-sum":
         return masked_sum(loss_mat, loss_mask) * dp_size
     if loss_agg_mode == "token-mean":
         total = masked_sum(loss_mat, loss_mask)
-        tokens = _first(batch_num_tokens, counts.tokens if counts else None)
-        return (
-            total / _divisor(tokens, loss_mask.bool().sum(), dp_size, "batch_num_tokens") * dp_size
-        )
+        tokens = _first_set(batch_num_tokens, counts.tokens if counts else None)
+        divisor = _divisor(tokens, loss_mask.bool().sum(), dp_size, "batch_num_tokens")
+        return total / divisor * dp_size
 
     per_row = masked_mean if loss_agg_mode == "seq-mean-token-mean" else masked_sum
     total = per_row(loss_mat, loss_mask, -1).sum()  # a row without tokens adds 0
-    rows = _first(global_batch_size, counts.sequences if counts else None)
+    rows = _first_set(global_batch_size, counts.sequences if counts else None)
     local = loss_mask.bool().any(dim=-1).sum()
     loss = total / _divisor(rows, local, dp_size, "global_batch_size") * dp_size
     if loss_agg_mode == "seq-mean-token-sum-norm":
-        width = _first(loss_scale_factor, counts.width if counts else None)
+        width = _first_set(loss_scale_factor, counts.width if counts else None)
         width = max(loss_mask.shape[-1], 1) if width is None else width
         if not width > 0:
             raise ValueError(f"loss_scale_factor={width} divides the loss and must be above 0")
@@ -109,18 +107,20 @@ def agg_loss(
     return loss
 
 
-def _first(*choices: float | Tensor | None) -> float | Tensor | None:
-    return next((choice for choice in choices if choice is not None), None)
+def _first_set(*values: float | Tensor | None) -> float | Tensor | None:
+    """Returns the first value that is not None."""
+    return next((value for value in values if value is not None), None)
 
 
 def _divisor(
-    given: float | Tensor | None, local: Tensor, dp_size: int, name: str
+    count: float | Tensor | None, local: Tensor, dp_size: int, name: str
 ) -> float | Tensor:
-    if given is None:
+    """Returns the count, or the local one if it is None, at least 1."""
+    if count is None:
         if dp_size > 1:
             raise ValueError(
-                f"agg_loss got dp_size={dp_size} but no {name}: this rank's mask does not know "
-                f"the whole mini-batch. Pass {name}, or call inside `counted(BatchCounts(...))`"
+                f"agg_loss got dp_size={dp_size} but no {name}, and this rank's mask is not the whole "
+                f"mini-batch; pass {name}, or call it inside `batch_counts(BatchCounts(...))`"
             )
-        given = local
-    return torch.clamp(given, min=1) if isinstance(given, Tensor) else max(float(given), 1.0)
+        count = local
+    return torch.clamp(count, min=1) if isinstance(count, Tensor) else max(float(count), 1.0)

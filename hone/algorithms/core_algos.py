@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import advantages, policy_losses
-from hone.algorithms.advantages.estimator import Pair, VerlForm
+from hone.algorithms.advantages.estimator import Estimate, VerlForm
 from hone.algorithms.advantages.gae import gae
 from hone.algorithms.advantages.gdpo import gdpo
 from hone.algorithms.advantages.group_baseline import gpg, grpo_passk, opo
@@ -63,9 +63,9 @@ class AdvantageEstimator(str, Enum):
 
 
 class VerlFunction:
-    """An estimator under verl's name: `arguments` are verl's, in its order; those before `/` are required.
+    """An estimator with verl's `arguments`, in verl's order; those before `/` are required.
 
-    As in verl, an argument that neither the estimator nor the batch has (`ignored`) is ignored.
+    `ignored` lists arguments that verl accepts and the estimator does not have.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class VerlFunction:
         self._estimator, self._ignored = estimator, ignored.split()
         required, _, optional = arguments.partition("/")
         kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-        known: dict[str, Any] = dict.fromkeys(required.split(), empty)
-        known |= {name: defaults.get(name) for name in optional.split()}
-        parameters = [inspect.Parameter(name, kind, default=known[name]) for name in known]
+        values: dict[str, Any] = dict.fromkeys(required.split(), empty)
+        values |= {name: defaults.get(name) for name in optional.split()}
+        parameters = [inspect.Parameter(name, kind, default=values[name]) for name in values]
         columns = inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)
         self.__signature__ = inspect.Signature([*parameters, columns])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Pair:
+    def __call__(self, *args: Any, **kwargs: Any) -> Estimate:
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments | bound.arguments.pop("columns")
@@ -94,7 +94,7 @@ _BASELINE = (
     "token_level_rewards response_mask index old_log_probs sum_pi_squared / rollout_is_weights "
     "handle_zero_tail epsilon config"
 )
-_TAIL: dict[str, Any] = {"handle_zero_tail": True, "epsilon": BASELINE_EPS}
+_BASELINE_DEFAULTS: dict[str, Any] = {"handle_zero_tail": True, "epsilon": BASELINE_EPS}
 
 compute_gae_advantage_return = VerlFunction(
     gae, "token_level_rewards values response_mask gamma lam /"
@@ -119,9 +119,11 @@ compute_remax_outcome_advantage = VerlFunction(
 compute_gpg_outcome_advantage = VerlFunction(
     gpg, f"{_GROUPED} epsilon f_norm alpha config", "epsilon alpha", f_norm=1.0
 )
-compute_optimal_token_baseline_advantage = VerlFunction(optimal_token_baseline, _BASELINE, **_TAIL)
+compute_optimal_token_baseline_advantage = VerlFunction(
+    optimal_token_baseline, _BASELINE, **_BASELINE_DEFAULTS
+)
 compute_multi_turn_optimal_token_baseline_advantage = VerlFunction(
-    tir_optimal_token_baseline, _BASELINE, **_TAIL
+    tir_optimal_token_baseline, _BASELINE, **_BASELINE_DEFAULTS
 )
 _compute_gdpo = VerlFunction(
     gdpo,
@@ -134,7 +136,7 @@ _compute_gdpo = VerlFunction(
 
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor, *args: Any, config: Settings | None = None, **kwargs: Any
-) -> Pair:
+) -> Estimate:
     """GDPO; without a config, the rewards are the only component."""
     if config is None and len(args) < 5:
         config = {"gdpo_reward_keys": ["all"], "gdpo_reward_weights": None}
@@ -166,8 +168,8 @@ def compute_policy_loss(
     arguments = (old_log_prob, log_prob, advantages, response_mask)
     loss, metrics = vanilla(*arguments, loss_agg_mode, config)
     names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-    clipped, kl, clipped_below = (metrics[name] for name in names)
-    return loss, clipped, kl, clipped_below
+    clip_fraction, kl, dual_clip_fraction = (metrics[name] for name in names)
+    return loss, clip_fraction, kl, dual_clip_fraction
 
 
 def compute_policy_loss_reinforce(
@@ -217,8 +219,8 @@ def compute_pf_ppo_reweight_data(
     """
     scores = data.batch["token_level_scores"].sum(dim=-1)
     rows = pf_ppo_rows(scores, reweight_method, weight_pow, torch.default_generator)
-    drawn = data.select_idxs(rows)
+    resampled = data.select_idxs(rows)
     for key, value in data.meta_info.items():
         if isinstance(value, list) and len(value) == len(data):
-            drawn.meta_info[key] = [value[row] for row in rows.tolist()]
-    return drawn
+            resampled.meta_info[key] = [value[row] for row in rows.tolist()]
+    return resampled

@@ -11,11 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hone.algorithms.correction_metrics import (
-    agreement_metrics,
-    rejection_metrics,
-    weight_metrics,
-)
+from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics, weight_metrics
 from hone.algorithms.rejection import (
     EXPONENT_BOUND,
     Bound,
@@ -55,22 +51,24 @@ def correct(
         bounds = bound_numbers(threshold, _THRESHOLD)
         metrics |= weight_metrics(weights, log_ratio, mask, level, bounds)
         if option("rollout_is_batch_normalize"):
-            # The mean over tokens or over sequences.
-            rows, of_row = mask.any(-1), masked_mean(weights, mask, -1)
-            mean = masked_mean(weights, mask) if level == "token" else masked_mean(of_row, rows)
+            mean = masked_mean(weights, mask)
+            if level == "sequence":
+                mean = masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
             weights = weights / mean if mean > 0 else weights
             metrics["rollout_is_batch_norm_factor"] = mean
-    keep, verdicts = rejection_mask(
+    keep, results = rejection_mask(
         log_ratio, mask, option("rollout_rs"), option("rollout_rs_threshold")
     )
-    if verdicts:
-        metrics |= rejection_metrics(verdicts, keep, mask)
+    if results:
+        metrics |= rejection_metrics(results, keep, mask)
     if (veto := option("rollout_token_veto_threshold")) is not None:
-        flags = catastrophic(log_ratio, mask, veto)
-        vetoed = flags.any(-1)
+        is_catastrophic = catastrophic(log_ratio, mask, veto)
+        vetoed = is_catastrophic.any(-1)
         keep = keep & ~vetoed[:, None]
         metrics["rollout_is_veto_fraction"] = masked_mean(vetoed.float(), mask.any(-1))
-        metrics["rollout_is_catastrophic_token_fraction"] = masked_mean(flags.float(), mask)
+        metrics["rollout_is_catastrophic_token_fraction"] = masked_mean(
+            is_catastrophic.float(), mask
+        )
     return (
         weights,
         response_mask * keep,
@@ -94,5 +92,5 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: B
     weights = masked_fill_zero(log_ratio.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp(), mask)
     if len(bounds) == 1:
         return weights.clamp(max=bounds[0])
-    inside = (weights >= bounds[0]) & (weights <= bounds[1])
-    return torch.where(inside, weights, 0.0)
+    in_bounds = (weights >= bounds[0]) & (weights <= bounds[1])
+    return torch.where(in_bounds, weights, 0.0)

@@ -1,7 +1,7 @@
 """PURE (2504.15275): converts scores of reasoning steps to token rewards and returns.
 
 A step's score is on its last token. Credit is assigned by a soft minimum, by the strict minimum over
-the remaining steps, or by a plain sum. The process reward model itself runs elsewhere.
+the remaining steps, or by a plain sum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def step_ends(responses: Tensor, response_mask: Tensor, separator_ids: Tensor) -
 
 
 def step_rewards(log_odds: Tensor) -> Tensor:
-    """Log-odds of a good step, the difference of the two logits → p(good) − p(bad), in −1 … 1."""
+    """Returns p(good) − p(bad), in −1 … 1, from the log-odds (difference of the logits) of a good step."""
     return torch.tanh(log_odds / 2)
 
 
@@ -53,8 +53,8 @@ def assign_credit(
             f"reward_model.credit_assignment must be a temperature above 0, {GAMMA_DECAY!r} or "
             f"{STRICT_MIN!r}; got {credit_assignment!r}"
         )
-    share = torch.softmax(torch.where(mask, -rewards / temperature, -torch.inf), dim=-1)
-    return masked_fill_zero(share * rewards, mask)
+    weights = torch.softmax(torch.where(mask, -rewards / temperature, -torch.inf), dim=-1)
+    return masked_fill_zero(weights * rewards, mask)
 
 
 def min_form_returns(
@@ -64,12 +64,12 @@ def min_form_returns(
 
     Tokens at which no step ends are not part of the minimum; after the last step G is 0.
     """
-    ahead = torch.where(step_mask.bool(), process_rewards, torch.inf)
-    lowest = ahead.flip(-1).cummin(-1).values.flip(-1)
+    at_ends = torch.where(step_mask.bool(), process_rewards, torch.inf)
+    lowest = at_ends.flip(-1).cummin(-1).values.flip(-1)
     if chain is not None and lowest.shape[-1]:
-        for rows, after in chain.backwards():  # later rows of the trajectory are steps to come
-            beyond = torch.where(after >= 0, lowest[after, 0], torch.inf).unsqueeze(-1)
-            lowest[rows] = torch.minimum(lowest[rows], beyond)
+        for rows, after in chain.backwards():  # later rows of the trajectory have later steps
+            next_row = torch.where(after >= 0, lowest[after, 0], torch.inf).unsqueeze(-1)
+            lowest[rows] = torch.minimum(lowest[rows], next_row)
     return masked_fill_zero(torch.where(lowest.isinf(), 0.0, lowest), response_mask)
 
 
@@ -83,15 +83,15 @@ def min_form(
     """[B, T] returns under the strict minimum: process rewards are combined by the minimum, all other
     rewards (rule score, KL) by the sum.
     """
-    rest = token_level_rewards - masked_fill_zero(process_rewards, step_mask)
+    other_rewards = token_level_rewards - masked_fill_zero(process_rewards, step_mask)
     lowest = min_form_returns(process_rewards, step_mask, response_mask, chain)
-    return rewards_to_go(rest, response_mask, 1.0, chain) + lowest
+    return rewards_to_go(other_rewards, response_mask, 1.0, chain) + lowest
 
 
-def tokens_of_steps(step_mask: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, T] at the end of each step the number of its policy tokens, without the one that ends it."""
+def step_lengths(step_mask: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, T] the number of policy tokens of each step, without its last token, at the end of the step."""
     mask, ends = response_mask.bool(), step_mask.bool()
-    inside = (mask & ~ends).int().cumsum(-1)  # tokens so far that end no step
-    # The count at the previous end: `inside` never falls, so the running maximum over ends finds it.
-    before = pad(torch.where(ends, inside, 0).cummax(-1).values, (1, 0))[..., :-1]
-    return masked_fill_zero(inside - before, ends)
+    count = (mask & ~ends).int().cumsum(-1)  # tokens so far that end no step
+    # The count never decreases, so its running maximum over ends is the count at the previous end.
+    previous = pad(torch.where(ends, count, 0).cummax(-1).values, (1, 0))[..., :-1]
+    return masked_fill_zero(count - previous, ends)

@@ -50,8 +50,8 @@ def outcome_losses(
 
 
 def rival_logits(logit: Tensor, outcome: Tensor, index: Labels) -> Tensor:
-    """[B] mean logit of the group's responses with a lower outcome, or with a higher one for an outcome of
-    0; 0 if there is none."""
+    """[B] mean logit of the group's responses with a lower outcome, or with a higher one if the outcome is 0;
+    0 without such responses."""
     ids = Groups.of(index).ids.to(logit.device)
     lower = outcome[None] < outcome[:, None]
     rival = torch.where((outcome > 0)[:, None], lower, outcome[None] > outcome[:, None])
@@ -60,11 +60,11 @@ def rival_logits(logit: Tensor, outcome: Tensor, index: Labels) -> Tensor:
 
 
 def ranking_accuracy(logit: Tensor, outcome: Tensor, index: Labels) -> tuple[float, float]:
-    """The share of pairs of one group that the logits order as the outcomes do, weighted by the difference
-    of outcomes (0.5 without such pairs), and the share of responses whose logit has the outcome's sign."""
+    """Returns the fraction of pairs of one group that the logits order as the outcomes do, weighted by the
+    difference of outcomes (0.5 without pairs), and the fraction of logits with the right sign."""
     ids = Groups.of(index).ids
     better = (outcome[:, None] - outcome[None]).clamp(min=0) * (ids[:, None] == ids[None])
     total = float(better.sum())
-    right = float((better * (logit[:, None] > logit[None])).sum())
+    ordered = float((better * (logit[:, None] > logit[None])).sum())
     signs = float(((logit > 0) == (outcome > 0.5)).double().mean())
-    return (right / total if total > 0 else 0.5), signs
+    return (ordered / total if total > 0 else 0.5), signs

@@ -16,19 +16,10 @@ from hone.plugins import PluginError, Table
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 """Takes log π and log π_ref and returns an estimate per token."""
 
-_HERE = "hone.algorithms.kl"
-
+_FUNCTIONS = {"k1": "k1 kl", "absolute": "abs", "k2": "k2 mse", "k3": "k3 low_var_kl"}
 TABLE: Table[KLEstimator] = Table(
     "KL estimator",
-    {
-        "k1": f"{_HERE}:k1",
-        "kl": f"{_HERE}:k1",
-        "abs": f"{_HERE}:absolute",
-        "k2": f"{_HERE}:k2",
-        "mse": f"{_HERE}:k2",
-        "k3": f"{_HERE}:k3",
-        "low_var_kl": f"{_HERE}:k3",
-    },
+    {name: f"{__name__}:{f}" for f, names in _FUNCTIONS.items() for name in names.split()},
 )
 _EXPONENT_BOUND = 20.0
 _K3_BOUND = 10.0
@@ -58,7 +49,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 
 def get_kl_estimator(name: str, key: str) -> KLEstimator:
-    """Returns the estimator of a name or of "pkg.mod:object"; `key` is the config key for errors."""
+    """Returns the estimator of a name or of "pkg.mod:object"; errors name the config key `key`."""
     try:
         estimator = TABLE.get(name.removesuffix("+"))
     except PluginError as error:
@@ -69,7 +60,7 @@ def get_kl_estimator(name: str, key: str) -> KLEstimator:
 def _unknown(key: str, name: str, error: PluginError) -> str:
     if name == "full":
         return (
-            f"{key}=full needs each token's whole distribution, which is never kept; "
+            f"{key}=full needs the full distribution of each token, which is not stored; "
             "use k3 (low variance) or k1"
         )
     return f"{key}={name}: {error}; each also with a trailing +"
@@ -121,7 +112,7 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
+        """Does nothing."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -138,7 +129,7 @@ class AdaptiveKLController(FixedKLController):
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         if horizon <= 0:
             raise ValueError(
-                f"kl_ctrl.horizon={horizon} must be above 0: it is how many samples a change takes"
+                f"kl_ctrl.horizon={horizon} must be above 0: it is a number of samples"
             )
         if target_kl <= 0:
             raise ValueError(

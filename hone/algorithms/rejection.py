@@ -33,8 +33,8 @@ OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The values and the decision of one option."""
+class RejectionResult:
+    """The values of one option, its bounds and the tokens that it keeps."""
 
     values: Tensor  # [B, T] for token options, [B] for sequence options
     low: float
@@ -44,17 +44,17 @@ class Verdict:
 
 def rejection_mask(
     log_ratio: Tensor, mask: Tensor, options: Options, bounds: Bounds
-) -> tuple[Tensor, dict[str, Verdict]]:
-    """Returns the tokens of `mask` that pass every option, and each option's verdict."""
+) -> tuple[Tensor, dict[str, RejectionResult]]:
+    """Returns the tokens of `mask` that pass every option, and the result of each option."""
     keep = mask.bool()
     log_ratio = masked_fill_zero(log_ratio, mask).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
-    verdicts = {
-        option: _judge(option, log_ratio, mask.bool(), bound)
+    results = {
+        option: _apply_option(option, log_ratio, mask.bool(), bound)
         for option, bound in _pair(options, bounds)
     }
-    for verdict in verdicts.values():
-        keep = keep & verdict.keep
-    return keep, verdicts
+    for result in results.values():
+        keep = keep & result.keep
+    return keep, results
 
 
 def catastrophic(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:  # [B, T] bool
@@ -63,36 +63,37 @@ def catastrophic(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:  
 
 
 def _pair(options: Options, bounds: Bounds) -> list[tuple[str, Bound]]:
-    names, given = [str(name) for name in split_list(options)], split_list(bounds)
+    """Returns the options, each with its bound."""
+    names, values = [str(name) for name in split_list(options)], split_list(bounds)
     for option in names:
         if option not in OPTIONS:
             raise ValueError(
                 f"algorithm.rollout_correction.rollout_rs has {option!r}, which is unknown; "
                 f"use any of {', '.join(OPTIONS)}"
             )
-    if len(given) == 1:
-        given = given * len(names)
-    if len(given) != len(names):
+    if len(values) == 1:
+        values = values * len(names)
+    if len(values) != len(names):
         raise ValueError(
-            f"{_KEY}={bounds!r} gives {len(given)} bounds for {len(names)} rejection options "
+            f"{_KEY}={bounds!r} has {len(values)} bounds for {len(names)} rejection options "
             f"({', '.join(names)}); give one for all or one each, comma separated"
         )
-    return list(zip(names, given, strict=True))
+    return list(zip(names, values, strict=True))
 
 
-def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) -> Verdict:
+def _apply_option(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) -> RejectionResult:
     level, kind = option.rsplit("_", 1)
     if kind == "k1":
-        least, most = ratio_band(bound, _KEY)
-        low, high = -math.log(most), -math.log(least)  # k1 decreases with the ratio
+        min_ratio, max_ratio = ratio_band(bound, _KEY)
+        low, high = -math.log(max_ratio), -math.log(min_ratio)  # k1 decreases with the ratio
         per_token = -log_ratio
     else:
         limits = bound_numbers(bound, _KEY)
         if len(limits) != 1:
             raise ValueError(f"{_KEY}={bound!r}: {kind} takes one upper bound, such as 0.01")
         low, high = -math.inf, limits[0]
-        k3 = kind == "k3"
-        per_token = log_ratio.exp() - 1 - log_ratio if k3 else 0.5 * log_ratio**2
+        is_k3 = kind == "k3"
+        per_token = log_ratio.exp() - 1 - log_ratio if is_k3 else 0.5 * log_ratio**2
     match level:
         case "token":
             values = per_token
@@ -103,8 +104,9 @@ def _judge(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) -> Verdic
         case _:
             # k2 and k3 are never negative; the added column makes the value of an empty row 0.
             values = pad(masked_fill_zero(per_token, mask), (0, 1)).amax(-1)
-    inside = (values >= low) & (values <= high)
-    return Verdict(values, low, high, mask & (inside if values.dim() == 2 else inside[:, None]))
+    in_bounds = (values >= low) & (values <= high)
+    keep = mask & (in_bounds if values.dim() == 2 else in_bounds[:, None])
+    return RejectionResult(values, low, high, keep)
 
 
 def split_list(value: Bound | Sequence[Bound] | None) -> list[Bound]:

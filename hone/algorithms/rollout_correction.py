@@ -8,11 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hone.algorithms.correction import correct
-from hone.algorithms.correction_metrics import (
-    agreement_metrics,
-    rejection_metrics,
-    weight_metrics,
-)
+from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics, weight_metrics
 from hone.algorithms.rejection import OPTIONS, rejection_mask, split_list
 from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
@@ -35,7 +31,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """Returns the column `rollout_is_weights` or None, the mask after rejection, and metrics."""
-    weights, narrowed, metrics = correct(
+    weights, loss_mask, metrics = correct(
         old_log_prob,
         rollout_log_prob,
         response_mask,
@@ -48,7 +44,7 @@ def compute_rollout_correction_and_rejection_mask(
         },
     )
     batch = None if weights is None else DataProto.from_dict({"rollout_is_weights": weights})
-    return batch, narrowed, metrics
+    return batch, loss_mask, metrics
 
 
 def compute_rollout_correction_weights(
@@ -69,11 +65,9 @@ def compute_rollout_correction_weights(
     )
     if batch is None:
         raise ValueError(f"rollout_is={rollout_is!r}: use 'token' or 'sequence' and a threshold")
-    of_weights = _PREFIX + "rollout_is_"
+    prefix = _PREFIX + "rollout_is_"
     return batch.batch["rollout_is_weights"], {
-        key.removeprefix(_PREFIX): value
-        for key, value in metrics.items()
-        if key.startswith(of_weights)
+        key.removeprefix(_PREFIX): value for key, value in metrics.items() if key.startswith(prefix)
     }
 
 
@@ -133,8 +127,8 @@ def compute_rollout_rejection_mask(
     if not split_list(rollout_rs):
         raise ValueError("rollout_rs names no rejection option, for example token_k1")
     mask = response_mask.bool()
-    keep, verdicts = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
-    metrics = rejection_metrics(verdicts, keep, mask)
+    keep, results = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
+    metrics = rejection_metrics(results, keep, mask)
     return response_mask * keep, {key: float(value) for key, value in metrics.items()}
 
 
@@ -172,11 +166,11 @@ def compute_rollout_correction_and_add_to_batch(
         "rollout_rs",
         "rollout_rs_threshold",
     )
-    weights, narrowed, metrics = compute_rollout_correction_and_rejection_mask(
+    weights, loss_mask, metrics = compute_rollout_correction_and_rejection_mask(
         batch.batch["old_log_probs"],
         batch.batch["rollout_log_probs"],
         batch.batch["response_mask"],
         **{name: setting(rollout_corr_config, name, RolloutCorrectionConfig) for name in names},
     )
-    batch.batch["response_mask"] = narrowed
+    batch.batch["response_mask"] = loss_mask
     return (batch if weights is None else batch.union(weights)), metrics

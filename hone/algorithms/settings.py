@@ -13,41 +13,39 @@ from hone.config.block import Block
 from hone.config.errors import did_you_mean, nearest
 from hone.types import Settings
 
-_ABSENT = object()
+_MISSING = object()
 
 
 def setting(config: Settings | None, key: str, defaults: type[Block]) -> Any:
     """Returns `config.<key>`, or the block's default if `config` is None or lacks the key."""
-    value = _dig(config, key)
-    if value is _ABSENT:
-        value = _dig(_default(defaults), key)
-    if value is _ABSENT:
-        raise KeyError(f"neither the given config nor {defaults.__name__} has the key {key}")
+    value = _lookup(config, key)
+    if value is _MISSING:
+        value = _lookup(_default(defaults), key)
+    if value is _MISSING:
+        raise KeyError(f"neither the config nor {defaults.__name__} has the key {key}")
     return value
 
 
-def given(config: Settings | None, key: str) -> Any:
+def config_value(config: Settings | None, key: str) -> Any:
     """Returns `config.<key>` if the config itself has it, else None."""
-    value = _dig(config, key)
-    return None if value is _ABSENT else value
+    value = _lookup(config, key)
+    return None if value is _MISSING else value
 
 
-def has(config: Settings | None, key: str) -> bool:
+def has_key(config: Settings | None, key: str) -> bool:
     """Returns whether the config itself has the key."""
-    return _dig(config, key) is not _ABSENT
+    return _lookup(config, key) is not _MISSING
 
 
-def _dig(config: Settings | None, key: str) -> Any:
+def _lookup(config: Settings | None, key: str) -> Any:
+    """Returns the value of a dotted key, or _MISSING."""
+    value: Any = config
     for part in key.split("."):
-        if config is None:
-            return _ABSENT
-        if isinstance(config, Mapping):
-            config = config.get(part, _ABSENT)
-        else:
-            config = getattr(config, part, _ABSENT)
-        if config is _ABSENT:
-            return _ABSENT
-    return config
+        if value is None or value is _MISSING:
+            return _MISSING
+        is_mapping = isinstance(value, Mapping)
+        value = value.get(part, _MISSING) if is_mapping else getattr(value, part, _MISSING)
+    return value
 
 
 @cache

@@ -12,16 +12,11 @@ from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.contract import EngineSpec, Mesh, TrainEngine
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
-from hone.engine.offload import offload_of
+from hone.engine.offload import build_offload
 from hone.engine.optimizer import Optimizer
 from hone.models.fused import compile_layers, fuse
-from hone.models.load import (
-    LoadOptions,
-    load_causal_lm,
-    load_classifier,
-    load_step_labels,
-)
-from hone.models.lora import draw_adapters
+from hone.models.load import LoadOptions, load_causal_lm, load_classifier, load_step_labels
+from hone.models.lora import init_lora
 from hone.models.policy import Model, PolicyModel, ScoreModel, ValueModel
 from hone.plugins import PluginError, Table
 
@@ -36,7 +31,7 @@ STRATEGIES: Table[Callable[[EngineSpec], TrainEngine]] = Table(
     },
 )
 LABELS = {"steps": ("bad", "good"), "score": ("reward",)}
-"""The labels of the classifiers: a process reward model and an outcome reward model."""
+"""The labels of a process reward model (steps) and of an outcome reward model (score)."""
 _MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_"))
 
 
@@ -51,8 +46,8 @@ def build_strategy(name: str, spec: EngineSpec) -> TrainEngine:
     mesh = engine.mesh
     if mesh.data_parallel_size * mesh.ranks_per_slot != spec.world_size:
         raise PluginError(
-            f"strategy={name} stands on {mesh}, which has {mesh.data_parallel_size} × "
-            f"{mesh.ranks_per_slot} ranks, and {spec.world_size} run; a mesh has every rank once"
+            f"strategy={name} has a mesh of {mesh.data_parallel_size} × {mesh.ranks_per_slot} ranks, but "
+            f"{spec.world_size} ranks run; a mesh contains every rank once ({mesh})"
         )
     return engine
 
@@ -77,8 +72,7 @@ def build(spec: EngineSpec) -> Engine:
             shard_size=spec.fsdp.fsdp_size,
             adapters=spec.adapters is not None,
         )
-    slots = mesh.data_parallel_size
-    rules = [rule(slots) for rule in (spec.train_rule, spec.infer_rule)]
+    rules = [rule(mesh.data_parallel_size) for rule in (spec.train_rule, spec.infer_rule)]
     train_rule, infer_rule = (replace(r, tokens=r.tokens * mesh.sequence_size) for r in rules)
     host = torch.device("cpu")
     return build_engine(
@@ -98,7 +92,7 @@ def build(spec: EngineSpec) -> Engine:
 def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
     """Loads the decoder with the head of the spec; frozen if the spec has no optimizer.
 
-    A model that will be sharded is loaded on another device, the host, as it may not fit the spec's.
+    `device` overrides the spec's: a model that will be sharded is loaded on the host.
     """
     device = device or spec.device
     options: LoadOptions = {
@@ -124,7 +118,7 @@ def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
     if spec.replays_routing and isinstance(module, PolicyModel):
         module.record_routing()
     if spec.adapters is not None:
-        module.lm = draw_adapters(module.lm, spec.adapters, spec.seed)
+        module.lm = init_lora(module.lm, spec.adapters, spec.seed)
     if spec.optim is None or spec.trains == "head":
         module.requires_grad_(False)
     if spec.trains == "head" and isinstance(module, ScoreModel):
@@ -153,9 +147,7 @@ def build_engine(
     compile_blocks |= fsdp.use_torch_compile
     if mesh is not None and mesh.tensor_size > 1:  # fused and compiled layers need whole weights
         if compile_blocks or device.type == "cuda":
-            log.info(
-                "tensor parallel layers run through their own modules, neither fused nor compiled"
-            )
+            log.info("layers under tensor parallel are neither fused nor compiled")
     else:
         if device.type == "cuda":
             fuse(module, kernels=not compile_blocks)
@@ -172,7 +164,7 @@ def build_engine(
         optimizer = Optimizer(
             module.named_parameters(), optim, grad_clip=grad_clip, total=optim.total_training_steps
         )
-    offload = offload_of(module, optimizer, fsdp)
+    offload = build_offload(module, optimizer, fsdp)
     engine = Engine(
         module,
         optimizer=optimizer,

@@ -22,16 +22,22 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hone.engine.optimizer import Optimizer
-from hone.engine.packed_shards import with_boxes, without_boxes
-from hone.engine.saved_state import TABLE, State, alone_without_warning, load_state, read_table
+from hone.engine.packed_shards import with_chunks, without_chunks
+from hone.engine.saved_state import (
+    METADATA_FILE,
+    State,
+    load_state,
+    no_single_process_warning,
+    read_metadata,
+)
 from hone.models.lora import is_lora
 from hone.tracking.manifest import seal_shards
 
 _STRICT = StateDictOptions(strict=True)
-_SAME_BASE = 1e-9
+_BASE_TOLERANCE = 1e-9
 """Relative tolerance; the order of the float64 sum depends on the number of ranks."""
-_KERNELS = {"capturable", "differentiable", "foreach", "fused"}
-"""Settings of an optimizer that depend on the device and the layout of this run, not on the saved one."""
+_KERNEL_SETTINGS = {"capturable", "differentiable", "foreach", "fused"}
+"""Settings of an optimizer that depend on the device and layout, so this run's values are used."""
 
 Leaves = dict[str, tuple[int, ...] | None]
 """Dotted names of the entries of a state, with the shape of tensors."""
@@ -56,8 +62,8 @@ def save_checkpoint(
     # torch would create missing optimizer state by running a step; skip it instead.
     skip = {"moments"} if optimizer is not None and not optimizer.inner.state else set()
     if state := _state(module, optimizer, sections_of(contents) - skip):
-        with alone_without_warning():
-            save(with_boxes(state), checkpoint_id=str(folder))
+        with no_single_process_warning():
+            save(with_chunks(state), checkpoint_id=str(folder))
         seal_shards(folder, dist.get_rank() if dist.is_initialized() else 0)
 
 
@@ -72,14 +78,14 @@ def load_checkpoint(
     state = _state(module, optimizer, sections)
     refuse_other_tensors(folder, leaves, state)
     base = state["base"].clone() if "base" in state else None
-    boxed = with_boxes(state)
-    load_state(boxed, folder)
-    state = without_boxes(boxed)
-    if base is not None and not torch.allclose(base, state["base"], rtol=_SAME_BASE):
+    packed_state = with_chunks(state)
+    load_state(packed_state, folder)
+    state = without_chunks(packed_state)
+    if base is not None and not torch.allclose(base, state["base"], rtol=_BASE_TOLERANCE):
         raise AnotherBase(
             f"{folder} holds LoRA adapters over another base model (its weights sum to "
             f"{float(state['base']):.8g}, those loaded here to {float(base):.8g}); set model.path to "
-            "the model the run began with"
+            "the model of the start of the run"
         )
     if "model" in state:
         strict = StateDictOptions(strict=False) if _has_adapters(module) else _STRICT
@@ -88,15 +94,15 @@ def load_checkpoint(
         return
     if "moments" in state:
         groups = zip(state["moments"]["param_groups"], optimizer.inner.param_groups, strict=True)
-        for saved, own in groups:
-            saved.update({name: own[name] for name in _KERNELS & own.keys()})
+        for saved, current in groups:
+            saved.update({n: current[n] for n in _KERNEL_SETTINGS & current.keys()})
         set_optimizer_state_dict(
             optimizer.masters, optimizer.inner, state["moments"], options=_STRICT
         )
     if "progress" in state:
         optimizer.load_state_dict(state["progress"])
     if "model" in state and "masters" not in state:
-        optimizer.take_masters_from_weights()
+        optimizer.copy_weights_to_masters()
 
 
 def saved_sections(folder: Path, contents: Collection[str] | None) -> tuple[Leaves, set[str]]:
@@ -131,12 +137,12 @@ def _state(module: nn.Module, optimizer: Optimizer | None, sections: set[str]) -
         for name in _frozen_names(module) if adapters else ():
             state["model"].pop(name, None)
     if "base" in sections and adapters:
-        state["base"] = _size_of_frozen(module)
+        state["base"] = _frozen_checksum(module)
     if optimizer is None:
         return state
     if "moments" in sections:
         state["moments"] = get_optimizer_state_dict(optimizer.masters, optimizer.inner)
-    if "masters" in sections and (masters := optimizer.own_masters()):
+    if "masters" in sections and (masters := optimizer.master_copies()):
         state["masters"] = masters  # loading fills these tensors in place
     if "progress" in sections:
         state["progress"] = optimizer.state_dict()
@@ -154,57 +160,57 @@ def _frozen_names(module: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def _size_of_frozen(module: nn.Module) -> Tensor:
+def _frozen_checksum(module: nn.Module) -> Tensor:
     """Returns the sum of |weight| over frozen parameters of all ranks, which identifies the base model."""
     total = torch.zeros((), dtype=torch.float64)
     for parameter in module.parameters():
         if not parameter.requires_grad:
             # Round to bfloat16, because the base may be loaded in another dtype than when it was saved.
-            size = parameter.bfloat16().abs().sum(dtype=torch.float64)
-            total += (size.full_tensor() if hasattr(size, "full_tensor") else size).cpu()
+            part = parameter.bfloat16().abs().sum(dtype=torch.float64)
+            total += (part.full_tensor() if hasattr(part, "full_tensor") else part).cpu()
     return total
 
 
 def _saved_leaves(folder: Path) -> Leaves:
     """Returns all entries of a checkpoint, with the full shape of sharded tensors."""
-    if not (folder / TABLE).is_file():
+    if not (folder / METADATA_FILE).is_file():
         return {}
-    leaves = read_table(folder).state_dict_metadata
+    leaves = read_metadata(folder).state_dict_metadata
     return {name: tuple(x.size) if hasattr(x, "size") else None for name, x in leaves.items()}
 
 
 def _leaves(value: State | list[State] | Tensor | float, name: str) -> Leaves:
     """Returns the entries of a state in memory."""
     if isinstance(value, Mapping):
-        inside = [(str(key), inner) for key, inner in value.items()]
+        children = [(str(key), child) for key, child in value.items()]
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-        inside = [(str(index), inner) for index, inner in enumerate(value)]
+        children = [(str(index), child) for index, child in enumerate(value)]
     else:
         return {name: tuple(value.shape) if isinstance(value, Tensor) else None}
     leaves: Leaves = {}
-    for key, inner in inside:
-        leaves |= _leaves(inner, f"{name}.{key}" if name else key)
+    for key, child in children:
+        leaves |= _leaves(child, f"{name}.{key}" if name else key)
     return leaves
 
 
-def refuse_other_tensors(folder: Path, there: Leaves, state: State) -> None:
+def refuse_other_tensors(folder: Path, saved: Leaves, state: State) -> None:
     """Raises unless checkpoint and state have the same names and shapes, before any tensor is read."""
-    here = _leaves(state, "")
-    mine, theirs = _weights(here), _weights(there) if "model" in state else {}
-    trained, had_trained = _trained(here), _trained(there)
-    if not (trained and had_trained):  # one of the optimizers keeps no state per parameter
-        trained = had_trained = {}
-    lacking = list((mine.keys() - theirs.keys()) | (trained.keys() - had_trained.keys()))
-    surplus = list((theirs.keys() - mine.keys()) | (had_trained.keys() - trained.keys()))
-    reshaped = [name for name in mine if name in theirs and mine[name] != theirs[name]]
-    if lacking or surplus or reshaped:
+    current = _leaves(state, "")
+    weights, saved_weights = _weights(current), _weights(saved) if "model" in state else {}
+    trained, saved_trained = _trained(current), _trained(saved)
+    if not (trained and saved_trained):  # one of the optimizers keeps no state per parameter
+        trained = saved_trained = {}
+    missing = (weights.keys() - saved_weights.keys()) | (trained.keys() - saved_trained.keys())
+    extra = (saved_weights.keys() - weights.keys()) | (saved_trained.keys() - trained.keys())
+    reshaped = [n for n in weights if n in saved_weights and weights[n] != saved_weights[n]]
+    if missing or extra or reshaped:
         raise AnotherModel(
             f"{folder} holds another model than this run's: "
-            f"{_difference(sorted(lacking), sorted(surplus), reshaped, mine, theirs)}; set model.path "
-            "and model.lora_rank to what the run began with, or start anew in another "
-            "trainer.default_local_dir"
+            f"{_difference(sorted(missing), sorted(extra), reshaped, weights, saved_weights)}; set "
+            "model.path and model.lora_rank to their values at the start of the run, or start a new run "
+            "in another trainer.default_local_dir"
         )
-    if absent := [name for name in here if name not in there]:
+    if absent := [name for name in current if name not in saved]:
         raise CheckpointMissing(
             f"{folder} was saved with another optimizer than this run's (it has no {absent[0]}); keep "
             "optim.optimizer as it was, or leave 'optimizer' out of checkpoint.load_contents"
@@ -223,22 +229,23 @@ def _trained(leaves: Leaves) -> Leaves:
 
 
 def _difference(
-    lacking: list[str], surplus: list[str], reshaped: list[str], mine: Leaves, theirs: Leaves
+    missing: list[str], extra: list[str], reshaped: list[str], weights: Leaves, saved: Leaves
 ) -> str:
-    has_adapters, had_adapters = (any(".lora_" in name for name in x) for x in (mine, theirs))
+    """Describes how the weights of a checkpoint differ from the model's."""
+    has_adapters, had_adapters = (any(".lora_" in name for name in x) for x in (weights, saved))
     if has_adapters != had_adapters:
         with_without = ("without", "with") if has_adapters else ("with", "without")
         return "it was trained {} LoRA adapters, this run {}".format(*with_without)
     differences = []
-    if lacking:
-        differences.append(f"it lacks {_some(lacking)}")
-    if surplus:
-        differences.append(f"it has {_some(surplus)} besides")
+    if missing:
+        differences.append(f"it has no {_abbreviate(missing)}")
+    if extra:
+        differences.append(f"it has the additional {_abbreviate(extra)}")
     if reshaped:
-        was, now = (list(x[reshaped[0]] or ()) for x in (theirs, mine))
-        differences.append(f"{_some(reshaped)} has shape {was} there and {now} here")
+        was, now = (list(x[reshaped[0]] or ()) for x in (saved, weights))
+        differences.append(f"{_abbreviate(reshaped)} has shape {was} there and {now} here")
     return ", ".join(differences)
 
 
-def _some(names: list[str]) -> str:
+def _abbreviate(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

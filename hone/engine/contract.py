@@ -103,7 +103,7 @@ class Terms:
     """Metrics whose maximum is reported."""
 
 
-RowsPerRank = Callable[[int], MicroBatchRule]
+MicroBatchRuleFor = Callable[[int], MicroBatchRule]
 """Maps the number of data-parallel slots to the rule that splits a mini-batch on one rank."""
 
 
@@ -123,8 +123,8 @@ class EngineSpec:
     """The dtype of parameters and computation; master weights are float32."""
     fsdp: FSDPConfig
     """The `fsdp_config` block of the role: sharding, offload, seed of dropout."""
-    train_rule: RowsPerRank
-    infer_rule: RowsPerRank
+    train_rule: MicroBatchRuleFor
+    infer_rule: MicroBatchRuleFor
     response_width: int
     """Maximum response length; the divisor of `seq-mean-token-sum-norm`."""
     optim: OptimConfig | None = None

@@ -1,6 +1,6 @@
-"""The training engine: pack, forward, backward, update. The result does not depend on the micro-batches.
+"""The training engine: packs rows, runs forward and backward, updates the weights.
 
-model_state.py holds the parameters and exports them from the engine.
+The result does not depend on the micro-batches. model_state.py holds and exports the parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from hone.algorithms.aggregation import BatchCounts, counted
+from hone.algorithms.aggregation import BatchCounts, batch_counts
 from hone.engine.contract import Objective, Options, Terms
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.model_state import ModelState
@@ -59,25 +59,27 @@ class Engine(ModelState):
         self._share_prompts = True  # identical prompts in a micro-batch are computed once
         self._seed = seed
         mesh = self.mesh
-        # Ranks of one sequence compute different tokens, those of one tensor the same tokens.
-        self._tokens_rank = mesh.data_parallel_rank * mesh.sequence_size + mesh.sequence_rank
+        # Sequence-parallel ranks compute different tokens; tensor-parallel ranks need the same dropout.
+        self._dropout_rank = mesh.data_parallel_rank * mesh.sequence_size + mesh.sequence_rank
         self._sequence_group = shards.groups.sequence if shards is not None else None
-        self._averaged_ranks = mesh.data_parallel_size * mesh.sequence_size
-        self._drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
+        self._gradient_ranks = mesh.data_parallel_size * mesh.sequence_size
+        self._has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
         with self.present(optimizer=True):
             batch, reads, counts = self._begin_update(batch, objective)
             passes: list[Pass] = []
-            with counted(counts):
+            with batch_counts(counts):
                 for _, micro in self._micro_batches(batch, self._train_rule):
                     weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
                     outputs = self._forward(micro, objective.options)
-                    terms = objective(outputs, _moved(_selected(micro, reads), self.device))
+                    terms = objective(
+                        outputs, move_to_device(select_columns(micro, reads), self.device)
+                    )
                     # FSDP averages gradients over data × sequence, but the shares must be summed.
-                    (terms.loss * self._averaged_ranks).backward()
-                    self.optimizer.gather_gradients()
+                    (terms.loss * self._gradient_ranks).backward()
+                    self.optimizer.accumulate_gradients()
                     passes.append((replace(terms, loss=terms.loss.detach()), weight))
                     del outputs, terms  # free the graph before the next forward
             if self._routing is not None:
@@ -87,22 +89,22 @@ class Engine(ModelState):
     def infer(
         self, batch: DataProto, *, adapters: bool = True, **options: Unpack[Options]
     ) -> dict[str, Tensor]:
-        without = nullcontext() if adapters else self._adapters_off()
-        whole: dict[str, Tensor] = {}
-        with self.present(), torch.no_grad(), without:
+        adapter_state = nullcontext() if adapters else self._adapters_disabled()
+        results: dict[str, Tensor] = {}
+        with self.present(), torch.no_grad(), adapter_state:
             self.module.eval()
             # The reference, which is the policy without adapters, routes by its own logits.
             inputs = _INPUTS if adapters else _INPUTS[:-1]
-            for rows, outputs in self._infer_passes(_selected(batch, inputs), options):
+            for rows, outputs in self._infer_passes(select_columns(batch, inputs), options):
                 for name, values in outputs.items():
-                    if name not in whole:
+                    if name not in results:
                         dtype = torch.float32 if values.is_floating_point() else values.dtype
-                        whole[name] = torch.zeros(len(batch), *values.shape[1:], dtype=dtype)
+                        results[name] = torch.zeros(len(batch), *values.shape[1:], dtype=dtype)
                     if rows:
-                        whole[name][rows] = values.to(whole[name].dtype).cpu()
+                        results[name][rows] = values.to(results[name].dtype).cpu()
             if self._shards is not None:
                 self._shards.reshard()
-        return whole
+        return results
 
     def _begin_update(
         self, batch: DataProto, objective: Objective
@@ -111,20 +113,20 @@ class Engine(ModelState):
         assert self.optimizer is not None
         self.optimizer.zero_grad()  # drops gradients of an update that failed midway
         reads = {*objective.reads}
-        batch = _selected(batch, {*_INPUTS, "step_row", *reads})
+        batch = select_columns(batch, {*_INPUTS, "step_row", *reads})
         local = BatchCounts.of(objective.mask(batch))
         sums = {"tokens": local.tokens, "sequences": local.sequences}
-        sums = self._over_slots(sums, dist.ReduceOp.SUM)
+        sums = self._reduce_over_slots(sums, dist.ReduceOp.SUM)
         counts = BatchCounts(**sums, width=float(self._response_width))
         if objective.needs_batch_statistics:
-            prepared = self._prepared(batch, objective)
+            prepared = self._prepare_columns(batch, objective)
             batch, reads = batch.select(), reads | prepared.keys()
             for name, values in prepared.items():
                 batch.batch[name] = values
         self.module.train()
-        if self._drops_out:  # a resumed run must draw the same masks
+        if self._has_dropout:  # a resumed run must draw the same masks
             number = self.optimizer.updates + self.optimizer.skipped
-            torch.manual_seed(fold_seed(self._seed, number, self._tokens_rank))
+            torch.manual_seed(fold_seed(self._seed, number, self._dropout_rank))
         return batch, reads, counts
 
     def _end_update(self, passes: Iterable[Pass]) -> dict[str, float]:
@@ -140,8 +142,8 @@ class Engine(ModelState):
                 totals[name] = totals.get(name, 0.0) + float(share)
             for name, mean in terms.means.items():
                 totals[name] = totals.get(name, 0.0) + float(mean) * weight
-        totals = self._over_slots(totals, dist.ReduceOp.SUM)
-        maxima = self._over_slots(maxima, dist.ReduceOp.MAX)
+        totals = self._reduce_over_slots(totals, dist.ReduceOp.SUM)
+        maxima = self._reduce_over_slots(maxima, dist.ReduceOp.MAX)
         return totals | maxima | self.optimizer.step()
 
     def _infer_passes(
@@ -151,7 +153,7 @@ class Engine(ModelState):
         for rows, micro in self._micro_batches(batch, self._infer_rule):
             yield rows, self._forward(micro, options)
 
-    def _prepared(self, batch: DataProto, objective: Objective) -> dict[str, Tensor]:
+    def _prepare_columns(self, batch: DataProto, objective: Objective) -> dict[str, Tensor]:
         """Computes the columns that need statistics of the mini-batch of all ranks.
 
         Rows are sorted by `step_row`, so that the result does not depend on the number of ranks.
@@ -159,25 +161,27 @@ class Engine(ModelState):
         real = real_rows(batch)
         outputs = self.infer(batch, **objective.options)
         outputs = {name: values[real] for name, values in outputs.items()}
-        whole = without_padding(batch)
-        rows = slice(0, len(whole))
+        minibatch = without_padding(batch)
+        rows = slice(0, len(minibatch))
         if self._group is not None:
-            whole, outputs, rows = _concat_rows(whole, outputs, self._group)
-        has_numbers = whole.has_column("step_row")
-        order = whole.batch["step_row"].argsort() if has_numbers else torch.arange(len(whole))
+            minibatch, outputs, rows = _gather_rows(minibatch, outputs, self._group)
+        if minibatch.has_column("step_row"):
+            order = minibatch.batch["step_row"].argsort()
+        else:
+            order = torch.arange(len(minibatch))
         outputs = {name: values[order] for name, values in outputs.items()}
         inverse = order.argsort()[rows]
         columns = {}
-        for name, values in objective.prepare(outputs, whole.select_idxs(order)).items():
+        for name, values in objective.prepare(outputs, minibatch.select_idxs(order)).items():
             columns[name] = values.new_zeros(len(batch), *values.shape[1:])
             columns[name][real] = values[inverse]
         return columns
 
     def _forward(self, micro: DataProto, options: Options) -> dict[str, Tensor]:
-        outputs: dict[str, Tensor] = self.module(self._packed(micro), **options)
+        outputs: dict[str, Tensor] = self.module(self._pack(micro), **options)
         return outputs
 
-    def _packed(self, micro: DataProto) -> PackedRows:
+    def _pack(self, micro: DataProto) -> PackedRows:
         columns = micro.batch
         packed = pack_rows(
             columns["prompts"],
@@ -206,48 +210,48 @@ class Engine(ModelState):
         lengths = columns["attention_mask"].sum(1).tolist()
         shared = shared_with_the_row_before(columns["prompts"], columns["attention_mask"])
         parts = rule.split(lengths, shared)
-        if self._group is not None:  # every rank must take part in every collective
+        if self._group is not None:  # all ranks need the same number of collectives
             count = torch.tensor(len(parts))
             dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
             parts = rule.split(lengths, shared, at_least=int(count))
-        return [(rows, batch.select_idxs(rows) if rows else _stand_in(batch)) for rows in parts]
+        return [(rows, batch.select_idxs(rows) if rows else _dummy_row(batch)) for rows in parts]
 
 
-def _selected(batch: DataProto, columns: Collection[str]) -> DataProto:
-    """Selects those of these columns that the batch has, and `padded_row`."""
+def select_columns(batch: DataProto, columns: Collection[str]) -> DataProto:
+    """Returns the batch with `padded_row` and those of these columns that it has."""
     present = batch.batch.keys()
     names = [name for name in present if name in columns or name == PADDED_ROW]
     return batch.select(batch_keys=names, non_tensor_batch_keys=[])
 
 
-def _stand_in(columns: DataProto) -> DataProto:
+def _dummy_row(batch: DataProto) -> DataProto:
     """Returns one row without response tokens, for a rank without rows that must join the collectives."""
-    tensors = {name: x.new_zeros(1, *x.shape[1:]) for name, x in columns.batch.items()}
-    tensors["attention_mask"][:, columns.batch["prompts"].shape[1] - 1] = 1
+    tensors = {name: x.new_zeros(1, *x.shape[1:]) for name, x in batch.batch.items()}
+    tensors["attention_mask"][:, batch.batch["prompts"].shape[1] - 1] = 1
     if "routed_experts" in tensors:
         from hone.models.routing import NOT_RECORDED
 
-        # Zeros would be expert 0 several times; this token takes the experts of its own logits.
+        # Zeros would mean expert 0 several times; here the router chooses the experts.
         tensors["routed_experts"].fill_(NOT_RECORDED)
-    return DataProto.from_dict(tensors, meta_info=dict(columns.meta_info))
+    return DataProto.from_dict(tensors, meta_info=dict(batch.meta_info))
 
 
-def _concat_rows(
+def _gather_rows(
     batch: DataProto, outputs: Mapping[str, Tensor], group: dist.ProcessGroup
 ) -> tuple[DataProto, dict[str, Tensor], slice]:
     """Returns the rows of all data-parallel slots in order, and the slice of this slot's rows."""
     slot = group.rank()
-    everyone: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * group.size()
-    dist.all_gather_object(everyone, (dict(batch.batch.items()), dict(outputs)), group)
-    counts = [len(columns["responses"]) for columns, _ in everyone]
+    by_slot: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * group.size()
+    dist.all_gather_object(by_slot, (dict(batch.batch.items()), dict(outputs)), group)
+    counts = [len(columns["responses"]) for columns, _ in by_slot]
     start = sum(counts[:slot])
-    whole = {name: torch.cat([c[name] for c, _ in everyone]) for name in everyone[0][0]}
-    joined = {name: torch.cat([o[name] for _, o in everyone]) for name in everyone[0][1]}
+    all_columns = {name: torch.cat([c[name] for c, _ in by_slot]) for name in by_slot[0][0]}
+    all_outputs = {name: torch.cat([o[name] for _, o in by_slot]) for name in by_slot[0][1]}
     rows = slice(start, start + counts[slot])
-    return DataProto.from_dict(whole, meta_info=dict(batch.meta_info)), joined, rows
+    return DataProto.from_dict(all_columns, meta_info=dict(batch.meta_info)), all_outputs, rows
 
 
-def _moved(micro: DataProto, device: torch.device) -> DataProto:
+def move_to_device(micro: DataProto, device: torch.device) -> DataProto:
     """Moves a micro-batch to the device in stream order, so that the host does not wait for the GPU."""
     if device.type == "cpu":
         return micro

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hone.engine.contract import Mesh
-from hone.models.families import UnsupportedModel, declared
+from hone.models.families import UnsupportedModel, config_field
 from hone.models.load import load_config
 
 
@@ -41,8 +41,8 @@ def mesh_of(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -
             f"ulysses_sequence_parallel_size={sequence} times tensor_parallel_size={tensor} does not "
             f"divide {world_size} ranks; use sizes whose product does"
         )
-    within, tensor_rank = divmod(rank, tensor)
-    slot, sequence_rank = divmod(within, sequence)
+    data_and_sequence_rank, tensor_rank = divmod(rank, tensor)
+    slot, sequence_rank = divmod(data_and_sequence_rank, sequence)
     return Mesh(
         data_parallel_rank=slot,
         data_parallel_size=world_size // (sequence * tensor),
@@ -53,33 +53,30 @@ def mesh_of(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -
     )
 
 
-def refuse_split(path: str, size: int, tensor: int = 1) -> None:
-    """Raises, before weights are loaded, for a model whose heads cannot be split over `size` ranks.
-
-    With tensor parallel, they split the heads that one of its ranks computes.
-    """
+def refuse_sequence_parallel(path: str, size: int, tensor: int = 1) -> None:
+    """Raises, before weights are loaded, if sequence parallel × tensor parallel does not divide the heads."""
     text = load_config(path).get_text_config()
-    per_layer = declared(text, "num_attention_heads_per_layer") or ()
+    per_layer = config_field(text, "num_attention_heads_per_layer") or ()
     for heads in (text.num_attention_heads, *per_layer):
         if heads % (size * tensor):
-            also = f" times tensor_parallel_size={tensor}" if tensor > 1 else ""
+            and_tensor = f" times tensor_parallel_size={tensor}" if tensor > 1 else ""
             raise UnsupportedModel(
-                f"ulysses_sequence_parallel_size={size}{also} does not divide the {heads} attention heads of "
-                f"{path}; use a divisor of {math.gcd(text.num_attention_heads, *per_layer)}"
+                f"ulysses_sequence_parallel_size={size}{and_tensor} does not divide the {heads} attention "
+                f"heads of {path}; use a divisor of {math.gcd(text.num_attention_heads, *per_layer)}"
             )
 
 
 def refuse_layout(
     path: str, ranks: int, *, sequence: int, tensor: int, shard_size: int, adapters: bool
 ) -> None:
-    """Raises, before weights are loaded, for a model that the parallel sizes do not split."""
+    """Raises, before weights are loaded, for a model that the parallel sizes cannot split."""
     if tensor > 1:
         from hone.engine.tensor_parallel import refuse_tensor_parallel
 
         shards = shard_size if shard_size > 0 else ranks // tensor
         refuse_tensor_parallel(load_config(path), path, tensor, adapters=adapters, shards=shards)
     if sequence > 1:
-        refuse_split(path, sequence, tensor)
+        refuse_sequence_parallel(path, sequence, tensor)
 
 
 def join_groups(mesh: Mesh, shard_size: int, device: torch.device) -> Groups:
@@ -95,22 +92,22 @@ def join_groups(mesh: Mesh, shard_size: int, device: torch.device) -> Groups:
     copies = 1 if shard_size == -1 else ranks // shard_size
     dims = {"replicate": copies, "shard": ranks // copies, "tensor": mesh.tensor_size}
     names = tuple(name for name, size in dims.items() if size > 1 or name == "shard")
-    whole = _mesh(device, {name: dims[name] for name in names})
-    over = tuple(name for name in names if name != "tensor")
-    split = mesh.tensor_size > 1
+    root = _mesh(device, {name: dims[name] for name in names})
+    fsdp_names = tuple(name for name in names if name != "tensor")
+    has_tensor = mesh.tensor_size > 1
     data, sequence = dist.group.WORLD, None
     assert data is not None
     if mesh.ranks_per_slot > 1:
         shape = (mesh.data_parallel_size, mesh.sequence_size, mesh.tensor_size)
-        slots = _mesh(device, dict(zip(("data", "sequence", "inside"), shape, strict=True)))
+        slots = _mesh(device, dict(zip(("data", "sequence", "slot_tensor"), shape, strict=True)))
         data = slots.get_group("data")
         sequence = slots.get_group("sequence") if mesh.sequence_size > 1 else None
     return Groups(
         mesh,
         data,
         sequence,
-        shards=whole[over] if split else whole,
-        tensor=whole["tensor"] if split else None,
+        shards=root[fsdp_names] if has_tensor else root,
+        tensor=root["tensor"] if has_tensor else None,
     )
 
 

@@ -19,15 +19,15 @@ from hone.engine.checkpoint import load_checkpoint, save_checkpoint
 from hone.engine.contract import Lease, Mesh, ModelFacts
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
-from hone.models.families import declared, key_shape
+from hone.models.families import config_field, key_shape
 from hone.models.load import EXPORT_FOLDER, eos_ids
 from hone.models.lora import (
     ADAPTER_FOLDER,
     adapter_weights,
+    full_tensor,
     is_lora,
     merged_weights,
     save_adapter,
-    whole_tensor,
 )
 from hone.models.policy import PolicyModel
 from hone.models.writing import without_progress_bar
@@ -59,7 +59,7 @@ class ModelState:
         self.mesh = shards.groups.mesh if shards is not None else Mesh()
         self._shards = shards
         self._group = shards.groups.data if shards is not None else None
-        self._gathers = self._loads = 0
+        self._gather_count = self._load_count = 0
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
@@ -77,13 +77,13 @@ class ModelState:
         """Keeps offloaded tensors on the device inside the block; worker methods enter it once."""
         return self.offload.present(optimizer=optimizer)
 
-    def _adapters_off(self) -> AbstractContextManager[None]:
+    def _adapters_disabled(self) -> AbstractContextManager[None]:
         if not self.facts.has_adapters:
             raise ValueError(
-                "infer(adapters=False) asks for the base under adapters: there are none"
+                "infer(adapters=False) runs the base model of LoRA adapters, and this model has no adapters"
             )
-        off: AbstractContextManager[None] = self._lm.disable_adapter()
-        return off
+        disabled: AbstractContextManager[None] = self._lm.disable_adapter()
+        return disabled
 
     def advance_schedule(self) -> None:
         assert self.optimizer is not None, "this engine only runs forward"
@@ -96,7 +96,7 @@ class ModelState:
             return
         with self.present():
             for name, parameter in self.module.named_parameters():
-                yield name.removeprefix("lm."), whole_tensor(parameter)
+                yield name.removeprefix("lm."), full_tensor(parameter)
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         if not self.facts.has_adapters:
@@ -112,7 +112,7 @@ class ModelState:
             )
         with self._gathered():
             self.module.eval()
-            yield Lease(self.module, self._gathers + self._loads + self.offload.returns)
+            yield Lease(self.module, self._gather_count + self._load_count + self.offload.reloads)
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class ModelState:
             with self.present():
                 yield
             return
-        self._gathers += 1
+        self._gather_count += 1
         with self.present(), self._shards.gathered():
             yield
 
@@ -132,14 +132,14 @@ class ModelState:
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
         with self.present(optimizer=True):
             load_checkpoint(folder, self.module, self.optimizer, contents)
-        self._loads += 1
+        self._load_count += 1
 
     def export(self, folder: Path, tokenizer: Tokenizer) -> None:
-        adapter = {}
+        adapter_copies = {}
         with self.present():
-            weights = self._on_host(self.named_hf_weights())
+            weights = self._host_copies(self.named_hf_weights())
             if self.facts.has_adapters:
-                adapter = self._on_host(self.named_adapter_weights())
+                adapter_copies = self._host_copies(self.named_adapter_weights())
         if not self.mesh.writes:
             return
         base = self._lm.get_base_model() if self.facts.has_adapters else self._lm
@@ -148,25 +148,25 @@ class ModelState:
         with without_progress_bar():
             base.save_pretrained(folder / EXPORT_FOLDER, state_dict=weights)
         tokenizer.save_pretrained(folder / EXPORT_FOLDER)
-        if adapter:
-            save_adapter(self._lm, adapter, folder / ADAPTER_FOLDER)
+        if adapter_copies:
+            save_adapter(self._lm, adapter_copies, folder / ADAPTER_FOLDER)
 
-    def _on_host(self, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies weights to host memory on the writing rank; every rank takes part in the gathering."""
+    def _host_copies(self, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns host copies on the writing rank; every rank iterates, as the weights are gathered."""
         copies = {}
         for name, tensor in weights:
             if self.mesh.writes:
                 copies[name] = tensor.cpu().contiguous().clone()
         return copies
 
-    def _over_slots(
-        self, values: dict[str, float], how: dist.ReduceOp.RedOpType
+    def _reduce_over_slots(
+        self, values: dict[str, float], operation: dist.ReduceOp.RedOpType
     ) -> dict[str, float]:
         if self._group is None or not values:
             return values
         names = sorted(values)
         total = torch.tensor([values[name] for name in names], dtype=torch.float64)
-        dist.all_reduce(total, how, group=self._group)
+        dist.all_reduce(total, operation, group=self._group)
         return dict(zip(names, total.tolist(), strict=True))
 
 
@@ -177,7 +177,7 @@ def model_facts(lm: PreTrainedModel) -> ModelFacts:
     weights = list(lm.parameters())
     return ModelFacts(
         vocabulary=lm.get_input_embeddings().weight.shape[0],
-        positions=declared(config, "max_position_embeddings"),
+        positions=config_field(config, "max_position_embeddings"),
         eos_ids=eos_ids(lm.config, getattr(lm, "generation_config", None), None),
         dtype=weights[0].dtype,
         parameters=sum(p.numel() for p in weights),

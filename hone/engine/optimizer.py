@@ -1,7 +1,7 @@
 """The optimizer (any class by import path, with float32 master weights) and learning-rate schedules.
 
 An update with a non-finite gradient is skipped and counted. A learning-rate schedule is a pure function of
-the update number, built in or given by the user.
+the training step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hone.plugins import PluginError, Table, load_object
 from hone.types import Row
 
 Schedule = Callable[[int, int, OptimConfig], float]
-"""Maps the update number (from 0, after warm-up), the total and the settings to a fraction of `lr`."""
+"""Maps the step (from 0, after warm-up), the total steps and the settings to a fraction of `lr`."""
 
 SCHEDULES: Table[Schedule] = Table(
     "learning-rate schedule",
@@ -27,46 +27,46 @@ SCHEDULES: Table[Schedule] = Table(
 )
 
 
-def warmup_updates(config: OptimConfig, total: int) -> int:
+def warmup_steps(config: OptimConfig, total: int) -> int:
     if config.lr_warmup_steps > 0:
         return config.lr_warmup_steps
     return int(config.lr_warmup_steps_ratio * max(total, 0))
 
 
-def lr_factor(update: int, total: int, config: OptimConfig) -> float:
-    """Returns the fraction of the peak learning rate at an update (from 0)."""
-    warmup = warmup_updates(config, total)
-    if update < warmup:
-        return (update + 1) / (warmup + 1)
+def lr_factor(step: int, total: int, config: OptimConfig) -> float:
+    """Returns the fraction of the peak learning rate at a step (from 0)."""
+    warmup = warmup_steps(config, total)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
     if total <= 0:
         return 1.0
-    return SCHEDULES.get(config.lr_scheduler_type)(update, total, config)
+    return SCHEDULES.get(config.lr_scheduler_type)(step, total, config)
 
 
-def constant(update: int, total: int, config: OptimConfig) -> float:
+def constant(step: int, total: int, config: OptimConfig) -> float:
     """Stays at the peak."""
     return 1.0
 
 
-def cosine(update: int, total: int, config: OptimConfig) -> float:
+def cosine(step: int, total: int, config: OptimConfig) -> float:
     """Decays from the peak to the floor along a cosine."""
-    warmup, floor = warmup_updates(config, total), config.min_lr_ratio
-    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    warmup, floor = warmup_steps(config, total), config.min_lr_ratio
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
     wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
     return floor + (1.0 - floor) * wave
 
 
-def linear(update: int, total: int, config: OptimConfig) -> float:
+def linear(step: int, total: int, config: OptimConfig) -> float:
     """Decays linearly from the peak to the floor."""
-    warmup = warmup_updates(config, total)
-    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    warmup = warmup_steps(config, total)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return 1.0 - (1.0 - config.min_lr_ratio) * progress
 
 
-def wsd(update: int, total: int, config: OptimConfig) -> float:
+def wsd(step: int, total: int, config: OptimConfig) -> float:
     """Stays at the peak, then decays linearly to the floor (warm-up, stable, decay)."""
     decay = max(1, int(config.lr_decay_steps_ratio * total))
-    progress = min(1.0, max(0, update - (total - decay)) / decay)
+    progress = min(1.0, max(0, step - (total - decay)) / decay)
     return 1.0 - (1.0 - config.min_lr_ratio) * progress
 
 
@@ -89,8 +89,8 @@ class Optimizer:
         self.updates = 0
         self.skipped = 0
         self.schedule_step = 0
-        # A module, so that torch's checkpoint code finds the names of the masters ('.' is not allowed).
-        # Filled one by one, because ParameterDict would sort the names of a dict.
+        # Torch's checkpoint code reads the names of a module's parameters; they may not contain '.'.
+        # The dict is filled one by one, because ParameterDict sorts the names of a given dict.
         self.masters = nn.ParameterDict()
         for name, p in trainable:
             master = p if p.dtype == torch.float32 else nn.Parameter(p.float())
@@ -109,8 +109,8 @@ class Optimizer:
         for parameter, master in self._pairs():
             parameter.grad = master.grad = None
 
-    def gather_gradients(self) -> None:
-        """Adds the gradients of one backward pass to the masters, so that sums are in float32."""
+    def accumulate_gradients(self) -> None:
+        """Adds the gradients of one backward pass to those of the masters, in float32."""
         sums: list[Tensor] = []
         parts: list[Tensor] = []
         for parameter, master in self._pairs():
@@ -119,25 +119,25 @@ class Optimizer:
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
-                sums.append(local_part(master.grad))
-                parts.append(local_part(parameter.grad))
+                sums.append(local_shard(master.grad))
+                parts.append(local_shard(parameter.grad))
             parameter.grad = None
         accumulate(sums, parts)
 
     def step(self) -> dict[str, float]:
         """Clips, checks and updates; returns `grad_norm`, `lr` and the count of skipped updates."""
-        self.gather_gradients()
+        self.accumulate_gradients()
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         norm = self.total_norm(grads)
         lr = self.lr
         if torch.isfinite(norm):
             if 0 < self._grad_clip < norm:
                 scale = (self._grad_clip / norm).item()
-                torch._foreach_mul_([local_part(grad) for grad in grads], scale)
+                torch._foreach_mul_([local_shard(grad) for grad in grads], scale)
             for group in self.inner.param_groups:
                 group["lr"] = lr
             self.inner.step()
-            if pairs := [(local_part(p), local_part(m)) for p, m in self._pairs() if p is not m]:
+            if pairs := [(local_shard(p), local_shard(m)) for p, m in self._pairs() if p is not m]:
                 with torch.no_grad():
                     torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
             self.updates += 1
@@ -162,8 +162,8 @@ class Optimizer:
         self.updates, self.skipped = int(state["updates"]), int(state["skipped"])
         self.schedule_step = int(state["schedule_step"])
 
-    def own_masters(self) -> dict[str, Tensor]:
-        """Returns the masters that are not parameters of the model."""
+    def master_copies(self) -> dict[str, Tensor]:
+        """Returns the masters that are copies; a float32 parameter is its own master."""
         return {
             name: master.detach()
             for (name, master), parameter in zip(
@@ -173,7 +173,7 @@ class Optimizer:
         }
 
     @torch.no_grad()
-    def take_masters_from_weights(self) -> None:
+    def copy_weights_to_masters(self) -> None:
         """Sets the masters from weights that were loaded without masters."""
         for parameter, master in self._pairs():
             if parameter is not master:
@@ -183,12 +183,13 @@ class Optimizer:
         return zip(self._parameters, self.masters.values(), strict=True)
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Returns this rank's shard; the foreach operators do not support sharded tensors."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def build_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """Returns the optimizer that the config names, with the arguments that its class accepts."""
     is_path = ":" in config.optimizer  # pkg.mod:Class ignores optimizer_impl
     path = config.optimizer if is_path else f"{config.optimizer_impl}:{config.optimizer}"
     try:
@@ -198,15 +199,17 @@ def build_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torc
             f"optim.optimizer={config.optimizer} was not found (optimizer_impl="
             f"{config.optimizer_impl}): {error}"
         ) from error
-    known = inspect.signature(cls).parameters
+    accepted = inspect.signature(cls).parameters
     arguments: Row = {"lr": config.lr}
     overrides = dict(config.override_optimizer_config or {})
     optional = {"weight_decay": config.weight_decay, "betas": tuple(config.betas)}
     sharded = any(hasattr(p, "full_tensor") for p in parameters)
-    fusable = not sharded or cls in (torch.optim.Adam, torch.optim.AdamW)
-    if fusable and not {"foreach", "differentiable"} & set(overrides):  # these exclude fusing
+    supports_fused = not sharded or cls in (torch.optim.Adam, torch.optim.AdamW)
+    if supports_fused and not {"foreach", "differentiable"} & set(
+        overrides
+    ):  # these exclude fusing
         optional["fused"] = True
-    arguments.update({name: value for name, value in optional.items() if name in known})
+    arguments.update({name: value for name, value in optional.items() if name in accepted})
     arguments.update(overrides)
     optimizer: torch.optim.Optimizer = cls(parameters, **arguments)
     return optimizer

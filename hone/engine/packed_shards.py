@@ -1,7 +1,7 @@
-"""Checkpoints of packed weights under tensor parallel: gate and up projections are separate boxes.
+"""Checkpoints of packed weights under tensor parallel: one chunk for gate, one for up projections.
 
-A rank's shard of a packed weight holds a part of each projection, and torch.distributed.checkpoint would
-take the shard for one contiguous box. Here it reads and writes one box per projection, in place.
+A rank's shard of a packed weight contains a part of each projection, but torch.distributed.checkpoint
+assumes one contiguous chunk per shard. Here it reads and writes one chunk per projection, in place.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Replicate, _StridedShard
 
 
-def with_boxes(state: Any) -> Any:
-    """Returns the state with the packed shards as boxes; they share the memory of the state."""
+def with_chunks(state: Any) -> Any:
+    """Returns the state with each packed shard as a PackedShard, which shares its memory."""
     if isinstance(state, DTensor) and isinstance(state.placements[-1], _StridedShard):
         return PackedShard.of(state)
-    return _mapped(with_boxes, state)
+    return _map_values(with_chunks, state)
 
 
-def without_boxes(state: Any) -> Any:
-    """Returns the state with the sharded tensors in the place of their boxes."""
-    return state.sharded if isinstance(state, PackedShard) else _mapped(without_boxes, state)
+def without_chunks(state: Any) -> Any:
+    """Returns the state with the sharded tensor of each PackedShard."""
+    return state.sharded if isinstance(state, PackedShard) else _map_values(without_chunks, state)
 
 
-def _mapped(function: Callable[[Any], Any], state: Any) -> Any:
+def _map_values(function: Callable[[Any], Any], state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: function(inner) for key, inner in state.items()}
     return [function(inner) for inner in state] if isinstance(state, list) else state
@@ -44,7 +44,7 @@ class PackedShard(Tensor):
     """A rank's shard of a packed weight, in the form of torch's `_Checkpointable`."""
 
     sharded: DTensor
-    boxes: dict[torch.Size, Tensor]
+    chunks: dict[torch.Size, Tensor]
     """This rank's part of each projection, by its offsets in the whole weight."""
 
     @staticmethod
@@ -57,18 +57,20 @@ class PackedShard(Tensor):
         part = local.shape[dim] // packed
         assert sizes[dim] == sharded.shape[dim], f"{sharded.placements} split dimension {dim} twice"
         shard = Tensor._make_subclass(PackedShard, local)
-        shard.sharded, shard.boxes = sharded, {}
+        shard.sharded, shard.chunks = sharded, {}
         for index in range(packed if local.numel() else 0):
             offsets = list(start)
             offsets[dim] = index * sizes[dim] // packed + mesh.get_local_rank(mesh.ndim - 1) * part
-            shard.boxes[torch.Size(offsets)] = local.narrow(dim, index * part, part)
+            shard.chunks[torch.Size(offsets)] = local.narrow(dim, index * part, part)
         return shard
 
     def size(self) -> torch.Size:  # type: ignore[override]
         return self.sharded.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(place, box.shape) for place, box in self.boxes.items()]
+        return [
+            ChunkStorageMetadata(offsets, chunk.shape) for offsets, chunk in self.chunks.items()
+        ]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
@@ -77,7 +79,7 @@ class PackedShard(Tensor):
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk,
-                    TensorProperties.create_from_tensor(self.boxes[chunk.offsets]),
+                    TensorProperties.create_from_tensor(self.chunks[chunk.offsets]),
                     self.sharded.shape,
                 ),
             )
@@ -86,4 +88,4 @@ class PackedShard(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
-        return self.boxes[index.offset]
+        return self.chunks[index.offset]

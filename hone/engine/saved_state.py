@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from hone.types import Function
 
-TABLE = ".metadata"
-_DESCRIPTIONS = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (
+METADATA_FILE = ".metadata"
+_METADATA_CLASSES = {
+    (cls.__module__, cls.__qualname__): cls
+    for cls in (
         metadata.BytesStorageMetadata,
         metadata.ChunkStorageMetadata,
         metadata.Metadata,
@@ -39,13 +39,18 @@ _DESCRIPTIONS = {
         filesystem._StorageInfo,
     )
 }
-_VALUES: dict[tuple[str, str], Function] = {
+
+
+def _path_text(*parts: str) -> str:
+    return "/".join(map(str, parts))
+
+
+_CONSTRUCTORS: dict[tuple[str, str], Function] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
-    # The path of the checkpoint is kept as text.
-    ("pathlib", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
-    ("pathlib", "WindowsPath"): lambda *parts: "/".join(map(str, parts)),
-    ("pathlib._local", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
+    # The path of the checkpoint becomes text.
+    **{(m, "PosixPath"): _path_text for m in ("pathlib", "pathlib._local")},
+    ("pathlib", "WindowsPath"): _path_text,
     ("collections", "OrderedDict"): dict,
 }
 
@@ -55,15 +60,15 @@ State: TypeAlias = dict[str, Any]
 
 
 class ForeignState(ValueError):
-    """A checkpoint holds more than tensors and plain values and is not read."""
+    """A checkpoint contains more than tensors and plain values, so it is not read."""
 
 
-class _TableUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Function | torch.dtype:
-        if (module, name) in _DESCRIPTIONS:
-            return _DESCRIPTIONS[module, name]
-        if (module, name) in _VALUES:
-            return _VALUES[module, name]
+        if (module, name) in _METADATA_CLASSES:
+            return _METADATA_CLASSES[module, name]
+        if (module, name) in _CONSTRUCTORS:
+            return _CONSTRUCTORS[module, name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         raise ForeignState(f"it names {module}.{name}")
@@ -72,44 +77,44 @@ class _TableUnpickler(pickle.Unpickler):
         raise ForeignState("it refers to other objects")
 
 
-def read_table(folder: Path) -> Metadata:
+def read_metadata(folder: Path) -> Metadata:
     """Reads the metadata of a checkpoint."""
-    file = folder / TABLE
+    file = folder / METADATA_FILE
     try:
-        table: Metadata = _TableUnpickler(io.BytesIO(file.read_bytes())).load()
-        _check(table)
+        content: Metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+        _check(content)
     except OSError:
         raise
     except Exception as error:  # a malformed pickle can raise any exception
-        raise _foreign(file, error) from error
-    return table
+        raise _foreign_error(file, error) from error
+    return content
 
 
-def _check(table: Metadata) -> None:
+def _check(content: Metadata) -> None:
     """Raises unless the metadata has torch's structure and refers only to files in the folder."""
-    if not isinstance(table, Metadata) or not isinstance(table.state_dict_metadata, dict):
-        raise ForeignState("it is no table of a checkpoint")
+    if not isinstance(content, Metadata) or not isinstance(content.state_dict_metadata, dict):
+        raise ForeignState("it is not the metadata of a checkpoint")
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
-    if not all(isinstance(entry, kinds) for entry in table.state_dict_metadata.values()):
-        raise ForeignState("it describes something else than tensors and values")
-    if not isinstance(table.storage_data, dict):
-        raise ForeignState("it does not say where the values lie")
-    for place in table.storage_data.values():
-        if not isinstance(place, filesystem._StorageInfo) or place.transform_descriptors:
-            raise ForeignState("it names a way of reading that hone does not use")
-        name = str(place.relative_path)
+    if not all(isinstance(entry, kinds) for entry in content.state_dict_metadata.values()):
+        raise ForeignState("it describes entries other than tensors and values")
+    if not isinstance(content.storage_data, dict):
+        raise ForeignState("it has no file names of the values")
+    for storage in content.storage_data.values():
+        if not isinstance(storage, filesystem._StorageInfo) or storage.transform_descriptors:
+            raise ForeignState("its files have a format that hone does not read")
+        name = str(storage.relative_path)
         if name != Path(name).name:
             raise ForeignState(f"it names the file {name!r} outside of the folder")
 
 
 class DataReader(filesystem.FileSystemReader):
-    """Reads the metadata with `read_table`; torch already loads tensors as data."""
+    """Reads the metadata with the function `read_metadata`; torch already loads tensors as data."""
 
     def read_metadata(self, *args: int, **kwargs: int) -> Metadata:
-        table = read_table(Path(self.path))
-        table.storage_meta = table.storage_meta or metadata.StorageMeta()
-        table.storage_meta.load_id = self.load_id
-        return table
+        content = read_metadata(Path(self.path))
+        content.storage_meta = content.storage_meta or metadata.StorageMeta()
+        content.storage_meta.load_id = self.load_id
+        return content
 
 
 class DataPlanner(DefaultLoadPlanner):
@@ -123,7 +128,7 @@ class DataPlanner(DefaultLoadPlanner):
 
 
 @contextmanager
-def alone_without_warning() -> Iterator[None]:
+def no_single_process_warning() -> Iterator[None]:
     """Suppresses torch's warning about saving or loading in a single process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
@@ -132,21 +137,21 @@ def alone_without_warning() -> Iterator[None]:
 
 def load_state(state: State, folder: Path) -> None:
     """Loads a checkpoint into a state, in place."""
-    read_table(folder)  # checked first, because torch would wrap the error twice
+    read_metadata(folder)  # raises the plain error, which torch would wrap twice
     try:
-        with alone_without_warning():
+        with no_single_process_warning():
             load(state, storage_reader=DataReader(str(folder)), planner=DataPlanner())
     except CheckpointException as error:
         for failure in error.failures.values():
             cause = failure[0]
             if isinstance(cause, (ForeignState, pickle.UnpicklingError)):
-                raise _foreign(folder, cause) from None
+                raise _foreign_error(folder, cause) from None
         raise
 
 
-def _foreign(place: Path, error: BaseException) -> ForeignState:
-    first, _, _ = str(error).strip().partition("\n")
+def _foreign_error(path: Path, error: BaseException) -> ForeignState:
+    reason, _, _ = str(error).strip().partition("\n")
     return ForeignState(
-        f"{place} was not written by hone ({first or type(error).__name__}); nothing of it was run. Use "
-        "a checkpoint from a source you know, or restore it from a copy"
+        f"{path} was not written by hone ({reason or type(error).__name__}); nothing of it was run. Use a "
+        "checkpoint from a source you know, or restore it from a copy"
     )

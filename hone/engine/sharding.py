@@ -1,7 +1,7 @@
 """Shards one model over several ranks: FSDP2 over data × sequence ranks, or HSDP with replicas.
 
 The process group is gloo on CPUs; on GPUs, NCCL transfers the model and gloo the ranks' small objects.
-Every wait has the group's timeout.
+All collectives have the group's timeout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from hone.config.engine import FSDPConfig
 from hone.engine.contract import Mesh
 from hone.engine.mesh import Groups, join_groups
-from hone.engine.rendezvous import meeting_place
+from hone.engine.rendezvous import rendezvous_store
 from hone.models.policy import Model
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0
 """Timeout of collectives where no config key sets it (SFT, tools)."""
 
-_ENTER = "enter_as_root"
+_ROOT_FORWARD = "enter_as_root"
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,24 @@ class Shards:
     def gathered(self) -> Iterator[None]:
         """Gathers the full parameters on every rank inside the block."""
         # FSDP2 takes the first module that runs forward as the root; decoding calls submodules.
-        getattr(self.module, _ENTER)()
-        for part in self._parts():
-            part.set_reshard_after_forward(False, recurse=False)
-            part.unshard()
+        getattr(self.module, _ROOT_FORWARD)()
+        for submodule in self._fsdp_modules():
+            submodule.set_reshard_after_forward(False, recurse=False)
+            submodule.unshard()
         try:
-            with nullcontext() if self.tensor is None else self.tensor.whole():
+            with nullcontext() if self.tensor is None else self.tensor.gathered():
                 yield
         finally:
-            for part in self._parts():
-                part.set_reshard_after_forward(self.reshard_after_forward, recurse=False)
-                part.reshard()
+            for submodule in self._fsdp_modules():
+                submodule.set_reshard_after_forward(self.reshard_after_forward, recurse=False)
+                submodule.reshard()
 
     def reshard(self) -> None:
         """Frees parameters that a forward pass without a backward has left gathered."""
-        for part in self._parts():
-            part.reshard()
+        for submodule in self._fsdp_modules():
+            submodule.reshard()
 
-    def _parts(self) -> list[FSDPModule]:
+    def _fsdp_modules(self) -> list[FSDPModule]:
         return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
 
 
@@ -84,43 +84,42 @@ def join_group(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
             rank=int(os.environ["RANK"]),
             world_size=world_size,
             timeout=timeout,
-            **meeting_place(world_size, timeout),
+            store=rendezvous_store(world_size, timeout),
         )
 
 
 def shard(module: Model, config: FSDPConfig, device: torch.device, mesh: Mesh) -> Shards:
     """Shards every decoder layer, then the rest, in place."""
-    # Pinning needs an accelerator.
-    on_host = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    cpu_offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")  # pinning needs a GPU
     groups = join_groups(mesh, config.fsdp_size, device)
     tensor = None
     if groups.tensor is not None:
         from hone.engine.tensor_parallel import TensorParallel
 
         tensor = TensorParallel(module, groups.tensor)
-    for part in (*decoder_layers(module), module):
+    for submodule in (*decoder_layers(module), module):
         fully_shard(
-            part,
+            submodule,
             mesh=groups.shards,
             reshard_after_forward=config.reshard_after_forward,
             # Parameters are already in the compute dtype; gradients are summed in float32.
             mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-            offload_policy=on_host if config.offload_policy else OffloadPolicy(),
+            offload_policy=cpu_offload if config.offload_policy else OffloadPolicy(),
         )
-    setattr(module, _ENTER, _nothing)
-    register_fsdp_forward_method(module, _ENTER)
+    setattr(module, _ROOT_FORWARD, _no_op)
+    register_fsdp_forward_method(module, _ROOT_FORWARD)
     return Shards(module, device, groups, config.reshard_after_forward, tensor)
 
 
-def _nothing() -> None:
-    """A forward that computes nothing, so that FSDP2 sees the root first."""
+def _no_op() -> None:
+    """A forward that computes nothing; calling it makes FSDP2 take the module as the root."""
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers: the ModuleList with the most parameters (experts are inside)."""
+    """Returns the decoder layers: the ModuleList with the most parameters, as it contains all experts."""
 
-    def size(blocks: nn.ModuleList) -> int:
-        return sum(p.numel() for p in blocks.parameters())
+    def parameter_count(layers: nn.ModuleList) -> int:
+        return sum(p.numel() for p in layers.parameters())
 
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-    return list(sorted(lists, key=size)[-1]) if lists else []
+    return list(sorted(lists, key=parameter_count)[-1]) if lists else []

@@ -1,4 +1,4 @@
-"""The attention implementation of all Hugging Face decoders: a layout decides which keys a query sees.
+"""The attention implementation of all Hugging Face decoders: a layout decides which keys a query attends to.
 
 The model code is unchanged. `attn_implementation="hone"` selects `layout_attention`, which passes queries,
 keys and values to the `layout` argument of the model's forward: packed rows in training, a key-value cache
@@ -25,7 +25,7 @@ _DROP_KEYWORDS = {"falcon", "nemotron", "stablelm"}
 
 
 class Layout(Protocol):
-    """Decides which keys each query of one forward pass sees."""
+    """Decides which keys each query of one forward pass attends to."""
 
     def attend(
         self,
@@ -56,7 +56,7 @@ def layout_attention(
     layout: Layout | None = None,
     **_: Tensor | float | None,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every attention layer."""
+    """Computes attention with the layout; transformers calls it in every attention layer."""
     layout = layout if layout is not None else getattr(attention_mask, "hone_layout", None)
     if layout is None:
         raise RuntimeError(
@@ -116,8 +116,8 @@ def _falcon_attention() -> type:
             position_embeddings: tuple[Tensor, Tensor],
             **_: Tensor | float | None,
         ) -> tuple[Tensor, None]:
-            joined = self._split_heads(self.query_key_value(hidden_states))
-            q, k, v = (x.transpose(1, 2) for x in joined)
+            heads = self._split_heads(self.query_key_value(hidden_states))
+            q, k, v = (x.transpose(1, 2) for x in heads)
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
             out, _weights = layout_attention(self, q, k, v, attention_mask)
             return self.dense(out.flatten(2)), None

@@ -1,7 +1,7 @@
-"""The description of a decoder layer that llama, qwen2, qwen3 and mistral share.
+"""The decoder layer that llama, qwen2, qwen3 and mistral share, as a dataclass of its parameters.
 
-Training (fused.py) and the three forwards of the native engine read layer parameters through it. All other
-models, and models with wrapped layers (adapters, quantisation), run through their Hugging Face modules.
+Training (fused.py) and the native engine read layer parameters through it. All other models, and models
+with wrapped layers (adapters, quantisation), run through their Hugging Face modules.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DecoderLayer(Generic[L, N]):
 def read_layer(
     layer: LayerModule, *, join: Callable[[Sequence[nn.Linear]], L], norm: Callable[[NormModule], N]
 ) -> DecoderLayer[L, N]:
-    """Describes a layer; `join` merges linear modules that share an input."""
+    """Returns the parameters of a layer; `join` merges linear modules that share an input."""
     a, m = layer.self_attn, layer.mlp
     return DecoderLayer(
         join([a.q_proj, a.k_proj, a.v_proj]),
@@ -113,6 +113,7 @@ def attention_options(attention: SelfAttention) -> AttentionOptions:
 
 
 def linears(layer: LayerModule) -> tuple[nn.Linear, ...]:
+    """Returns the linear modules of a layer: q, k, v, o, gate, up, down."""
     a, m = layer.self_attn, layer.mlp
     return (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
 
@@ -124,9 +125,9 @@ def has_shared_layers(policy: PolicyModel) -> bool:
         return False
     rope = getattr(decoder.rotary_emb, "rope_type", "default")
     silu = config.hidden_act in ("silu", "swish")
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in decoder.modules())
-    maps = (m for layer in decoder.layers for m in linears(layer))
-    return silu and rope in _FIXED_ROPES and not hooked and all(type(m) is nn.Linear for m in maps)
+    has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in decoder.modules())
+    is_plain = all(type(m) is nn.Linear for layer in decoder.layers for m in linears(layer))
+    return silu and rope in _FIXED_ROPES and not has_hooks and is_plain
 
 
 def rotary_table(decoder: PreTrainedModel, width: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from typing import Literal
 from safetensors import SafetensorError, safe_open
 
 from hone.models.families import UnsupportedModel, refuse_config
-from hone.models.load import ModelNotFound, load_config, refusals_in_words, resolve_model_path
+from hone.models.load import ModelNotFound, load_config, resolve_model_path, translate_load_errors
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 
@@ -39,7 +39,7 @@ def model_facts(path: str | None) -> ModelFacts:
     return ModelFacts(
         str(config["model_type"]) if config.get("model_type") else None,
         positions if isinstance(positions, int) and positions > 1 else None,
-        _parameters(folder),
+        _parameter_count(folder),
     )
 
 
@@ -61,23 +61,23 @@ def check_model(path: str, *, is_decoder: bool = True) -> None:
             f"{path} cannot be loaded: it has config.json and no weights; copy the model's "
             "model.safetensors into the folder"
         )
-    with refusals_in_words(path, str(folder)):
+    with translate_load_errors(path, str(folder)):
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt"):
                 continue
 
 
 def classifier_kind(path: str, *, trust_remote_code: bool = False) -> Literal["sequence", "token"]:
-    """Returns which head the classifier has; raises for a model that is no classifier."""
+    """Returns the kind of a classifier's head; raises for a model that is not a classifier."""
     from transformers import AutoConfig
 
     folder = resolve_model_path(path)
-    with refusals_in_words(path, folder):
+    with translate_load_errors(path, folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     names = config.architectures or []
     if config.is_encoder_decoder or any("ForCausalLM" in n or "LMHead" in n for n in names):
         raise UnsupportedModel(
-            f"{path} is a {', '.join(names) or config.model_type}, which writes text and has no score "
+            f"{path} is a {', '.join(names) or config.model_type}, which generates text and has no score "
             "head; name a sequence or token classifier, or use reward_model.type=judge"
         )
     return "token" if any("ForTokenClassification" in name for name in names) else "sequence"
@@ -90,15 +90,15 @@ def _check_shards(index: Path, path: str) -> None:
         raise UnsupportedModel(
             f"{path} cannot be loaded: {index.name} is damaged ({error!r}); copy it again"
         ) from error
-    absent = sorted(str(name) for name in names if not (index.parent / str(name)).is_file())
-    if absent:
+    missing = sorted(str(name) for name in names if not (index.parent / str(name)).is_file())
+    if missing:
         raise UnsupportedModel(
-            f"{path} cannot be loaded: {len(absent)} of its {len(names)} weight files are missing "
-            f"({absent[0]}, …); copy them into the folder"
+            f"{path} cannot be loaded: {len(missing)} of its {len(names)} weight files are missing "
+            f"({missing[0]}, …); copy them into the folder"
         )
 
 
-def _parameters(folder: Path) -> int | None:
+def _parameter_count(folder: Path) -> int | None:
     """Returns the number of parameters, from the headers of the weight files."""
     total = 0
     for file in folder.glob("*.safetensors"):

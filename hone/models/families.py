@@ -93,20 +93,20 @@ def refuse_config(
     refuse_family(config.model_type, path, device=device)
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
-    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+    if unsupported := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise UnsupportedModel(
-            f"{path} has layers of kind {', '.join(other)}; rows are packed end to end, which only "
-            "full and sliding attention keep apart. Use a model with these alone"
+            f"{path} has layers of kind {', '.join(unsupported)}, which would mix the rows of a packed "
+            "batch; use a model with only full and sliding attention"
         )
-    if other := sorted(set(_rope_types(text)) & _LENGTH_DEPENDENT_ROPES):
+    if unsupported := sorted(set(_rope_types(text)) & _LENGTH_DEPENDENT_ROPES):
         raise UnsupportedModel(
-            f"{path} has {other[0]} rotary positions, which depend on how long a text is; rows of many "
-            "lengths are computed together. Use a model with another rope_type"
+            f"{path} has {unsupported[0]} rotary positions, which depend on the length of a row, but rows "
+            "of many lengths are computed together; use a model with another rope_type"
         )
     for name in ("alibi", "use_bidirectional_attention", "is_encoder_decoder"):
-        if declared(text, name):
+        if config_field(text, name):
             raise UnsupportedModel(
-                f"{path} has {name}={declared(text, name)} in its config, which is not supported; "
+                f"{path} has {name}={config_field(text, name)} in its config, which is not supported; "
                 "use a model without it"
             )
 
@@ -119,8 +119,8 @@ def _rope_types(text: PreTrainedConfig) -> Iterator[str]:
             yield kind
 
 
-def declared(config: PreTrainedConfig, name: str) -> Any:
-    """Returns a config value, or None if its class has no such field: models ignore undeclared fields."""
+def config_field(config: PreTrainedConfig, name: str) -> Any:
+    """Returns a field of a config, or None if its class has no such field: models ignore other fields."""
     names = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map or ())
     has_field = name in names or hasattr(type(config), name)
     return getattr(config, name, None) if has_field else None
@@ -128,18 +128,20 @@ def declared(config: PreTrainedConfig, name: str) -> Any:
 
 def logit_rule(config: PreTrainedConfig) -> tuple[float | None, float]:
     """Returns the soft cap and the factor that a family applies to the output of the LM head."""
-    factor = float(declared(config, "logit_scale") or 1.0)
-    if scaling := declared(config, "logits_scaling"):
+    factor = float(config_field(config, "logit_scale") or 1.0)
+    if scaling := config_field(config, "logits_scaling"):
         factor *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
-    return declared(config, "final_logit_softcapping"), factor
+    return config_field(config, "final_logit_softcapping"), factor
 
 
 def key_shape(config: PreTrainedConfig) -> tuple[int, int]:
     """Returns the number of heads and the head dimension of the keys that one layer caches."""
     text = config.get_text_config()
     heads = text.num_attention_heads
-    width = declared(text, "head_dim") or text.hidden_size // heads
-    if declared(text, "kv_lora_rank"):  # multi-head latent attention: keys are expanded per head
+    width = config_field(text, "head_dim") or text.hidden_size // heads
+    if config_field(
+        text, "kv_lora_rank"
+    ):  # multi-head latent attention: keys are expanded per head
         keys = text.qk_nope_head_dim + text.qk_rope_head_dim
         return heads, max(keys, text.v_head_dim)
     if text.model_type == "falcon":
@@ -148,4 +150,4 @@ def key_shape(config: PreTrainedConfig) -> tuple[int, int]:
         return (1 if text.multi_query else heads), width
     if text.model_type == "jetmoe":  # the experts of a token share its keys
         return text.num_key_value_heads * text.num_experts_per_tok, text.kv_channels
-    return declared(text, "num_key_value_heads") or heads, width
+    return config_field(text, "num_key_value_heads") or heads, width

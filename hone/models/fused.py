@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 def fuse(model: nn.Module, *, kernels: bool = True) -> int:
-    """Replaces the forwards of known modules and returns their number; without `kernels`, torch.compile
-    can trace them."""
+    """Replaces the forwards of supported modules and returns their number; torch.compile can trace them
+    without `kernels`."""
     lm: PreTrainedModel = getattr(model, "lm", model)
     family = FAMILIES.get(getattr(lm.config, "model_type", ""))
     if family is None:
@@ -69,10 +69,10 @@ def fuse(model: nn.Module, *, kernels: bool = True) -> int:
 
 def _is_plain(layer: LayerModule) -> bool:
     """Whether a layer has no adapters, no query and key norms, and biases only in q, k and v."""
-    maps = linears(layer)
+    projections = linears(layer)
     return (
-        all(type(x) is nn.Linear for x in maps)
-        and all(x.bias is None for x in maps[3:])
+        all(type(x) is nn.Linear for x in projections)
+        and all(x.bias is None for x in projections[3:])
         and not hasattr(layer.self_attn, "q_norm")
         and isinstance(layer.mlp.act_fn, _silu_classes())
     )
@@ -136,7 +136,7 @@ def _attention(
     rotation = rotate if kernels else plain_rotate
     q, k = rotation(q, cos, sin), rotation(k, cos, sin)
     out = layout.attend(q, k, v, attention_options(self)).flatten(1)[None]
-    return _into_residual(self.o_proj, out) if kernels else self.o_proj(out), None
+    return _residual_linear(self.o_proj, out) if kernels else self.o_proj(out), None
 
 
 def _norm(self: NormModule, hidden_states: Tensor, *, kernels: bool) -> Tensor:
@@ -145,10 +145,10 @@ def _norm(self: NormModule, hidden_states: Tensor, *, kernels: bool) -> Tensor:
 
 
 def _mlp(self: GatedMlp, x: Tensor) -> Tensor:
-    return _into_residual(self.down_proj, silu_gate(self.gate_proj(x), self.up_proj(x)))
+    return _residual_linear(self.down_proj, silu_gate(self.gate_proj(x), self.up_proj(x)))
 
 
-def _into_residual(linear: nn.Module, x: Tensor) -> Tensor:
+def _residual_linear(linear: nn.Module, x: Tensor) -> Tensor:
     """Computes a float32 term of the residual stream, without rounding to 16 bits."""
     if type(linear) is nn.Linear and linear.bias is None:
         return wide_linear(x, linear.weight)

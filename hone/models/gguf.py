@@ -27,21 +27,23 @@ class NotGGUF(ValueError):
 
 
 class GGUF:
-    """A GGUF file; its metadata (`facts`) is read on opening, its tensors on demand."""
+    """A GGUF file; its metadata is read on opening, its tensors on demand."""
 
     def __init__(self, path: str | Path) -> None:
         self._data = np.memmap(path, np.uint8, "r")
         if bytes(self._data[:4]) != b"GGUF":
             raise NotGGUF(f"{path} does not begin with the letters GGUF")
-        self._at = 4
+        self._position = 4
         version = self._scalar(4)
         if version not in (2, 3):
-            raise NotGGUF(f"{path} is GGUF version {version}; this reader knows 2 and 3")
-        tensors, facts = self._scalar(10), self._scalar(10)
-        self.facts: Row = {self._string(): self._value(self._scalar(4)) for _ in range(facts)}
-        self._tensors = {self._string(): self._tensor_header() for _ in range(tensors)}
-        alignment = int(self.facts.get("general.alignment", 32))
-        self._start = -(-self._at // alignment) * alignment
+            raise NotGGUF(f"{path} is GGUF version {version}; this reader supports 2 and 3")
+        tensor_count, metadata_count = self._scalar(10), self._scalar(10)
+        self.metadata: Row = {
+            self._string(): self._value(self._scalar(4)) for _ in range(metadata_count)
+        }
+        self._tensors = {self._string(): self._tensor_header() for _ in range(tensor_count)}
+        alignment = int(self.metadata.get("general.alignment", 32))
+        self._start = -(-self._position // alignment) * alignment
 
     @property
     def names(self) -> list[str]:
@@ -51,25 +53,25 @@ class GGUF:
         """Returns a tensor as float32, slowest dimension first."""
         shape, encoding, offset = self._tensors[name]
         if encoding not in _ENCODINGS:
-            known = ", ".join(label for label, *_ in _ENCODINGS.values())
+            supported = ", ".join(label for label, *_ in _ENCODINGS.values())
             raise NotGGUF(
-                f"tensor {name} has encoding number {encoding}; this reader knows {known}"
+                f"tensor {name} has encoding number {encoding}; this reader supports {supported}"
             )
-        _, block_bytes, expand = _ENCODINGS[encoding]
+        _, block_bytes, decode = _ENCODINGS[encoding]
         begin = self._start + offset
         size = int(np.prod(shape)) * block_bytes // _BLOCK
-        return expand(np.asarray(self._data[begin : begin + size])).reshape(shape)
+        return decode(np.asarray(self._data[begin : begin + size])).reshape(shape)
 
     def _scalar(self, kind: int) -> Any:
         layout = _SCALARS[kind]
-        (value,) = struct.unpack_from(layout, self._data.data, self._at)
-        self._at += struct.calcsize(layout)
+        (value,) = struct.unpack_from(layout, self._data.data, self._position)
+        self._position += struct.calcsize(layout)
         return value
 
     def _string(self) -> str:
         length = self._scalar(10)
-        raw = bytes(self._data[self._at : self._at + length])
-        self._at += length
+        raw = bytes(self._data[self._position : self._position + length])
+        self._position += length
         return raw.decode("utf-8")
 
     def _value(self, kind: int) -> JsonValue:
@@ -95,10 +97,10 @@ def _q8_0(raw: np.ndarray) -> np.ndarray:
 def _q4_1(raw: np.ndarray) -> np.ndarray:
     """Decodes Q4_1 blocks: half-precision scale and minimum, then 16 bytes; low nibbles come first."""
     blocks = raw.reshape(-1, 20)
-    scale, least = (blocks[:, at : at + 2].copy().view("<f2").astype(np.float32) for at in (0, 2))
+    scale, minimum = (blocks[:, i : i + 2].copy().view("<f2").astype(np.float32) for i in (0, 2))
     packed = blocks[:, 4:]
-    digits = np.concatenate([packed & 15, packed >> 4], 1).astype(np.float32)
-    return (scale * digits + least).reshape(-1)
+    nibbles = np.concatenate([packed & 15, packed >> 4], 1).astype(np.float32)
+    return (scale * nibbles + minimum).reshape(-1)
 
 
 _ENCODINGS = {

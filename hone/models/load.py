@@ -38,20 +38,20 @@ log = logging.getLogger(__name__)
 
 EXPORT_FOLDER = "huggingface"
 _META_LOCK = threading.Lock()
-"""Held while new parameters of all modules go to the meta device."""
+"""Held while `register_parameter` is patched for all modules."""
 _STEP = re.compile(r"(?:global_step_|checkpoint-)(\d+)$")
 
 
 class ModelNotFound(ValueError):
     """The requested `path` does not exist or is a damaged checkpoint."""
 
-    def __init__(self, sentence: str, path: str = "") -> None:
-        super().__init__(sentence)
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
         self.path = path
 
 
 @contextmanager
-def refusals_in_words(path: str, folder: str) -> Iterator[None]:
+def translate_load_errors(path: str, folder: str) -> Iterator[None]:
     """Converts errors of transformers (ValueError, OSError without errno) into hone's errors."""
     from huggingface_hub.errors import HFValidationError
     from safetensors import SafetensorError
@@ -59,25 +59,26 @@ def refusals_in_words(path: str, folder: str) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        broken = _broken_file(Path(folder))
+        name = _damaged_file(Path(folder))
         raise UnsupportedModel(
-            f"{path} cannot be loaded: {broken} is truncated or damaged ({error}); write or copy it again"
+            f"{path} cannot be loaded: {name} is truncated or damaged ({error}); write or copy it again"
         ) from error
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        first, _, _ = str(error).strip().partition("\n")
+        first_line, _, _ = str(error).strip().partition("\n")
         if isinstance(error, (OSError, HFValidationError)) and not Path(folder).exists():
             raise ModelNotFound(
                 f"there is no model {path!r}: it is neither a folder (looked in {Path.cwd()}) nor "
-                f"could it be had from the hub by that name ({first})",
+                f"available on the hub under that name ({first_line})",
                 path,
             ) from error
-        reason = first if isinstance(error, OSError) else " ".join(str(error).split())
+        reason = first_line if isinstance(error, OSError) else " ".join(str(error).split())
         raise UnsupportedModel(f"{path} cannot be loaded: {reason}") from error
 
 
-def _broken_file(folder: Path) -> str:
+def _damaged_file(folder: Path) -> str:
+    """Returns the name of the first weight file that cannot be opened."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -108,18 +109,18 @@ def resolve_model_path(path: str) -> str:
         return path
     if (folder / "config.json").is_file():
         checkpoint = checkpoint_of(folder)
-        sealed = checkpoint is not None and (checkpoint / MANIFEST).is_file()
-        if sealed and (problem := _damage_around(folder)) is not None:
-            raise ModelNotFound(f"{folder} lies in a damaged checkpoint: {problem}", str(path))
+        has_manifest = checkpoint is not None and (checkpoint / MANIFEST).is_file()
+        if has_manifest and (problem := _checkpoint_damage(folder)) is not None:
+            raise ModelNotFound(f"{folder} is in a damaged checkpoint: {problem}", str(path))
         return str(folder)
     problems: list[str] = []
     for candidate in _exports(folder):
-        problem = _damage_around(candidate)
+        problem = _checkpoint_damage(candidate)
         if problem is None:
             for skipped in problems:
-                _warn_once(f"{skipped}; taking {candidate}")
+                _warn_once(f"{skipped}; using {candidate}")
             return str(candidate)
-        problems.append(f"{candidate.parent} is not a sound checkpoint: {problem}")
+        problems.append(f"{candidate.parent} is a damaged checkpoint: {problem}")
     if problems:
         raise ModelNotFound("; ".join(problems), str(path))
     raise ModelNotFound(
@@ -130,7 +131,7 @@ def resolve_model_path(path: str) -> str:
 
 
 def _exports(folder: Path) -> Iterator[Path]:
-    """Yields the exports in a checkpoint or run folder, its own before those of runs inside it, latest step
+    """Yields the exports in a checkpoint or run folder, then those of runs inside it; the latest step comes
     first."""
     candidates = [folder / EXPORT_FOLDER, folder / "actor" / EXPORT_FOLDER]
     names = ((path, _STEP.search(path.name)) for path in folder.glob("**/*") if path.is_dir())
@@ -140,8 +141,8 @@ def _exports(folder: Path) -> Iterator[Path]:
     return (c for c in candidates if (c / "config.json").is_file())
 
 
-def _damage_around(export: Path) -> str | None:
-    """Returns the damage of the checkpoint around an export, or None."""
+def _checkpoint_damage(export: Path) -> str | None:
+    """Returns the damage of the checkpoint that contains an export, or None."""
     checkpoint = checkpoint_of(export)
     if checkpoint is None:
         return None
@@ -164,13 +165,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     if _is_plain_tokenizer(Path(folder)):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     else:
-        with refusals_in_words(path, folder):
+        with translate_load_errors(path, folder):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     # transformers silently returns an empty tokenizer for a folder without one.
     if not tokenizer.encode("a b 1", add_special_tokens=False):
         raise UnsupportedModel(
-            f"{path} has no usable tokenizer: its {type(tokenizer).__name__} knows {len(tokenizer)} "
-            "tokens and turns text into none; copy tokenizer.json and tokenizer_config.json of the "
+            f"{path} has no usable tokenizer: its {type(tokenizer).__name__} has {len(tokenizer)} "
+            "tokens and encodes text as no tokens; copy tokenizer.json and tokenizer_config.json of the "
             "model into the folder, or name another folder with model.tokenizer_path"
         )
     if tokenizer.pad_token_id is None:
@@ -244,7 +245,7 @@ def load_classifier(
     path: str, labels: Sequence[str], *, seed: int = 0, **options: Unpack[LoadOptions]
 ) -> PreTrainedModel:
     """Loads a decoder with a linear head per token: a token classifier for several labels, a sequence
-    classifier for one. A model without such a head gets a new one, drawn from the seed.
+    classifier for one. A missing head is initialized from the seed.
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -257,12 +258,12 @@ def load_classifier(
         not architecture.endswith(kind) or config.num_labels != len(labels)
     ):
         raise UnsupportedModel(
-            f"{path} is a {architecture} with {config.num_labels} labels, and a {kind} with "
-            f"{len(labels)} ({', '.join(labels)}) is needed; give one, or a language model"
+            f"{path} is a {architecture} with {config.num_labels} labels, but a {kind} with {len(labels)} "
+            f"({', '.join(labels)}) is needed; name such a classifier, or a language model"
         )
     if "Classification" not in architecture:
         log.warning(
-            "%s (%s) has no classification head; it gets an untrained one", path, architecture
+            "%s (%s) has no classification head; a new one is initialized", path, architecture
         )
     config.id2label, config.label2id = dict(enumerate(labels)), {x: i for i, x in enumerate(labels)}
     with torch.random.fork_rng():
@@ -300,11 +301,11 @@ def _model_config(path: str, options: LoadOptions) -> PreTrainedConfig:
     for key, value in (options.get("override_config") or {}).items():
         if not hasattr(config, key):
             raise UnsupportedModel(
-                f"override_config has {key!r}, which {type(config).__name__} of {path} does not know"
+                f"override_config has {key!r}, which {type(config).__name__} of {path} does not have"
             )
         setattr(config, key, value)
     refuse_config(config, path, device=device)
-    _switch_off_dropout(config)
+    _disable_dropout(config)
     return config
 
 
@@ -316,7 +317,7 @@ def _load(
     transformers_logging.disable_progress_bar()  # hone shows its own bars
     attention.register()
     folder = resolve_model_path(path)
-    with refusals_in_words(path, folder):
+    with translate_load_errors(path, folder):
         return auto_class.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=attention.NAME
         )
@@ -327,21 +328,21 @@ def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedC
     from transformers import AutoConfig, PreTrainedConfig
 
     folder = resolve_model_path(path)
-    with refusals_in_words(path, folder):
+    with translate_load_errors(path, folder):
         family = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
     if family is not None:
         refuse_family(family, path, device=device)
-    with refusals_in_words(path, folder):
+    with translate_load_errors(path, folder):
         return AutoConfig.from_pretrained(folder)
 
 
-def _switch_off_dropout(config: PreTrainedConfig) -> None:
+def _disable_dropout(config: PreTrainedConfig) -> None:
     """Disables dropout and noise, which would make rollout and training different policies."""
     from transformers import PreTrainedConfig
 
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            _switch_off_dropout(value)
+            _disable_dropout(value)
         elif ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ADAPTER_FOLDER = "lora_adapter"
 _PREFIX = "base_model.model."
+_SCORE = r"(?:.*\.)?score"
 
 
 class LoraError(ValueError):
@@ -40,11 +41,12 @@ class Adapters:
 
 
 def is_lora(lm: PreTrainedModel | None) -> bool:
+    """Whether PEFT has wrapped the model."""
     return hasattr(lm, "peft_config")
 
 
-def draw_adapters(lm: PreTrainedModel, adapters: Adapters, seed: int) -> PeftModel:
-    """Calls `wrap_lora` with weights initialized from the seed."""
+def init_lora(lm: PreTrainedModel, adapters: Adapters, seed: int) -> PeftModel:
+    """Wraps the model in adapters whose weights are initialized from the seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return wrap_lora(lm, **vars(adapters))
@@ -66,11 +68,11 @@ def wrap_lora(
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    is_classifier = hasattr(lm, "score")  # its head is trained whole, beside the adapters
+    is_classifier = hasattr(lm, "score")  # its head is trained fully, without an adapter
     excluded = _names(exclude_modules)
     if is_classifier:
-        own = rf"(?:{excluded})|" if isinstance(excluded, str) else ""
-        excluded = [*excluded, "score"] if isinstance(excluded, list) else own + r"(?:.*\.)?score"
+        pattern = rf"(?:{excluded})|" if isinstance(excluded, str) else ""
+        excluded = [*excluded, "score"] if isinstance(excluded, list) else pattern + _SCORE
     try:
         if adapter_path:
             wrapped = PeftModel.from_pretrained(
@@ -94,8 +96,8 @@ def wrap_lora(
     head = None if is_classifier else wrapped.get_output_embeddings()
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         raise LoraError(
-            "the adapter changes the language-model head, whose log-probs are computed from its own "
-            "weight; leave lm_head out of target_modules"
+            "the adapter changes the LM head, but log-probs are computed from the head's own weight; "
+            "leave lm_head out of target_modules"
         )
     return wrapped
 
@@ -126,12 +128,12 @@ def adapter_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
     """Yields the full tensors of the adapter by PEFT name, also from sharded parameters."""
     for name, parameter in lm.named_parameters():
         if parameter.requires_grad:
-            yield name, whole_tensor(parameter)
+            yield name, full_tensor(parameter)
 
 
 def is_plain_lora(lm: PeftModel) -> bool:
-    """Whether an engine that reads PEFT's files gets the policy from the adapter and the base's files: one
-    rank and scaling for all modules, two matrices per module, and a base that PEFT has not changed."""
+    """Whether the adapter files and the base files together give the policy: one rank and scaling for all
+    modules, two matrices per module, and a base that PEFT has not changed."""
     config = lm.peft_config[lm.active_adapter]
     changes_base = config.init_lora_weights not in (True, False, "gaussian", "orthogonal")
     if changes_base or config.rank_pattern or config.alpha_pattern or config.lora_bias:
@@ -139,10 +141,10 @@ def is_plain_lora(lm: PeftModel) -> bool:
     return all(".lora_" in name for name, _ in adapter_weights(lm))
 
 
-def whole_tensor(parameter: Tensor) -> Tensor:
+def full_tensor(parameter: Tensor) -> Tensor:
     """Returns the full tensor of a parameter, which may be sharded."""
-    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return whole.detach()
+    full: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return full.detach()
 
 
 def save_adapter(lm: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The models that the engine trains: decoders that map packed rows to one number per response token.
+"""The models that the engine trains: decoders that map packed rows to one value per response token.
 
 `PolicyModel` returns log-probabilities (and entropies), `ValueModel` the value before each token and
 `ScoreModel` the score of a reward model. None materializes padding or full logits [tokens, vocabulary].
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 def hidden_states(decoder: PreTrainedModel, packed: PackedRows) -> Tensor:  # [N, d]
+    """Returns the decoder's last hidden states of packed rows."""
     out = decoder(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
@@ -44,12 +45,25 @@ class ExactForward(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class PolicyModel(nn.Module):
-    """A causal language model as a policy."""
+class DecoderModel(nn.Module):
+    """Base of the models: a Hugging Face model that PEFT may have wrapped."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        """The decoder without the head and without the PEFT wrapper."""
+        lm = without_peft(self.lm)
+        return getattr(lm, lm.base_model_prefix)
+
+
+class PolicyModel(DecoderModel):
+    """A causal language model as a policy."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__(lm)
         self.exact: ExactForward | None = None
         """The forward of exact mode, where rollout and trainer are bitwise equal; None otherwise."""
         self.head_group: ProcessGroup | None = None
@@ -58,13 +72,8 @@ class PolicyModel(nn.Module):
         """The routers, if the experts of tokens are recorded or replayed."""
         self._softcap, self._logit_scale = logit_rule(lm.config)
 
-    @property
-    def decoder(self) -> PreTrainedModel:
-        """The decoder without the LM head."""
-        return _decoder_of(self.lm)
-
     def record_routing(self) -> None:
-        """Makes the routing of experts recordable and replayable; raises for a model without experts."""
+        """Enables recording and replay of expert routing; raises for a model without experts."""
         if self.routing is None:
             from hone.models.routing import Routing
 
@@ -85,14 +94,14 @@ class PolicyModel(nn.Module):
         return self._softcap is None and self._logit_scale == 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32, before temperature
-        """Returns full logits, for decoding, where a step has few tokens."""
+        """Returns full logits, for decoding, where a step has one token per sequence."""
         head = self.lm.get_output_embeddings()
-        z = wide_product(hidden, head.weight)
+        logits = wide_product(hidden, head.weight)
         if head.bias is not None:
-            z += head.bias
+            logits += head.bias
         if self._softcap is not None:
-            z = torch.tanh(z / self._softcap) * self._softcap
-        return z * self._logit_scale if self._logit_scale != 1.0 else z
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits * self._logit_scale if self._logit_scale != 1.0 else logits
 
     def forward(
         self,
@@ -104,7 +113,7 @@ class PolicyModel(nn.Module):
         with_routing: bool = False,
     ) -> dict[str, Tensor]:
         if self.routing is not None:
-            chosen = self.routing.start(packed.experts, record=with_routing)
+            recorded = self.routing.start(packed.experts, record=with_routing)
         hidden = self._hidden_states(packed).index_select(0, packed.source)
         head = self.lm.get_output_embeddings()
         options: LogitRule = {
@@ -141,7 +150,7 @@ class PolicyModel(nn.Module):
             squares = linear_sum_pi_squared(hidden.detach(), head.weight.detach(), **options)
             out["sum_pi_squared"] = packed.unpack(squares)
         if self.routing is not None:
-            out |= self.routing.outputs(packed, chosen)
+            out |= self.routing.outputs(packed, recorded)
         return out
 
     def _hidden_states(self, packed: PackedRows) -> Tensor:
@@ -150,12 +159,11 @@ class PolicyModel(nn.Module):
         return hidden_states(self.decoder, packed)
 
 
-class ValueModel(nn.Module):
+class ValueModel(DecoderModel):
     """A decoder with a scalar head: the critic's value before each response token."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
-        super().__init__()
-        self.lm = lm
+        super().__init__(lm)
         width = lm.get_output_embeddings().weight.shape[1]
         dtype = next(lm.parameters()).dtype
         self.value_head = nn.Linear(width, 1, dtype=dtype)
@@ -164,34 +172,22 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
         lm.set_output_embeddings(None)
 
-    @property
-    def decoder(self) -> PreTrainedModel:
-        return _decoder_of(self.lm)
-
     def forward(self, packed: PackedRows) -> dict[str, Tensor]:
         hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
         values = self.value_head(hidden).float().squeeze(-1)
         return {"values": packed.unpack(values)}
 
 
-class ScoreModel(nn.Module):
+class ScoreModel(DecoderModel):
     """A Hugging Face classifier as a reward model: a score after the token before each response token.
 
     With one label the score is the logit; with two (bad, good) it is their difference, the log-odds of good.
     """
 
-    def __init__(self, lm: PreTrainedModel) -> None:
-        super().__init__()
-        self.lm = lm
-
-    @property
-    def decoder(self) -> PreTrainedModel:
-        return _decoder_of(self.lm)
-
     @property
     def head(self) -> nn.Module:
         """The linear layer over the last hidden state, or PEFT's trained copy of it."""
-        return base_of(self.lm).score
+        return without_peft(self.lm).score
 
     def forward(self, packed: PackedRows) -> dict[str, Tensor]:
         hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
@@ -204,12 +200,6 @@ Model: TypeAlias = PolicyModel | ValueModel | ScoreModel
 """A model that the engine trains."""
 
 
-def _decoder_of(lm: PreTrainedModel) -> PreTrainedModel:
-    """Returns the decoder without head and without the PEFT wrapper."""
-    lm = base_of(lm)
-    return getattr(lm, lm.base_model_prefix)
-
-
-def base_of(lm: PreTrainedModel) -> PreTrainedModel:
+def without_peft(lm: PreTrainedModel) -> PreTrainedModel:
     """Returns the model without the PEFT wrapper."""
     return lm.get_base_model() if hasattr(lm, "peft_config") else lm

@@ -1,7 +1,7 @@
 """Expert routing of mixture-of-experts models: the experts of each token, recorded and replayed.
 
-Rollout and trainer compute the same token with other kernels, so that near a tie their routers choose other
-experts. A replay takes the recorded experts and computes their gates from its own router logits.
+Rollout and trainer compute the same token with different kernels, so near a tie their routers choose
+different experts. A replay uses the recorded experts, with gates from its own router logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hone.models.families import UnsupportedModel, declared
+from hone.models.families import UnsupportedModel, config_field
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from hone.ops.packing import PackedRows
 
 NOT_RECORDED = -1
-"""In place of the experts of a token that no engine has computed; a replay routes it by its own logits."""
+"""Stands for the experts of a token that no engine has computed; in a replay, the router chooses them."""
 DTYPE = torch.int16
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k")
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k")
 _NOT_REPLAYED = frozenset({"jetmoe"})
-"""Families with routers in their attention, or routers that are no part of the block of their experts."""
+"""Families with routers in their attention, or outside the block of their experts."""
 
 Record = Callable[[int, Tensor], None]
-"""Receives the number of a layer with experts and the experts [N, k] of its tokens."""
+"""Receives the index of a MoE layer and the experts [N, k] of its tokens."""
 
 
 def routing_shape(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Returns the number of experts and of those that a token uses; None for a model without experts."""
+    """Returns the number of experts and top-k; None for a model without experts."""
     text = config.get_text_config()
     experts, top_k = (
-        next((value for name in names if isinstance(value := declared(text, name), int)), 0)
-        for names in (_EXPERTS, _TOP_K)
+        next((value for name in names if isinstance(value := config_field(text, name), int)), 0)
+        for names in (_EXPERT_FIELDS, _TOP_K_FIELDS)
     )
     return (experts, top_k) if experts > 1 and top_k else None
 
@@ -62,72 +62,73 @@ class Routing:
         self.record: Record | None = None
         self.replay: Tensor | None = None
         """The experts [N, layers, k] of the tokens of the next forward."""
-        self._shares: dict[int, Tensor] = {}
+        self._agreement: dict[int, Tensor] = {}
         for layer, block in enumerate(blocks):
-            block.forward = partial(self._routed, block.forward, layer)
+            block.forward = partial(self._forward, block.forward, layer)
 
     def start(self, replay: Tensor | None, *, record: bool) -> dict[int, Tensor]:
-        """Prepares a forward of the trainer; returns where it puts the experts [N, k] of each layer.
+        """Prepares a forward of the trainer; returns a dict that it fills with the experts [N, k] by layer.
 
         The replay stays until the engine resets it, because checkpointed layers are computed again in
         the backward pass.
         """
-        self.replay, self._shares = replay, {}
-        chosen: dict[int, Tensor] = {}
-        self.record = chosen.__setitem__ if record else None
-        return chosen
+        self.replay, self._agreement = replay, {}
+        recorded: dict[int, Tensor] = {}
+        self.record = recorded.__setitem__ if record else None
+        return recorded
 
-    def outputs(self, packed: PackedRows, chosen: dict[int, Tensor]) -> dict[str, Tensor]:
-        """Returns `routing_agreement` [B, T] of a replay, the share of the experts that the routers would
-        have chosen by themselves, and `routed_experts` [B, P+T, layers, k] of a recording."""
+    def outputs(self, packed: PackedRows, recorded: dict[int, Tensor]) -> dict[str, Tensor]:
+        """Returns `routing_agreement` [B, T] of a replay, the share of replayed experts that the router would
+        have chosen, and `routed_experts` [B, P+T, layers, k] of a recording."""
         out: dict[str, Tensor] = {}
         if self.replay is not None:
-            shares = torch.stack(list(self._shares.values())).mean(0)
+            shares = torch.stack(list(self._agreement.values())).mean(0)
             out["routing_agreement"] = packed.unpack(shares.index_select(0, packed.source))
         if self.record is not None:
             self.record = None
-            experts = torch.stack([chosen[i] for i in range(self.layers)], 1).to(DTYPE)
+            experts = torch.stack([recorded[i] for i in range(self.layers)], 1).to(DTYPE)
             out["routed_experts"] = packed.padded(experts, NOT_RECORDED)
         if not torch.is_grad_enabled():
             self.replay = None  # no backward pass follows
         return out
 
-    def _routed(self, forward: Callable[..., Any], layer: int, *inputs: Any, **options: Any) -> Any:
+    def _forward(
+        self, forward: Callable[..., Any], layer: int, *inputs: Any, **options: Any
+    ) -> Any:
         if self.record is None and self.replay is None:
             return forward(*inputs, **options)
-        with _Choice(self, layer) as choice:
+        with _TopKOverride(self, layer) as override:
             output = forward(*inputs, **options)
-        if not choice.has_chosen:
+        if not override.applied:
             raise UnsupportedModel(
                 f"layer {layer} does not choose its experts by top-k over {self.experts}, so its routing "
                 "cannot be replayed; use actor.router_replay.mode=disabled"
             )
         return output
 
-    def choose(self, layer: int, own: Tensor) -> Tensor:
-        """Returns the experts [N, k] to use where the router chooses `own`."""
-        experts = own
+    def route(self, layer: int, experts: Tensor) -> Tensor:
+        """Returns the experts [N, k] to use in place of the router's choice; records them."""
         if self.replay is not None:
-            experts, self._shares[layer] = replayed(own, self.replay[:, layer])
+            experts, self._agreement[layer] = replayed(experts, self.replay[:, layer])
         if self.record is not None:
             self.record(layer, experts)
         return experts
 
 
-def replayed(own: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the experts [N, k] to use, and the share [N] of them in the router's own choice."""
-    recorded = recorded.to(own.dtype)
-    experts = torch.where(recorded >= 0, recorded, own)
-    return experts, (own[:, :, None] == experts[:, None]).any(1).float().mean(1)
+def replayed(choice: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the experts [N, k] to use, and the share [N] of them in the router's choice."""
+    recorded = recorded.to(choice.dtype)
+    experts = torch.where(recorded >= 0, recorded, choice)
+    return experts, (choice[:, :, None] == experts[:, None]).any(1).float().mean(1)
 
 
-class _Choice(TorchFunctionMode):
+class _TopKOverride(TorchFunctionMode):
     """Replaces the result of the router's top-k, by which every supported family chooses experts."""
 
     def __init__(self, routing: Routing, layer: int) -> None:
         super().__init__()
         self._routing, self._layer = routing, layer
-        self.has_chosen = False
+        self.applied = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -138,28 +139,26 @@ class _Choice(TorchFunctionMode):
             return out
         scores, routing = args[0], self._routing
         indices = out[1]
-        if scores.dim() != 2 or scores.shape[1] != routing.experts:
+        if scores.shape[1:] != (routing.experts,) or indices.shape[1] != routing.top_k:
             return out
-        if indices.shape[1] != routing.top_k:
-            return out
-        self.has_chosen = True
-        experts = routing.choose(self._layer, indices)
+        self.applied = True
+        experts = routing.route(self._layer, indices)
         if experts is indices:
             return out
         return torch.return_types.topk((scores.gather(1, experts), experts))
 
 
-def load_metrics(routed: Tensor, counted: Tensor, experts: int) -> dict[str, float]:
-    """Returns how evenly the experts [B, S, layers, k] of the counted tokens [B, S] are used, per layer.
+def load_metrics(routed: Tensor, mask: Tensor, experts: int) -> dict[str, float]:
+    """Returns the load balance of each layer, from the experts [B, S, layers, k] of the tokens in the mask.
 
-    `max_load` is the load of the busiest expert over the mean load, `entropy` that of the loads over its
-    maximum.
+    `max_load` is the load of the busiest expert divided by the mean load; `entropy` is the entropy of the
+    loads divided by its maximum.
     """
-    chosen = routed[counted.bool()].long()  # [N, layers, k]
+    masked = routed[mask.bool()].long()  # [N, layers, k]
     metrics: dict[str, float] = {}
-    for layer in range(chosen.shape[1]):
-        of_layer = chosen[:, layer].flatten()
-        loads = torch.bincount(of_layer[of_layer >= 0], minlength=experts).double()
+    for layer in range(masked.shape[1]):
+        indices = masked[:, layer].flatten()
+        loads = torch.bincount(indices[indices >= 0], minlength=experts).double()
         shares = loads / loads.sum().clamp(min=1)
         entropy = -(shares * shares.clamp(min=1e-12).log()).sum()
         metrics[f"moe/layer_{layer}/max_load"] = float(shares.max() * experts)

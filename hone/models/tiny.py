@@ -97,8 +97,8 @@ def tiny_lm(
         "eos_token_id": eos_token_id,
     }
     default = AutoConfig.for_model(family)
-    known = {field.name for field in dataclasses.fields(default)} | set(default.attribute_map)
-    config = AutoConfig.for_model(family, **{k: v for k, v in settings.items() if k in known})
+    fields = {field.name for field in dataclasses.fields(default)} | set(default.attribute_map)
+    config = AutoConfig.for_model(family, **{k: v for k, v in settings.items() if k in fields})
     refuse_config(config, f"a fresh {family}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -109,14 +109,14 @@ def _check_family(family: str) -> None:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
-    usual = "Take llama, qwen2, qwen3, mistral, gemma"
+    suggestion = "Use llama, qwen2, qwen3, mistral or gemma"
     if family not in KNOWN:
-        near = get_close_matches(family, KNOWN, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else usual
+        matches = get_close_matches(family, KNOWN, n=1)
+        hint = f"Did you mean {matches[0]!r}?" if matches else suggestion
         raise TinyModelError(f"transformers has no decoder family {family!r}. {hint}")
     refuse_family(family, f"a fresh {family}")
     if AutoConfig.for_model(family).sub_configs:
-        raise TinyModelError(f"{family} has parts besides its text model. {usual}")
+        raise TinyModelError(f"{family} has parts other than its text model. {suggestion}")
 
 
 def _check_shape(hidden: int, layers: int, heads: int, kv_heads: int) -> None:

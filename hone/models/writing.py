@@ -14,8 +14,8 @@ from hone.tracking.storage import naming
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder that becomes `target`, which must be new or empty, on success; an error
-    removes it, and after a kill the next writer does."""
+    """Yields a temporary folder that is renamed to `target`, which must be new or empty, on success. An
+    error removes the temporary folder; after a kill, the next writer removes it."""
     target = target.resolve()  # Path(".") has no name
     temporary = target.with_name(f".{target.name}.tmp")
     with lock_target(target):

@@ -27,7 +27,7 @@ from hone.config.trees import Tree
 from hone.data.files import copy_to_local, is_non_local, remote_files, upload
 from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
-from hone.engine.saved_state import TABLE, read_table
+from hone.engine.saved_state import METADATA_FILE, read_metadata
 from hone.models.from_config import build_lora, build_tokenizer
 from hone.models.load import EXPORT_FOLDER, load_causal_lm
 from hone.models.lora import ADAPTER_FOLDER
@@ -83,7 +83,7 @@ def export(
     with whole_folder(target) as temporary:
         if (source / part).is_dir():
             shutil.copytree(source / part, temporary, dirs_exist_ok=True)
-        elif (source / TABLE).is_file():
+        elif (source / METADATA_FILE).is_file():
             gathered = temporary / "gathered"
             _gather(source, gathered, external_lib, trust_remote_code)
             if not (gathered / part).is_dir():
@@ -142,9 +142,9 @@ def find_model_folder(folder: Path) -> Path:
 
 def _saved_tensors(folder: Path) -> dict[str, STORAGE_TYPES]:
     """Return the metadata of the tensors in the shards, by dotted name."""
-    if not (folder / TABLE).is_file():
+    if not (folder / METADATA_FILE).is_file():
         return {}
-    return read_table(folder).state_dict_metadata
+    return read_metadata(folder).state_dict_metadata
 
 
 def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code: bool) -> None:

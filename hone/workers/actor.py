@@ -74,12 +74,8 @@ class ActorWorker(TrainWorker):
         objective = PolicyObjective(
             config, temperature=self.temperature(temperature), correction=correction
         )
-        updates = []
         started = time.perf_counter()
-        with self.engine.present(optimizer=True):
-            for minibatch in self.minibatches(data, config, step_rows):
-                updates.append(self.engine.train_minibatch(minibatch, objective))
-        metrics = self.end_updates("actor", updates)
+        metrics = self.run_updates("actor", self.minibatches(data, config, step_rows), objective)
         metrics |= self._device_metrics(data, time.perf_counter() - started)
         return DataProto(meta_info={"metrics": metrics})
 
@@ -95,9 +91,9 @@ class ActorWorker(TrainWorker):
         if (roofline := Roofline.of(self.engine.facts, device)) is not None:
             mask = data.batch["attention_mask"]
             shared = shared_with_the_row_before(data.batch["prompts"], mask)
-            share = roofline.update_share(mask.sum(1).tolist(), shared, seconds)
+            mfu = roofline.mfu(mask.sum(1).tolist(), shared, seconds)
             epochs = self.config.actor_rollout_ref.actor.ppo_epochs
-            metrics["perf/mfu"] = epochs * share / self.engine.mesh.ranks_per_slot
+            metrics["perf/mfu"] = epochs * mfu / self.engine.mesh.ranks_per_slot
         return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -109,7 +105,7 @@ class ActorWorker(TrainWorker):
 
 
 class ReferenceWorker(TrainWorker):
-    """The frozen policy as it was loaded."""
+    """The frozen initial policy."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -32,59 +32,58 @@ from hone.protocol import DataProto, object_array
 from hone.types import Function, Row, Settings
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.rollout_worker import RolloutWorker
-from hone.workers.train import TrainWorker, whole_config
+from hone.workers.train import TrainWorker, full_config
 
-MADE_UID = "made_uid"
-
-
+GENERATED_UID = "generated_uid"
+"""Marks a batch whose uids this module has generated."""
 ROLLOUT = "rollout"
-"""The mesh on which every rank decodes rows of its own, also where ranks share the work of an update."""
+"""The mesh on which every rank decodes its own rows, even if ranks share the work of an update."""
 
 
-def split_numbered(group: Group, prompts: DataProto) -> PerRank[Batch]:
-    """Dispatch function that numbers rows before they are split, so that no two rows share a seed."""
-    return dispatch_nd_compute_dataproto(ROLLOUT, group, numbered(prompts))
+def dispatch_prompts(group: Group, prompts: DataProto) -> PerRank[Batch]:
+    """Dispatch function that adds ids before rows are split, so that no two rows share a seed."""
+    return dispatch_nd_compute_dataproto(ROLLOUT, group, with_row_ids(prompts))
 
 
-def join_slots(group: Group, results: list[DataProto]) -> DataProto:
+def collect_trajectories(group: Group, results: list[DataProto]) -> DataProto:
     """Collect function that joins the batches of the ranks with agent loops."""
     return join_ranks(group, [results[rank] for rank in group.mesh(ROLLOUT).collect_ranks])
 
 
-def numbered(prompts: DataProto) -> DataProto:
-    """Adds `prompt_ids`, `uid` and `sample_index` where the caller has not set them."""
+def with_row_ids(prompts: DataProto) -> DataProto:
+    """Returns the rows with `prompt_ids`, `uid` and `sample_index`, added if they are missing."""
     rows = prompts.select()
-    facts = dict(rows.non_tensor_batch)
+    columns = dict(rows.non_tensor_batch)
     ids = _prompt_ids(rows)
     if ids is not None:
-        facts["prompt_ids"] = object_array(ids)
-    if "uid" not in facts:
-        texts = ids if ids is not None else facts.get("raw_prompt", range(len(rows)))
-        names = [hashlib.blake2b(repr(t).encode(), digest_size=8).hexdigest() for t in texts]
-        facts["uid"] = np.array(names, dtype=object)
-        rows.meta_info[MADE_UID] = True
-    if "sample_index" not in facts:
-        seen: Counter[str] = Counter()
-        counts = []
-        for uid in facts["uid"]:
-            counts.append(seen[uid])
-            seen[uid] += 1
-        facts["sample_index"] = np.array(counts, dtype=object)
-    return DataProto(None, facts, rows.meta_info)
+        columns["prompt_ids"] = object_array(ids)
+    if "uid" not in columns:
+        sources = ids if ids is not None else columns.get("raw_prompt", range(len(rows)))
+        uids = [hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest() for x in sources]
+        columns["uid"] = np.array(uids, dtype=object)
+        rows.meta_info[GENERATED_UID] = True
+    if "sample_index" not in columns:
+        counts: Counter[str] = Counter()
+        indices = []
+        for uid in columns["uid"]:
+            indices.append(counts[uid])
+            counts[uid] += 1
+        columns["sample_index"] = np.array(indices, dtype=object)
+    return DataProto(None, columns, rows.meta_info)
 
 
-def in_call(rows: DataProto, call: int) -> DataProto:
-    """Appends the call number to generated uids, so that the next call draws new samples."""
-    facts = dict(rows.non_tensor_batch)
-    if rows.meta_info.get(MADE_UID):
-        facts["uid"] = np.array([f"{uid}-{call}" for uid in facts["uid"]], dtype=object)
-    attempts = zip(facts["uid"], facts["sample_index"], strict=True)
-    facts["trajectory_id"] = np.array([f"{uid}-{i}" for uid, i in attempts], dtype=object)
-    return DataProto(None, facts, dict(rows.meta_info))
+def with_call_number(rows: DataProto, call: int) -> DataProto:
+    """Appends the call number to generated uids, so that the next call samples other responses."""
+    columns = dict(rows.non_tensor_batch)
+    if rows.meta_info.get(GENERATED_UID):
+        columns["uid"] = np.array([f"{uid}-{call}" for uid in columns["uid"]], dtype=object)
+    attempts = zip(columns["uid"], columns["sample_index"], strict=True)
+    columns["trajectory_id"] = np.array([f"{uid}-{i}" for uid, i in attempts], dtype=object)
+    return DataProto(None, columns, dict(rows.meta_info))
 
 
-def sampling_of(meta_info: Settings, rollout: RolloutConfig) -> Row:
-    """Returns `sampling_params` if given, else the configured ones for `validate` and `do_sample`."""
+def sampling_params_of(meta_info: Settings, rollout: RolloutConfig) -> Row:
+    """Returns `sampling_params` of the batch, else the configured ones for `validate` and `do_sample`."""
     if "sampling_params" in meta_info:
         return dict(meta_info["sampling_params"])
     sampling = (validation_sampling if meta_info.get("validate") else training_sampling)(rollout)
@@ -92,21 +91,23 @@ def sampling_of(meta_info: Settings, rollout: RolloutConfig) -> Row:
 
 
 def _prompt_ids(rows: DataProto) -> list[list[int]] | None:
-    facts = rows.non_tensor_batch
+    """Returns the prompt tokens without padding, or None if the batch has only text."""
+    columns = rows.non_tensor_batch
     for name in ("prompt_ids", "raw_prompt_ids"):
-        if name in facts:
-            return [list(ids) for ids in facts[name]]
+        if name in columns:
+            return [list(ids) for ids in columns[name]]
     for name in ("input_ids", "prompts"):
         if rows.has_column(name) and rows.has_column("attention_mask"):
             ids = rows.batch[name]
             mask = rows.batch["attention_mask"][:, : ids.shape[1]]
-            return [
-                row[: len(seen)][seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)
-            ]
+            rows_and_masks = zip(ids, mask.bool(), strict=True)
+            return [row[: len(exists)][exists].tolist() for row, exists in rows_and_masks]
     return None
 
 
-def _forwarded(member: str, method: Function) -> Function:
+def _delegate(member: str, method: Function) -> Function:
+    """Returns a method that calls `method` of a member."""
+
     @functools.wraps(method)  # copies the registration
     def forward(worker: ActorRolloutRefWorker, *args: Any, **kwargs: Any) -> Any:
         return method(worker.members[member], *args, **kwargs)
@@ -119,7 +120,7 @@ class ActorRolloutRefWorker(Worker):
 
     def __init__(self, config: Block, role: str = "actor_rollout_ref") -> None:
         super().__init__()
-        self.config = config = whole_config(config)
+        self.config = config = full_config(config)
         self._calls = 0
         lora = config.actor_rollout_ref.model.uses_lora and "actor" in role
         self.members: dict[str, Worker] = {}
@@ -161,30 +162,30 @@ class ActorRolloutRefWorker(Worker):
 
     @property
     def engine_mesh(self) -> Mesh:
-        """The mesh of the engines in this process; all must have the same, as they get the same rows."""
+        """The mesh of the engines in this process, which must be the same, as they get the same rows."""
         workers = [m for m in self.members.values() if isinstance(m, TrainWorker)]
         meshes = {worker.engine.mesh for worker in workers}
         if len(meshes) != 1:
             raise ValueError(
-                f"actor and reference stand on different meshes ({meshes}); give both the same strategy, "
-                "or workers of their own"
+                f"actor and reference have different meshes ({meshes}); give both the same strategy, or "
+                "separate workers"
             )
         return meshes.pop()
 
     @register(
         dispatch_mode=replace(
             Dispatch.DP_COMPUTE_PROTO,
-            dispatch_fn=split_numbered,
-            collect_fn=join_slots,
+            dispatch_fn=dispatch_prompts,
+            collect_fn=collect_trajectories,
             by_slot=False,
         )
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generates one trajectory per row with the row's agent loop."""
         self._calls += 1
-        rows = in_call(numbered(prompts), self._calls)
+        rows = with_call_number(with_row_ids(prompts), self._calls)
         rollout = self.config.actor_rollout_ref.rollout
-        rows.meta_info = {"sampling_params": sampling_of(prompts.meta_info, rollout)}
+        rows.meta_info = {"sampling_params": sampling_params_of(prompts.meta_info, rollout)}
         self.rollout.submit(rows)
         finished = self.rollout.finished(None, 0.0)
         if not self.rollout.leads:
@@ -230,13 +231,13 @@ class ActorRolloutRefWorker(Worker):
         self.actor.load_checkpoint(folder)
         self.rollout.announce_weights(self.actor.version())
 
-    save_checkpoint = _forwarded("actor", ActorWorker.save_checkpoint)
-    version = _forwarded("actor", ActorWorker.version)
-    submit = _forwarded("rollout", RolloutWorker.submit)
-    finished = _forwarded("rollout", RolloutWorker.finished)
-    abort = _forwarded("rollout", RolloutWorker.abort)
-    weight_path = _forwarded("rollout", RolloutWorker.weight_path)
-    announce_weights = _forwarded("rollout", RolloutWorker.announce_weights)
+    save_checkpoint = _delegate("actor", ActorWorker.save_checkpoint)
+    version = _delegate("actor", ActorWorker.version)
+    submit = _delegate("rollout", RolloutWorker.submit)
+    finished = _delegate("rollout", RolloutWorker.finished)
+    abort = _delegate("rollout", RolloutWorker.abort)
+    weight_path = _delegate("rollout", RolloutWorker.weight_path)
+    announce_weights = _delegate("rollout", RolloutWorker.announce_weights)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from hone.config import PPOTrainerConfig
 from hone.config.engine import FSDPConfig, MicroBatches, sequence_parallel
 from hone.controller import Worker
-from hone.engine.contract import EngineSpec, RowsPerRank
+from hone.engine.contract import EngineSpec, MicroBatchRuleFor
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import adapters_of
 from hone.models.lora import Adapters
@@ -19,19 +19,18 @@ from hone.workers.device import pick_dtype
 
 def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
     """Returns the actor's spec; log-probs use the micro-batch size of the rollout config, as in verl."""
-    part = config.actor_rollout_ref
-    actor, rollout = part.actor, part.rollout
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     return _spec(
         config,
         worker,
         device,
         actor,
         actor.fsdp_config,
-        train_rule=_rule(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
-        infer_rule=_rule(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
+        train_rule=_micro_batch_rule(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
+        infer_rule=_micro_batch_rule(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
         optim=actor.optim,
         grad_clip=actor.grad_clip,
-        adapters=adapters_of(part.model),
+        adapters=adapters_of(config.actor_rollout_ref.model),
         compile_blocks=actor.use_torch_compile,
         replays_routing=actor.router_replay.mode != "disabled",
     )
@@ -40,7 +39,7 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
 def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
     """Returns the spec of the reference, which is not trained."""
     ref = config.actor_rollout_ref.ref
-    rule = _rule(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
+    rule = _micro_batch_rule(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
     return _spec(
         config,
         worker,
@@ -71,8 +70,8 @@ def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) 
         model_path=model.path or config.actor_rollout_ref.model.path,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing,
-        train_rule=_rule(critic, "ppo_", critic.ppo_max_token_len_per_gpu),
-        infer_rule=_rule(critic, "forward_", critic.forward_max_token_len_per_gpu),
+        train_rule=_micro_batch_rule(critic, "ppo_", critic.ppo_max_token_len_per_gpu),
+        infer_rule=_micro_batch_rule(critic, "forward_", critic.forward_max_token_len_per_gpu),
         optim=critic.optim,
         grad_clip=critic.grad_clip,
         adapters=adapters,
@@ -84,7 +83,7 @@ def implicit_reward_spec(
 ) -> EngineSpec:
     """Returns the spec of PRIME's reward model, or of its frozen reference."""
     reward, model = config.reward_model, config.reward_model.model
-    rule = _rule(reward, "", reward.forward_max_token_len_per_gpu)
+    rule = _micro_batch_rule(reward, "", reward.forward_max_token_len_per_gpu)
     return _spec(
         config,
         worker,
@@ -114,7 +113,7 @@ def step_model_spec(
     return replace(spec, head="steps", model_path=path, label_tokens=label_tokens)
 
 
-def _rule(role: MicroBatches, kind: str, tokens: int) -> RowsPerRank:
+def _micro_batch_rule(role: MicroBatches, kind: str, tokens: int) -> MicroBatchRuleFor:
     return lambda ranks: MicroBatchRule(role.sequences_per_micro_batch(ranks, kind), tokens)
 
 
@@ -124,8 +123,9 @@ def _spec(
     device: torch.device,
     role: MicroBatches,
     fsdp: FSDPConfig,
-    **changes: Any,
+    **fields: Any,
 ) -> EngineSpec:
+    """Returns the spec of a role; `fields` replace those of the actor's model."""
     model = config.actor_rollout_ref.model
     policy = {
         "head": "policy",
@@ -144,5 +144,5 @@ def _spec(
         world_size=worker.world_size,
         sequence_parallel=sequence_parallel(role, fsdp),
         tensor_parallel=fsdp.tensor_parallel_size,
-        **{**policy, **changes},
+        **{**policy, **fields},
     )

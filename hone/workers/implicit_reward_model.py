@@ -1,6 +1,6 @@
-"""PRIME's reward model: a language model and its frozen copy; their log-ratio is the reward of a token.
+"""PRIME's reward model: a language model and its frozen copy, whose log-ratio is the reward of a token.
 
-It is trained in every step on the outcomes of the step's responses, by the engine of actor and critic.
+It is trained in every step on the outcomes of the step's responses.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hone.models.from_config import import_external
 from hone.ops.masked import masked_sum
 from hone.protocol import DataProto
 from hone.workers.engine_specs import implicit_reward_spec
-from hone.workers.objectives import WrittenTokens, minibatches
+from hone.workers.objectives import TokenObjective, minibatches
 from hone.workers.train import TrainWorker
 
 OUTCOME, GROUP, _REFERENCE, _RIVALS = "outcome", "group", "reference_log_probs", "rival_logits"
 _OPTIONS: Options = {"temperature": 1.0, "with_entropy": False}
 
 
-class OutcomeObjective(WrittenTokens):
-    """Mean loss per response of `outcome_losses`."""
+class OutcomeObjective(TokenObjective):
+    """The mean of `outcome_losses` over responses."""
 
     reads = ("response_mask", OUTCOME, GROUP, _REFERENCE, _RIVALS)
     options = _OPTIONS
@@ -54,16 +54,16 @@ class OutcomeObjective(WrittenTokens):
 
 
 class ImplicitRewardModelWorker(TrainWorker):
+    """PRIME's reward model under training, and its frozen reference."""
+
     @property
     def checkpoint(self) -> CheckpointConfig:
         return self.config.actor_rollout_ref.actor.checkpoint
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        model, strategy = (
-            self.config.reward_model.model,
-            self.config.actor_rollout_ref.actor.strategy,
-        )
+        model = self.config.reward_model.model
+        strategy = self.config.actor_rollout_ref.actor.strategy
         import_external(model.external_lib)
         self.build_engine(strategy, implicit_reward_spec, model.fsdp_config)
         frozen = implicit_reward_spec(self.config, self, self.engine.device, frozen=True)
@@ -71,10 +71,10 @@ class ImplicitRewardModelWorker(TrainWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_rm(self, data: DataProto, *, step_rows: int) -> DataProto:
-        """Trains on the columns `outcome` and `group` of all rows of a step, and returns `log_ratio` [B, T].
+        """Trains on the columns `outcome` and `group` of the rows of a step; returns `log_ratio` [B, T].
 
-        `reward_model.model.update` is before if the ratio is computed after the training, else after or
-        reverse; none does not train.
+        `reward_model.model.update` says whether the model is updated before the ratio is computed
+        (`before`), afterwards (`after`, `reverse`) or never (`none`).
         """
         config = self.config.reward_model
         update, metrics = config.model.update, {}
@@ -84,19 +84,15 @@ class ImplicitRewardModelWorker(TrainWorker):
         if update in ("after", "reverse"):
             log_probs = self.engine.infer(data, **_OPTIONS)["log_probs"]
         if update != "none":
+            batches = minibatches(
+                data,
+                rows_per_update=config.mini_batch_size,
+                epochs=1,
+                shuffle_seed=None,
+                step_rows=step_rows,
+            )
             objective = OutcomeObjective(config.model)
-            with self.engine.present(optimizer=True):
-                updates = [
-                    self.engine.train_minibatch(rows, objective)
-                    for rows in minibatches(
-                        data,
-                        rows_per_update=config.mini_batch_size,
-                        epochs=1,
-                        shuffle_seed=None,
-                        step_rows=step_rows,
-                    )
-                ]
-            metrics = self.end_updates("reward_model", updates)
+            metrics = self.run_updates("reward_model", batches, objective)
         if log_probs is None:
             log_probs = self.engine.infer(data, **_OPTIONS)["log_probs"]
         ratio = (log_probs - reference) * data.batch["response_mask"]

@@ -1,6 +1,6 @@
-"""The judge's model in a worker: continues texts with our own engine, for `reward_model.type=judge`.
+"""The worker of the judge's model: completes prompts with the native engine (`reward_model.type=judge`).
 
-The trainer writes what the judge reads, and reads its grades; this worker only generates.
+The trainer writes the prompts and parses the grades; this worker only generates.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from hone.agents.loop_thread import run_beside
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, WorkerGroup, register
 from hone.data.chat_template import apply_template
-from hone.engine.offload import HostRest
+from hone.engine.offload import build_offload
 from hone.event_loop import run_coroutine
 from hone.models.from_config import import_external
 from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
@@ -31,7 +30,7 @@ from hone.workers.device import pick_device, pick_dtype, prepare_process
 
 
 class JudgeWorker(Worker):
-    """Holds the judge's model; `param_offload` keeps it on the host between batches."""
+    """The judge's model; `param_offload` keeps it on the host between batches."""
 
     def __init__(self, config: PPOTrainerConfig) -> None:
         super().__init__()
@@ -50,21 +49,21 @@ class JudgeWorker(Worker):
         lm = load_causal_lm(path, dtype=dtype, device=self.device)
         policy = PolicyModel(lm.to(self.device).eval()).requires_grad_(False)
         positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-        longest = whole.data.max_prompt_length + whole.data.max_response_length
-        self._longest_prompt = min(
-            config.max_length or 2 * longest + 1024, positions - config.judge.max_tokens
+        max_row = whole.data.max_prompt_length + whole.data.max_response_length
+        self._max_prompt_length = min(
+            config.max_length or 2 * max_row + 1024, positions - config.judge.max_tokens
         )
-        if self._longest_prompt < 1:
+        if self._max_prompt_length < 1:
             raise ValueError(
-                f"reward_model.judge.max_tokens={config.judge.max_tokens} fills the judge's {positions:,} "
-                "positions; use fewer"
+                f"reward_model.judge.max_tokens={config.judge.max_tokens} leaves no room for a prompt in "
+                f"the judge's {positions:,} positions; use fewer"
             )
         self.engine = build_native(
             RolloutSpec(
                 replace(
                     whole.actor_rollout_ref.rollout,
                     exact=False,
-                    max_model_len=self._longest_prompt + config.judge.max_tokens,
+                    max_model_len=self._max_prompt_length + config.judge.max_tokens,
                 ),
                 model_path=path,
                 load_policy=lambda: policy,
@@ -75,38 +74,34 @@ class JudgeWorker(Worker):
             )
         )
         run_coroutine(self.engine.sleep())
-        self._rest = HostRest(policy.parameters) if sharding.param_offload else None
-        if self._rest is not None:
-            self._rest.away()
+        self._offload = build_offload(policy, None, sharding)
+        self._offload.start()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def complete(self, requests: DataProto) -> DataProto:
         """Returns the `completion` of each `text`; None for a text that is too long."""
         columns = requests.non_tensor_batch
         pairs = list(zip(columns["text"], columns["vote"], strict=True))
-        present: AbstractContextManager[None] = nullcontext()
-        if self._rest is not None:
-            present = self._rest.present()
-        with present:
+        with self._offload.present():
             run_coroutine(self.engine.wake_up())
             try:
-                texts = run_beside(self.engine, self._all(pairs))
+                texts = run_beside(self.engine, self._complete_all(pairs))
             finally:
                 run_coroutine(self.engine.sleep())
         return DataProto(None, {"completion": object_array(texts)})
 
-    async def _all(self, requests: Sequence[Request]) -> list[str | None]:
-        return list(await asyncio.gather(*map(self._one, requests)))
+    async def _complete_all(self, requests: Sequence[Request]) -> list[str | None]:
+        return list(await asyncio.gather(*map(self._complete_one, requests)))
 
-    async def _one(self, request: Request) -> str | None:
+    async def _complete_one(self, request: Request) -> str | None:
         text, vote = request
         if self.tokenizer.chat_template:
-            turns = [{"role": "user", "content": text}]
+            messages = [{"role": "user", "content": text}]
             text = str(
-                apply_template(turns, self.tokenizer, tokenize=False, add_generation_prompt=True)
+                apply_template(messages, self.tokenizer, tokenize=False, add_generation_prompt=True)
             )
         ids = self.tokenizer.encode(text, add_special_tokens=not self.tokenizer.chat_template)
-        if len(ids) > self._longest_prompt:
+        if len(ids) > self._max_prompt_length:
             return None
         uid = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
         judge = self.config.reward_model.judge
@@ -122,7 +117,7 @@ class JudgeWorker(Worker):
 
 
 class WorkerCompletions:
-    """Lets the workers of a judge continue texts; equal requests are generated once."""
+    """Completes texts with the judge's workers; equal requests are generated once."""
 
     def __init__(self, group: WorkerGroup[JudgeWorker] | None) -> None:
         self._group = group
@@ -131,15 +126,15 @@ class WorkerCompletions:
         unique = list(dict.fromkeys(requests))
         if not unique:
             return []
-        assert self._group is not None, "before the run starts there is no judge"
+        assert self._group is not None, "the judge's workers do not exist before the run starts"
         columns = zip(*unique, strict=True)
         names = dict(zip(("text", "vote"), (object_array(list(c)) for c in columns), strict=True))
         answer = self._group.call(JudgeWorker.complete, DataProto(None, names))
         texts = dict(zip(unique, answer.non_tensor_batch["completion"], strict=True))
-        late = Failed(
-            "too_long", "the text is longer than the judge reads; see reward_model.max_length"
+        too_long = Failed(
+            "too_long", "the text is longer than the judge accepts; see reward_model.max_length"
         )
-        return [late if texts[request] is None else texts[request] for request in requests]
+        return [too_long if texts[request] is None else texts[request] for request in requests]
 
     def pop_metrics(self) -> dict[str, float]:
         return {}

@@ -23,9 +23,11 @@ from hone.protocol import PADDED_ROW, DataProto, real_rows
 from hone.types import Function, Row
 
 _PREPARED = "prepared/"
+_NO_OPTIONS: Options = {}
+_LOG_PROBS_ONLY: Options = {"temperature": 1.0, "with_entropy": False}
 
 
-def counted_tokens(batch: DataProto, column: str) -> Tensor:  # [B, T]
+def mask_without_padding(batch: DataProto, column: str) -> Tensor:  # [B, T]
     """Returns a mask column, set to 0 in padded rows."""
     mask: Tensor = require(batch, column)
     if batch.has_column(PADDED_ROW):
@@ -54,31 +56,31 @@ class PolicyObjective:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that the loss reads; some exist only after a log-prob pass, a correction or a filter."""
+        """Columns that the loss reads; some exist only in some configurations."""
         policy = ("advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights")
         reference = ("ref_log_prob",) if self._config.use_kl_loss else ()
         return ("response_mask", "loss_mask", *policy, *reference, *self._needs)
 
     def mask(self, batch: DataProto) -> Tensor:
         has_loss_mask = batch.has_column("loss_mask")
-        return counted_tokens(batch, "loss_mask" if has_loss_mask else "response_mask")
+        return mask_without_padding(batch, "loss_mask" if has_loss_mask else "response_mask")
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         log_prob = outputs["log_probs"]
         old = batch.column("old_log_probs") if batch.has_column("old_log_probs") else log_prob
         advantages, mask = require(batch, "advantages"), self.mask(batch)
         prepare: Function | None = getattr(self._loss, "prepare", None)
-        assert prepare is not None, "needs_batch_statistics says that there is one"
+        assert prepare is not None, "a loss with needs_batch_statistics has prepare"
         prepared = prepare(old, log_prob, advantages, mask, self._config)
         return {_PREPARED + name: values for name, values in prepared.items()}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         config, columns, mask = self._config, batch.batch, self.mask(batch)
         log_prob, names = outputs["log_probs"], set(columns.keys())
-        # If they were not computed before the update, the update's forward pass gives them.
+        # Without a log-prob pass before the update, the old log-probs are the current ones.
         old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
         weights = columns["rollout_is_weights"] if "rollout_is_weights" in names else None
-        arguments = (old, log_prob, require(batch, "advantages"), mask)
+        inputs = (old, log_prob, require(batch, "advantages"), mask)
         extra: Row = {name: require(batch, name) for name in self._needs}
         if self._bypass is not None:
             extra["rollout_correction"] = self._bypass
@@ -86,13 +88,11 @@ class PolicyObjective:
             prepared = {name for name in names if name.startswith(_PREPARED)}
             extra["prepared"] = {name.removeprefix(_PREPARED): columns[name] for name in prepared}
         if isinstance(self._loss, PolicyLoss):
-            tokens = self._loss.tokens(*arguments, config, weights, **extra)
+            tokens = self._loss.tokens(inputs, config, weights, **extra)
             losses, metrics = self._loss.per_token(tokens)
             policy_loss, means = self._loss.reduce(tokens, losses, metrics, config.loss_agg_mode)
         else:
-            policy_loss, means = self._loss(
-                *arguments, config.loss_agg_mode, config, weights, **extra
-            )
+            policy_loss, means = self._loss(*inputs, config.loss_agg_mode, config, weights, **extra)
         loss, shares = policy_loss, {"actor/pg_loss": policy_loss.detach()}
         means = {**means, "actor/entropy": masked_mean(outputs["entropy"].detach(), mask)}
         if "routing_agreement" in outputs:
@@ -119,26 +119,26 @@ class PolicyObjective:
         return agg_loss(values, mask, self._config.loss_agg_mode, loss_scale_factor=scale)
 
 
-class WrittenTokens:
-    """Base of objectives over all policy tokens that need no statistics of the mini-batch."""
+class TokenObjective:
+    """Base of objectives over all policy tokens without statistics of the mini-batch."""
 
     needs_batch_statistics = False
+    options = _NO_OPTIONS
 
     def mask(self, batch: DataProto) -> Tensor:
-        return counted_tokens(batch, "response_mask")
+        return mask_without_padding(batch, "response_mask")
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         return {}
 
 
-class ValueObjective(WrittenTokens):
+class ValueObjective(TokenObjective):
     """The critic's clipped squared error over all policy tokens, rejected ones included."""
 
     reads = ("response_mask", "returns", "values")
 
     def __init__(self, config: CriticConfig) -> None:
         self._config = config
-        self.options: Options = {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         config, mask = self._config, self.mask(batch)
@@ -156,13 +156,11 @@ class ValueObjective(WrittenTokens):
         return Terms(loss, {"critic/vf_loss": loss.detach()}, means)
 
 
-class SupervisedObjective(WrittenTokens):
+class SupervisedObjective(TokenObjective):
     """Mean negative log-likelihood of the target tokens."""
 
     reads = ("response_mask",)
-
-    def __init__(self) -> None:
-        self.options: Options = {"temperature": 1.0, "with_entropy": False}
+    options = _LOG_PROBS_ONLY
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         loss = agg_loss(-outputs["log_probs"], self.mask(batch), "token-mean")

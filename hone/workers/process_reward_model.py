@@ -1,9 +1,9 @@
 """The process reward model (PURE): scores every reasoning step with a token classifier of two labels, or by
 the logits of two tokens of a causal language model (Math-Shepherd).
 
-A step ends at a token whose text ends in `split_step_char`, and at the end of the response. The model reads
-`step_separator` in place of this text and scores the step there. With the policy's vocabulary it reads the
-policy's tokens; with another one the response is decoded, split by characters and encoded step by step.
+A step ends at a token whose text ends in `split_step_char`, and at the end of the response; the model reads
+`step_separator` in its place and scores the step there. With another vocabulary than the policy's, the
+response is decoded, split by characters and encoded step by step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepRow:
-    """What the model reads of one row, and where the steps of the response end."""
+    """The model's input tokens of one row, and the ends of the response's steps."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -56,16 +56,18 @@ class ProcessRewardModelWorker(TrainWorker):
         import_external(config.model.external_lib)
         _refuse_wrong_head(path, config.step_labels)
         self.tokenizer = load_tokenizer(path, trust_remote_code=trusted)
-        self._split = typed_text(config.split_step_char)
+        self._split_text = typed_text(config.split_step_char)
         self._mark = step_mark(
             self.tokenizer, config.step_separator, config.step_labels, "reward_model"
         )
-        writer = config.model.input_tokenizer
-        self._writer = load_tokenizer(writer, trust_remote_code=trusted) if writer else None
-        self._texts = TokenTexts(self._writer or self.tokenizer)
-        self._ends = separator_ids(self.tokenizer, self._split)
-        known = self.tokenizer.get_vocab().items()
-        self._same_tokens = self._writer is None or self._writer.get_vocab().items() <= known
+        name = config.model.input_tokenizer
+        policy_tokenizer = load_tokenizer(name, trust_remote_code=trusted) if name else None
+        self._texts = TokenTexts(policy_tokenizer or self.tokenizer)
+        self._separator_ids = separator_ids(self.tokenizer, self._split_text)
+        vocabulary = self.tokenizer.get_vocab().items()
+        self._has_policy_vocabulary = (
+            policy_tokenizer is None or policy_tokenizer.get_vocab().items() <= vocabulary
+        )
         self._has_warned = False
         spec = partial(step_model_spec, label_tokens=self._mark.labels)
         self.build_engine("fsdp2", spec, config.model.fsdp_config)
@@ -74,11 +76,12 @@ class ProcessRewardModelWorker(TrainWorker):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Returns `process_scores` [B, T] after credit assignment, and `step_mask` [B, T] of scored steps."""
         config = self.config.reward_model
-        # Without a token that ends in the separator, its characters are found one by one.
-        by_ids = self._same_tokens and len(self._ends) > 0 and len(self._mark.tokens) == 1
-        rows = self._rows_of_ids(data) if by_ids else self._rows_of_text(data)
-        inputs, columns = self._inputs(rows)
-        truncated = sum(len(row.ends) - len(of) for row, of in zip(rows, columns, strict=True))
+        # Without a token that ends in the separator, steps are split by characters.
+        has_separators = len(self._separator_ids) > 0 and len(self._mark.tokens) == 1
+        by_ids = self._has_policy_vocabulary and has_separators
+        rows = self._rows_from_ids(data) if by_ids else self._rows_from_text(data)
+        inputs, columns = self._engine_inputs(rows)
+        truncated = sum(len(row.ends) - len(x) for row, x in zip(rows, columns, strict=True))
         if truncated and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -90,10 +93,11 @@ class ProcessRewardModelWorker(TrainWorker):
         rewards = step_rewards(self.engine.infer(batch)["scores"])
         scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
         steps = torch.zeros(scores.shape, dtype=torch.bool)
-        numbers = [number for number, scored in enumerate(columns) for _ in scored]
-        places = [place for scored in columns for place in scored]
+        row_indices = [row for row, scored in enumerate(columns) for _ in scored]
+        positions = [position for scored in columns for position in scored]
         ends = [column for scored in columns for column in scored.values()]
-        scores[numbers, ends], steps[numbers, ends] = rewards[numbers, places], True
+        scores[row_indices, ends] = rewards[row_indices, positions]
+        steps[row_indices, ends] = True
         if not scores.isfinite().all():
             raise ValueError(
                 f"reward_model.model.path={config.model.path} gave a score that is not finite; check its "
@@ -102,64 +106,62 @@ class ProcessRewardModelWorker(TrainWorker):
         credit = assign_credit(scores, steps, config.credit_assignment)
         return DataProto.from_dict({"process_scores": credit, "step_mask": steps})
 
-    def _inputs(
+    def _engine_inputs(
         self, rows: Sequence[StepRow]
     ) -> tuple[list[AgentLoopOutput], list[dict[int, int]]]:
-        """Returns the rows for the engine, and the columns of their scores: {place: response column}.
+        """Returns the rows for the engine, and for each the map {scored position: response column}.
 
-        The engine returns the score after the token before each token, hence the padding token at the end.
+        The engine returns the score of the previous token at each token, hence the padding token at the end.
         """
-        longest, pad = self.config.reward_model.max_length, self.tokenizer.pad_token_id
+        max_length, pad = self.config.reward_model.max_length, self.tokenizer.pad_token_id
         inputs, columns = [], []
         for row in rows:
             ids = [*row.prompt, *row.tokens]
-            surplus = max(0, len(ids) - (longest or len(ids)))
-            ids, start = ids[surplus:], max(1, len(row.prompt) - surplus)
-            shift = len(row.prompt) - surplus + 1 - start
-            # Places before the first token have been truncated.
+            excess = max(0, len(ids) - (max_length or len(ids)))
+            ids, start = ids[excess:], max(1, len(row.prompt) - excess)
+            shift = len(row.prompt) - excess + 1 - start
+            # Positions before the first token have been truncated.
             pairs = zip(row.ends, row.columns, strict=True)
             scored = {end + shift: column for end, column in pairs if end + shift + start > 0}
             response = [*ids[start:], pad]
             mask = [0] * len(response)
-            for place in scored:
-                mask[place] = 1
+            for position in scored:
+                mask[position] = 1
             inputs.append(AgentLoopOutput(ids[:start], response, mask))
             columns.append(scored)
-        self._refuse_longer_than_budget(
-            max(len(row.prompt_ids) + len(row.response_ids) for row in inputs)
-        )
+        self._refuse_over_budget(max(len(row.prompt_ids) + len(row.response_ids) for row in inputs))
         return inputs, columns
 
-    def _rows_of_ids(self, data: DataProto) -> list[StepRow]:
-        """Puts the separator in place of every token that ends a step."""
+    def _rows_from_ids(self, data: DataProto) -> list[StepRow]:
+        """Returns the policy's tokens with the separator in place of every token that ends a step."""
         columns = data.batch
         responses = columns["responses"]
-        ends = step_ends(responses, columns["response_mask"], self._ends)
-        # A policy with more embeddings than tokens can write ids that no tokenizer knows.
-        known = responses < self.engine.facts.vocabulary
-        responses = torch.where(known, responses, self.tokenizer.pad_token_id)
+        ends = step_ends(responses, columns["response_mask"], self._separator_ids)
+        # A policy with more embeddings than tokens can sample ids outside the vocabulary.
+        is_valid = responses < self.engine.facts.vocabulary
+        responses = torch.where(is_valid, responses, self.tokenizer.pad_token_id)
         separated = torch.where(ends, self._mark.tokens[0], responses).tolist()
-        places: list[list[int]] = [[] for _ in separated]
-        for row, place in ends.nonzero().tolist():
-            places[row].append(place)
+        positions: list[list[int]] = [[] for _ in separated]
+        for row, position in ends.nonzero().tolist():
+            positions[row].append(position)
         return [
-            StepRow(prompt, tokens[: of[-1] + 1 if of else 0], of, of)
-            for prompt, tokens, of in zip(_prompts(data), separated, places, strict=True)
+            StepRow(prompt, tokens[: row_ends[-1] + 1 if row_ends else 0], row_ends, row_ends)
+            for prompt, tokens, row_ends in zip(_prompts(data), separated, positions, strict=True)
         ]
 
-    def _rows_of_text(self, data: DataProto) -> list[StepRow]:
-        """Renders the prompt and encodes each step with the reward model's tokenizer."""
+    def _rows_from_text(self, data: DataProto) -> list[StepRow]:
+        """Renders the prompts and encodes each step with the reward model's tokenizer."""
         batch = data.batch
         _, exists = split_at_response(batch["attention_mask"].bool(), batch["responses"])
-        prompts = _prompts(data) if self._same_tokens else self._rendered(data)
+        prompts = _prompts(data) if self._has_policy_vocabulary else self._render_prompts(data)
         rows = []
         for row, prompt in enumerate(prompts):
             ids = batch["responses"][row][exists[row]].tolist()
-            by_policy = batch["response_mask"][row][exists[row]].tolist()
+            policy_mask = batch["response_mask"][row][exists[row]].tolist()
             tokens: list[int] = []
             ends, columns = [], []
-            for column, step in split_steps(self._texts(ids), by_policy, self._split):
-                # A special token that the policy spells out stays text.
+            for column, step in split_steps(self._texts(ids), policy_mask, self._split_text):
+                # Text that spells a special token is encoded as text.
                 tokens += self.tokenizer.encode(
                     step.strip(), add_special_tokens=False, split_special_tokens=True
                 )
@@ -169,23 +171,23 @@ class ProcessRewardModelWorker(TrainWorker):
             rows.append(StepRow(prompt, tokens, ends, columns))
         return rows
 
-    def _rendered(self, data: DataProto) -> list[list[int]]:
+    def _render_prompts(self, data: DataProto) -> list[list[int]]:
         """Returns the prompts in the reward model's chat template, or as plain text if it has none."""
-        form = self.config.data.prompt_format
-        plain = form == "chat" and not self.tokenizer.chat_template
+        prompt_format = self.config.data.prompt_format
+        as_text = prompt_format == "chat" and not self.tokenizer.chat_template
 
         def render(prompt: Prompt) -> list[int]:
-            if plain and not isinstance(prompt, str):
+            if as_text and not isinstance(prompt, str):
                 prompt = "\n\n".join(str(message["content"]) for message in as_messages(prompt))
-            return render_prompt(prompt, self.tokenizer, form)
+            return render_prompt(prompt, self.tokenizer, prompt_format)
 
         return [render(prompt) for prompt in data.non_tensor_batch["raw_prompt"]]
 
-    def _refuse_longer_than_budget(self, tokens: int) -> None:
+    def _refuse_over_budget(self, tokens: int) -> None:
         config = self.config.reward_model
-        budget, by_rows = config.forward_max_token_len_per_gpu, config.sequences_per_micro_batch(1)
+        budget, rows = config.forward_max_token_len_per_gpu, config.sequences_per_micro_batch(1)
         ranks = self.engine.mesh.sequence_size
-        if by_rows is None and tokens > budget * ranks:
+        if rows is None and tokens > budget * ranks:
             raise ConfigError(
                 f"a row has {tokens} tokens of the reward model, more than "
                 f"reward_model.forward_max_token_len_per_gpu={budget}; raise it, or truncate rows from "
@@ -194,10 +196,11 @@ class ProcessRewardModelWorker(TrainWorker):
 
 
 def _prompts(data: DataProto) -> list[list[int]]:
+    """Returns the prompt tokens of each row without padding."""
     columns = data.batch
     exists, _ = split_at_response(columns["attention_mask"].bool(), columns["responses"])
     rows = zip(columns["prompts"].tolist(), exists.tolist(), strict=True)
-    return [list(compress(ids, there)) for ids, there in rows]
+    return [list(compress(ids, mask)) for ids, mask in rows]
 
 
 def _refuse_wrong_head(path: str, step_labels: tuple[str, str] | None) -> None:
@@ -206,7 +209,7 @@ def _refuse_wrong_head(path: str, step_labels: tuple[str, str] | None) -> None:
         raise ConfigError(
             f"reward_model.model.path={path} is a {architecture} without the head of a process reward "
             "model; give a token classifier of two labels (bad, good), train one with hone train-prm, or "
-            "set reward_model.step_labels for a causal model that writes a token per label"
+            "set reward_model.step_labels for a causal model with a token per label"
         )
     if step_labels is not None and "Classification" in architecture:
         raise ConfigError(

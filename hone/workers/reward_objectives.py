@@ -9,19 +9,16 @@ from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
 from hone.columns import require
-from hone.engine.contract import Options, Terms
+from hone.engine.contract import Terms
 from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
-from hone.workers.objectives import WrittenTokens
+from hone.workers.objectives import TokenObjective
 
 
-class StepObjective(WrittenTokens):
+class StepObjective(TokenObjective):
     """Mean cross-entropy of a process reward model over labelled steps; labels may be probabilities."""
 
     reads = ("response_mask", "labels")
-
-    def __init__(self) -> None:
-        self.options: Options = {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         scores, labels, mask = outputs["scores"], require(batch, "labels"), self.mask(batch)
@@ -34,16 +31,13 @@ class StepObjective(WrittenTokens):
         )
 
 
-class PairObjective(WrittenTokens):
+class PairObjective(TokenObjective):
     """Bradley–Terry loss −log σ(chosen − rejected − margin), mean over pairs.
 
     Rows alternate between the chosen and the rejected response, and each has one scored token.
     """
 
     reads = ("response_mask", "margin")
-
-    def __init__(self) -> None:
-        self.options: Options = {}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         mask = self.mask(batch)

@@ -1,9 +1,9 @@
 """The rollout worker: runs agent loops next to their engine and updates the engine's weights.
 
-In the actor's process, an engine may decode with the training module (`shared` on one rank, `gathered` on
-several) or copy its weights (`copied`). An engine in another process receives them (`streamed`). In the
-actor's process, the thread that calls `finished` decodes; a separate engine decodes in its own thread. Ranks
-that share one model (`rollout.tensor_model_parallel_size`) gather or receive whole tensors and keep a shard.
+In the actor's process, an engine decodes with the training module (`shared` on one rank, `gathered` on
+several) or copies its weights (`copied`), in the thread that calls `finished`. An engine in another process
+receives weights (`streamed`) and decodes in its own thread. Under `rollout.tensor_model_parallel_size`, ranks
+gather or receive full tensors and keep a shard.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class RolloutWorker(Worker):
         policy = config.actor_rollout_ref
         refuse_inexact(policy.rollout, policy.model.path)  # fails before any role loads its model
         rollout = policy.rollout
-        self._ranks = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
-        if self._ranks > 1:
+        self._tensor_ranks = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
+        if self._tensor_ranks > 1:
             from hone.rollout.native.sharded_build import refuse_sharding
 
-            refuse_sharding(self._ranks, self.world_size, policy.model)
-        self.leads = self.rank % self._ranks == 0
-        """Whether agent loops run here: on the first of the ranks that share one model."""
-        self.register_mesh(DATA_PARALLEL, self.rank // self._ranks, self.leads)
+            refuse_sharding(self._tensor_ranks, self.world_size, policy.model)
+        self.leads = self.rank % self._tensor_ranks == 0
+        """Whether agent loops run on this rank: the first of the ranks that share one model."""
+        self.register_mesh(DATA_PARALLEL, self.rank // self._tensor_ranks, self.leads)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -76,9 +76,11 @@ class RolloutWorker(Worker):
         self.actor = actor if isinstance(actor, ActorWorker) else None
         model = replace(actor_spec(whole, self, self.device), optim=None)
         if self.actor is None:
-            own_weights = config.rollout.name in ("vllm", "sglang") or self._ranks > 1
-            source = replace(model, device=torch.device("cpu")) if own_weights else model
-            policy = load_module(replace(source, adapters=None) if self._ranks > 1 else source)
+            engine_has_weights = config.rollout.name in ("vllm", "sglang") or self._tensor_ranks > 1
+            source = replace(model, device=torch.device("cpu")) if engine_has_weights else model
+            policy = load_module(
+                replace(source, adapters=None) if self._tensor_ranks > 1 else source
+            )
             assert isinstance(policy, PolicyModel)
             self._lease = Lease(policy.eval(), 0)
             self.facts = model_facts(policy.lm)
@@ -88,7 +90,7 @@ class RolloutWorker(Worker):
             spec = RolloutSpec(
                 config.rollout,
                 model_path=config.model.path,
-                load_policy=lambda: stack.enter_context(self._borrowed()).policy,
+                load_policy=lambda: stack.enter_context(self._lease_policy()).policy,
                 dtype=model.dtype,
                 device=self.device,
                 tokenizer=tokenizer,
@@ -102,9 +104,11 @@ class RolloutWorker(Worker):
                 else None,
                 adapters=config.model.uses_lora and not config.rollout.merge_lora,
             )
-            self.engine = build_rollout(self._on_ranks(spec, model) if self._ranks > 1 else spec)
+            self.engine = build_rollout(
+                self._tensor_parallel_spec(spec, model) if self._tensor_ranks > 1 else spec
+            )
         if self.actor is None and not self.engine.traits.decodes_with_module:
-            del self._lease  # the module was needed for its facts
+            del self._lease  # only the facts of the module were needed
         self._generation: int | None = None  # lease generation at the engine's last wake_up
         self.runner = LoopRunner(
             whole,
@@ -116,8 +120,8 @@ class RolloutWorker(Worker):
         if self.actor is None:
             self.runner.start()
 
-    def _on_ranks(self, spec: RolloutSpec, model: EngineSpec) -> RolloutSpec:
-        """Returns the spec of an engine that shares its model with other ranks."""
+    def _tensor_parallel_spec(self, spec: RolloutSpec, model: EngineSpec) -> RolloutSpec:
+        """Returns the spec of an engine whose model is sharded over several ranks."""
         from hone.models.load import empty_causal_lm
         from hone.rollout.native.peers import connect
 
@@ -136,29 +140,31 @@ class RolloutWorker(Worker):
             current_weights=self.actor.engine.named_hf_weights
             if self.actor is not None
             else self._lease.policy.lm.named_parameters,
-            peers=connect(self.rank, self.world_size, self._ranks, self.device, timeout_s),
+            peers=connect(self.rank, self.world_size, self._tensor_ranks, self.device, timeout_s),
         )
 
     # -- trajectories -------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def submit(self, rows: DataProto | None) -> None:
-        """Starts an agent loop per row and returns immediately; None means no rows for this rank."""
+        """Starts an agent loop per row and returns immediately; None is a rank without rows."""
         if rows is not None and self.leads:
             self.runner.submit(rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finished(self, n_groups: int | None, wait_s: float) -> Finished:
-        """Returns `n_groups` finished groups, or all (None); each group is returned once.
+        """Returns `n_groups` finished groups, or all if it is None; each group is returned once.
 
-        In the actor's process this decodes until enough have finished; otherwise it waits up to `wait_s`.
+        In the actor's process this decodes until enough are finished; otherwise it waits up to `wait_s`.
         """
         if self.actor is None:
             return Finished(self.runner.finished(n_groups, wait_s))
-        return self._decode(n_groups) if self._ranks == 1 else self._decode_together(n_groups)
+        if self._tensor_ranks == 1:
+            return self._decode(n_groups)
+        return self._decode_tensor_parallel(n_groups)
 
-    def _decode_together(self, n_groups: int | None) -> Finished:
-        """Decodes with the other ranks of this model, which follow the first one until it releases them."""
+    def _decode_tensor_parallel(self, n_groups: int | None) -> Finished:
+        """Decodes with the other ranks of this model, which follow the leader until it releases them."""
         from hone.rollout.native.leading import LeadingRollout
 
         engine = self.engine
@@ -181,7 +187,7 @@ class RolloutWorker(Worker):
         if self.config.actor_rollout_ref.rollout.free_cache_engine and not runner.pending():
             run_coroutine(self.engine.sleep())
             self._generation = None
-        return Finished(groups, self._bandwidth(groups, time.perf_counter() - started))
+        return Finished(groups, self._bandwidth_metrics(groups, time.perf_counter() - started))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort(self, uids: Collection[str] | None = None) -> None:
@@ -190,18 +196,20 @@ class RolloutWorker(Worker):
 
     @contextmanager
     def _weights(self) -> Iterator[int]:
-        """Makes the engine's parameters available inside the block. Yields the generation of the lease, or
-        0 if the engine has its own weights."""
+        """Makes the engine's parameters available inside the block; yields the generation of the lease, or 0
+        if the engine has its own weights."""
         if not self.engine.traits.decodes_with_module:
             yield 0
             return
-        with self._borrowed() as lease:
+        with self._lease_policy() as lease:
             yield lease.generation
 
-    def _borrowed(self) -> AbstractContextManager[Lease]:
+    def _lease_policy(self) -> AbstractContextManager[Lease]:
         return self.actor.engine.lease() if self.actor else nullcontext(self._lease)
 
-    def _bandwidth(self, groups: Iterable[FinishedGroup], seconds: float) -> dict[str, float]:
+    def _bandwidth_metrics(
+        self, groups: Iterable[FinishedGroup], seconds: float
+    ) -> dict[str, float]:
         """Returns the share of the GPU's memory bandwidth that generation used."""
         roofline = Roofline.of(self.facts, self.device)
         outputs = [output for group in groups for output in group.outputs]
@@ -210,7 +218,7 @@ class RolloutWorker(Worker):
         prompts = [len(output.prompt_ids) for output in outputs]
         responses = [len(output.response_ids) for output in outputs]
         slots = self.config.actor_rollout_ref.rollout.max_num_seqs
-        return {"perf/mbu": roofline.generation_share(prompts, responses, slots, seconds)}
+        return {"perf/mbu": roofline.mbu(prompts, responses, slots, seconds)}
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -219,7 +227,7 @@ class RolloutWorker(Worker):
         """Returns how new weights reach this worker."""
         if self.actor is None:
             return "streamed"
-        if not self.engine.traits.decodes_with_module and self._ranks == 1:
+        if not self.engine.traits.decodes_with_module and self._tensor_ranks == 1:
             return "copied"
         return "shared" if self.world_size == 1 else "gathered"
 
@@ -235,14 +243,14 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def announce_weights(self, version: int) -> int:
-        """Switches the engine to the actor's weights of this version; copies them if the engine has its own
-        weights. Returns the number of copied bytes."""
+        """Switches the engine to this version of the actor's weights, which are copied unless the engine
+        decodes with the training module; returns the number of copied bytes."""
         if self.actor is None or self.engine.traits.decodes_with_module:
             run_coroutine(self._update((), version))
             return 0
         sizes: list[int] = []
 
-        def copied(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        def with_sizes(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
                 sizes.append(tensor.nbytes)
                 yield name, tensor
@@ -251,7 +259,7 @@ class RolloutWorker(Worker):
             engine = self.actor.engine
             adapters = self.engine.traits.adapters and engine.facts.has_adapters
             weights = engine.named_adapter_weights() if adapters else engine.named_hf_weights()
-            run_coroutine(self._update(copied(weights), version))
+            run_coroutine(self._update(with_sizes(weights), version))
         return sum(sizes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -1,7 +1,7 @@
-"""Computes the utilization of the GPU in each phase: achieved over attainable throughput.
+"""GPU utilization of updates (MFU) and of generation (MBU): achieved over attainable throughput.
 
-Updates are measured in operations (6 × parameters × tokens, plus attention), generation in bytes (weights
-once per decode step, every key and value once per token). Unknown devices have no roofline.
+MFU counts operations (6 × parameters × tokens, plus attention). MBU counts bytes (weights once per decode
+step, every key and value once per token). Unknown devices have no roofline.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ class Roofline:
 
     @staticmethod
     def of(facts: ModelFacts, device: torch.device) -> Roofline | None:
+        """Returns the roofline of a model on a device, or None for an unknown device."""
         if device.type != "cuda":
             return None
         name = torch.cuda.get_device_name(device)
         ceiling = next((v for k, v in _CEILINGS.items() if k in name), None)
-        if ceiling is None:
-            return None
-        return Roofline(*ceiling, facts)
+        return None if ceiling is None else Roofline(*ceiling, facts)
 
-    def update_share(self, lengths: Sequence[int], shared: Sequence[int], seconds: float) -> float:
-        """Returns the MFU of forward and backward over rows of these lengths.
+    def mfu(self, lengths: Sequence[int], shared: Sequence[int], seconds: float) -> float:
+        """Returns the model FLOPs utilization of forward and backward over rows of these lengths.
 
         Tokens that a row shares with the previous row are computed and counted once.
         """
         rows = list(zip(lengths, shared, strict=True))
-        pairs = sum(n * n - prefix * prefix for n, prefix in rows)
+        attention_pairs = sum(n * n - prefix * prefix for n, prefix in rows)
         tokens = sum(n - prefix for n, prefix in rows)
         facts = self.facts
         operations = 6 * facts.parameters * tokens
-        operations += 6 * facts.attention_width * facts.layers * pairs
+        operations += 6 * facts.attention_width * facts.layers * attention_pairs
         return operations / seconds / self.flops
 
-    def generation_share(
+    def mbu(
         self, prompts: Sequence[int], responses: Sequence[int], slots: int, seconds: float
     ) -> float:
-        """Returns the share of the memory bandwidth that generation must use."""
-        steps = max(max(responses), sum(responses) / slots)
-        pairs = zip(prompts, responses, strict=True)
-        keys = sum(n * (p + n / 2) for p, n in pairs) * self.facts.kv_bytes_per_token
-        return (steps * self.facts.parameter_bytes + keys) / seconds / self.bytes_per_s
+        """Returns the memory bandwidth utilization of generation, for these prompt and response lengths."""
+        decode_steps = max(max(responses), sum(responses) / slots)
+        rows = zip(prompts, responses, strict=True)
+        kv_bytes = sum(n * (p + n / 2) for p, n in rows) * self.facts.kv_bytes_per_token
+        weight_bytes = decode_steps * self.facts.parameter_bytes
+        return (weight_bytes + kv_bytes) / seconds / self.bytes_per_s

@@ -26,7 +26,7 @@ MAX_BODY = 64 << 20
 
 
 class Service:
-    """Answers requests with one model; one thread computes, in the order of arrival."""
+    """Answers requests with one model; one thread computes them in the order of arrival."""
 
     def __init__(self, worker: RewardModelWorker) -> None:
         self._worker = worker
@@ -40,32 +40,32 @@ class Service:
             ("/classify", self._texts, "probs"),
             ("/score", self._pairs, "score"),
         ):
-            app.router.add_post(path, self._answer(rows, name))
+            app.router.add_post(path, self._handler(rows, name))
         app.router.add_get("/health", self._health)
         return app
 
-    def _answer(
+    def _handler(
         self, rows: Callable[[Row], list[list[int]]], name: str
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         from aiohttp import web
 
-        def scores(body: Row) -> list[float]:
+        def score(body: Row) -> list[float]:
             return self._worker.score_rows(rows(body))
 
-        async def answer(request: web.Request) -> web.Response:
+        async def handle(request: web.Request) -> web.Response:
             try:
                 body = await request.json()
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._thread, scores, body)
+                scores = await loop.run_in_executor(self._thread, score, body)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
             data: list[JsonObject] = [
-                {"index": i, name: [score] if name == "probs" else score}
-                for i, score in enumerate(found)
+                {"index": i, name: [value] if name == "probs" else value}
+                for i, value in enumerate(scores)
             ]
             return web.json_response({"object": "list", "data": data})
 
-        return answer
+        return handle
 
     async def _health(self, _: web.Request) -> web.Response:
         from aiohttp import web
@@ -73,7 +73,7 @@ class Service:
         return web.json_response({"model": self._worker.config.reward_model.model.path})
 
     def _texts(self, body: Row) -> list[list[int]]:
-        texts = _listed(body, "input")
+        texts = _text_list(body, "input")
         if self._worker.reads_pairs:
             raise ValueError("this model reads pairs of texts; use reward_model.server.kind=score")
         special = bool(body.get("add_special_tokens", True))
@@ -82,30 +82,30 @@ class Service:
 
     def _pairs(self, body: Row) -> list[list[int]]:
         worker = self._worker
-        pairs = zip(_listed(body, "text_1"), _listed(body, "text_2"), strict=True)
+        pairs = zip(_text_list(body, "text_1"), _text_list(body, "text_2"), strict=True)
         return [
-            worker.encoded([{"role": "user", "content": prompt}], defused(answer, worker.tokenizer))
+            worker.encode([{"role": "user", "content": prompt}], defused(answer, worker.tokenizer))
             for prompt, answer in pairs
         ]
 
 
-def _listed(body: Row, key: str) -> list[str]:
+def _text_list(body: Row, key: str) -> list[str]:
     texts: Any = body[key]
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"{key} must be a list of texts that are not empty")
+        raise ValueError(f"{key} must be a list of non-empty texts")
     return texts
 
 
 def load(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:
     """Loads the model as a run would; overrides are those of a run, such as reward_model.max_length."""
-    own = [
+    settings = [
         "reward_model.enable=true",
         "reward_model.type=orm",
         f"reward_model.model.path={model}",
         "reward_model.model.input_tokenizer=null",
     ]
-    worker = RewardModelWorker(load_config([*own, *overrides]))
+    worker = RewardModelWorker(load_config([*settings, *overrides]))
     worker.init_model()
     return worker
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hone.config.trees import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import DATA_PARALLEL
 from hone.engine.build import build_strategy
-from hone.engine.contract import EngineSpec, TrainEngine
+from hone.engine.contract import EngineSpec, Objective, TrainEngine
 from hone.protocol import DataProto
 from hone.tracking.manifest import NotShared
 from hone.weights.contract import StreamAddress
@@ -26,7 +26,7 @@ from hone.weights.streamed import Sender, Standing, open_sender, send
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.objectives import mean_metrics, minibatches
 
-SpecOf = Callable[[PPOTrainerConfig, Worker, torch.device], EngineSpec]
+SpecBuilder = Callable[[PPOTrainerConfig, Worker, torch.device], EngineSpec]
 
 
 class TrainWorker(Worker):
@@ -36,7 +36,7 @@ class TrainWorker(Worker):
 
     def __init__(self, config: Block) -> None:
         super().__init__()
-        self.config = whole_config(config)
+        self.config = full_config(config)
         self._sender: Sender | None = None
 
     @property
@@ -48,12 +48,12 @@ class TrainWorker(Worker):
         """Returns the override, or the rollout's temperature."""
         return self.config.actor_rollout_ref.rollout.temperature if override is None else override
 
-    def build_engine(self, strategy: str, spec_of: SpecOf, *sharding: FSDPConfig) -> None:
+    def build_engine(self, strategy: str, build_spec: SpecBuilder, *sharding: FSDPConfig) -> None:
         """Builds the engine on this rank's device and registers its mesh for dispatch."""
         device = pick_device(self.config.trainer.device, self.local_rank)
         timeout_s = self.config.actor_rollout_ref.nccl_timeout
         prepare_process(device, self.world_size, timeout_s, sharding)
-        self.engine = build_strategy(strategy, spec_of(self.config, self, device))
+        self.engine = build_strategy(strategy, build_spec(self.config, self, device))
         mesh = self.engine.mesh
         self.register_mesh(DATA_PARALLEL, mesh.data_parallel_rank, mesh.collects)
 
@@ -70,8 +70,13 @@ class TrainWorker(Worker):
             ranks=self.engine.mesh.data_parallel_size,
         )
 
-    def end_updates(self, role: str, updates: list[dict[str, float]]) -> dict[str, float]:
-        """Advances the learning-rate schedule; returns mean metrics, with the optimizer's named by role."""
+    def run_updates(
+        self, role: str, minibatches: Iterable[DataProto], objective: Objective
+    ) -> dict[str, float]:
+        """Runs the updates of one step and advances the learning-rate schedule; returns mean metrics, with
+        the role as prefix of the optimizer's."""
+        with self.engine.present(optimizer=True):
+            updates = [self.engine.train_minibatch(batch, objective) for batch in minibatches]
         self.engine.advance_schedule()
         metrics = mean_metrics(updates)
         for name in ("grad_norm", "lr", "skipped_updates"):
@@ -80,7 +85,7 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
-        """Writes this rank's part; the caller has created the parent of the folder."""
+        """Writes this rank's part of a checkpoint; the parent of the folder must exist."""
         if not (parent := Path(folder).parent).is_dir():
             raise NotShared(
                 f"rank {self.rank} on {socket.gethostname()} does not see {parent}, where the checkpoint is "
@@ -118,8 +123,8 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, adapters: bool) -> int:
-        """Sends the weights: every rank gathers, rank 0 sends. With `adapters`, a LoRA model sends only its
-        adapters, otherwise merged weights."""
+        """Sends the weights (every rank gathers, rank 0 sends) and returns the number of bytes. With
+        `adapters`, a LoRA model sends only its adapters, otherwise merged weights."""
         engine = self.engine
         lora = adapters and engine.facts.has_adapters
         weights = engine.named_adapter_weights() if lora else engine.named_hf_weights()
@@ -127,13 +132,13 @@ class TrainWorker(Worker):
             for _ in weights:
                 pass
             return 0
-        assert self._sender is not None, "offer_weights comes before send_weights"
+        assert self._sender is not None, "call offer_weights before send_weights"
         bucket = self.config.actor_rollout_ref.rollout.checkpoint_engine.bucket_bytes
         return send(self._sender, weights, bucket)
 
 
-def whole_config(config: Block) -> PPOTrainerConfig:
-    """Returns the full config; verl builds workers from a part of it, and the rest is then default."""
+def full_config(config: Block) -> PPOTrainerConfig:
+    """Returns the full config; verl builds workers from one block, and the other blocks are then defaults."""
     if isinstance(config, PPOTrainerConfig):
         return config
     defaults: PPOTrainerConfig = load_config()
@@ -144,6 +149,6 @@ def whole_config(config: Block) -> PPOTrainerConfig:
     if isinstance(config, RewardModelConfig):
         return replace(defaults, reward_model=config)
     raise TypeError(
-        f"a worker is built from a run's config, its actor_rollout_ref, critic or reward_model, not "
-        f"from a {type(config).__name__}"
+        f"a worker takes a run's config, or its actor_rollout_ref, critic or reward_model, not a "
+        f"{type(config).__name__}"
     )

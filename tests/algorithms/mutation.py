@@ -1,9 +1,9 @@
-"""Do the tests notice? Change one sign, constant or comparison at a time and run the matching tests.
+"""Mutation testing: changes one sign, constant or comparison at a time and runs the matching tests.
 
     python tests/algorithms/mutation.py [--jobs N] [--only TEXT] [--report FILE] [--known FILE] [--list]
 
-Works on a temporary copy. Each mutant runs in a forked process; a mutant that no test notices is a
-survivor. Changes that cannot be noticed (the program means the same) are listed in `SAME_MEANING`.
+It works on a temporary copy. Each mutant runs in a forked process; a mutant that no test detects is a
+survivor. Equivalent mutants, which no test can detect, are listed in `EQUIVALENT`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ for folder, tests in (("advantages", ADVANTAGES), ("policy_losses", LOSSES)):
         if path.name != "__init__.py":
             TESTS[path.relative_to(ROOT).as_posix()] = tests
 
-# Which of a folder's tests a file has to do with; the tests' ids carry the names of the algorithms.
-WORDS = {
+# The tests of a folder that belong to a file, by the algorithm names in the tests' ids.
+KEYWORDS = {
     "advantages/gae.py": "gae",
     "advantages/gdpo.py": "gdpo",
     "advantages/group_baseline.py": "opo or gpg or passk or maxrl or lite_ppo",
@@ -94,15 +94,15 @@ OTHER_NAMES = {
     "cummin": "cummax",
 }
 
-SAME_MEANING: dict[str, str] = {
+EQUIVALENT: dict[str, str] = {
     "hone/ops/groups.py::mean: self.max(x)  →  self.min(x)": "any member may be the anchor",
     "hone/algorithms/kl.py::module: 20.0  →  20.5": (
         "only keeps exp finite: the value is bounded at 10 long before"
     ),
-    "hone/algorithms/advantages/optimal_token_baseline.py::_advantages: "
-    "int(position.max()) + 1  →  int(position.max()) + 2": "any number of places that is enough",
-    "hone/algorithms/advantages/optimal_token_baseline.py::_advantages: "
-    "int(place.max()) + 1  →  int(place.max()) + 2": "any number of places that is enough",
+    "hone/algorithms/advantages/optimal_token_baseline.py::__call__: "
+    "int(position.max()) + 1  →  int(position.max()) + 2": "any sufficient number of positions",
+    "hone/algorithms/advantages/optimal_token_baseline.py::__call__: "
+    "int(cell.max()) + 1  →  int(cell.max()) + 2": "any sufficient number of cells",
 }
 
 
@@ -112,9 +112,9 @@ class Mutant:
     line: int
     function: str
     change: str  # "old  →  new"
-    place: ast.expr
-    number: int  # which of the changes of that place
-    occurrence: int  # the same words may stand in a function more than once
+    node: ast.expr
+    number: int  # index among the changes of that node
+    occurrence: int  # the same change may occur several times in a function
 
     @property
     def key(self) -> str:
@@ -123,27 +123,27 @@ class Mutant:
 
 
 def mutants_of(path: str) -> Iterator[Mutant]:
-    """Every single change of one file."""
+    """Yields every single change of one file."""
     seen: Counter[tuple[str, str]] = Counter()
-    for function, place in _places(ast.parse((ROOT / path).read_text())):
-        for number, apply in enumerate(_changes(place)):
-            changed = copy.deepcopy(place)
+    for function, node in _nodes(ast.parse((ROOT / path).read_text())):
+        for number, apply in enumerate(_changes(node)):
+            changed = copy.deepcopy(node)
             apply(changed)
-            change = f"{ast.unparse(place)}  →  {ast.unparse(changed)}"
+            change = f"{ast.unparse(node)}  →  {ast.unparse(changed)}"
             seen[function, change] += 1
             occurrence = seen[function, change]
-            yield Mutant(path, place.lineno, function, change, place, number, occurrence)
+            yield Mutant(path, node.lineno, function, change, node, number, occurrence)
 
 
 def mutated_source(mutant: Mutant, original: str) -> str:
     tree = ast.parse(original)
-    place = _same_place(tree, mutant.place)
-    list(_changes(place))[mutant.number](place)
+    node = _same_node(tree, mutant.node)
+    list(_changes(node))[mutant.number](node)
     return ast.unparse(tree)
 
 
-def _places(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Expressions that compute: function bodies and module constants, no annotations or messages."""
+def _nodes(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yields expressions of function bodies and module constants, without annotations and messages."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             for statement in node.body:
@@ -170,7 +170,7 @@ def _computing(node: ast.AST) -> Iterator[ast.expr]:
                 yield from _computing(item)
 
 
-def _same_place(tree: ast.Module, like: ast.expr) -> ast.expr:
+def _same_node(tree: ast.Module, like: ast.expr) -> ast.expr:
     position = (like.lineno, like.col_offset, like.end_lineno, like.end_col_offset)
     for node in ast.walk(tree):
         if type(node) is type(like) and isinstance(node, ast.expr):
@@ -210,29 +210,29 @@ def _changes(node: ast.expr) -> Iterator[Callable[[Any], None]]:
 
 
 def run_mutant(mutant: Mutant, workspace: Path) -> bool:
-    """True when some test noticed."""
+    """Returns whether a test detected the mutant."""
     target = workspace / mutant.path
     original = target.read_text()
     for compiled in (target.parent / "__pycache__").glob(f"{target.stem}.*.pyc"):
-        compiled.unlink()  # its time stamp counts seconds: it could pass for the mutant's
+        compiled.unlink()  # its time stamp has a resolution of seconds, so it could be used for the mutant
     target.write_text(mutated_source(mutant, original))
     try:
         status = run_tests(selection(mutant.path), workspace)
         if status == NO_TESTS:
-            raise RuntimeError(f"no test was selected for {mutant.path}; see WORDS")
+            raise RuntimeError(f"no test was selected for {mutant.path}; see KEYWORDS")
         return status != 0
     finally:
         target.write_text(original)
 
 
 def selection(path: str) -> tuple[str, ...]:
-    """Arguments that make pytest run the tests of this file."""
-    words = WORDS.get(path.removeprefix("hone/algorithms/"))
-    return (*TESTS[path], *(("-k", words) if words else ()))
+    """Returns pytest's arguments that select the tests of this file."""
+    keywords = KEYWORDS.get(path.removeprefix("hone/algorithms/"))
+    return (*TESTS[path], *(("-k", keywords) if keywords else ()))
 
 
 def run_tests(tests: tuple[str, ...], workspace: Path, keep_compiled: bool = False) -> int:
-    """Exit status of pytest in a forked process that sees the workspace's package only."""
+    """Returns pytest's exit status in a forked process that imports the workspace's package."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -249,7 +249,7 @@ def run_tests(tests: tuple[str, ...], workspace: Path, keep_compiled: bool = Fal
             arguments = ["-x", "-q", "-p", "no:cacheprovider", "-c", "pyproject.toml", *tests]
             status = int(pytest.main(arguments))
             if not sys.modules["hone"].__file__.startswith(str(workspace)):
-                status = 0  # the tests looked at another package: they noticed nothing
+                status = 0  # the tests imported another package and detected nothing
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -265,16 +265,16 @@ def make_workspace() -> Path:
     return workspace
 
 
-def check(mutants: list[Mutant], jobs: int, noticed: set[str]) -> list[Mutant]:
-    """The survivors; `noticed` are keys known from an earlier run. Each worker has a workspace."""
-    results = dict.fromkeys(noticed, True)
-    todo = [m for m in mutants if m.key not in noticed]
+def check(mutants: list[Mutant], jobs: int, detected: set[str]) -> list[Mutant]:
+    """Returns the survivors; `detected` has keys of an earlier run. Each worker has a workspace."""
+    results = dict.fromkeys(detected, True)
+    todo = [m for m in mutants if m.key not in detected]
     try:
         with ThreadPoolExecutor(jobs) as pool:
             for done in [pool.submit(_worker, todo[i::jobs], results) for i in range(jobs)]:
                 done.result()
     finally:
-        noticed |= {key for key, seen in results.items() if seen}
+        detected |= {key for key, seen in results.items() if seen}
     return [m for m in mutants if not results[m.key]]
 
 
@@ -299,44 +299,44 @@ def report(mutants: list[Mutant], survivors: list[Mutant], seconds: float) -> st
     for mutant in mutants:
         by_file[mutant.path].append(mutant)
     alive = {m.key for m in survivors}
-    same = [m for m in survivors if m.key in SAME_MEANING]
-    open_ = [m for m in survivors if m.key not in SAME_MEANING]
+    equivalent = [m for m in survivors if m.key in EQUIVALENT]
+    undetected = [m for m in survivors if m.key not in EQUIVALENT]
     lines = [
         "# Mutation check of the algorithms",
         "",
         f"`python tests/algorithms/mutation.py`: {len(mutants)} single changes of a sign, an operator, "
-        f"a constant, a comparison or a min/max; {len(mutants) - len(survivors)} noticed by the "
-        f"matching tests, {len(same)} with the same meaning, {len(open_)} not noticed. "
+        f"a constant, a comparison or a min/max; {len(mutants) - len(survivors)} detected by the "
+        f"matching tests, {len(equivalent)} equivalent, {len(undetected)} not detected. "
         f"{seconds / 60:.0f} minutes.",
         "",
-        "| file | changes | noticed | same meaning | not noticed |",
+        "| file | mutants | detected | equivalent | not detected |",
         "|---|---:|---:|---:|---:|",
     ]
     for path, group in by_file.items():
-        silent = [m for m in group if m.key in alive]
-        equal = sum(m.key in SAME_MEANING for m in silent)
-        lines.append(
-            f"| {path} | {len(group)} | {len(group) - len(silent)} | {equal} | {len(silent) - equal} |"
-        )
-    if open_:
-        lines += ["", "## Not noticed", ""]
-        lines += [f"- {m.path}:{m.line} `{m.function}`: `{m.change}`" for m in open_]
-    if same:
-        lines += ["", "## Changes that mean the same", ""]
+        survived = [m for m in group if m.key in alive]
+        same = sum(m.key in EQUIVALENT for m in survived)
+        detected = len(group) - len(survived)
+        lines.append(f"| {path} | {len(group)} | {detected} | {same} | {len(survived) - same} |")
+    if undetected:
+        lines += ["", "## Not detected", ""]
+        lines += [f"- {m.path}:{m.line} `{m.function}`: `{m.change}`" for m in undetected]
+    if equivalent:
+        lines += ["", "## Equivalent", ""]
         lines += [
-            f"- {m.path}:{m.line} `{m.function}`: `{m.change}`: {SAME_MEANING[m.key]}" for m in same
+            f"- {m.path}:{m.line} `{m.function}`: `{m.change}`: {EQUIVALENT[m.key]}"
+            for m in equivalent
         ]
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> list[Mutant]:
-    """Run, print survivors, write the report; returns survivors that are not known to be the same."""
+    """Runs the mutants, prints survivors and writes the report; returns survivors that are not equivalent."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="", help="only files whose path contains this")
     parser.add_argument("--every", type=int, default=1, help="only each N-th change: a sample")
     parser.add_argument("--report", type=Path)
-    parser.add_argument("--known", type=Path, help="noticed changes of an earlier run; is updated")
+    parser.add_argument("--known", type=Path, help="detected mutants of an earlier run; is updated")
     parser.add_argument("--list", action="store_true", help="print the changes, run nothing")
     options = parser.parse_args(arguments)
     mutants = [m for path in TESTS if options.only in path for m in mutants_of(path)]
@@ -352,15 +352,15 @@ def main(arguments: list[str] | None = None) -> list[Mutant]:
     torch.set_num_threads(1)
     start = time.monotonic()
     print(f"{len(mutants)} mutants", flush=True)
-    noticed = set(json.loads(options.known.read_text())) if options.known else set()
+    detected = set(json.loads(options.known.read_text())) if options.known else set()
     try:
-        survivors = check(mutants, options.jobs, noticed)
+        survivors = check(mutants, options.jobs, detected)
     finally:
         if options.known:
-            options.known.write_text(json.dumps(sorted(noticed), indent=0))
+            options.known.write_text(json.dumps(sorted(detected), indent=0))
     if options.report:
         options.report.write_text(report(mutants, survivors, time.monotonic() - start))
-    return [m for m in survivors if m.key not in SAME_MEANING]
+    return [m for m in survivors if m.key not in EQUIVALENT]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Aggregation: the five modes by hand, and shares that sum to the whole."""
+"""Aggregation: the five modes by hand, and shares that sum to the loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.algorithms.aggregation import MODES, BatchCounts, agg_loss, counted
+from hone.algorithms.aggregation import MODES, BatchCounts, agg_loss, batch_counts
 
 LOSS = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0], [64.0, 0, 0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 0, 0]])
@@ -24,14 +24,14 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_by_hand_with_an_empty_row_that_does_not_count(mode):
+def test_modes_by_hand_with_an_empty_row(mode):
     assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(BY_HAND[mode])
 
 
 def test_the_norm_divides_by_batch_and_by_the_configured_length():
     mode = "seq-mean-token-sum-norm"
     assert agg_loss(LOSS, MASK, mode, loss_scale_factor=10).item() == pytest.approx(61 / 2 / 10)
-    with counted(BatchCounts(5, 2, width=4)):
+    with batch_counts(BatchCounts(5, 2, width=4)):
         assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(61 / 2 / 4)
         assert agg_loss(LOSS, MASK, mode, loss_scale_factor=10).item() == pytest.approx(61 / 20)
 
@@ -48,24 +48,24 @@ def test_explicit_counts_win_over_the_context_and_the_context_over_the_mask(mode
         }[mode]
 
     explicit = {"batch_num_tokens": 100, "global_batch_size": 50}
-    with counted(BatchCounts(tokens=10, sequences=7)):
+    with batch_counts(BatchCounts(tokens=10, sequences=7)):
         assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(parts(10, 7))
         assert agg_loss(LOSS, MASK, mode, **explicit).item() == pytest.approx(parts(100, 50))
     assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(BY_HAND[mode])
 
 
 def test_counts_nest_and_are_reset_after_an_error():
-    with counted(BatchCounts(1, 1)):
-        with pytest.raises(ValueError, match="unknown"), counted(BatchCounts(2, 2)):
+    with batch_counts(BatchCounts(1, 1)):
+        with pytest.raises(ValueError, match="unknown"), batch_counts(BatchCounts(2, 2)):
             agg_loss(LOSS, MASK, "no such mode")
         outer = agg_loss(LOSS, MASK, "token-mean")
-        with counted(BatchCounts(2, 2)):
+        with batch_counts(BatchCounts(2, 2)):
             assert agg_loss(LOSS, MASK, "token-mean").item() == pytest.approx(outer.item() / 2)
         assert agg_loss(LOSS, MASK, "token-mean").item() == outer.item()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_dp_size_undoes_an_average_over_ranks(mode):
+def test_dp_size_compensates_an_average_over_ranks(mode):
     counts = {"batch_num_tokens": 5, "global_batch_size": 2}
     one = agg_loss(LOSS, MASK, mode, **counts)
     assert agg_loss(LOSS, MASK, mode, dp_size=4, **counts).item() == pytest.approx(4 * one.item())
@@ -74,10 +74,10 @@ def test_dp_size_undoes_an_average_over_ranks(mode):
 
 
 @pytest.mark.parametrize("mode", sorted(set(MODES) - {"token-sum"}))
-def test_a_rank_that_does_not_know_the_whole_is_refused(mode):
+def test_dp_size_without_counts_is_refused(mode):
     with pytest.raises(ValueError, match="dp_size=2 but no"):
         agg_loss(LOSS, MASK, mode, dp_size=2)
-    with counted(BatchCounts.of(MASK)):
+    with batch_counts(BatchCounts.of(MASK)):
         assert agg_loss(LOSS, MASK, mode, dp_size=2).item() == pytest.approx(2 * BY_HAND[mode])
 
 
@@ -104,12 +104,12 @@ def test_an_empty_mask_gives_zero_and_no_nan_gradient(mode):
     st.integers(1, 8), st.integers(1, 5), st.integers(0, 999), st.sampled_from(MODES),
     st.integers(1, 8),
 )  # fmt: skip
-def test_shares_of_any_cut_sum_to_the_whole(rows, width, seed, mode, size):
+def test_shares_of_any_split_sum_to_the_loss(rows, width, seed, mode, size):
     random = np.random.default_rng(seed)
     mask = torch.from_numpy(random.uniform(size=(rows, width)) < 0.6)
     loss = torch.from_numpy(np.where(mask, random.normal(size=(rows, width)), np.nan))
     whole = agg_loss(loss, mask, mode).item()
-    with counted(BatchCounts.of(mask)):
+    with batch_counts(BatchCounts.of(mask)):
         shares = [
             agg_loss(loss[i : i + size], mask[i : i + size], mode).item()
             for i in range(0, rows, size)
@@ -117,7 +117,7 @@ def test_shares_of_any_cut_sum_to_the_whole(rows, width, seed, mode, size):
     assert math.fsum(shares) == pytest.approx(whole, rel=1e-12, abs=1e-12)
 
 
-def test_a_mask_without_columns_gives_nothing_and_a_divisor_of_zero_is_refused():
+def test_a_mask_without_columns_gives_zero_and_a_divisor_of_zero_is_refused():
     mode = "seq-mean-token-sum-norm"
     assert agg_loss(torch.zeros(2, 0), torch.zeros(2, 0), mode).item() == 0
     for width in (0.0, -1.0):

@@ -1,4 +1,4 @@
-"""verl's functions, called as verl's users call them: by position, in verl's order."""
+"""verl's functions, called with positional arguments in verl's order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hone.algorithms import advantages, core_algos, policy_losses
-from hone.algorithms.aggregation import BatchCounts, agg_loss, counted
+from hone.algorithms.aggregation import BatchCounts, agg_loss, batch_counts
 from hone.config import load_config
 from hone.protocol import DataProto
 
@@ -58,9 +58,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_a_positional_call_gives_the_estimators_numbers(name):
-    for got, want in zip(CALLS[name](), REFERENCES[name](B), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+def test_a_positional_call_equals_the_estimator(name):
+    for actual, expected in zip(CALLS[name](), REFERENCES[name](B), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_every_estimator_of_verls_enum_is_in_the_table():
@@ -73,10 +73,10 @@ def test_every_estimator_of_verls_enum_is_in_the_table():
     assert advantages.get_estimator(core_algos.AdvantageEstimator.GAE).requires == ("values",)
 
 
-def test_a_positional_epsilon_is_honoured():
+def test_a_positional_epsilon_is_used():
     rewards, mask = torch.tensor([[1.0], [0.0]]), torch.ones(2, 1)
-    got, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, ["p", "p"], 0.5)
-    assert got[0, 0].item() == pytest.approx(0.5 / (math.sqrt(0.5) + 0.5))
+    actual, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, ["p", "p"], 0.5)
+    assert actual[0, 0].item() == pytest.approx(0.5 / (math.sqrt(0.5) + 0.5))
     off, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, ["p", "p"], 0.5, False)
     assert off[0, 0].item() == 0.5
 
@@ -89,12 +89,12 @@ def test_gdpo_without_a_config_takes_the_rewards_as_the_only_part():
     torch.testing.assert_close(from_rewards[M.bool()], white)
 
 
-def test_an_unknown_keyword_is_refused_here_too():
+def test_an_unknown_keyword_is_refused():
     with pytest.raises(TypeError, match="takes no argument 'gama'"):
         core_algos.compute_reinforce_plus_plus_outcome_advantage(R, M, B.config, gama=1.0)
 
 
-def test_verls_first_policy_loss_gives_loss_and_three_shares():
+def test_compute_policy_loss_returns_the_loss_and_three_metrics():
     old = torch.zeros(1, 3, dtype=torch.float64)
     new = torch.tensor([[math.log(1.5), math.log(0.5), math.log(5)]], dtype=torch.float64)
     adv = torch.tensor([[1.0, 1.0, -1.0]], dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_verls_first_policy_loss_gives_loss_and_three_shares():
         core_algos.compute_policy_loss(old, new, adv, mask)
 
 
-def test_reinforce_takes_the_rollouts_log_probs_by_verls_name():
+def test_reinforce_accepts_verls_argument_names():
     new = torch.tensor([[-1.0, -2.0]])
     loss, metrics = core_algos.compute_policy_loss_reinforce(
         rollout_log_prob=torch.zeros(1, 2), log_prob=new, advantages=torch.ones(1, 2),
@@ -120,14 +120,14 @@ def test_reinforce_takes_the_rollouts_log_probs_by_verls_name():
     assert metrics["actor/ppo_kl"].item() == 1.5
 
 
-def test_rewards_less_the_kl():
-    got = core_algos.compute_rewards(
+def test_compute_rewards_subtracts_the_kl():
+    actual = core_algos.compute_rewards(
         torch.tensor([[1.0]]), torch.tensor([[-1.0]]), torch.tensor([[-3.0]]), 0.25
     )
-    assert got.item() == 0.5
+    assert actual.item() == 0.5
 
 
-def test_pf_ppo_draws_rows_with_their_facts():
+def test_pf_ppo_resamples_rows_with_their_columns():
     torch.manual_seed(0)
     data = DataProto.from_dict(
         {"token_level_scores": torch.tensor([[0.0], [0.0], [3.0]])},
@@ -171,7 +171,7 @@ def verls_policy_loss(
     old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None,
     rollout_is_weights=None,
 ):  # fmt: skip
-    """A user's loss, word for word as it works there."""
+    """A user's loss as it is written for verl."""
     assert config.get("clip_ratio_c", 3.0) == 3.0
     assert config["clip_ratio"] == 0.2
     assert config.policy_loss.get("no_such_key", 5) == 5
@@ -186,7 +186,7 @@ def test_a_loss_written_for_verl_is_normalised_by_the_mini_batch(mode):
     config = load_config().actor_rollout_ref.actor
     adv, new = torch.from_numpy(np.nan_to_num(B.columns["values"])), COLUMN["old_log_probs"]
     whole, _ = verls_policy_loss(new, new, adv, M, mode, config)
-    with counted(BatchCounts.of(M)):
+    with batch_counts(BatchCounts.of(M)):
         info = config.global_batch_info
         parts = [
             verls_policy_loss(new[i : i + 2], new[i : i + 2], adv[i : i + 2], M[i : i + 2], mode,
@@ -201,13 +201,13 @@ def test_a_loss_written_for_verl_is_normalised_by_the_mini_batch(mode):
     assert config.global_batch_info == {"dp_size": 1, "loss_scale_factor": None}
 
 
-def test_signatures_begin_as_verls_do():
+def test_signatures_start_with_verls_arguments():
     first = {
         "compute_gae_advantage_return": ["token_level_rewards", "values", "response_mask", "gamma"],
         "compute_grpo_outcome_advantage": ["token_level_rewards", "response_mask", "index"],
         "compute_remax_outcome_advantage": ["token_level_rewards", "reward_baselines"],
     }
-    for name, words in first.items():
+    for name, arguments in first.items():
         parameters = list(inspect.signature(getattr(core_algos, name)).parameters)
-        assert parameters[: len(words)] == words
+        assert parameters[: len(arguments)] == arguments
     assert CONFIG["gamma"] == 0.9

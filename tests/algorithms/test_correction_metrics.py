@@ -1,4 +1,4 @@
-"""Rollout correction: weights, the narrowed loss mask, and what is reported."""
+"""Metrics of rollout correction, by hand and against a slow reference."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_agreement_metrics_by_hand():
 def test_weight_metrics_by_hand():
     _, _, m = correct(OLD, ROLLOUT, MASK, options(rollout_is="token", rollout_is_threshold=2.5))
     m = {key.removeprefix("rollout_corr/rollout_is_"): value for key, value in m.items()}
-    cut = np.array([0.5, 2.5, 1, 1, 1])  # as applied
-    assert m["mean"] == pytest.approx(cut.mean())
+    truncated = np.array([0.5, 2.5, 1, 1, 1])
+    assert m["mean"] == pytest.approx(truncated.mean())
     assert m["max"] == pytest.approx(2.5)
     assert m["min"] == pytest.approx(0.5)
-    assert m["std"] == pytest.approx(cut.std())
-    assert m["eff_sample_size"] == pytest.approx(1 / np.mean((cut / cut.mean()) ** 2))
+    assert m["std"] == pytest.approx(truncated.std())
+    assert m["eff_sample_size"] == pytest.approx(1 / np.mean((truncated / truncated.mean()) ** 2))
     assert m["ratio_fraction_high"] == pytest.approx(0.2)
     assert m["ratio_fraction_low"] == 0
     assert m["seq_mean"] == pytest.approx((1.5 + 1) / 2)
@@ -80,7 +80,7 @@ def test_icepop_reports_the_share_of_tokens_outside_the_band():
 
 
 def slow_weight_metrics(ratios, level, bounds):
-    """`ratios`: for each row the train/rollout ratios of its tokens. Plain loops, as defined."""
+    """Computes the metrics with plain loops; `ratios` has the train/rollout ratios of each row."""
     low, high = (1 / bounds[0], bounds[0]) if len(bounds) == 1 else bounds
 
     def applied(ratio):
@@ -115,8 +115,8 @@ def slow_weight_metrics(ratios, level, bounds):
         "seq_fraction_low": sum(r < low for r in raw_means) / len(rows),
     }
     if len(bounds) == 2:
-        every = [r for row in rows for r in row]
-        result["oob_ratio"] = sum(not low <= r <= high for r in every) / len(every)
+        all_ratios = [r for row in rows for r in row]
+        result["oob_ratio"] = sum(not low <= r <= high for r in all_ratios) / len(all_ratios)
     return result
 
 
@@ -130,24 +130,26 @@ def test_weight_metrics_equal_the_slow_reference(level, threshold, seed):
     mask[2] = False  # a row without policy tokens does not count
     mask[0, 0] = mask[1, 0] = True
     rollout = torch.full((6, 5), -1.0, dtype=torch.float64)
-    _, _, got = correct(
+    _, _, actual = correct(
         rollout + torch.from_numpy(difference), rollout, torch.from_numpy(mask),
         options(rollout_is=level, rollout_is_threshold=threshold),
     )  # fmt: skip
-    ratios = [np.exp(row[kept]).tolist() for row, kept in zip(difference, mask, strict=True)]
+    ratios = [np.exp(row[values]).tolist() for row, values in zip(difference, mask, strict=True)]
     bounds = tuple(float(part) for part in str(threshold).split("_"))
-    want = slow_weight_metrics(ratios, level, bounds)
+    expected = slow_weight_metrics(ratios, level, bounds)
     name = "rollout_corr/rollout_is_"
-    got = {key.removeprefix(name): value for key, value in got.items() if key.startswith(name)}
-    assert got == pytest.approx(want, rel=1e-9, abs=1e-12)
+    actual = {
+        key.removeprefix(name): value for key, value in actual.items() if key.startswith(name)
+    }
+    assert actual == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_an_empty_mask_reports_finite_numbers():
-    got, mask, metrics = correct(
+def test_an_empty_mask_has_finite_metrics():
+    actual, mask, metrics = correct(
         OLD, ROLLOUT, torch.zeros_like(MASK), options(rollout_is="token", rollout_rs="token_k2",
                                                       rollout_rs_threshold=1)
     )  # fmt: skip
-    assert (got == 0).all()
+    assert (actual == 0).all()
     assert (mask == 0).all()
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0
     assert all(math.isfinite(value) for value in metrics.values())
@@ -155,9 +157,9 @@ def test_an_empty_mask_reports_finite_numbers():
 
 def test_the_gap_of_rollout_and_trainer_by_hand():
     mask = torch.tensor([[1, 1, 0]])
-    ours, rollout = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
-    means, maxima = gap_metrics(ours, rollout, mask)
+    trainer, rollout = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
+    means, maxima = gap_metrics(trainer, rollout, mask)
     assert means["kl"].item() == pytest.approx(0.25)
     assert means["log_prob_abs_diff_mean"].item() == pytest.approx(0.75)
     assert maxima["log_prob_abs_diff_max"].item() == pytest.approx(1.0)
-    assert gap_metrics(ours[:0], rollout[:0], mask[:0])[1]["log_prob_abs_diff_max"].item() == 0
+    assert gap_metrics(trainer[:0], rollout[:0], mask[:0])[1]["log_prob_abs_diff_max"].item() == 0

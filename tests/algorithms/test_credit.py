@@ -1,4 +1,4 @@
-"""PURE's credit assignment with the golden numbers, and the corrected strict minimum."""
+"""PURE's credit assignment: golden numbers and the strict minimum."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_golden_soft_minimum():
     assert good.sum().item() == pytest.approx(0.74248, abs=1e-5)
 
 
-def test_the_soft_minimum_tends_to_the_minimum_and_forgets_non_steps():
+def test_the_soft_minimum_tends_to_the_minimum_and_ignores_other_tokens():
     rewards = torch.tensor([[5.0, 0.4, -9.0, 0.1]])
     steps = torch.tensor([[0, 1, 0, 1]])
     assert assign_credit(rewards, steps, 1e-3).sum().item() == pytest.approx(0.1)
@@ -41,10 +41,10 @@ def test_the_soft_minimum_tends_to_the_minimum_and_forgets_non_steps():
 
 
 @pytest.mark.parametrize("form", [GAMMA_DECAY, STRICT_MIN])
-def test_the_named_forms_leave_step_rewards_as_they_are(form):
+def test_the_named_forms_do_not_change_step_rewards(form):
     rewards = torch.tensor([[torch.nan, 0.4, -0.6]])
-    got = assign_credit(rewards, torch.tensor([[0, 1, 1]]), form)
-    np.testing.assert_allclose(got, [[0, 0.4, -0.6]])
+    actual = assign_credit(rewards, torch.tensor([[0, 1, 1]]), form)
+    np.testing.assert_allclose(actual, [[0, 0.4, -0.6]])
 
 
 def test_an_integer_or_a_numeric_string_is_a_temperature_too():
@@ -74,16 +74,16 @@ def test_a_step_ends_at_separators_and_once_at_the_last_token():
     assert ends.int().tolist() == [[1, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0], [0] * 6]
 
 
-def test_the_strict_minimum_looks_at_steps_to_come_and_not_at_zeros_between():
+def test_the_strict_minimum_is_over_later_steps_only():
     rewards = torch.tensor([[9.0, 0.5, 9.0, 0.2, 9.0, 0.8, 9.0]])
     steps = torch.tensor([[0, 1, 0, 1, 0, 1, 0]])
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0]])
-    got = min_form_returns(rewards, steps, mask)
-    np.testing.assert_allclose(got[0], [0.2, 0.2, 0.2, 0.2, 0.8, 0.8, 0], rtol=1e-6)
+    actual = min_form_returns(rewards, steps, mask)
+    np.testing.assert_allclose(actual[0], [0.2, 0.2, 0.2, 0.2, 0.8, 0.8, 0], rtol=1e-6)
     assert (min_form_returns(rewards, torch.zeros_like(steps), mask) == 0).all()
 
 
-def test_under_the_strict_minimum_everything_else_is_a_sum():
+def test_under_the_strict_minimum_other_rewards_are_summed():
     process = torch.tensor([[0.0, 0.5, 0.0, -0.3]])
     steps = torch.tensor([[0, 1, 0, 1]])
     rest = torch.tensor([[-0.01, -0.01, -0.01, 1.0]])
@@ -92,5 +92,5 @@ def test_under_the_strict_minimum_everything_else_is_a_sum():
 
 
 def test_responses_without_columns_end_no_step():
-    none = step_ends(torch.ones(2, 0), torch.ones(2, 0), torch.tensor([1.0]))
-    assert none.shape == (2, 0)
+    ends = step_ends(torch.ones(2, 0), torch.ones(2, 0), torch.tensor([1.0]))
+    assert ends.shape == (2, 0)

@@ -1,4 +1,4 @@
-"""The entropy of logits: verl's form, which takes logits and not entropies."""
+"""compute_entropy_loss, which takes logits as in verl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hone.algorithms.core_algos import compute_entropy_loss
 
 
-def slow(logits: np.ndarray, mask: np.ndarray) -> float:
+def slow_entropy(logits: np.ndarray, mask: np.ndarray) -> float:
     total, count = 0.0, 0
     for i, t in zip(*np.nonzero(mask), strict=True):
         weights = [math.exp(z) for z in logits[i, t]]
@@ -21,12 +21,12 @@ def slow(logits: np.ndarray, mask: np.ndarray) -> float:
 
 
 def test_equals_the_slow_reference_also_for_a_cube() -> None:
-    """[5, 5, 5] logits broadcast against a [5, 5] mask: entropies must not be read off them."""
+    """[5, 5, 5] logits also broadcast against a [5, 5] mask, which must not be confused."""
     random = np.random.default_rng(0)
     logits = random.normal(size=(5, 5, 5))
     mask = random.uniform(size=(5, 5)) < 0.6
-    got = compute_entropy_loss(torch.from_numpy(logits), torch.from_numpy(mask))
-    assert got.item() == pytest.approx(slow(logits, mask), rel=1e-12)
+    actual = compute_entropy_loss(torch.from_numpy(logits), torch.from_numpy(mask))
+    assert actual.item() == pytest.approx(slow_entropy(logits, mask), rel=1e-12)
 
 
 def test_by_hand_and_aggregated_like_the_policy_loss() -> None:

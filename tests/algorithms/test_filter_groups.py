@@ -1,4 +1,4 @@
-"""Group filters."""
+"""The filters of groups."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
 
 
-def test_groups_without_a_difference_go_and_single_samples_stay():
+def test_groups_of_equal_scores_are_removed_and_single_samples_kept():
     scores = [0, 1, 1, 1, 0.1, 0.1, 0.1, 5]
     index = np.array(["mixed", "mixed", "all", "all", "same", "same", "same", "one"], dtype=object)
     keep = keep_informative(scores, index)
     assert keep.tolist() == [True, True, False, False, False, False, False, True]
 
 
-def test_members_need_not_lie_together_and_accuracies_may_be_booleans():
+def test_rows_of_a_group_need_not_be_adjacent_and_scores_may_be_booleans():
     keep = keep_informative(np.array([True, False, False, False]), ["a", "b", "a", "b"])
     assert keep.tolist() == [True, False, True, False]
     assert keep_informative(torch.tensor([1.0, 1.0]), ["a", "a"]).tolist() == [False, False]
 
 
-def test_a_difference_of_one_rounding_is_a_difference():
+def test_the_smallest_difference_counts():
     x = torch.tensor([0.1, 0.1 + 1e-16 * 2], dtype=torch.float64)
     assert keep_informative(x, ["a", "a"]).all()
 

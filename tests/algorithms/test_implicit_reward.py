@@ -20,11 +20,11 @@ RATIO = torch.tensor([[2.0, -4.0, 6.0, 99], [1.0, -3.0, 99, 99]], dtype=torch.fl
 
 
 def rewards(granularity, norm):
-    got = implicit_rewards(RATIO, MASK, beta=0.05, granularity=granularity, norm=norm)
-    return got.tolist()
+    actual = implicit_rewards(RATIO, MASK, beta=0.05, granularity=granularity, norm=norm)
+    return actual.tolist()
 
 
-def test_each_token_has_beta_times_its_log_ratio_and_the_last_one_nothing():
+def test_each_token_but_the_last_has_beta_times_its_log_ratio():
     np.testing.assert_allclose(rewards("token", "none"), [[0.1, -0.2, 0, 0], [0.05, 0, 0, 0]])
 
 

@@ -19,7 +19,7 @@ from hone.algorithms.kl import (
 
 
 def at(kind, logp=-1.0, ref=-1.5):
-    """Value and gradient of one token."""
+    """Returns value and gradient of one token."""
     x = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
     value = kl_penalty(x, torch.tensor([ref], dtype=torch.float64), kind)
     value.sum().backward()
@@ -39,15 +39,15 @@ def at(kind, logp=-1.0, ref=-1.5):
     ],
 )
 def test_values_gradients_and_the_straight_through_forms(kind, value, gradient):
-    got, slope = at(kind)
-    assert got == pytest.approx(value, abs=1e-6)
+    actual, slope = at(kind)
+    assert actual == pytest.approx(value, abs=1e-6)
     assert slope == pytest.approx(gradient)
     plus, plus_slope = at(kind + "+")
     assert plus == pytest.approx(value, abs=1e-6)
-    assert plus_slope == pytest.approx(0.5)  # the gradient of k2, whatever the value
+    assert plus_slope == pytest.approx(0.5)  # the gradient of k2 in every form
 
 
-def test_the_other_side_of_the_reference():
+def test_values_below_the_reference():
     assert at("k1", -2.0, -1.0)[0] == -1
     assert at("abs", -2.0, -1.0)[0] == 1
     assert at("k2", -2.0, -1.0)[0] == 0.5
@@ -62,7 +62,7 @@ def test_k3_is_bounded():
 
 
 @pytest.mark.parametrize("kind", ["full", "k4", "", "full+"])
-def test_unknown_kinds_say_what_to_use(kind):
+def test_the_error_of_an_unknown_kind_names_known_ones(kind):
     with pytest.raises(NotImplementedError, match="k3"):
         at(kind)
 
@@ -84,7 +84,7 @@ def test_k3_has_the_mean_of_the_divergence_and_k2s_gradient_is_unbiased():
         np.testing.assert_allclose(estimate, true)
 
 
-def test_in_reward_penalty_leaves_the_outside_alone():
+def test_the_penalty_in_the_reward_is_zero_outside_the_mask():
     scores = torch.tensor([[0.0, 1.0, math.nan], [0.0, 0.0, 2.0], [9.0, 9.0, 9.0]])
     old = torch.tensor([[-1.0, -1.0, math.nan], [-1.0, -1.0, -1.0], [0.0, 0.0, 0.0]])
     ref = torch.tensor([[-1.5, -0.5, math.inf], [-2.0, -2.0, -2.0], [5.0, 5.0, 5.0]])
@@ -94,7 +94,7 @@ def test_in_reward_penalty_leaves_the_outside_alone():
     assert current.item() == pytest.approx((0.0 + 1.0) / 2)  # the row without tokens does not count
 
 
-def test_the_fixed_controller_never_moves():
+def test_the_fixed_controller_never_changes():
     controller = FixedKLController(0.3)
     controller.update(100.0, 1000)
     assert controller.value == 0.3
@@ -107,7 +107,7 @@ def test_the_adaptive_controller_moves_towards_its_target_in_bounded_steps(kl, f
     assert controller.value == pytest.approx(0.5 * (1 + (factor - 1) * 0.1))
 
 
-def test_controllers_come_from_the_config_and_refuse_nonsense():
+def test_controllers_are_built_from_the_config_and_refuse_invalid_values():
     fixed = SimpleNamespace(type="fixed", kl_coef=0.2)
     assert get_kl_controller(fixed).value == 0.2
     adaptive = SimpleNamespace(type="adaptive", kl_coef=0.2, target_kl=0.5, horizon=10)
@@ -121,7 +121,7 @@ def test_controllers_come_from_the_config_and_refuse_nonsense():
         AdaptiveKLController(0.1, 0, 10)
 
 
-def test_a_controllers_value_survives_a_checkpoint():
+def test_a_controllers_value_is_restored_from_a_checkpoint():
     controller = AdaptiveKLController(0.5, 0.1, 1000)
     controller.update(10.0, 100)
     resumed = AdaptiveKLController(0.5, 0.1, 1000)

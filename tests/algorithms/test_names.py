@@ -1,4 +1,4 @@
-"""Names: one table, did-you-mean, users' own by path or decorator."""
+"""Estimators and losses by name: the table, suggestions, and users' own by path or decorator."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def own(token_level_rewards, response_mask, index=None, config=None, *, values, 
 own.needs = ("values",)
 
 
-@pytest.mark.parametrize("room", [advantages, policy_losses])
-def test_every_name_of_the_table_can_be_loaded(room):
-    for name in room.TABLE.names():
-        assert callable(room.TABLE.get(name))
+@pytest.mark.parametrize("package", [advantages, policy_losses])
+def test_every_name_of_the_table_can_be_loaded(package):
+    for name in package.TABLE.names():
+        assert callable(package.TABLE.get(name))
 
 
-def test_the_table_knows_what_each_estimator_reads():
+def test_estimators_declare_the_columns_that_they_read():
     reads = {name: advantages.get_estimator(name).requires for name in ("gae", "remax", "grpo")}
     assert reads == {"gae": ("values",), "remax": ("reward_baselines",), "grpo": ()}
 
@@ -36,7 +36,7 @@ def test_options_come_from_the_config_and_an_estimator_cannot_be_changed():
     assert (estimator.gamma, estimator.lam) == (
         0.5,
         1.0,
-    )  # what the config leaves out is the default
+    )  # lam has its default
     with pytest.raises(dataclasses.FrozenInstanceError):
         estimator.gamma = 1.0
     assert advantages.get_estimator("grpo") == advantages.get_estimator("grpo_vectorized")
@@ -44,7 +44,7 @@ def test_options_come_from_the_config_and_an_estimator_cannot_be_changed():
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(Estimator):
-    """A user's own, as a class."""
+    """A user's estimator class."""
 
     gamma: float
     scale: float = 2.0
@@ -57,13 +57,13 @@ class Scaled(Estimator):
         return batch.rewards * self.scale * self.gamma, batch.column("ref_log_prob")
 
 
-def test_a_users_own_class_is_found_by_path_with_options_and_columns():
+def test_a_users_class_is_found_by_path_with_options_and_columns():
     estimator = advantages.get_estimator(f"{__name__}:Scaled", {"gamma": 0.5}, credit_assignment=1)
     assert estimator == Scaled(0.5)
     assert estimator.requires == ("ref_log_prob",)
 
 
-def test_a_users_function_is_given_what_its_signature_takes():
+def test_a_users_function_gets_the_arguments_of_its_signature():
     def plain(token_level_rewards, response_mask):
         return token_level_rewards, response_mask
 
@@ -89,23 +89,23 @@ class Demanding(Estimator):
 
 @dataclasses.dataclass(frozen=True)
 class Idle(Estimator):
-    """Forgot what it computes."""
+    """Has no __call__."""
 
 
 THREE = 3
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "message"),
     [
-        ("THREE", "3 is no advantage estimator; name a function"),
-        ("PluginError", "PluginError is no advantage estimator"),
+        ("THREE", "3 is not an advantage estimator; name a function"),
+        ("PluginError", "PluginError is not an advantage estimator"),
         ("Idle", r"Idle must define __call__"),
         ("Demanding", "option 'strength' without a default, and algorithm has no key"),
     ],
 )
-def test_an_object_that_cannot_estimate_is_refused_when_it_is_named(name, sentence):
-    with pytest.raises(PluginError, match=sentence):
+def test_an_object_that_is_not_an_estimator_is_refused(name, message):
+    with pytest.raises(PluginError, match=message):
         advantages.get_estimator(f"{__name__}:{name}")
 
 
@@ -120,7 +120,7 @@ def test_a_function_may_name_one_column_as_a_string_and_must_return_a_pair():
         estimator(Trajectories(1, 0))
 
 
-def test_an_unknown_name_gets_a_proposal_and_the_list():
+def test_the_error_of_an_unknown_name_has_a_suggestion_and_the_list():
     with pytest.raises(ValueError, match=r"Did you mean 'grpo'.*Known: .*rloo"):
         advantages.get_adv_estimator_fn("gropo")
     with pytest.raises(PluginError, match=r"Did you mean 'vanilla'.*Known: .*gspo"):
@@ -129,20 +129,20 @@ def test_an_unknown_name_gets_a_proposal_and_the_list():
         policy_losses.get_policy_loss_fn("zzzzzz")
 
 
-def test_a_users_own_is_found_by_path_with_its_needs():
+def test_a_users_function_is_found_by_path_with_its_needs():
     path = f"{__name__}:own"
     assert advantages.get_adv_estimator_fn(path) is own
     assert advantages.get_estimator(path).requires == ("values",)
 
 
-def test_a_wrong_path_says_which_part_is_missing():
+def test_the_error_of_a_wrong_path_names_the_missing_part():
     with pytest.raises(PluginError, match=r"'no_such_module' is neither a file"):
         advantages.get_adv_estimator_fn("no_such_module:fn")
     with pytest.raises(PluginError, match="has no 'nothing'"):
         advantages.get_adv_estimator_fn(f"{__name__}:nothing")
 
 
-def test_the_decorator_ends_in_the_same_table():
+def test_the_decorator_registers_in_the_table():
     register = advantages.register_adv_est
     assert register("test_names_own")(own) is own
     try:
@@ -155,7 +155,7 @@ def test_the_decorator_ends_in_the_same_table():
         del advantages.TABLE.entries["test_names_own"]
 
 
-def test_what_the_table_already_points_to_may_register_itself():
+def test_a_built_in_estimator_may_register_itself_again():
     rloo = advantages.get_adv_estimator_fn("rloo")
     assert advantages.register_adv_est("rloo")(rloo) is rloo
     with pytest.raises(ValueError, match="advantage estimator 'rloo' is already"):
@@ -163,7 +163,7 @@ def test_what_the_table_already_points_to_may_register_itself():
     assert advantages.TABLE.is_built_in("rloo")
 
 
-def test_the_rooms_offer_the_decorators_of_the_family():
+def test_verls_decorators_register_estimators_and_losses():
     @advantages.register_adv_est("test_names_adv", needs=("rm_scores",))
     def estimator():
         return 1
@@ -181,7 +181,7 @@ def test_the_rooms_offer_the_decorators_of_the_family():
     )
 
 
-def test_enum_members_are_taken_by_value():
+def test_enum_members_are_looked_up_by_value():
     from enum import Enum
 
     class Estimator(str, Enum):
@@ -192,7 +192,7 @@ def test_enum_members_are_taken_by_value():
     )
 
 
-def test_looking_at_the_tables_imports_no_algorithm():
+def test_listing_the_tables_does_not_import_torch():
     code = (
         "import sys, hone.algorithms.advantages as a, hone.algorithms.policy_losses as p\n"
         "a.TABLE.names(), p.TABLE.names()\n"

@@ -1,4 +1,4 @@
-"""Each rejection option against its definition, and bounds on the right side."""
+"""Each rejection option against its definition, and its bounds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from hone.algorithms.correction_metrics import rejection_metrics
-from hone.algorithms.rejection import (
-    OPTIONS,
-    bound_numbers,
-    ratio_band,
-    rejection_mask,
-    split_list,
-)
+from hone.algorithms.rejection import OPTIONS, bound_numbers, ratio_band, rejection_mask, split_list
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
 LOG_RATIO = torch.tensor(
@@ -31,8 +25,8 @@ def statistic(option, values):
     }
     level, kind = option.rsplit("_", 1)
     per_token = [kinds[kind](x) for x in values]
-    how = {"seq_sum": sum, "seq_mean": lambda v: sum(v) / len(v), "seq_max": max}
-    return per_token if level == "token" else [how[level](per_token)] * len(values)
+    reductions = {"seq_sum": sum, "seq_mean": lambda v: sum(v) / len(v), "seq_max": max}
+    return per_token if level == "token" else [reductions[level](per_token)] * len(values)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -40,21 +34,21 @@ def statistic(option, values):
 def test_every_option_equals_its_definition(option, bound):
     if not option.endswith("k1"):
         bound = (bound - 1) / 4  # from below every row's divergence to above most
-    keep, verdicts = rejection_mask(LOG_RATIO, MASK, option, bound)
+    keep, results = rejection_mask(LOG_RATIO, MASK, option, bound)
     for i, row in enumerate(MASK):
-        places = row.nonzero()[:, 0].tolist()
-        values = statistic(option, [LOG_RATIO[i, t].item() for t in places])
-        for t, value in zip(places, values, strict=True):
+        positions = row.nonzero()[:, 0].tolist()
+        values = statistic(option, [LOG_RATIO[i, t].item() for t in positions])
+        for t, value in zip(positions, values, strict=True):
             if option.endswith("k1"):
                 expected = -math.log(bound) <= value <= math.log(bound)
             else:
                 expected = value <= bound
             assert keep[i, t].item() == expected
     assert not (keep & ~MASK).any()
-    assert set(verdicts) == {option}
+    assert set(results) == {option}
 
 
-def test_k1_bounds_the_ratio_of_training_to_rollout_not_its_mirror():
+def test_k1_bounds_the_ratio_train_over_rollout_not_its_inverse():
     log_ratio = torch.tensor([[math.log(3.0), math.log(1 / 3)]])
     keep, _ = rejection_mask(log_ratio, torch.ones(1, 2), "token_k1", "0.2_2.0")
     assert keep.tolist() == [[False, True]]
@@ -63,27 +57,27 @@ def test_k1_bounds_the_ratio_of_training_to_rollout_not_its_mirror():
 
 
 def test_the_exponent_of_k3_is_bounded():
-    _, verdicts = rejection_mask(torch.tensor([[25.0]]).double(), torch.ones(1, 1), "token_k3", 1)
-    assert verdicts["token_k3"].values.item() == pytest.approx(math.exp(20) - 1 - 25)
+    _, results = rejection_mask(torch.tensor([[25.0]]).double(), torch.ones(1, 1), "token_k3", 1)
+    assert results["token_k3"].values.item() == pytest.approx(math.exp(20) - 1 - 25)
 
 
-def test_all_options_must_pass_and_one_bound_serves_all():
+def test_all_options_must_pass_and_one_bound_applies_to_all():
     both, _ = rejection_mask(LOG_RATIO, MASK, "token_k1, seq_max_k2", "1.3,0.1")
     one, _ = rejection_mask(LOG_RATIO, MASK, "token_k1", 1.3)
     other, _ = rejection_mask(LOG_RATIO, MASK, ["seq_max_k2"], [0.1])
     assert torch.equal(both, one & other)
-    shared, verdicts = rejection_mask(LOG_RATIO, MASK, ("token_k2", "token_k3"), 0.1)
-    assert list(verdicts) == ["token_k2", "token_k3"]
+    shared, results = rejection_mask(LOG_RATIO, MASK, ("token_k2", "token_k3"), 0.1)
+    assert list(results) == ["token_k2", "token_k3"]
     assert shared.any()
 
 
 def test_no_option_rejects_nothing():
-    keep, verdicts = rejection_mask(LOG_RATIO, MASK, None, None)
+    keep, results = rejection_mask(LOG_RATIO, MASK, None, None)
     assert torch.equal(keep, MASK)
-    assert verdicts == {}
+    assert results == {}
 
 
-def test_a_disagreement_that_is_not_a_number_is_rejected():
+def test_nan_is_rejected():
     keep, _ = rejection_mask(torch.tensor([[math.nan, 0.0]]), torch.ones(1, 2), "token_k1", 2)
     assert keep.tolist() == [[False, True]]
 
@@ -99,8 +93,8 @@ def test_a_bound_is_inclusive():
     [
         ("token_k4", 1, "unknown"),
         ("seq_max_k1", 2, "unknown"),
-        ("token_k1", None, "gives 0 bounds for 1"),
-        ("token_k1,token_k2,token_k3", "2,3", "gives 2 bounds for 3"),
+        ("token_k1", None, "has 0 bounds for 1"),
+        ("token_k1,token_k2,token_k3", "2,3", "has 2 bounds for 3"),
         ("token_k2", "0.1_0.2", "one upper bound"),
         ("token_k1", 0.5, "must be 1 or more"),
         ("token_k1", "2_1", "is not a bound"),
@@ -114,7 +108,7 @@ def test_wrong_settings_are_refused(options, bound, message):
         rejection_mask(LOG_RATIO, MASK, options, bound)
 
 
-def test_bounds_as_users_write_them():
+def test_the_formats_of_bounds():
     assert bound_numbers(2, "k") == (2.0,)
     assert bound_numbers("0.5_2.0", "k") == (0.5, 2.0)
     assert bound_numbers("1_1", "k") == (1, 1)
@@ -129,8 +123,8 @@ def test_bounds_as_users_write_them():
 
 def test_metrics_of_token_and_sequence_options_by_hand():
     options = "token_k1,seq_mean_k2"
-    keep, verdicts = rejection_mask(LOG_RATIO, MASK, options, "0.4_1.4,0.06")
-    m = rejection_metrics(verdicts, keep, MASK)
+    keep, results = rejection_mask(LOG_RATIO, MASK, options, "0.4_1.4,0.06")
+    m = rejection_metrics(results, keep, MASK)
     tokens = -LOG_RATIO[MASK].numpy()  # k1 = log(rollout/train)
     name = "rollout_rs_token_k1"
     assert m[f"{name}_mean"] == pytest.approx(tokens.mean())
@@ -151,10 +145,10 @@ def test_metrics_of_token_and_sequence_options_by_hand():
     assert m[f"{name}_masked_fraction"] == pytest.approx(1 / 8)
     assert m[f"{name}_mean"] == pytest.approx((3 * rows[0] + 4 * rows[1] + rows[2]) / 8)
     assert m[f"{name}_fraction_high"] == pytest.approx(1 / 3)  # a share of sequences
-    cut = rows.clip(0, 0.06)
-    spread = (3 * cut[0] ** 2 + 4 * cut[1] ** 2 + cut[2] ** 2) / 8
-    spread -= ((3 * cut[0] + 4 * cut[1] + cut[2]) / 8) ** 2
-    assert m[f"{name}_std"] == pytest.approx(math.sqrt(spread))
+    clipped = rows.clip(0, 0.06)
+    variance = (3 * clipped[0] ** 2 + 4 * clipped[1] ** 2 + clipped[2] ** 2) / 8
+    variance -= ((3 * clipped[0] + 4 * clipped[1] + clipped[2]) / 8) ** 2
+    assert m[f"{name}_std"] == pytest.approx(math.sqrt(variance))
     assert m[f"{name}_seq_max_deviation"] == pytest.approx(0.72)
     assert m["rollout_rs_masked_fraction"] == pytest.approx(2 / 8)
     assert m["rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""verl's correction functions give what the correction of this package gives."""
+"""verl's correction functions equal the correction of this package."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ SETTINGS = {
 }
 
 
-def test_all_at_once_equals_the_correction():
+def test_the_combined_function_equals_the_correction():
     batch, mask, metrics = functions.compute_rollout_correction_and_rejection_mask(
         OLD, ROLLOUT, MASK, **SETTINGS
     )
-    weights, narrowed, reported = correct(OLD, ROLLOUT, MASK, SETTINGS)
+    weights, loss_mask, expected = correct(OLD, ROLLOUT, MASK, SETTINGS)
     assert torch.equal(batch.batch["rollout_is_weights"], weights)
-    assert torch.equal(mask, narrowed)
-    assert metrics == reported
-    nothing, same, _ = functions.compute_rollout_correction_and_rejection_mask(OLD, ROLLOUT, MASK)
-    assert nothing is None
+    assert torch.equal(mask, loss_mask)
+    assert metrics == expected
+    no_weights, same, _ = functions.compute_rollout_correction_and_rejection_mask(
+        OLD, ROLLOUT, MASK
+    )
+    assert no_weights is None
     assert torch.equal(same, MASK)
 
 
@@ -47,7 +49,7 @@ def test_one_token_below_the_veto_threshold_rejects_its_whole_row():
     assert torch.equal(untouched, MASK)
 
 
-def test_the_parts_take_a_log_ratio():
+def test_weights_and_rejection_mask_from_a_log_ratio():
     weights, metrics = functions.compute_rollout_correction_weights(OLD - ROLLOUT, MASK, "token", 2)
     assert weights[0, 0] == 2.0
     assert weights[0, 1].item() == pytest.approx(math.exp(-0.1))
@@ -58,13 +60,13 @@ def test_the_parts_take_a_log_ratio():
     )
     assert mask.tolist() == [[0, 1, 0], [1, 1, 0]]
     assert metrics["rollout_rs_masked_fraction"] == pytest.approx(2 / 5)
-    with pytest.raises(ValueError, match="gives 0 bounds"):
+    with pytest.raises(ValueError, match="has 0 bounds"):
         functions.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, "token_k1")
     with pytest.raises(ValueError, match="names no rejection option"):
         functions.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, "", 2.0)
 
 
-def test_the_distance_with_and_without_rollout_log_probs():
+def test_offpolicy_metrics_with_and_without_rollout_log_probs():
     metrics = functions.compute_offpolicy_metrics(OLD, ROLLOUT, MASK)
     assert metrics["kl"] == pytest.approx((-1.0 + 0.1 - 0.1 + 0.0 - 2.0) / 5)
     alone = functions.compute_offpolicy_metrics(OLD, None, MASK)
@@ -74,7 +76,7 @@ def test_the_distance_with_and_without_rollout_log_probs():
     assert named == {f"rollout_corr/{key}": value for key, value in metrics.items()}
 
 
-def test_a_batch_is_narrowed_and_weighed_in_place():
+def test_mask_and_weights_are_added_to_the_batch():
     columns = {"old_log_probs": OLD, "rollout_log_probs": ROLLOUT, "response_mask": MASK}
     for config in (SETTINGS, RolloutCorrectionConfig(**SETTINGS)):
         data = DataProto.from_dict(dict(columns))
@@ -84,7 +86,7 @@ def test_a_batch_is_narrowed_and_weighed_in_place():
         assert "rollout_corr/kl" in metrics
 
 
-def test_metrics_of_given_weights_count_ratios_before_truncation():
+def test_metrics_of_weights_count_ratios_before_truncation():
     raw = torch.tensor([[1.0, 6.0], [0.9, 1.1]])
     token = functions.compute_is_metrics(
         raw.clamp(max=2.0), raw, raw.log(), torch.ones(2, 2), "token", 2.0
@@ -100,7 +102,7 @@ def test_metrics_of_given_weights_count_ratios_before_truncation():
     assert icepop["rollout_is_oob_ratio"] == 1.0
 
 
-def test_bypass_takes_the_rollouts_log_probs_and_writes_its_settings():
+def test_bypass_mode_uses_the_rollouts_log_probs_and_stores_its_settings():
     batch = DataProto.from_dict({"rollout_log_probs": ROLLOUT})
     policy_loss = {"loss_mode": "vanilla"}
     functions.apply_bypass_mode(batch, SETTINGS, policy_loss)
@@ -110,6 +112,6 @@ def test_bypass_takes_the_rollouts_log_probs_and_writes_its_settings():
         functions.apply_bypass_mode(DataProto.from_dict({"x": ROLLOUT}))
 
 
-def test_a_truth_value_is_no_bound():
+def test_a_boolean_bound_is_refused():
     with pytest.raises(TypeError, match="not a boolean"):
         functions.compute_rollout_correction_weights(OLD - ROLLOUT, MASK, "token", True)

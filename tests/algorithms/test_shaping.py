@@ -1,4 +1,4 @@
-"""Overlong penalty, PF-PPO resampling, whitening of advantages."""
+"""PF-PPO resampling."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.shaping import (
-    pf_ppo_rows,
-    pf_ppo_weights,
-)
+from hone.algorithms.shaping import pf_ppo_rows, pf_ppo_weights
 
 
 def test_weights_of_the_three_methods():
@@ -24,7 +21,7 @@ def test_weights_of_the_three_methods():
         pf_ppo_weights(scores, "best", 2.0)
 
 
-def test_resampling_is_replayable_and_follows_the_weights():
+def test_resampling_is_reproducible_and_follows_the_weights():
     scores = torch.tensor([0.0, 3.0, 0.0, 1.0])
     rows = pf_ppo_rows(scores, "pow", 2.0, torch.Generator().manual_seed(5))
     again = pf_ppo_rows(scores, "pow", 2.0, torch.Generator().manual_seed(5))
@@ -36,5 +33,5 @@ def test_resampling_is_replayable_and_follows_the_weights():
 
 
 @pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
-def test_nothing_is_drawn_from_no_rows(method):
+def test_no_rows_give_no_samples(method):
     assert pf_ppo_rows(torch.zeros(0), method, 2.0, torch.Generator()).tolist() == []

@@ -1,4 +1,4 @@
-"""The critic's loss by hand, and the law that micro-batches do not scale it."""
+"""The critic's loss by hand, and its independence of micro-batches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.aggregation import MODES, BatchCounts, counted
+from hone.algorithms.aggregation import MODES, BatchCounts, batch_counts
 from hone.algorithms.value_loss import compute_value_loss
 
 
-def test_the_worse_of_clipped_and_unclipped_counts():
+def test_the_loss_is_the_larger_of_clipped_and_unclipped():
     vpreds = torch.tensor([[2.0, 0.0, 0.2]], dtype=torch.float64, requires_grad=True)
     values = torch.zeros(1, 3, dtype=torch.float64)
     returns = torch.tensor([[2.0, 1.0, 1.0]], dtype=torch.float64)
@@ -46,7 +46,7 @@ def test_micro_batches_sum_to_the_mini_batch(mode, junk):
     mask = torch.from_numpy(mask)
     whole, _ = compute_value_loss(vpreds, returns, values, mask, 0.5, mode)
     (gradient,) = torch.autograd.grad(whole, vpreds)
-    with counted(BatchCounts.of(mask)):
+    with batch_counts(BatchCounts.of(mask)):
         shares = sum(
             compute_value_loss(
                 vpreds[i : i + 2], returns[i : i + 2], values[i : i + 2], mask[i : i + 2], 0.5, mode
@@ -59,7 +59,7 @@ def test_micro_batches_sum_to_the_mini_batch(mode, junk):
     assert torch.isfinite(gradient).all()
 
 
-def test_the_counts_of_the_mini_batch_may_be_given_as_arguments():
+def test_the_counts_of_the_mini_batch_can_be_arguments():
     """½·(1 + 4) over 10 tokens, or over 4 sequences, on one of 2 ranks whose gradients are averaged."""
     vpreds, zero = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2)
     mask = torch.ones(1, 2)

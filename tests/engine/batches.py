@@ -1,4 +1,4 @@
-"""Small padded batches with everything that makes packing hard: shared prompts, tool tokens, empty rows."""
+"""Small padded batches with shared prompts, tool tokens and empty rows, which are hard to pack."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hone.protocol import DataProto
 
 VOCABULARY = 40
 WIDTH = 12
-"""The longest response the tests' configuration allows."""
+"""The maximum response length of the tests."""
 
-ROWS = (  # prompt, response length, positions the policy did not write
+ROWS = (  # prompt, response length, positions of tool tokens
     ((3, 4, 5), 4, ()),
     ((3, 4, 5), 1, ()),
     ((3, 4, 5), 6, (2, 3)),
@@ -23,10 +23,10 @@ ROWS = (  # prompt, response length, positions the policy did not write
 
 
 def rows(count: int = len(ROWS), *, prompt_pad: int = 0, response_pad: int = 0) -> DataProto:
-    """The first rows, padded to the longest and so much wider; same content at any padding."""
-    chosen = ROWS[:count]
-    width = max(len(p) for p, _, _ in chosen) + prompt_pad
-    length = max(n for _, n, _ in chosen) + response_pad
+    """Returns the first rows; the padding does not change their content."""
+    selected = ROWS[:count]
+    width = max(len(p) for p, _, _ in selected) + prompt_pad
+    length = max(n for _, n, _ in selected) + response_pad
     batch = {
         "prompts": torch.zeros(count, width, dtype=torch.int64),
         "responses": torch.zeros(count, length, dtype=torch.int64),
@@ -36,12 +36,12 @@ def rows(count: int = len(ROWS), *, prompt_pad: int = 0, response_pad: int = 0) 
     for name in ("old_log_probs", "ref_log_prob", "advantages", "values", "returns"):
         batch[name] = torch.zeros(count, length)
     random = torch.Generator().manual_seed(5)
-    for i, (prompt, n, foreign) in enumerate(chosen):
+    for i, (prompt, n, tool_positions) in enumerate(selected):
         batch["prompts"][i, width - len(prompt) :] = torch.tensor(prompt)
         batch["responses"][i, :n] = torch.randint(3, VOCABULARY, (n,), generator=random)
         batch["attention_mask"][i, width - len(prompt) : width + n] = 1
         batch["response_mask"][i, :n] = 1
-        batch["response_mask"][i, list(foreign)] = 0
+        batch["response_mask"][i, list(tool_positions)] = 0
         near_uniform = -torch.log(torch.tensor(float(VOCABULARY)))
         batch["old_log_probs"][i, :n] = near_uniform + 0.3 * torch.randn(n, generator=random)
         batch["ref_log_prob"][i, :n] = near_uniform + 0.3 * torch.randn(n, generator=random)
@@ -50,6 +50,6 @@ def rows(count: int = len(ROWS), *, prompt_pad: int = 0, response_pad: int = 0) 
     return DataProto.from_dict(batch)
 
 
-def packed_of(batch: DataProto, share: bool) -> PackedRows:
+def pack_batch(batch: DataProto, share: bool) -> PackedRows:
     columns = (batch.batch[n] for n in ("prompts", "responses", "attention_mask", "response_mask"))
     return pack_rows(*columns, share_prompts=share)

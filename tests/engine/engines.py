@@ -35,7 +35,7 @@ def critic(seed: int = 1) -> ValueModel:
     return model
 
 
-def engine(
+def make_engine(
     module: torch.nn.Module,
     optim: OptimConfig | None = SGD,
     *,
@@ -47,7 +47,7 @@ def engine(
     sequence: int = 1,
     tensor: int = 1,
 ) -> Engine:
-    made = build_engine(
+    engine = build_engine(
         module,
         optim=optim,
         grad_clip=grad_clip,
@@ -59,8 +59,8 @@ def engine(
         if world_size > 1
         else None,
     )
-    made._share_prompts = share
-    return made
+    engine._share_prompts = share
+    return engine
 
 
 def actor(loss_mode: str = "vanilla", **changes: Any) -> ActorConfig:
@@ -80,5 +80,5 @@ def actor(loss_mode: str = "vanilla", **changes: Any) -> ActorConfig:
     return replace(config, **changes)
 
 
-def weights(made: Engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in made.named_hf_weights()}
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_hf_weights()}

@@ -1,4 +1,4 @@
-"""Layouts of ranks, and the updates that every one of them must compute as one rank does.
+"""Layouts of ranks, and the updates in which every layout must equal one rank.
 
 One spawn of ranks runs the cases of all layouts of its size. A new engine or dimension adds its rows here;
 `python -m benchmarks.parallel` writes the table of docs/parallel.md from the same rows.
@@ -40,7 +40,7 @@ BOUND = 1e-5
 """Relative difference of metrics, gradient norm and weights from those of one rank, in float32."""
 CONTENTS = ("model", "optimizer", "extra")
 MOMENTUM = replace(SGD, override_optimizer_config={"momentum": 0.9})
-"""An SGD step at first; later ones rest on the state that a checkpoint holds."""
+"""The first step is plain SGD; later ones depend on the momentum in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ if find_spec("megatron") is None:
 
 @dataclass(frozen=True)
 class Case:
-    """One update of one model, and what the engine infers before it."""
+    """One update of one model, after an inference."""
 
     objective: Callable[[], Any]
     head: str = "policy"
@@ -91,11 +91,11 @@ class Case:
     changes: tuple[tuple[str, Any], ...] = ()
     """Fields of the EngineSpec."""
     sequence_only: bool = False
-    """Whether layouts that split matrices leave it out."""
+    """Whether it is skipped by layouts that split matrices."""
     fsdp_only: bool = False
     """Whether Megatron refuses it."""
     on_many_ranks: bool = False
-    """Whether the tests run it on layouts of more than 2 ranks too; benchmarks/parallel.py runs all."""
+    """Whether the tests also run it on more than 2 ranks; benchmarks/parallel.py runs all."""
 
 
 def _policy(**changes: Any) -> Callable[[], Any]:
@@ -138,12 +138,12 @@ def write_models(folder: Path) -> None:
 
 
 def cases_of(layout: Layout, *, every: bool = False) -> dict[str, Case]:
-    """The cases that apply to a layout; without `every` only some for more than 2 ranks."""
-    splits = layout.tensor > 1 or layout.pipeline > 1
+    """Returns the cases of a layout; without `every`, only some for more than 2 ranks."""
+    splits_matrices = layout.tensor > 1 or layout.pipeline > 1
     return {
         name: case
         for name, case in CASES.items()
-        if not (splits and case.sequence_only)
+        if not (splits_matrices and case.sequence_only)
         and not (layout.strategy == "megatron" and case.fsdp_only)
         and (every or layout.ranks <= 2 or case.on_many_ranks)
     }
@@ -172,11 +172,11 @@ def build(layout: Layout, case: Case, folder: Path, rank: int, **changes: Any) -
         ),
     }
     if layout.strategy == "megatron":
-        _leave_megatron()
+        _reset_megatron()
     return build_strategy(layout.strategy, EngineSpec(**settings | dict(case.changes) | changes))
 
 
-def _leave_megatron() -> None:
+def _reset_megatron() -> None:
     """Destroys megatron-core's groups, which another layout of this process may have created."""
     from megatron.core import parallel_state
 
@@ -196,10 +196,10 @@ def slot_rows(engine: TrainEngine) -> DataProto:
 
 @dataclass(frozen=True)
 class Update:
-    """What one update of a case measured, and the weights after it."""
+    """The results of one update of a case."""
 
     outputs: dict[str, torch.Tensor]
-    """Of this rank's slot, before the update."""
+    """The outputs of this rank's slot, before the update."""
     metrics: dict[str, float]
     weights: dict[str, torch.Tensor]
 
@@ -215,38 +215,38 @@ def update(engine: TrainEngine, objective: Any) -> Update:
 def run_cases(
     layouts: list[Layout], rank: int, world: int, folder: Path, *, every: bool = False
 ) -> dict[str, Any]:
-    """The cases of each of these layouts, and a checkpoint of each layout."""
-    found: dict[str, Any] = {}
+    """Runs the cases of each layout, and saves a checkpoint of each layout."""
+    results: dict[str, Any] = {}
     for layout in layouts:
-        found[f"{layout} {SAVED}"] = save(layout, rank, world, folder)
+        results[f"{layout} {SAVED}"] = save(layout, rank, world, folder)
         for name, case in cases_of(layout, every=every).items():
             if name != SAVED:
                 engine = build(layout, case, folder, rank)
-                found[f"{layout} {name}"] = update(engine, case.objective())
-    return found
+                results[f"{layout} {name}"] = update(engine, case.objective())
+    return results
 
 
 def save(layout: Layout, rank: int, world: int, folder: Path) -> Update:
-    """One update, and the checkpoint and the export after it."""
+    """Runs one update, then saves and exports."""
     case = CASES[SAVED]
     engine = build(layout, case, folder, rank)
-    found = update(engine, case.objective())
+    results = update(engine, case.objective())
     engine.save(folder / f"saved {layout}", CONTENTS)
     engine.export(folder / f"export {layout}", character_tokenizer())
-    return found
+    return results
 
 
 def resume(
     pairs: list[tuple[Layout, Layout]], rank: int, world: int, folder: Path
 ) -> dict[str, Any]:
-    """One more update from the checkpoint of the first layout of each pair, under the second."""
-    found: dict[str, Any] = {}
+    """Loads the checkpoint of the first layout of each pair under the second, and runs one update."""
+    results: dict[str, Any] = {}
     case = CASES[SAVED]
     for source, layout in pairs:
         engine = build(layout, case, folder, rank)
         engine.load(folder / f"saved {source}")
-        found[f"{source} -> {layout}"] = update(engine, case.objective())
-    return found
+        results[f"{source} -> {layout}"] = update(engine, case.objective())
+    return results
 
 
 def exported_weights(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
@@ -254,25 +254,25 @@ def exported_weights(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
 
 
-def largest_difference(found: Update, expected: Update) -> dict[str, float]:
-    """Relative differences of the metrics, of the gradient norm and of each weight, by norm."""
+def largest_difference(actual: Update, expected: Update) -> dict[str, float]:
+    """Returns the largest relative difference of metrics, gradient norm and weights."""
 
-    def apart(a: float, b: float) -> float:
+    def relative_difference(a: float, b: float) -> float:
         return abs(a - b) / max(abs(b), 1e-2)
 
-    assert set(found.metrics) == set(expected.metrics)
-    metrics = {n: apart(found.metrics[n], v) for n, v in expected.metrics.items()}
+    assert set(actual.metrics) == set(expected.metrics)
+    metrics = {n: relative_difference(actual.metrics[n], v) for n, v in expected.metrics.items()}
     norm = metrics.pop("grad_norm")
-    weights = weight_differences(found.weights, expected.weights)
+    weights = weight_differences(actual.weights, expected.weights)
     return {"metrics": max(metrics.values()), "grad_norm": norm, "weights": max(weights)}
 
 
 def weight_differences(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> list[float]:
-    assert set(found) == set(expected)
+    assert set(actual) == set(expected)
     return [
-        float((found[n] - w).detach().norm() / w.norm().clamp(min=1e-2))
+        float((actual[n] - w).detach().norm() / w.norm().clamp(min=1e-2))
         for n, w in expected.items()
     ]
 
@@ -286,32 +286,32 @@ def write_families(names: list[str], folder: Path) -> None:
 
 
 def run_families(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Rows that are split over the ranks, against the whole rows, for every family in the folder."""
+    """Compares split rows with whole rows for every family in the folder."""
     join_group(torch.device("cpu"))
     folders = sorted(folder.glob("family *"))
     return {path.name: split_difference(path) for path in folders}
 
 
 def split_difference(folder: Path) -> dict[str, float]:
-    """The largest difference of log-probs, and of gradients relative to the largest gradient."""
+    """Returns the largest difference of log-probs, and of gradients relative to the largest one."""
     policy = PolicyModel(load_causal_lm(str(folder), dtype=torch.float32))
     batch = rows().batch
     columns = [batch[n] for n in ("prompts", "responses", "attention_mask", "response_mask")]
     packed = pack_rows(*columns, share_prompts=True)
     group = dist.group.WORLD
     assert group is not None
-    found = []
-    for form in (packed, split_rows(packed, group)):
+    results = []
+    for inputs in (packed, split_rows(packed, group)):
         policy.zero_grad()
-        outputs = policy(form, temperature=0.9, with_entropy=True)
+        outputs = policy(inputs, temperature=0.9, with_entropy=True)
         weights = batch["advantages"] * batch["response_mask"]
         (outputs["log_probs"] * weights + outputs["entropy"] * weights).sum().backward()
-        found.append((outputs["log_probs"].detach(), _gradients(policy)))
-    (expected, exact), (log_probs, parts) = found
+        results.append((outputs["log_probs"].detach(), _gradients(policy)))
+    (expected, gradients), (log_probs, partial_gradients) = results
     worst = 0.0
-    scale = max(float(g.abs().max()) for g in exact.values())
-    for name, gradient in exact.items():
-        total = parts[name]
+    scale = max(float(g.abs().max()) for g in gradients.values())
+    for name, gradient in gradients.items():
+        total = partial_gradients[name]
         dist.all_reduce(total)
         worst = max(worst, float((total - gradient).abs().max()) / scale)
     return {"log_probs": float((log_probs - expected).abs().max()), "gradient": worst}

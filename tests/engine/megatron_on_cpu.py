@@ -1,7 +1,6 @@
-"""Lets megatron-core run on the CPU: import it before the engine is built, as `model.external_lib` does.
+"""Lets megatron-core run on the CPU; it must be imported before the engine is built (`model.external_lib`).
 
-megatron-core names the CUDA device in many places. Here that name means the CPU, and its generators are the
-CPU's.
+megatron-core names the CUDA device in many places; these patches replace it by the CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class _Torch:
 
 
 class _Stream:
-    """A stream, or an event of one, that orders nothing."""
+    """A stream or event whose methods do nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -49,14 +48,14 @@ class _Stream:
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """What megatron-core makes of a tensor on a device."""
+    """Returns the tensor as it is, since it is on the CPU already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _gather_along_first_dim(
     tensor: torch.Tensor, group: Any, sizes: list[int] | None = None, *_: Any
 ) -> torch.Tensor:
-    """Gathers parts of unequal sizes, which gloo does not."""
+    """Gathers parts of unequal sizes, which gloo does not support."""
     if sizes is None or group.size() == 1:
         return _gather(tensor, group)
     parts = [

@@ -1,4 +1,4 @@
-"""A training engine from outside the package: plain SGD, one row at a time, no micro-batches, no ranks."""
+"""A training engine outside the package: plain SGD, one row at a time, on one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from hone.algorithms.aggregation import BatchCounts, counted
+from hone.algorithms.aggregation import BatchCounts, batch_counts
 from hone.engine.contract import EngineSpec, Lease, Mesh, ModelFacts
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
@@ -32,7 +32,7 @@ class PlainEngine:
 
     def train_minibatch(self, batch, objective):
         metrics = {}
-        with counted(self.counts(objective.mask(batch))):
+        with batch_counts(self.counts(objective.mask(batch))):
             for i in range(len(batch)):
                 row = batch.select_idxs([i])
                 terms = objective(self._forward(row, objective.options), row)
@@ -50,12 +50,12 @@ class PlainEngine:
         return {**metrics, "grad_norm": norm, "lr": self._lr, "skipped_updates": 0.0}
 
     def counts(self, mask):
-        """Of the whole mini-batch, on all ranks."""
+        """Returns the counts of the mini-batch over all ranks."""
         counts = BatchCounts.of(mask)
         return BatchCounts(counts.tokens, counts.sequences, self._width)
 
     def reduce(self, metrics):
-        """Gradients and metrics of all ranks."""
+        """Sums gradients and metrics over all ranks."""
         return metrics
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class PlainEngine:
 
 
 class HalfAnEngine:
-    """Lacks most of the contract."""
+    """An engine without most members of the contract."""
 
     mesh = Mesh()
 

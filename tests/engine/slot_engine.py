@@ -1,6 +1,6 @@
-"""A fake engine on a mesh of 2 data-parallel slots, whatever the number of ranks; no rank shares work.
+"""A fake engine on a mesh of 2 data-parallel slots, for any number of ranks; ranks of a slot repeat the work.
 
-The ranks of one slot must be given the same rows: the engine looks, and raises where they differ.
+The engine asserts that the ranks of one slot get the same rows.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ SLOTS = 2
 class SlotEngine(PlainEngine):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
-        each = spec.world_size // SLOTS
-        slot, within = divmod(spec.rank, each)
-        self.mesh = Mesh(slot, SLOTS, tensor_rank=within, tensor_size=each)
+        size = spec.world_size // SLOTS
+        slot, tensor_rank = divmod(spec.rank, size)
+        self.mesh = Mesh(slot, SLOTS, tensor_rank=tensor_rank, tensor_size=size)
         ranks = range(spec.world_size)
-        across = [dist.new_group([r for r in ranks if r % each == i]) for i in range(each)]
-        inside = [dist.new_group([r for r in ranks if r // each == i]) for i in range(SLOTS)]
-        self._across, self._inside = across[within], inside[slot]
+        data_groups = [dist.new_group([r for r in ranks if r % size == i]) for i in range(size)]
+        slot_groups = [dist.new_group([r for r in ranks if r // size == i]) for i in range(SLOTS)]
+        self._data_group, self._slot_group = data_groups[tensor_rank], slot_groups[slot]
 
     def _check_same_rows(self, batch):
-        seen = [None] * self.mesh.tensor_size
-        dist.all_gather_object(seen, batch.batch["responses"].tolist(), self._inside)
-        assert all(rows == seen[0] for rows in seen), "ranks of one slot got different rows"
+        by_rank = [None] * self.mesh.tensor_size
+        dist.all_gather_object(by_rank, batch.batch["responses"].tolist(), self._slot_group)
+        assert all(rows == by_rank[0] for rows in by_rank), "ranks of one slot got different rows"
 
     def train_minibatch(self, batch, objective):
         self._check_same_rows(batch)
@@ -41,7 +41,7 @@ class SlotEngine(PlainEngine):
 
     def _sum(self, *values):
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self._across)
+        dist.all_reduce(total, group=self._data_group)
         return total.tolist()
 
     def counts(self, mask):
@@ -50,5 +50,5 @@ class SlotEngine(PlainEngine):
 
     def reduce(self, metrics):
         for parameter in self.module.parameters():
-            dist.all_reduce(parameter.grad, group=self._across)
+            dist.all_reduce(parameter.grad, group=self._data_group)
         return dict(zip(metrics, self._sum(*metrics.values()), strict=True))

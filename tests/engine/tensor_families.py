@@ -1,4 +1,4 @@
-"""Families that show every kind of tensor parallel layer; a scenario of two ranks."""
+"""Families that cover every kind of tensor-parallel layer; a scenario of two ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hone.config.engine import OptimConfig
 from hone.engine.contract import TrainEngine
 from hone.engine.mesh import join_groups, mesh_of
 from hone.engine.sharding import join_group
-from hone.models.lora import whole_tensor
+from hone.models.lora import full_tensor
 
 from .layouts import CASES, CONTENTS, ONE, Layout, build, update
 
-KINDS = {  # family, whether the other value of every switch, and with adapters
+KINDS = {  # family, whether its config switches are flipped, whether it has adapters
     "norms of heads": ("qwen3", False, False),
     "gathered outputs": ("phi3", False, False),
     "gathered outputs, adapters": ("phi3", False, True),
@@ -44,7 +44,7 @@ def families(rank: int, world: int, folder: Path) -> dict[str, dict[str, float]]
 
 EXPERTS = replace(CASES["token-mean"], model="family qwen3_moe")
 MASTERS = {"dtype": torch.bfloat16, "optim": OptimConfig(lr=1e-4)}
-"""Weights in bfloat16, so that float32 masters and moments are saved besides."""
+"""Weights in bfloat16, so that float32 masters and moments are saved too."""
 
 
 def save_experts(layout: Layout, rank: int, folder: Path) -> list[torch.Tensor]:
@@ -66,11 +66,11 @@ def experts_of(engine: TrainEngine) -> list[torch.Tensor]:
     masters = [m for name, m in optimizer.masters.items() if "experts" in name]
     moments = [x for m in masters for x in optimizer.inner.state[m].values() if x.dim()]
     weights = [w for name, w in engine.named_hf_weights() if "experts" in name]
-    return [whole_tensor(x).clone() for x in (*weights, *masters, *moments)]
+    return [full_tensor(x).clone() for x in (*weights, *masters, *moments)]
 
 
 def experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """What two ranks saved, what they load from it, and what they load from one rank."""
+    """Returns the tensors that two ranks saved, loaded again, and loaded from one rank."""
     two = Layout("fsdp2", tensor=world)
     saved = save_experts(two, rank, folder)
     loaded = [load_experts(two, rank, folder, layout) for layout in (two, ONE)]
@@ -78,14 +78,14 @@ def experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 def timeouts(rank: int, world: int, folder: Path) -> dict[str, set[float]]:
-    """The timeouts in seconds of all groups along the dimensions of meshes."""
-    device, found = torch.device("cpu"), set()
+    """Returns the timeouts in seconds of all groups of the meshes."""
+    device, seconds = torch.device("cpu"), set()
     for sizes in ({"tensor": world}, {"sequence": world}):
         groups = join_groups(mesh_of(rank, world, **sizes), -1, device)
         meshes = [m for m in (groups.shards, groups.tensor) if m is not None]
-        along = [m.get_group(name) for m in meshes for name in m.mesh_dim_names]
-        for group in (groups.data, groups.sequence, *along):
+        mesh_groups = [m.get_group(name) for m in meshes for name in m.mesh_dim_names]
+        for group in (groups.data, groups.sequence, *mesh_groups):
             if group is not None:
                 timeout = group._get_backend(device).options._timeout
-                found.add(timeout.total_seconds())
-    return {"timeouts": found}
+                seconds.add(timeout.total_seconds())
+    return {"timeouts": seconds}

@@ -1,4 +1,4 @@
-"""The Hugging Face export: it opens with `from_pretrained` and says the same."""
+"""The Hugging Face export: `from_pretrained` loads it, with the same logits."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from hone.models.tiny import character_tokenizer, tiny_lm
 from hone.tracking.manifest import seal
 from hone.workers.objectives import PolicyObjective
 from tests.engine import ranks
-from tests.engine.batches import VOCABULARY, packed_of, rows
-from tests.engine.engines import ADAM, actor, engine, policy
+from tests.engine.batches import VOCABULARY, pack_batch, rows
+from tests.engine.engines import ADAM, actor, make_engine, policy
 
 
-def trained(model):
-    made = engine(model, ADAM)
+def train(model):
+    engine = make_engine(model, ADAM)
     for _ in range(2):
-        made.train_minibatch(rows(), PolicyObjective(actor(), temperature=1.0))
-    return made
+        engine.train_minibatch(rows(), PolicyObjective(actor(), temperature=1.0))
+    return engine
 
 
 def log_probs(model):
     model.eval()
     with torch.no_grad():
-        return model(packed_of(rows(), True), temperature=1.0)["log_probs"]
+        return model(pack_batch(rows(), True), temperature=1.0)["log_probs"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 def test_the_export_has_the_same_logits(family, tied, tmp_path):
     model = policy(family=family, tie_embeddings=tied)
-    trained(model).export(tmp_path, character_tokenizer())
+    train(model).export(tmp_path, character_tokenizer())
     ids = torch.tensor([[3, 4, 5, 9, 12]])
     plain = AutoModelForCausalLM.from_pretrained(
         tmp_path / "huggingface", attn_implementation="eager"
@@ -55,7 +55,7 @@ def test_the_export_has_the_same_logits(family, tied, tmp_path):
 def test_a_run_starts_from_another_runs_folder(tmp_path):
     model = policy()
     folder = tmp_path / "run" / "global_step_3" / "actor"
-    trained(model).export(folder, character_tokenizer())
+    train(model).export(folder, character_tokenizer())
     seal(folder.parent)
     assert resolve_model_path(str(tmp_path / "run")) == str(folder / "huggingface")
     again = PolicyModel(load_causal_lm(str(tmp_path / "run"), dtype=torch.float32))
@@ -63,48 +63,50 @@ def test_a_run_starts_from_another_runs_folder(tmp_path):
 
 
 def test_only_rank_0_writes(tmp_path):
-    made = engine(policy(), ADAM)
-    made.mesh = Mesh(data_parallel_rank=1, data_parallel_size=2)
-    made.export(tmp_path, character_tokenizer())
+    engine = make_engine(policy(), ADAM)
+    engine.mesh = Mesh(data_parallel_rank=1, data_parallel_size=2)
+    engine.export(tmp_path, character_tokenizer())
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lora_export_is_merged_and_its_adapter_lies_beside_it(tmp_path):
+def test_a_lora_export_is_merged_and_has_an_adapter_folder(tmp_path):
     model = ranks.lora_policy()
     before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    made = trained(model)
-    made.export(tmp_path, character_tokenizer())
+    engine = train(model)
+    engine.export(tmp_path, character_tokenizer())
     merged = PolicyModel(load_causal_lm(str(tmp_path), dtype=torch.float32))
     torch.testing.assert_close(log_probs(merged), log_probs(model), rtol=1e-5, atol=1e-5)
     with safe_open(tmp_path / "huggingface" / "model.safetensors", "pt") as file:
         assert set(file.keys()) == {n for n, _ in tiny_lm(VOCABULARY).named_parameters()}
     after = dict(model.named_parameters())
-    assert all(torch.equal(after[n], x) for n, x in before.items())  # merging left the base alone
+    assert all(
+        torch.equal(after[n], x) for n, x in before.items()
+    )  # merging did not change the base
 
 
 def test_the_adapter_folder_continues_and_opens_with_peft(tmp_path):
     model = ranks.lora_policy()
-    trained(model).export(tmp_path, character_tokenizer())
+    train(model).export(tmp_path, character_tokenizer())
     expected = log_probs(model)
     adapter = str(tmp_path / "lora_adapter")
     again = policy()
     again.lm = wrap_lora(again.lm, **(ranks.LORA | {"adapter_path": adapter}))
     assert torch.equal(log_probs(again), expected)
     assert any(p.requires_grad for p in again.parameters())
-    theirs = PolicyModel(PeftModel.from_pretrained(policy().lm, adapter))
-    assert torch.equal(log_probs(theirs), expected)
+    by_peft = PolicyModel(PeftModel.from_pretrained(policy().lm, adapter))
+    assert torch.equal(log_probs(by_peft), expected)
 
 
 def test_in_bfloat16_the_merge_rounds_once(tmp_path):
     model = policy(dtype=torch.bfloat16)
     torch.manual_seed(0)
     model.lm = wrap_lora(model.lm, **ranks.LORA)
-    made = trained(model)
-    found = dict(made.named_hf_weights())
+    engine = train(model)
+    actual = dict(engine.named_hf_weights())
     name = "model.layers.0.mlp.up_proj"
     layer = model.lm.get_submodule(f"base_model.model.{name}")
     delta = layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float() * 2
     expected = (layer.base_layer.weight.float() + delta).bfloat16()
-    tensor = found[f"{name}.weight"]
+    tensor = actual[f"{name}.weight"]
     assert tensor.dtype == torch.bfloat16
     torch.testing.assert_close(tensor, expected, rtol=0.01, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Engine state on disk: what is saved is what continues."""
+"""Checkpoints of the engine: saving, loading, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.models.lora import wrap_lora
 from hone.workers.objectives import PolicyObjective, ValueObjective
 from tests.engine import ranks
 from tests.engine.batches import rows
-from tests.engine.engines import ADAM, SGD, actor, critic, engine, policy, weights
+from tests.engine.engines import ADAM, SGD, actor, critic, make_engine, policy, weights
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 MOMENTUM = OptimConfig(
@@ -23,10 +23,10 @@ MOMENTUM = OptimConfig(
 )
 
 
-def train(made, times=1):
+def train(engine, times=1):
     for _ in range(times):
-        metrics = made.train_minibatch(rows(), PolicyObjective(actor(), temperature=1.0))
-        made.optimizer.advance_schedule()
+        metrics = engine.train_minibatch(rows(), PolicyObjective(actor(), temperature=1.0))
+        engine.optimizer.advance_schedule()
     return metrics
 
 
@@ -47,114 +47,114 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_loaded_engine_goes_on_bit_for_bit(name, tmp_path):
+def test_a_loaded_engine_continues_bit_for_bit(name, tmp_path):
     make, optim = MODELS[name]
-    made = engine(make(), optim)
-    train(made, 2)
-    made.save(tmp_path, CONTENTS)
-    saved = weights(made)
-    expected = train(made, 2)
-    other = engine(make(), optim)
+    engine = make_engine(make(), optim)
+    train(engine, 2)
+    engine.save(tmp_path, CONTENTS)
+    saved = weights(engine)
+    expected = train(engine, 2)
+    other = make_engine(make(), optim)
     other.load(tmp_path)
     assert all(torch.equal(weights(other)[n], x) for n, x in saved.items())
     assert other.optimizer.state_dict() == {"updates": 2, "skipped": 0, "schedule_step": 2}
     assert train(other, 2) == expected
-    assert all(torch.equal(weights(other)[n], x) for n, x in weights(made).items())
+    assert all(torch.equal(weights(other)[n], x) for n, x in weights(engine).items())
 
 
-def test_a_checkpoint_of_fused_updates_continues_without_them(tmp_path):
-    """Updates of one rank are fused, those of sharded tensors are not."""
-    made = engine(policy(), MOMENTUM)
-    train(made, 2)
-    made.save(tmp_path, CONTENTS)
+def test_a_checkpoint_of_a_fused_optimizer_loads_into_an_unfused_one(tmp_path):
+    """The optimizer of one rank is fused, that of sharded tensors is not."""
+    engine = make_engine(policy(), MOMENTUM)
+    train(engine, 2)
+    engine.save(tmp_path, CONTENTS)
     settings = dict(MOMENTUM.override_optimizer_config or {}) | {"foreach": False}
-    other = engine(policy(), replace(MOMENTUM, override_optimizer_config=settings))
+    other = make_engine(policy(), replace(MOMENTUM, override_optimizer_config=settings))
     other.load(tmp_path)
     (group,) = other.optimizer.inner.param_groups
     assert (group["fused"], group["foreach"]) == (None, False)
-    assert train(other) == pytest.approx(train(made), rel=1e-6)
+    assert train(other) == pytest.approx(train(engine), rel=1e-6)
 
 
 @pytest.mark.filterwarnings("error:torch.distributed is disabled:UserWarning")
 def test_one_process_saves_and_loads_without_a_warning(tmp_path):
-    made = engine(policy(), ADAM)
-    made.save(tmp_path, CONTENTS)
-    made.load(tmp_path)
+    engine = make_engine(policy(), ADAM)
+    engine.save(tmp_path, CONTENTS)
+    engine.load(tmp_path)
 
 
-def test_masters_survive_with_the_bits_the_parameters_do_not_hold(tmp_path):
+def test_masters_are_saved_in_float32(tmp_path):
     make, optim = MODELS["bf16"]
-    made = engine(make(), optim)
-    train(made, 3)
-    made.save(tmp_path, CONTENTS)
-    other = engine(make(), optim)
+    engine = make_engine(make(), optim)
+    train(engine, 3)
+    engine.save(tmp_path, CONTENTS)
+    other = make_engine(make(), optim)
     other.load(tmp_path)
-    mine, theirs = made.optimizer.own_masters(), other.optimizer.own_masters()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert any(not torch.equal(m, m.bfloat16().float()) for m in theirs.values())
+    saved, loaded = engine.optimizer.master_copies(), other.optimizer.master_copies()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert any(not torch.equal(m, m.bfloat16().float()) for m in loaded.values())
 
 
 def test_without_saved_masters_they_start_from_the_loaded_weights(tmp_path):
-    made = engine(bf16(), ADAM)
-    train(made, 2)
-    made.save(tmp_path, ("model",))
-    other = engine(bf16(), ADAM)
+    engine = make_engine(bf16(), ADAM)
+    train(engine, 2)
+    engine.save(tmp_path, ("model",))
+    other = make_engine(bf16(), ADAM)
     other.load(tmp_path)
     for parameter, master in other.optimizer._pairs():
         assert torch.equal(master, parameter.float())
     assert other.optimizer.updates == 0
 
 
-def test_saving_changes_nothing_even_before_the_first_update(tmp_path):
-    undisturbed, saved = engine(policy(), ADAM), engine(policy(), ADAM)
+def test_saving_does_not_change_the_engine(tmp_path):
+    undisturbed, saved = make_engine(policy(), ADAM), make_engine(policy(), ADAM)
     saved.save(tmp_path, CONTENTS)
     assert not saved.optimizer.inner.state
     assert train(saved, 2) == train(undisturbed, 2)
     assert all(torch.equal(weights(saved)[n], x) for n, x in weights(undisturbed).items())
-    fresh = engine(policy(seed=9), ADAM)
+    fresh = make_engine(policy(seed=9), ADAM)
     fresh.load(tmp_path)
     train(fresh, 2)
     assert all(torch.equal(weights(fresh)[n], x) for n, x in weights(undisturbed).items())
 
 
-def test_loading_chooses_its_parts(tmp_path):
-    made = engine(policy(), ADAM)
-    train(made, 2)
-    made.save(tmp_path, CONTENTS)
-    other = engine(policy(seed=9), ADAM)
+def test_only_the_requested_parts_are_loaded(tmp_path):
+    engine = make_engine(policy(), ADAM)
+    train(engine, 2)
+    engine.save(tmp_path, CONTENTS)
+    other = make_engine(policy(seed=9), ADAM)
     other.load(tmp_path, ("model",))
-    assert all(torch.equal(weights(other)[n], x) for n, x in weights(made).items())
+    assert all(torch.equal(weights(other)[n], x) for n, x in weights(engine).items())
     assert not other.optimizer.inner.state
     assert other.optimizer.updates == 0
 
 
 def test_a_checkpoint_without_the_model_is_refused_with_a_reason(tmp_path):
-    made = engine(policy(), ADAM)
-    train(made)
-    made.save(tmp_path / "no-model", ("optimizer",))
+    engine = make_engine(policy(), ADAM)
+    train(engine)
+    engine.save(tmp_path / "no-model", ("optimizer",))
     with pytest.raises(CheckpointMissing, match=r"no model state \(it has moments"):
-        engine(policy(), ADAM).load(tmp_path / "no-model")
+        make_engine(policy(), ADAM).load(tmp_path / "no-model")
     with pytest.raises(CheckpointMissing, match="holds no nowhere: the run that wrote it"):
-        engine(policy(), ADAM).load(tmp_path / "nowhere")
+        make_engine(policy(), ADAM).load(tmp_path / "nowhere")
 
 
 def test_an_engine_without_optimizer_loads_the_weights(tmp_path):
-    made = engine(policy(), ADAM)
-    train(made)
-    made.save(tmp_path, CONTENTS)
-    reference = engine(policy(seed=9), None)
+    engine = make_engine(policy(), ADAM)
+    train(engine)
+    engine.save(tmp_path, CONTENTS)
+    reference = make_engine(policy(seed=9), None)
     reference.load(tmp_path)
-    assert all(torch.equal(weights(reference)[n], x) for n, x in weights(made).items())
+    assert all(torch.equal(weights(reference)[n], x) for n, x in weights(engine).items())
 
 
 def test_the_critic_resumes_with_its_head(tmp_path):
     objective = ValueObjective(CriticConfig(loss_agg_mode="token-mean", loss_scale_factor=None))
-    made, other = engine(critic(), ADAM), engine(critic(seed=4), ADAM)
-    made.train_minibatch(rows(), objective)
-    made.save(tmp_path, CONTENTS)
+    engine, other = make_engine(critic(), ADAM), make_engine(critic(seed=4), ADAM)
+    engine.train_minibatch(rows(), objective)
+    engine.save(tmp_path, CONTENTS)
     other.load(tmp_path)
-    assert torch.equal(made.infer(rows())["values"], other.infer(rows())["values"])
-    expected = made.train_minibatch(rows(), objective)
+    assert torch.equal(engine.infer(rows())["values"], other.infer(rows())["values"])
+    expected = engine.train_minibatch(rows(), objective)
     assert other.train_minibatch(rows(), objective) == expected
 
 
@@ -162,24 +162,24 @@ def saved_names(folder):
     return set(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
 
 
-def test_of_a_lora_model_only_what_is_trained_is_kept(tmp_path):
-    made = engine(ranks.lora_policy(), ADAM)
-    train(made)
-    made.save(tmp_path, CONTENTS)
-    kept = {name for name in saved_names(tmp_path) if name.startswith("model.")}
-    assert kept
-    assert all(".lora_" in name for name in kept)
+def test_of_a_lora_model_only_trained_parameters_are_saved(tmp_path):
+    engine = make_engine(ranks.lora_policy(), ADAM)
+    train(engine)
+    engine.save(tmp_path, CONTENTS)
+    names = {name for name in saved_names(tmp_path) if name.startswith("model.")}
+    assert names
+    assert all(".lora_" in name for name in names)
 
 
-def test_adapters_are_not_laid_over_another_base(tmp_path):
-    made = engine(ranks.lora_policy(), ADAM)
-    train(made)
-    made.save(tmp_path, CONTENTS)
+def test_adapters_are_not_loaded_onto_another_base(tmp_path):
+    engine = make_engine(ranks.lora_policy(), ADAM)
+    train(engine)
+    engine.save(tmp_path, CONTENTS)
     other = ranks.lora_policy()
     with torch.no_grad():
         other.lm.get_input_embeddings().weight[0, 0] += 1e-3
-    with pytest.raises(AnotherBase, match=r"set model\.path to the model the run began with"):
-        engine(other, ADAM).load(tmp_path)
+    with pytest.raises(AnotherBase, match=r"set model\.path to the model of the start of the run"):
+        make_engine(other, ADAM).load(tmp_path)
 
 
 def test_a_critic_with_adapters_keeps_its_head(tmp_path):
@@ -189,48 +189,52 @@ def test_a_critic_with_adapters_keeps_its_head(tmp_path):
         model.lm = wrap_lora(model.lm, **ranks.LORA)
         return model
 
-    made = engine(lora_critic(), ADAM)
+    engine = make_engine(lora_critic(), ADAM)
     objective = ValueObjective(CriticConfig(loss_agg_mode="token-mean", loss_scale_factor=None))
-    made.train_minibatch(rows(), objective)
-    made.save(tmp_path, CONTENTS)
+    engine.train_minibatch(rows(), objective)
+    engine.save(tmp_path, CONTENTS)
     assert any("value_head" in name for name in saved_names(tmp_path))
-    other = engine(lora_critic(), ADAM)
+    other = make_engine(lora_critic(), ADAM)
     other.load(tmp_path)
-    assert torch.equal(made.infer(rows())["values"], other.infer(rows())["values"])
+    assert torch.equal(engine.infer(rows())["values"], other.infer(rows())["values"])
 
 
 OTHERS = {
-    "biases would be dropped": (policy, lambda: policy(family="llama"), r"has .*bias .* besides"),
+    "biases would be dropped": (
+        policy,
+        lambda: policy(family="llama"),
+        r"has the additional .*bias \(and 5",
+    ),
     "biases are missing": (
         lambda: policy(family="llama"),
         policy,
-        r"lacks .*k_proj\.bias \(and 5 more",
+        r"has no .*k_proj\.bias \(and 5 more",
     ),
     "more heads": (policy, lambda: policy(kv_heads=4), r"shape \[16, 32\] there and \[32, 32\]"),
-    "fewer layers": (policy, lambda: policy(layers=1), r"has lm\.model\.layers\.1\."),
-    "tied": (lambda: policy(tie_embeddings=False), policy, r"has lm\.lm_head\.weight besides"),
-    "untied": (policy, lambda: policy(tie_embeddings=False), r"lacks lm\.lm_head\.weight"),
+    "fewer layers": (policy, lambda: policy(layers=1), r"additional lm\.model\.layers\.1\."),
+    "tied": (lambda: policy(tie_embeddings=False), policy, r"the additional lm\.lm_head\.weight"),
+    "untied": (policy, lambda: policy(tie_embeddings=False), r"has no lm\.lm_head\.weight"),
     "rank": (ranks.lora_policy, lambda: ranks.lora_policy(rank=8), r"shape \[4, 32\] there"),
     "targets": (
         ranks.lora_policy,
         lambda: ranks.lora_policy(target_modules=("q_proj",)),
-        "besides",
+        "has the additional",
     ),
     "no adapters": (ranks.lora_policy, policy, "with LoRA adapters, this run without"),
     "adapters": (policy, ranks.lora_policy, "without LoRA adapters, this run with"),
-    "a critic": (policy, critic, r"lacks value_head\..*has lm\.lm_head"),
+    "a critic": (policy, critic, r"has no value_head\..*additional lm\.lm_head"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_model_is_refused_before_anything_is_read(name, tmp_path):
-    make, make_other, sentence = OTHERS[name]
-    made = engine(make(), ADAM)
-    train(made)
-    made.save(tmp_path, CONTENTS)
-    other = engine(make_other(), ADAM)
+    make, make_other, message = OTHERS[name]
+    engine = make_engine(make(), ADAM)
+    train(engine)
+    engine.save(tmp_path, CONTENTS)
+    other = make_engine(make_other(), ADAM)
     before = weights(other)
-    with pytest.raises(AnotherModel, match=sentence) as caught:
+    with pytest.raises(AnotherModel, match=message) as caught:
         other.load(tmp_path)
     assert "\n" not in str(caught.value)
     assert "set model.path" in str(caught.value)
@@ -240,12 +244,12 @@ def test_another_model_is_refused_before_anything_is_read(name, tmp_path):
 @pytest.mark.parametrize(
     ("first", "then"), [(MOMENTUM, ADAM), (ADAM, SGD)], ids=["to-adam", "to-sgd"]
 )
-def test_another_optimizer_is_told_and_may_be_left_out(first, then, tmp_path):
-    made = engine(policy(), first)
-    train(made)
-    made.save(tmp_path, CONTENTS)
-    other = engine(policy(seed=9), then)
+def test_the_state_of_another_optimizer_is_refused_and_can_be_skipped(first, then, tmp_path):
+    engine = make_engine(policy(), first)
+    train(engine)
+    engine.save(tmp_path, CONTENTS)
+    other = make_engine(policy(seed=9), then)
     with pytest.raises(CheckpointMissing, match="saved with another optimizer than this run's"):
         other.load(tmp_path)
     other.load(tmp_path, ("model", "extra"))
-    assert all(torch.equal(weights(other)[n], x) for n, x in weights(made).items())
+    assert all(torch.equal(weights(other)[n], x) for n, x in weights(engine).items())

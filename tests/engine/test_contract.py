@@ -1,4 +1,4 @@
-"""What workers are promised: the lease, the adapters, the facts, the mesh."""
+"""The contract of training engines: lease, adapters, facts, mesh."""
 
 from __future__ import annotations
 
@@ -7,73 +7,76 @@ import torch
 
 from hone.config.engine import FSDPConfig
 from hone.engine.contract import Mesh
-from hone.engine.offload import offload_of
+from hone.engine.offload import build_offload
 from tests.engine.batches import VOCABULARY, rows
-from tests.engine.engines import ADAM, actor, critic, engine, policy
+from tests.engine.engines import ADAM, actor, critic, make_engine, policy
 from tests.engine.ranks import CONTENTS, lora_policy, update
 
 
 def test_a_lease_is_the_module_itself_in_eval_mode():
     model = policy()
-    made = engine(model)
+    engine = make_engine(model)
     model.train()
-    with made.lease() as lease:
+    with engine.lease() as lease:
         assert lease.policy is model
         assert not any(module.training for module in model.modules())
 
 
 def test_the_generation_stays_while_addresses_stay_and_changes_when_they_may_have(tmp_path):
-    made = engine(policy(), ADAM)
+    engine = make_engine(policy(), ADAM)
 
     def generation():
-        with made.lease() as lease:
+        with engine.lease() as lease:
             return lease.generation
 
     first = generation()
-    update(made, rows(), actor())
-    assert generation() == first  # updates write in place
-    made.save(tmp_path, CONTENTS)
-    made.load(tmp_path)
+    update(engine, rows(), actor())
+    assert generation() == first  # updates write in mesh
+    engine.save(tmp_path, CONTENTS)
+    engine.load(tmp_path)
     loaded = generation()
     assert loaded != first
-    resting = FSDPConfig(param_offload=True)
-    made.offload = offload_of(made.module, made.optimizer, resting, devices=("cpu",))
-    made.offload.start()
-    back = generation()
-    assert back != loaded
-    assert generation() != back  # away and back again
-    with made.present():
+    fsdp = FSDPConfig(param_offload=True)
+    engine.offload = build_offload(engine.module, engine.optimizer, fsdp, devices=("cpu",))
+    engine.offload.start()
+    reloaded = generation()
+    assert reloaded != loaded
+    assert generation() != reloaded  # offloaded and reloaded once more
+    with engine.present():
         assert generation() == generation()
 
 
 def test_a_critic_is_not_leased():
-    with pytest.raises(TypeError, match="a ValueModel does not decode"), engine(critic()).lease():
+    with (
+        pytest.raises(TypeError, match="a ValueModel does not decode"),
+        make_engine(critic()).lease(),
+    ):
         pass
 
 
-def test_without_adapters_the_model_is_its_base():
-    made = engine(lora_policy(), ADAM)
-    base = engine(policy()).infer(rows(), temperature=1.0)["log_probs"]
-    update(made, rows(), actor())
-    off = made.infer(rows(), adapters=False, temperature=1.0)["log_probs"]
-    assert torch.equal(off, base)
-    assert not torch.equal(made.infer(rows(), temperature=1.0)["log_probs"], base)
+def test_with_disabled_adapters_the_model_equals_its_base():
+    engine = make_engine(lora_policy(), ADAM)
+    base = make_engine(policy()).infer(rows(), temperature=1.0)["log_probs"]
+    update(engine, rows(), actor())
+    disabled = engine.infer(rows(), adapters=False, temperature=1.0)["log_probs"]
+    assert torch.equal(disabled, base)
+    assert not torch.equal(engine.infer(rows(), temperature=1.0)["log_probs"], base)
 
 
-def test_adapters_are_named_alone_and_a_plain_model_has_none():
-    made = engine(lora_policy(), ADAM)
-    names = [name for name, _ in made.named_adapter_weights()]
+def test_named_adapter_weights_are_the_adapters_only_and_a_plain_model_has_none():
+    engine = make_engine(lora_policy(), ADAM)
+    names = [name for name, _ in engine.named_adapter_weights()]
     assert names
     assert all(".lora_" in name for name in names)
     with pytest.raises(ValueError, match="no adapters"):
-        next(engine(policy()).named_adapter_weights())
-    with pytest.raises(ValueError, match="there are none"):
-        engine(policy()).infer(rows(), adapters=False, temperature=1.0)
+        next(make_engine(policy()).named_adapter_weights())
+    with pytest.raises(ValueError, match="this model has no adapters"):
+        make_engine(policy()).infer(rows(), adapters=False, temperature=1.0)
 
 
 def test_facts_are_those_of_the_whole_model():
-    facts = engine(lora_policy()).facts
-    plain = engine(policy())
+    facts = make_engine(lora_policy()).facts
+    plain = make_engine(policy())
     assert (facts.has_adapters, plain.facts.has_adapters) == (True, False)
     assert facts.vocabulary == VOCABULARY
     assert plain.facts.parameters == sum(x.numel() for _, x in plain.named_hf_weights())
@@ -81,18 +84,18 @@ def test_facts_are_those_of_the_whole_model():
 
 
 def test_updates_count_optimizer_steps():
-    made = engine(policy(), ADAM)
-    assert made.updates == engine(policy(), None).updates == 0
-    update(made, rows(), actor())
-    assert made.updates == 1
+    engine = make_engine(policy(), ADAM)
+    assert engine.updates == make_engine(policy(), None).updates == 0
+    update(engine, rows(), actor())
+    assert engine.updates == 1
 
 
 def test_one_rank_of_a_slot_collects_and_one_of_all_writes():
-    places = [
+    meshes = [
         Mesh(data_parallel_rank=d, data_parallel_size=2, tensor_rank=t, tensor_size=2)
         for d in range(2)
         for t in range(2)
     ]
-    assert [place.collects for place in places] == [True, False, True, False]
-    assert [place.writes for place in places] == [True, False, False, False]
-    assert {place.ranks_per_slot for place in places} == {2}
+    assert [mesh.collects for mesh in meshes] == [True, False, True, False]
+    assert [mesh.writes for mesh in meshes] == [True, False, False, False]
+    assert {mesh.ranks_per_slot for mesh in meshes} == {2}

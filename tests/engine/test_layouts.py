@@ -1,4 +1,4 @@
-"""Every layout of ranks gives what one rank gives: metrics, gradient norm, weights, checkpoints, exports."""
+"""Every layout of ranks equals one rank: metrics, gradient norm, weights, checkpoints, exports."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ SPLIT_FAMILIES = ["deepseek_v3", "falcon", "gemma2", "gpt_oss", "qwen3_moe"]
 
 OF_TWO = [layout for layout in LAYOUTS if layout.ranks == 2]
 CONTINUED = [Layout("fsdp2", data=2, tensor=2), Layout("megatron", tensor=2, pipeline=2)]
-"""Layouts whose checkpoints every layout of two ranks continues; benchmarks/parallel.py has other pairs."""
+"""Layouts whose checkpoints every layout of two ranks resumes; benchmarks/parallel.py has other pairs."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """One spawn per number of ranks; that of 2 also continues from checkpoints."""
+    """Spawns ranks once per world size; the spawn of 2 ranks also resumes checkpoints."""
     folder = tmp_path_factory.mktemp("layouts")
     write_models(folder)
     write_families(SPLIT_FAMILIES, folder)
     save_experts(ONE, 0, folder)
-    found = {}
+    by_rank = {}
     for world in sorted({layout.ranks for layout in LAYOUTS}, reverse=True):
         layouts = [layout for layout in LAYOUTS if layout.ranks == world]
         scenarios = {"cases": partial(run_cases, layouts)}
@@ -66,8 +66,8 @@ def results(tmp_path_factory):
             scenarios |= {"families": families, "split": run_families}
             scenarios |= {"experts": experts, "timeouts": timeouts}
         for rank, result in enumerate(ranks.spawn(scenarios, world, folder)):
-            found[world, rank] = {k: v for part in result.values() for k, v in part.items()}
-    return found, resume([(x, ONE) for x in LAYOUTS], 0, 1, folder), folder
+            by_rank[world, rank] = {k: v for part in result.values() for k, v in part.items()}
+    return by_rank, resume([(x, ONE) for x in LAYOUTS], 0, 1, folder), folder
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def expected(results):
 
 @pytest.fixture(scope="module")
 def two_updates(results):
-    """The second update of one rank that was not interrupted."""
+    """The second of two updates in one process."""
     case = CASES[SAVED]
     engine = build(ONE, case, results[2], 0)
     update(engine, case.objective())
@@ -99,8 +99,8 @@ CELLS = [(layout, name) for layout in LAYOUTS for name in cases_of(layout)]
 @pytest.mark.parametrize(("layout", "name"), CELLS, ids=lambda x: str(x))
 def test_a_layout_computes_the_update_of_one_rank(results, expected, layout, name):
     for rank in range(layout.ranks):
-        found = results[0][layout.ranks, rank][f"{layout} {name}"]
-        differences = largest_difference(found, expected[name])
+        actual = results[0][layout.ranks, rank][f"{layout} {name}"]
+        differences = largest_difference(actual, expected[name])
         assert max(differences.values()) < BOUND, (rank, differences)
 
 
@@ -110,33 +110,33 @@ def test_every_rank_of_a_slot_infers_the_whole_rows_of_its_slot(results, expecte
     slots = layout.data
     per_slot = layout.ranks // slots
     for rank in range(layout.ranks):
-        found = results[0][layout.ranks, rank][f"{layout} {SAVED}"].outputs
-        assert set(found) == set(whole)
+        actual = results[0][layout.ranks, rank][f"{layout} {SAVED}"].outputs
+        assert set(actual) == set(whole)
         for name, tensor in whole.items():
             length = -(-len(tensor) // slots)
             part = tensor[rank // per_slot * length :][:length]
-            torch.testing.assert_close(found[name][: len(part)], part, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(actual[name][: len(part)], part, rtol=1e-5, atol=1e-6)
 
 
 def test_checkpoints_of_any_layout_resume_under_another(results, two_updates):
-    by_ranks, alone, _ = results
-    assert len(alone) == len(LAYOUTS)
-    resumed = {name: x for name, x in by_ranks[2, 0].items() if " -> " in name}
+    by_rank, on_one_rank, _ = results
+    assert len(on_one_rank) == len(LAYOUTS)
+    resumed = {name: x for name, x in by_rank[2, 0].items() if " -> " in name}
     assert len(resumed) >= len(OF_TWO)
-    for name, one_more in (alone | resumed).items():
+    for name, one_more in (on_one_rank | resumed).items():
         assert max(largest_difference(one_more, two_updates).values()) < BOUND, name
 
 
 def test_packed_experts_resume_bit_for_bit_under_other_sizes_of_tensor_parallel(results):
-    """Weights, masters and moments: gate and up rows keep their places."""
-    by_ranks, _, folder = results
-    of_one = load_experts(ONE, 0, folder, ONE)
-    alone = load_experts(ONE, 0, folder, Layout("fsdp2", tensor=2))
+    """Weights, masters and moments: gate and up rows keep their positions."""
+    by_rank, _, folder = results
+    saved_by_one = load_experts(ONE, 0, folder, ONE)
+    loaded_by_one = load_experts(ONE, 0, folder, Layout("fsdp2", tensor=2))
     for rank in range(2):
-        found = by_ranks[2, rank]
-        for loaded in (found["experts again"], alone):
-            assert all(map(torch.equal, loaded, found["experts saved"]))
-        assert all(map(torch.equal, found["experts of one"], of_one))
+        actual = by_rank[2, rank]
+        for loaded in (actual["experts again"], loaded_by_one):
+            assert all(map(torch.equal, loaded, actual["experts saved"]))
+        assert all(map(torch.equal, actual["experts of one"], saved_by_one))
 
 
 def test_every_group_of_a_mesh_has_the_timeout_of_the_process_group(results):
@@ -146,9 +146,9 @@ def test_every_group_of_a_mesh_has_the_timeout_of_the_process_group(results):
 
 def test_families_with_other_attention_can_be_split(results):
     for rank in range(2):
-        found = results[0][2, rank]
+        actual = results[0][2, rank]
         for name in SPLIT_FAMILIES:
-            assert max(found[f"family {name}"].values()) < BOUND, name
+            assert max(actual[f"family {name}"].values()) < BOUND, name
 
 
 def test_exports_are_equal(results, expected):

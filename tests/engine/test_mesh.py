@@ -1,4 +1,4 @@
-"""Where each rank stands: tensor fastest, then sequence, then data; every coordinate once."""
+"""The coordinates of ranks: tensor varies fastest, then sequence, then data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from hone.config import ConfigError, load_config
 from hone.engine.contract import Mesh
-from hone.engine.mesh import mesh_of, refuse_split
+from hone.engine.mesh import mesh_of, refuse_sequence_parallel
 from hone.models.families import UnsupportedModel
 
 
@@ -23,10 +23,10 @@ def test_every_coordinate_is_taken_once_and_one_rank_per_slot_collects(world, se
     assert {mesh.ranks_per_slot for mesh in meshes} == {sequence * tensor}
 
 
-def test_neighbours_share_a_layer_then_a_sequence_then_nothing():
-    places = [mesh_of(rank, 8, sequence=2, tensor=2) for rank in range(8)]
-    found = [(m.data_parallel_rank, m.sequence_rank, m.tensor_rank) for m in places]
-    assert found == [(d, s, t) for d in range(2) for s in range(2) for t in range(2)]
+def test_the_tensor_coordinate_varies_fastest_then_the_sequence():
+    meshes = [mesh_of(rank, 8, sequence=2, tensor=2) for rank in range(8)]
+    actual = [(m.data_parallel_rank, m.sequence_rank, m.tensor_rank) for m in meshes]
+    assert actual == [(d, s, t) for d in range(2) for s in range(2) for t in range(2)]
     assert mesh_of(1, 2) == Mesh(1, 2)
 
 
@@ -50,7 +50,7 @@ def test_the_config_refuses_such_sizes_by_key(key):
         load_config([*settings, f"{key}=4"])
 
 
-def test_rows_must_be_even_over_the_slots_not_over_the_ranks():
+def test_rows_must_divide_over_the_slots_not_over_the_ranks():
     settings = [
         "trainer.n_gpus_per_node=4",
         "actor_rollout_ref.rollout.n=1",
@@ -63,9 +63,9 @@ def test_rows_must_be_even_over_the_slots_not_over_the_ranks():
     assert config.critic.ulysses_sequence_parallel_size == 1
 
 
-def test_heads_that_the_ranks_cannot_share_are_refused_from_the_config_alone(tmp_path):
+def test_heads_that_the_ranks_do_not_divide_are_refused_from_the_config(tmp_path):
     shape = {"model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    refuse_split(str(tmp_path), 3)  # more ranks than key heads
+    refuse_sequence_parallel(str(tmp_path), 3)  # more ranks than key heads
     with pytest.raises(UnsupportedModel, match=r"size=4 does not divide the 6 attention heads"):
-        refuse_split(str(tmp_path), 4)
+        refuse_sequence_parallel(str(tmp_path), 4)

@@ -1,4 +1,4 @@
-"""Cutting rows into micro-batches."""
+"""The split of rows into micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_by_tokens_fills_up_in_order():
     assert rule.split([4, 6, 1, 10, 3, 3, 3, 3]) == [[0, 1], [2], [3], [4, 5, 6], [7]]
 
 
-def test_a_row_beyond_the_budget_says_what_would_fit():
+def test_the_error_of_a_row_beyond_the_budget_names_a_sufficient_budget():
     with pytest.raises(ValueError, match=r"11 tokens.*budget of 10.*at least 11"):
         MicroBatchRule(rows=None, tokens=10).split([3, 11])
 
@@ -40,12 +40,12 @@ def test_every_row_once_in_order_within_bounds_and_enough_parts(lengths, rows, a
         assert rows is not None or sum(lengths[r] for r in part) <= 12
 
 
-def test_ranks_that_run_out_get_empty_parts():
+def test_a_rank_with_too_few_rows_gets_empty_parts():
     parts = MicroBatchRule(rows=2, tokens=0).split([5, 5], at_least=4)
     assert sorted(parts) == [[], [], [0], [1]]
 
 
-def test_a_prompt_shared_with_the_row_before_is_counted_once_a_part() -> None:
+def test_a_prompt_shared_with_the_row_before_is_counted_once_per_part() -> None:
     rule = MicroBatchRule(rows=None, tokens=12)
     # Prompts of 5: the second and third row cost 2 more each; the fourth begins a part and costs all.
     assert rule.split([7, 7, 7, 7, 7], [0, 5, 5, 5, 0]) == [[0, 1, 2], [3], [4]]

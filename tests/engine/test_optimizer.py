@@ -1,4 +1,4 @@
-"""The optimizer: any class, schedule, clipping, masters, and the guard against broken gradients."""
+"""The optimizer: any class, schedule, clipping, masters, and skipped non-finite gradients."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hone.engine.optimizer import Optimizer
 from hone.plugins import PluginError
 
 
-def made(values, config=None, *, grad_clip=0.0, total=-1, dtype=torch.float32):
+def make_optimizer(values, config=None, *, grad_clip=0.0, total=-1, dtype=torch.float32):
     parameters = [nn.Parameter(torch.tensor(v, dtype=dtype)) for v in values]
     named = [(f"layer.{i}", p) for i, p in enumerate(parameters)]
     config = config or OptimConfig(optimizer="SGD", lr=0.5, weight_decay=0.0)
     return parameters, Optimizer(named, config, grad_clip=grad_clip, total=total)
 
 
-def give(parameters, grads):
+def set_gradients(parameters, grads):
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = torch.tensor(grad, dtype=parameter.dtype)
 
 
-def test_sgd_takes_the_step_it_should():
-    (a, b), optimizer = made([[1.0, 2.0], [3.0]])
-    give([a, b], [[2.0, 0.0], [-4.0]])
+def test_sgd_updates_the_parameters():
+    (a, b), optimizer = make_optimizer([[1.0, 2.0], [3.0]])
+    set_gradients([a, b], [[2.0, 0.0], [-4.0]])
     metrics = optimizer.step()
     assert a.tolist() == [0.0, 2.0]
     assert b.tolist() == [5.0]
@@ -37,13 +37,13 @@ def test_sgd_takes_the_step_it_should():
 
 
 def test_gradients_of_16_bits_are_summed_in_float32_over_micro_batches():
-    (a, b), optimizer = made([[1.0, 2.0], [3.0]], dtype=torch.bfloat16)
+    (a, b), optimizer = make_optimizer([[1.0, 2.0], [3.0]], dtype=torch.bfloat16)
     for _ in range(4):
-        give([a, b], [[256.0, 0.5], [1.0]])
-        optimizer.gather_gradients()
+        set_gradients([a, b], [[256.0, 0.5], [1.0]])
+        optimizer.accumulate_gradients()
         assert a.grad is None
-    give([a, b], [[1.0, 0.0], [0.0]])  # in 16 bits 1,025 would be rounded to 1,024
-    optimizer.gather_gradients()
+    set_gradients([a, b], [[1.0, 0.0], [0.0]])  # in 16 bits 1,025 would be rounded to 1,024
+    optimizer.accumulate_gradients()
     masters = list(optimizer.masters.values())
     assert [m.grad.tolist() for m in masters] == [[1025.0, 2.0], [4.0]]
     optimizer.step()
@@ -60,14 +60,14 @@ def test_gradients_of_16_bits_are_summed_in_float32_over_micro_batches():
         ("NAdam", "torch.optim.nadam", torch.optim.NAdam),
     ],
 )
-def test_the_class_is_found_by_its_path_and_gets_what_it_knows(name, impl, expected):
+def test_the_class_is_found_by_its_path_and_gets_the_arguments_it_accepts(name, impl, expected):
     config = OptimConfig(optimizer=name, optimizer_impl=impl, lr=0.1, betas=(0.8, 0.9))
-    (a,), optimizer = made([[[1.0, 2.0], [3.0, 4.0]]], config)
+    (a,), optimizer = make_optimizer([[[1.0, 2.0], [3.0, 4.0]]], config)
     assert type(optimizer.inner) is expected
     group = optimizer.inner.param_groups[0]
     assert group.get("betas", (0.8, 0.9)) == (0.8, 0.9)
     assert group.get("weight_decay", 0.01) == 0.01
-    give([a], [[[1.0, 1.0], [1.0, 1.0]]])
+    set_gradients([a], [[[1.0, 1.0], [1.0, 1.0]]])
     optimizer.step()
     assert (a < torch.tensor([[1.0, 2.0], [3.0, 4.0]])).all()
 
@@ -76,7 +76,7 @@ def test_further_arguments_reach_the_class():
     config = OptimConfig(
         lr=0.1, override_optimizer_config={"eps": 1e-3, "foreach": True, "betas": (0.5, 0.6)}
     )
-    _, optimizer = made([[1.0]], config)
+    _, optimizer = make_optimizer([[1.0]], config)
     group = optimizer.inner.param_groups[0]
     assert (group["eps"], group["foreach"], group["betas"]) == (1e-3, True, (0.5, 0.6))
 
@@ -85,27 +85,27 @@ def test_an_unknown_class_is_named_in_the_error():
     with pytest.raises(
         PluginError, match=r"optim\.optimizer=AdmW was not found \(optimizer_impl=torch\.optim"
     ):
-        made([[1.0]], OptimConfig(optimizer="AdmW"))
+        make_optimizer([[1.0]], OptimConfig(optimizer="AdmW"))
 
 
 def test_adamw_equals_torch_over_several_updates():
     config = OptimConfig(lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
-    (a,), optimizer = made([[1.0, -2.0, 3.0]], config)
+    (a,), optimizer = make_optimizer([[1.0, -2.0, 3.0]], config)
     reference = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
-    theirs = torch.optim.AdamW([reference], lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+    torch_adamw = torch.optim.AdamW([reference], lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
     for i in range(5):
-        give([a, reference], [[0.3 * i, -1.0, 2.0]] * 2)
+        set_gradients([a, reference], [[0.3 * i, -1.0, 2.0]] * 2)
         optimizer.step()
-        theirs.step()
+        torch_adamw.step()
     torch.testing.assert_close(a, reference)
 
 
 def test_clipping_scales_the_whole_gradient_to_the_bound():
-    (a, b), optimizer = made([[0.0], [0.0]], grad_clip=1.0)
-    give([a, b], [[3.0], [4.0]])
+    (a, b), optimizer = make_optimizer([[0.0], [0.0]], grad_clip=1.0)
+    set_gradients([a, b], [[3.0], [4.0]])
     assert optimizer.step()["grad_norm"] == 5.0  # the norm before clipping is reported
     torch.testing.assert_close(torch.cat([a, b]), torch.tensor([-0.3, -0.4]))
-    give([a, b], [[0.3], [0.4]])
+    set_gradients([a, b], [[0.3], [0.4]])
     optimizer.step()
     torch.testing.assert_close(torch.cat([a, b]), torch.tensor([-0.45, -0.6]))
 
@@ -114,22 +114,22 @@ def test_clipping_scales_the_whole_gradient_to_the_bound():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(broken, dtype):
     config = OptimConfig(lr=0.1)
-    (a, b), optimizer = made([[1.0], [2.0]], config, dtype=dtype, grad_clip=1.0)
+    (a, b), optimizer = make_optimizer([[1.0], [2.0]], config, dtype=dtype, grad_clip=1.0)
     for count in (1, 2):
-        give([a, b], [[broken], [1.0]])
+        set_gradients([a, b], [[broken], [1.0]])
         metrics = optimizer.step()
         assert metrics["skipped_updates"] == count
         assert not math.isfinite(metrics["grad_norm"])
     assert (a.item(), b.item()) == (1.0, 2.0)
-    assert not optimizer.inner.state  # the moments never saw it
-    give([a, b], [[1.0], [1.0]])
+    assert not optimizer.inner.state  # the moments were not updated
+    set_gradients([a, b], [[1.0], [1.0]])
     assert optimizer.step()["skipped_updates"] == 2
     assert a.item() < 1.0
     assert (optimizer.updates, optimizer.skipped) == (1, 2)
 
 
 def test_parameters_without_a_gradient_stay():
-    (a, b), optimizer = made([[1.0], [2.0]])
+    (a, b), optimizer = make_optimizer([[1.0], [2.0]])
     a.grad = torch.tensor([1.0])
     assert optimizer.step()["grad_norm"] == 1.0
     assert (a.item(), b.item()) == (0.5, 2.0)
@@ -146,24 +146,24 @@ def test_frozen_parameters_are_left_out():
 
 def test_small_updates_accumulate_in_the_masters_where_bfloat16_would_lose_them():
     config = OptimConfig(optimizer="SGD", lr=1.0, weight_decay=0.0)
-    (a,), optimizer = made([[1.0]], config, dtype=torch.bfloat16)
+    (a,), optimizer = make_optimizer([[1.0]], config, dtype=torch.bfloat16)
     plain = torch.tensor([1.0], dtype=torch.bfloat16)
     for _ in range(100):
-        give([a], [[1e-4]])
+        set_gradients([a], [[1e-4]])
         optimizer.step()
         plain -= 1e-4
     assert plain.item() == 1.0
     assert a.item() == pytest.approx(0.99, abs=0.003)
-    assert optimizer.own_masters()["layer/0"].item() == pytest.approx(0.99, abs=5e-5)
+    assert optimizer.master_copies()["layer/0"].item() == pytest.approx(0.99, abs=5e-5)
 
 
 def test_the_norm_of_bfloat16_gradients_is_taken_in_float32():
-    (a,), optimizer = made([[0.0] * 1000], dtype=torch.bfloat16, grad_clip=1.0)
-    give([a], [[1.0] * 1000])
+    (a,), optimizer = make_optimizer([[0.0] * 1000], dtype=torch.bfloat16, grad_clip=1.0)
+    set_gradients([a], [[1.0] * 1000])
     assert optimizer.step()["grad_norm"] == pytest.approx(math.sqrt(1000), rel=1e-6)
 
 
-def test_masters_belong_to_their_parameters_whatever_their_names():
+def test_masters_belong_to_their_parameters_under_any_names():
     named = [
         (f"layers.{i}.weight", nn.Parameter(torch.tensor([float(i)]).bfloat16())) for i in range(12)
     ]
@@ -179,12 +179,12 @@ def test_the_schedule_sets_the_rate_of_the_update():
     config = OptimConfig(
         optimizer="SGD", lr=1.0, weight_decay=0.0, lr_warmup_steps=1, lr_scheduler_type="cosine"
     )
-    (a,), optimizer = made([[0.0]], config, total=5)
+    (a,), optimizer = make_optimizer([[0.0]], config, total=5)
     rates = []
     for _ in range(6):
-        give([a], [[1.0]])
+        set_gradients([a], [[1.0]])
         rates.append(optimizer.step()["lr"])
-        give([a], [[0.0]])
+        set_gradients([a], [[0.0]])
         assert optimizer.step()["lr"] == rates[-1]  # only a new step moves it
         optimizer.advance_schedule()
     cosine = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]

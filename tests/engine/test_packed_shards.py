@@ -1,4 +1,4 @@
-"""Packed weights on disk: the boxes of all ranks hold every element once, at its place."""
+"""Packed weights in a checkpoint: the chunks of all ranks contain every element once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hone.engine.packed_shards import with_boxes, without_boxes
+from hone.engine.packed_shards import with_chunks, without_chunks
 
 
 @pytest.fixture
@@ -28,41 +28,43 @@ def mesh_of_rank():
     dist.destroy_process_group()
 
 
-def part_of(whole, rank, dim):
-    """This rank's shard: experts over `shard`, a part of gate and of up over `tensor`."""
-    of_shard, of_tensor = divmod(rank, 2)
-    experts = whole.chunk(2)[of_shard]
-    gate, up = (half.chunk(2, dim)[of_tensor] for half in experts.chunk(2, dim))
+def local_shard(whole, rank, dim):
+    """Returns the rank's shard: experts over `shard`, a part of gate and of up over `tensor`."""
+    shard_rank, tensor_rank = divmod(rank, 2)
+    experts = whole.chunk(2)[shard_rank]
+    gate, up = (half.chunk(2, dim)[tensor_rank] for half in experts.chunk(2, dim))
     return torch.cat([gate, up], dim)
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-def test_the_boxes_of_all_ranks_make_up_the_weight(mesh_of_rank, dim):
+def test_the_chunks_of_all_ranks_make_up_the_weight(mesh_of_rank, dim):
     whole = torch.arange(3 * 8 * 12.0).view(3, 8, 12) + 1
-    found = torch.zeros_like(whole)
+    loaded = torch.zeros_like(whole)
     for rank in range(4):
-        local = part_of(whole, rank, dim)
+        local = local_shard(whole, rank, dim)
         placements = [Shard(0), _StridedShard(dim, split_factor=2)]
         sharded = DTensor.from_local(
             local, mesh_of_rank(rank), placements, shape=whole.shape, stride=whole.stride()
         )
         state = {"packed": sharded, "other": [{"count": 3}]}
-        boxed = with_boxes(state)
-        assert boxed["packed"].size() == whole.shape
-        for item in boxed["packed"].__create_write_items__("packed", None):
-            box = boxed["packed"].__get_tensor_shard__(MetadataIndex("packed", item.index.offset))
+        packed = with_chunks(state)
+        assert packed["packed"].size() == whole.shape
+        for item in packed["packed"].__create_write_items__("packed", None):
+            shard = packed["packed"].__get_tensor_shard__(
+                MetadataIndex("packed", item.index.offset)
+            )
             chunk = item.tensor_data.chunk
             pairs = zip(chunk.offsets, chunk.sizes, strict=True)
             place = tuple(slice(start, start + size) for start, size in pairs)
-            found[place] += box
-        box.zero_()  # loading fills the shard in place
-        restored = without_boxes(boxed)
+            loaded[place] += shard
+        shard.zero_()  # loading fills the shard in place
+        restored = without_chunks(packed)
         assert restored["packed"] is sharded
         assert restored["other"] == state["other"]
         assert (local == 0).sum() == local.numel() // 2
-    assert torch.equal(found, whole)
+    assert torch.equal(loaded, whole)
 
 
 def test_a_contiguous_shard_stays_as_it_is(mesh_of_rank):
     sharded = DTensor.from_local(torch.ones(2, 4), mesh_of_rank(0), [Shard(0), Replicate()])
-    assert with_boxes({"x": sharded})["x"] is sharded
+    assert with_chunks({"x": sharded})["x"] is sharded

@@ -1,4 +1,4 @@
-"""Ranks meet where they were told to, and nowhere that others can reach."""
+"""The rendezvous store: its address, and that no other interface can reach it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.engine.rendezvous import STORE_FILE, meeting_place
+from hone.engine.rendezvous import STORE_FILE, rendezvous_store
 
 
 def free_port() -> int:
@@ -17,7 +17,7 @@ def free_port() -> int:
 
 
 def listening_on(port: int) -> set[str]:
-    """Addresses, in the kernel's hexadecimal, on which this machine listens at the port."""
+    """Returns the addresses (hexadecimal, as in /proc/net) that listen on the port."""
     lines = [
         line.split()
         for table in ("tcp", "tcp6")
@@ -30,7 +30,7 @@ def listening_on(port: int) -> set[str]:
     }
 
 
-def test_the_store_listens_on_the_address_of_the_ranks_alone(
+def test_the_store_listens_on_the_master_address_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     port = free_port()
@@ -38,20 +38,20 @@ def test_the_store_listens_on_the_address_of_the_ranks_alone(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    store = meeting_place(1, timedelta(seconds=30))["store"]
+    store = rendezvous_store(1, timedelta(seconds=30))
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert listening_on(port) == {"0100007F"}
 
 
-def test_torchrun_brings_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_creates_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STORE_FILE, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert meeting_place(2, timedelta(seconds=1)) == {}
+    assert rendezvous_store(2, timedelta(seconds=1)) is None
 
 
-def test_a_file_is_enough_on_one_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_store_needs_no_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(STORE_FILE, str(tmp_path / "meet"))
-    store = meeting_place(1, timedelta(seconds=30))["store"]
+    store = rendezvous_store(1, timedelta(seconds=30))
     store.set("key", "value")
     assert store.get("key") == b"value"

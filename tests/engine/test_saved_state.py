@@ -1,4 +1,4 @@
-"""A checkpoint of others runs nothing: neither its table nor its values name code."""
+"""A checkpoint cannot run code: neither through its metadata nor through its values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hone.engine.optimizer import Optimizer
-from hone.engine.saved_state import TABLE, ForeignState, load_state, read_table
-from tests.engine.engines import ADAM, engine, policy
+from hone.engine.saved_state import METADATA_FILE, ForeignState, load_state, read_metadata
+from tests.engine.engines import ADAM, make_engine, policy
 
 
 class Command:
@@ -38,24 +38,24 @@ def saved(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_commands_do_run_when_they_are_unpickled(marker: Path) -> None:
+def test_unpickling_the_command_would_run_it(marker: Path) -> None:
     pickle.loads(pickle.dumps(Command(marker)))
     assert marker.exists()
 
 
-def test_a_checkpoint_of_torch_is_read_whole(saved: Path) -> None:
+def test_a_checkpoint_of_torch_is_read(saved: Path) -> None:
     state = {"model": {"w": torch.zeros(3)}, "n": 0}
     load_state(state, saved)
     assert state["n"] == 5
     assert torch.equal(state["model"]["w"], torch.ones(3))  # type: ignore[index]
-    assert set(read_table(saved).state_dict_metadata) == {"model.w", "n"}
+    assert set(read_metadata(saved).state_dict_metadata) == {"model.w", "n"}
 
 
-def hostile_tables(saved: Path, marker: Path) -> dict[str, bytes]:
-    table = read_table(saved)
-    inside = pickle.loads((saved / TABLE).read_bytes())
+def hostile_metadata(saved: Path, marker: Path) -> dict[str, bytes]:
+    metadata = read_metadata(saved)
+    inside = pickle.loads((saved / METADATA_FILE).read_bytes())
     inside.planner_data = Command(marker)
-    outside = read_table(saved)
+    outside = read_metadata(saved)
     for place in outside.storage_data.values():
         place.relative_path = "../../../../etc/hostname"
     named = b"\x80\x04\x8c\x05torch\x8c\x10nn.modules.Module\x93."
@@ -68,9 +68,9 @@ def hostile_tables(saved: Path, marker: Path) -> dict[str, bytes]:
         "dotted name": named,
         "persistent": b"Pid\n.",
         "list": pickle.dumps([1]),
-        "other content": pickle.dumps(table.storage_meta),
+        "other content": pickle.dumps(metadata.storage_meta),
         "file outside": pickle.dumps(outside),
-        "torn": (saved / TABLE).read_bytes()[:40],
+        "torn": (saved / METADATA_FILE).read_bytes()[:40],
         "text": b"no pickle",
         "empty": b"",
     }
@@ -94,12 +94,12 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_that_is_no_table_is_refused_and_runs_nothing(
+def test_malformed_metadata_is_refused_and_runs_nothing(
     saved: Path, marker: Path, kind: str
 ) -> None:
-    (saved / TABLE).write_bytes(hostile_tables(saved, marker)[kind])
+    (saved / METADATA_FILE).write_bytes(hostile_metadata(saved, marker)[kind])
     with pytest.raises(ForeignState, match=r"not written by hone .*nothing of it was run"):
-        read_table(saved)
+        read_metadata(saved)
     with pytest.raises(ForeignState):
         load_state({"model": {"w": torch.zeros(3)}, "n": 0}, saved)
     assert not marker.exists()
@@ -108,12 +108,12 @@ def test_a_table_that_is_no_table_is_refused_and_runs_nothing(
 def test_a_value_that_is_a_command_is_refused_and_runs_nothing(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = engine(policy(), ADAM)
+    engine = make_engine(policy(), ADAM)
     with monkeypatch.context() as patch:
         patch.setattr(Optimizer, "state_dict", lambda self: {"updates": Command(marker)})
-        made.save(tmp_path / "state", ("model", "extra"))
+        engine.save(tmp_path / "state", ("model", "extra"))
     with monkeypatch.context() as patch:
         patch.setattr(Optimizer, "state_dict", lambda self: {"updates": 0})
         with pytest.raises(ForeignState, match="nothing of it was run"):
-            engine(policy(), ADAM).load(tmp_path / "state")
+            make_engine(policy(), ADAM).load(tmp_path / "state")
     assert not marker.exists()

@@ -1,31 +1,31 @@
-"""Schedules against numbers worked out by hand."""
+"""Schedules against hand-computed numbers."""
 
 from __future__ import annotations
 
 import pytest
 
 from hone.config.engine import OptimConfig
-from hone.engine.optimizer import lr_factor, warmup_updates
+from hone.engine.optimizer import lr_factor, warmup_steps
 
 
-def factors(config, total, updates):
-    return [lr_factor(u, total, config) for u in updates]
+def factors(config, total, steps):
+    return [lr_factor(step, total, config) for step in steps]
 
 
 def test_constant_stays_at_the_peak():
     assert factors(OptimConfig(), 100, [0, 1, 50, 100, 1000]) == [1.0] * 5
 
 
-def test_warm_up_rises_in_equal_steps_and_never_wastes_an_update():
+def test_warm_up_rises_linearly_from_above_zero():
     config = OptimConfig(lr_warmup_steps=3)
     assert factors(config, 100, range(5)) == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_warm_up_length_comes_from_the_ratio_unless_given():
-    assert warmup_updates(OptimConfig(lr_warmup_steps_ratio=0.1), 50) == 5
-    assert warmup_updates(OptimConfig(lr_warmup_steps_ratio=0.1, lr_warmup_steps=2), 50) == 2
-    assert warmup_updates(OptimConfig(lr_warmup_steps_ratio=0.1, lr_warmup_steps=0), 50) == 5
-    assert warmup_updates(OptimConfig(lr_warmup_steps_ratio=0.1), -1) == 0
+def test_warm_up_length_comes_from_the_ratio_unless_it_is_set():
+    assert warmup_steps(OptimConfig(lr_warmup_steps_ratio=0.1), 50) == 5
+    assert warmup_steps(OptimConfig(lr_warmup_steps_ratio=0.1, lr_warmup_steps=2), 50) == 2
+    assert warmup_steps(OptimConfig(lr_warmup_steps_ratio=0.1, lr_warmup_steps=0), 50) == 5
+    assert warmup_steps(OptimConfig(lr_warmup_steps_ratio=0.1), -1) == 0
 
 
 def test_cosine_falls_from_peak_to_floor():
@@ -60,6 +60,6 @@ def test_wsd_is_stable_then_decays_in_the_last_share():
     assert factors(config, 10, range(12)) == pytest.approx(expected)
 
 
-def test_without_a_length_there_is_nothing_to_decay_over():
+def test_without_total_steps_nothing_decays():
     for kind in ("cosine", "wsd"):
         assert factors(OptimConfig(lr_scheduler_type=kind), -1, [0, 10]) == [1.0, 1.0]

@@ -49,20 +49,20 @@ def test_both_names_are_our_engine(model):
         assert type(build_strategy(name, spec_of(model))) is Engine
 
 
-def test_a_model_that_nothing_trains_is_frozen(model):
-    made = build_strategy("fsdp2", spec_of(model))
-    assert not any(p.requires_grad for p in made.module.parameters())
+def test_a_model_without_an_optimizer_is_frozen(model):
+    engine = build_strategy("fsdp2", spec_of(model))
+    assert not any(p.requires_grad for p in engine.module.parameters())
 
 
-def test_an_engine_that_lacks_members_is_refused_in_one_sentence(model):
+def test_an_engine_with_missing_members_is_refused(model):
     with pytest.raises(PluginError, match=r"HalfAnEngine without advance_schedule, device, export"):
         build_strategy(f"{OUTSIDE}:HalfAnEngine", spec_of(model))
     assert HalfAnEngine.mesh == Mesh()
 
 
-def test_a_mesh_that_has_not_every_rank_is_refused(model, monkeypatch):
+def test_a_mesh_without_every_rank_is_refused(model, monkeypatch):
     monkeypatch.setattr(outside_engine.PlainEngine, "mesh", Mesh(tensor_size=2))
-    with pytest.raises(PluginError, match="1 × 2 ranks, and 1 run"):
+    with pytest.raises(PluginError, match="1 × 2 ranks, but 1 ranks run"):
         build_strategy(f"{OUTSIDE}:PlainEngine", spec_of(model))
 
 

@@ -1,4 +1,4 @@
-"""The plan of tensor parallel layers: which families have one, and what is refused before a model loads."""
+"""The plan of tensor-parallel layers: which families have one, and which models are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_family_without_a_plan_is_refused_by_name():
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gemma3", "qwen3_moe", "granite_swa"])
-def test_heads_are_never_cut(family):
+def test_heads_are_never_split(family):
     config = tiny_config(family)
     refuse_tensor_parallel(config, "m", 2)
     with pytest.raises(UnsupportedModel, match=r"num_attention_heads=4, which .*_size=3 does not"):
@@ -57,7 +57,7 @@ def test_heads_that_every_rank_computes_need_not_divide():
     ("family", "name", "width"),
     [("qwen2", "intermediate_size", 97), ("qwen3_moe", "moe_intermediate_size", 33)],
 )
-def test_a_width_that_the_ranks_cannot_share_is_refused_from_the_config(family, name, width):
+def test_a_width_that_the_ranks_do_not_divide_is_refused_from_the_config(family, name, width):
     config = tiny_config(family)
     setattr(config, name, width)
     with pytest.raises(

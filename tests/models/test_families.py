@@ -1,4 +1,4 @@
-"""Each decoder family gives plain transformers' numbers, or is refused by name before weights load."""
+"""Each decoder family equals plain transformers, or is refused by name before weights are loaded."""
 
 from __future__ import annotations
 
@@ -54,21 +54,23 @@ def test_every_family_of_transformers_is_equal_or_refused() -> None:
 
 
 def load(folder: Path, device: torch.device = CPU, **config: Any) -> None:
-    """There are no weights: only a refusal from the config can say more than that."""
+    """Loads a folder with a config and no weights, so that only the config can be refused."""
     (folder / "config.json").write_text(json.dumps(config))
     load_causal_lm(str(folder), dtype=torch.float32, device=device)
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt", "lfm2", "llama4", "mamba", "t5", "my_own"])
 def test_other_families_are_refused_by_name_without_weights(family: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=f"a {family} model, which is not supported: ") as no:
+    with pytest.raises(
+        UnsupportedModel, match=f"a {family} model, which is not supported: "
+    ) as caught:
         load(tmp_path, model_type=family)
-    assert "docs/models.md" in str(no.value)
-    assert "\n" not in str(no.value)
+    assert "docs/models.md" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("config", "sentence"),
+    ("config", "message"),
     [
         ({"model_type": "falcon", "alibi": True}, "alibi=True"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
@@ -93,14 +95,16 @@ def test_other_families_are_refused_by_name_without_weights(family: str, tmp_pat
         ),
     ],
 )
-def test_what_a_supported_family_may_ask_beyond_what_was_compared_is_refused(
-    config: dict[str, Any], sentence: str, tmp_path: Path
+def test_unsupported_settings_of_a_supported_family_are_refused(
+    config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedModel, match=sentence):
+    with pytest.raises(UnsupportedModel, match=message):
         load(tmp_path, **config)
 
 
-def test_a_family_can_be_kept_to_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_can_be_limited_to_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(families, "CPU_ONLY", frozenset({"llama"}))
     with pytest.raises(UnsupportedModel, match="llama model, which is supported on the CPU only"):
         load(tmp_path, torch.device("cuda"), model_type="llama")
@@ -108,14 +112,14 @@ def test_a_family_can_be_kept_to_the_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     families.refuse_family("qwen2", "here", device=torch.device("cuda"))
 
 
-def test_what_a_config_says_besides_its_class_changes_nothing() -> None:
-    stray = {"num_key_value_heads": 2, "head_dim": 99, "logit_scale": 0.5}
-    config = AutoConfig.for_model("gpt_neox", hidden_size=64, num_attention_heads=4, **stray)
+def test_fields_outside_the_config_class_are_ignored() -> None:
+    extra = {"num_key_value_heads": 2, "head_dim": 99, "logit_scale": 0.5}
+    config = AutoConfig.for_model("gpt_neox", hidden_size=64, num_attention_heads=4, **extra)
     assert key_shape(config) == (4, 16)
     assert logit_rule(config) == (None, 1.0)
 
 
-def test_the_table_in_the_docs_is_that_of_the_results_and_of_the_list() -> None:
+def test_the_table_in_the_docs_agrees_with_the_results_and_the_list() -> None:
     cpu, gpu = table.read(table.CPU), table.read(table.GPU)
     assert table.PAGE.read_text() == table.page(cpu, gpu)
     outcomes = {name: result["outcome"] for name, result in cpu["families"].items()}
@@ -123,8 +127,8 @@ def test_the_table_in_the_docs_is_that_of_the_results_and_of_the_list() -> None:
     assert set(outcomes.values()) == set(GOOD)
     assert families.CPU_ONLY <= FAMILIES
     if gpu["families"]:
-        shown = {n for n, r in gpu["families"].items() if r["outcome"] == "equal"}
-        assert shown == FAMILIES - families.CPU_ONLY, "CPU_ONLY names what is not equal on a GPU"
+        equal = {n for n, r in gpu["families"].items() if r["outcome"] == "equal"}
+        assert equal == FAMILIES - families.CPU_ONLY, "CPU_ONLY lists families not equal on a GPU"
 
 
 @pytest.mark.parametrize("family", ["falcon", "nemotron", "stablelm"])
@@ -135,7 +139,7 @@ def test_the_slow_reference_decodes_families_whose_layers_drop_keywords(family: 
     assert len(out.token_ids) == len(out.log_probs) == 4
 
 
-def test_keys_of_another_shape_than_the_config_says_are_not_written_into_the_cache() -> None:
+def test_keys_whose_shape_differs_from_the_config_are_refused_by_the_cache() -> None:
     cache = PagedCache(
         layers=1, kv_heads=2, head_dim=8, blocks=3, block_size=4, dtype=torch.float32, device=CPU
     )

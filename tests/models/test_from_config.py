@@ -1,4 +1,4 @@
-"""What a `model` block asks for: the tokenizer with the run's template, adapters of the run's seed."""
+"""Objects built from a `model` block: the tokenizer with the run's template, adapters from its seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adapters(seed: int) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in wrapped.named_parameters() if "lora_A" in name}
 
 
-def test_adapters_follow_from_the_seed_alone() -> None:
+def test_adapters_depend_only_on_the_seed() -> None:
     torch.manual_seed(1)
     state = torch.random.get_rng_state()
     first = adapters(seed=5)

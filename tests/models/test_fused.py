@@ -1,4 +1,4 @@
-"""Fused parts of known families: the same numbers, fewer roundings."""
+"""Fused layers: the same values and gradients, with less rounding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def packed_rows() -> PackedRows:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kernels", [True, False])
-def test_values_and_gradients_stay(family: str, kernels: bool) -> None:
+def test_values_and_gradients_do_not_change(family: str, kernels: bool) -> None:
     plain = PolicyModel(tiny_lm(50, family=family))
     if family == "mistral":
         plain.lm.config.sliding_window = 7
@@ -41,7 +41,7 @@ def test_values_and_gradients_stay(family: str, kernels: bool) -> None:
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
 
 
-def test_in_16_bits_the_result_is_nearer_to_float32() -> None:
+def test_in_bfloat16_the_result_is_closer_to_float32() -> None:
     lm = tiny_lm(50, layers=8).bfloat16()
     packed = packed_rows()
     exact = hidden_states(copy.deepcopy(lm).float().model, packed)
@@ -52,7 +52,7 @@ def test_in_16_bits_the_result_is_nearer_to_float32() -> None:
     assert (fused.float() - exact).norm() < 0.8 * (plain.float() - exact).norm()
 
 
-def test_an_unknown_family_is_left_alone() -> None:
+def test_an_unsupported_family_is_not_changed() -> None:
     assert fuse(PolicyModel(tiny_lm(50, family="gemma"))) == 0
 
 
@@ -60,7 +60,7 @@ def test_an_unknown_family_is_left_alone() -> None:
 @pytest.mark.skipif(
     not any(map(shutil.which, COMPILERS)), reason="torch.compile needs a C++ compiler"
 )
-def test_compiled_layers_compute_what_the_plain_ones_do() -> None:
+def test_compiled_layers_equal_plain_layers() -> None:
     policies = [PolicyModel(tiny_lm(50, layers=2)) for _ in range(2)]
     assert compile_layers(policies[1]) == 2
     for rows, width in ((3, 9), (2, 20)):  # one compilation, several shapes

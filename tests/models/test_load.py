@@ -1,4 +1,4 @@
-"""From a folder to a module, and where paths lead."""
+"""Loading of models and tokenizers, and the resolution of model paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hone.models import attention
 from hone.models.families import UnsupportedModel
 from hone.models.load import (
     ModelNotFound,
-    _switch_off_dropout,
+    _disable_dropout,
     eos_ids,
     load_causal_lm,
     load_tokenizer,
@@ -41,11 +41,11 @@ def export_at(path):
 
 
 def test_a_folder_with_a_config_is_the_model_itself(tmp_path):
-    found = export_at(tmp_path / "model")
-    assert resolve_model_path(found) == found
+    path = export_at(tmp_path / "model")
+    assert resolve_model_path(path) == path
 
 
-def test_a_checkpoint_leads_to_its_export_and_a_run_to_the_newest(tmp_path):
+def test_a_checkpoint_resolves_to_its_export_and_a_run_to_its_latest(tmp_path):
     for step in (2, 10, 9):
         export_at(tmp_path / f"global_step_{step}" / "actor" / "huggingface")
         seal(tmp_path / f"global_step_{step}")
@@ -53,7 +53,7 @@ def test_a_checkpoint_leads_to_its_export_and_a_run_to_the_newest(tmp_path):
     assert resolve_model_path(str(tmp_path)) == newest
     assert resolve_model_path(str(tmp_path / "global_step_10")) == newest
     assert resolve_model_path(str(tmp_path / "global_step_10" / "actor")) == newest
-    (tmp_path / "global_step_11").mkdir()  # has no export: the one before it counts
+    (tmp_path / "global_step_11").mkdir()  # has no export, so the previous step is used
     assert resolve_model_path(str(tmp_path)) == newest
 
 
@@ -90,26 +90,26 @@ def test_a_changed_byte_is_damage_too(run):
         resolve_model_path(str(run / "global_step_2"))
 
 
-def test_what_else_a_checkpoint_lost_does_not_keep_its_model_from_use(run):
+def test_a_checkpoint_without_its_optimizer_file_still_gives_its_model(run):
     (run / "global_step_2/optimizer.bin").unlink()
     assert resolve_model_path(str(run)) == str(run / "global_step_2/actor/huggingface")
 
 
 @pytest.mark.parametrize("how", ["truncated", "unsealed"])
-def test_in_a_run_the_checkpoint_before_a_damaged_one_is_taken_with_a_warning(run, caplog, how):
+def test_in_a_run_the_checkpoint_before_a_damaged_one_is_used_with_a_warning(run, caplog, how):
     if how == "truncated":
         truncate(run / "global_step_2/actor/huggingface/model.safetensors")
     else:
         (run / "global_step_2" / MANIFEST).unlink()
     with caplog.at_level(logging.WARNING):
-        for _ in range(2):  # tokenizer, weights: told once
+        for _ in range(2):  # for tokenizer and weights; it warns once
             assert resolve_model_path(str(run)) == str(run / "global_step_1/huggingface")
-    (told,) = caplog.messages
-    assert "global_step_2" in told
-    assert "not a sound checkpoint" in told
+    (message,) = caplog.messages
+    assert "global_step_2" in message
+    assert "is a damaged checkpoint" in message
 
 
-def test_a_checkpoint_without_its_manifest_is_none_but_its_model_can_be_named(run):
+def test_a_checkpoint_without_its_manifest_is_refused_but_its_model_can_be_named(run):
     (run / "global_step_2" / MANIFEST).unlink()
     with pytest.raises(ModelNotFound, match=r"no manifest\.json.*name .*actor/huggingface"):
         resolve_model_path(str(run / "global_step_2"))
@@ -125,27 +125,29 @@ def test_a_truncated_weight_file_of_a_plain_folder_is_named(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["no_such_folder", "no/folder", "not a name"])
-def test_a_name_that_is_neither_folder_nor_on_the_hub_is_said_to_be_so(name, monkeypatch):
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for load in (load_tokenizer, lambda path: load_causal_lm(path, dtype=torch.float32)):
-        with pytest.raises(ModelNotFound, match=f"no model '{name}': it is neither a fold") as told:
+        with pytest.raises(
+            ModelNotFound, match=f"no model '{name}': it is neither a fold"
+        ) as caught:
             load(name)
-        assert "\n" not in str(told.value)
-        assert pickle.loads(pickle.dumps(told.value)).path == name  # raised in a worker
+        assert "\n" not in str(caught.value)
+        assert pickle.loads(pickle.dumps(caught.value)).path == name  # raised in a worker
 
 
-def test_a_hub_name_is_left_alone_and_a_wrong_path_is_not():
+def test_a_hub_name_is_unchanged_and_a_wrong_path_is_refused():
     assert resolve_model_path("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
     with pytest.raises(ModelNotFound, match="does not exist"):
         resolve_model_path("/no/such/model")
 
 
-def test_a_folder_without_a_model_says_what_was_expected(tmp_path):
+def test_the_error_of_a_folder_without_a_model_names_the_expected_file(tmp_path):
     with pytest.raises(ModelNotFound, match=r"expected config\.json"):
         resolve_model_path(str(tmp_path))
 
 
-def test_the_model_comes_with_our_attention_and_the_dtype_asked_for(folder):
+def test_the_model_has_our_attention_and_the_requested_dtype(folder):
     lm = load_causal_lm(str(folder), dtype=torch.bfloat16)
     assert lm.config._attn_implementation == attention.NAME
     assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
@@ -176,9 +178,9 @@ def test_dropout_is_off_in_training_mode_too(tmp_path):
     assert rates == {0.0}
 
 
-def test_dropout_by_any_name_is_switched_off():
+def test_dropout_fields_of_any_name_are_disabled():
     config = AutoConfig.for_model("starcoder2", residual_dropout=0.3, embedding_dropout=0.2)
-    _switch_off_dropout(config)
+    _disable_dropout(config)
     assert config.residual_dropout == config.embedding_dropout == config.attention_dropout == 0.0
 
 
@@ -193,7 +195,7 @@ def test_layers_that_would_mix_packed_rows_are_refused(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["no_such_kind", "vit"])
-def test_a_kind_of_model_that_is_no_known_decoder_is_refused_in_a_line(folder, tmp_path, kind):
+def test_an_unknown_model_type_is_refused_in_one_line(folder, tmp_path, kind):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     change_config(tmp_path, model_type=kind)
     with pytest.raises(UnsupportedModel, match=f"is a {kind} model, which is not sup") as refused:
@@ -201,7 +203,7 @@ def test_a_kind_of_model_that_is_no_known_decoder_is_refused_in_a_line(folder, t
     assert "\n" not in str(refused.value)
 
 
-def test_a_folder_that_brings_its_own_code_is_opened_with_that_of_transformers(folder, tmp_path):
+def test_remote_code_of_a_folder_is_not_used(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     change_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})
     (tmp_path / "modeling_own.py").write_text("raise RuntimeError('never imported')")
@@ -223,7 +225,7 @@ def test_the_tokenizer_can_always_pad(folder, tmp_path):
     assert load_tokenizer(str(tmp_path)).pad_token == "</s>"
 
 
-def test_every_place_that_names_an_end_counts_once():
+def test_eos_ids_are_collected_once_from_all_configs():
     def owner(value):
         return SimpleNamespace(eos_token_id=value)
 
@@ -231,7 +233,7 @@ def test_every_place_that_names_an_end_counts_once():
     assert eos_ids(owner(None), None, owner(4)) == (4,)
 
 
-def test_a_folder_without_a_tokenizer_is_refused_with_what_to_copy(folder, tmp_path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(folder, tmp_path) -> None:
     import shutil
 
     bare = tmp_path / "bare"

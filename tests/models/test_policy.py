@@ -7,7 +7,7 @@ import torch
 
 from hone.models.policy import PolicyModel, ValueModel, hidden_states
 from hone.models.tiny import tiny_lm
-from tests.engine.batches import ROWS, VOCABULARY, packed_of, rows
+from tests.engine.batches import ROWS, VOCABULARY, pack_batch, rows
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
@@ -16,7 +16,7 @@ def decoder_of(family, **changes):
     lm = tiny_lm(VOCABULARY, family=family, hidden=32, mlp=48, seed=3)
     for name, value in changes.items():
         setattr(lm.config, name, value)
-    # Fresh weights are nearly uniform: make them speak up, so that attention matters.
+    # The logits of fresh weights are nearly uniform; larger weights make attention matter.
     with torch.no_grad():
         for parameter in lm.parameters():
             if parameter.dim() > 1:
@@ -25,17 +25,17 @@ def decoder_of(family, **changes):
 
 
 def one_by_one(lm, batch):
-    """[M, d] hidden states that predict each target, from eager attention over unpadded rows."""
+    """Returns the hidden states [M, d] that predict each target, by eager attention on single rows."""
     width = batch.batch["prompts"].shape[1]
-    found = []
+    states = []
     for i in range(len(batch)):
         real = batch.batch["attention_mask"][i].bool()
         ids = torch.cat([batch.batch["prompts"][i], batch.batch["responses"][i]])[real]
         hidden = lm.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         start = int(real[:width].sum())
         columns = batch.batch["response_mask"][i].nonzero().flatten()
-        found.append(hidden[start + columns - 1])
-    return torch.cat(found)
+        states.append(hidden[start + columns - 1])
+    return torch.cat(states)
 
 
 def eager(family, **changes):
@@ -49,10 +49,10 @@ CASES += [("qwen2", {"window": 2})]
 
 
 def build(family, changes):
-    """qwen2's window must be given when the model is made: its layers read it then."""
+    """Returns our model and the eager one; qwen2 reads its window only when it is built."""
     if "window" not in changes:
         return decoder_of(family, **changes), eager(family, **changes)
-    made = []
+    models = []
     for name in ("hone", "eager"):
         lm = decoder_of(family)
         config = lm.config
@@ -60,38 +60,37 @@ def build(family, changes):
         config.layer_types = ["full_attention", "sliding_attention"]
         fresh = type(lm)._from_config(config, attn_implementation=name)
         fresh.load_state_dict(lm.state_dict())
-        made.append(fresh)
-    return made[0], made[1]
+        models.append(fresh)
+    return models[0], models[1]
 
 
-def near(found, expected, name=""):
-    """Norms and eager softmax round to float32 inside, whatever the module's dtype."""
+def assert_close(actual, expected, name=""):
+    """The bound allows for norms and the eager softmax, which round to float32 in any dtype."""
     bound = 1e-5 * float(expected.abs().max())
-    assert float((found - expected).abs().max()) < bound, name
+    assert float((actual - expected).abs().max()) < bound, name
 
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_packed_equals_one_by_one_forward_and_gradient(family, changes, share):
-    ours, theirs = (lm.double() for lm in build(family, changes))
+    ours, plain = (lm.double() for lm in build(family, changes))
     batch = rows()
-    packed = packed_of(batch, share)
-    found = hidden_states(ours.model, packed)[packed.source]
-    expected = one_by_one(theirs, batch)
-    near(found, expected)
-    pull = torch.randn(
+    packed = pack_batch(batch, share)
+    actual = hidden_states(ours.model, packed)[packed.source]
+    expected = one_by_one(plain, batch)
+    assert_close(actual, expected)
+    gradient = torch.randn(
         expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    (found * pull).sum().backward()
-    (expected * pull).sum().backward()
-    for (name, mine), theirs_ in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        if theirs_.grad is None:  # an untied head takes no part
-            continue
-        near(mine.grad, theirs_.grad, name)
+    (actual * gradient).sum().backward()
+    (expected * gradient).sum().backward()
+    for (name, x), reference in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        if reference.grad is not None:  # an untied head has no gradient
+            assert_close(x.grad, reference.grad, name)
 
 
 def test_a_small_window_changes_the_result():
-    """Else the windowed cases above would prove nothing."""
+    """Without this, the windowed cases above would prove nothing."""
     batch = rows()
     wide, narrow = (
         one_by_one(eager("mistral", sliding_window=w).double(), batch) for w in (4096, 3)
@@ -103,9 +102,9 @@ def test_a_small_window_changes_the_result():
 def test_log_probs_and_entropy_equal_softmax_of_whole_logits(family):
     batch, temperature = rows(), 0.7
     policy = PolicyModel(decoder_of(family))
-    out = policy(packed_of(batch, True), temperature=temperature, with_entropy=True)
-    theirs = eager(family).double()
-    logits = theirs.lm_head(one_by_one(theirs, batch)) / temperature
+    out = policy(pack_batch(batch, True), temperature=temperature, with_entropy=True)
+    plain = eager(family).double()
+    logits = plain.lm_head(one_by_one(plain, batch)) / temperature
     log_p = torch.log_softmax(logits, -1)
     mask = batch.batch["response_mask"].bool()
     target = batch.batch["responses"][mask]
@@ -121,22 +120,22 @@ def test_decoding_logits_are_the_logits_of_the_log_probs():
     batch = rows()
     policy = PolicyModel(decoder_of("qwen2"))
     policy._softcap, policy._logit_scale = 5.0, 0.5
-    packed = packed_of(batch, True)
+    packed = pack_batch(batch, True)
     hidden = hidden_states(policy.decoder, packed)[packed.source]
     log_p = torch.log_softmax(policy.logits(hidden) / 0.9, -1)
     expected = packed.unpack(log_p.gather(-1, packed.target[:, None])[:, 0])
-    found = policy(packed, temperature=0.9)["log_probs"]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    actual = policy(packed, temperature=0.9)["log_probs"]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_environment_tokens_say_reaches_later_tokens_but_they_are_no_targets():
-    """Foreign tokens are context: changing one changes what follows, never what came before it."""
+def test_tool_tokens_are_context_of_later_tokens_but_not_targets():
+    """Changing a tool token changes the log-probs of later tokens only."""
     policy = PolicyModel(decoder_of("qwen2"))
     batch, changed = rows(), rows()
-    row = 2  # its positions 2 and 3 are an environment's
+    row = 2  # its positions 2 and 3 are tool tokens
     changed.batch["responses"][row, 2] = 39
-    before = policy(packed_of(batch, True), temperature=1.0)["log_probs"]
-    after = policy(packed_of(changed, True), temperature=1.0)["log_probs"]
+    before = policy(pack_batch(batch, True), temperature=1.0)["log_probs"]
+    after = policy(pack_batch(changed, True), temperature=1.0)["log_probs"]
     others = torch.arange(len(ROWS)) != row
     torch.testing.assert_close(after[others], before[others])
     torch.testing.assert_close(after[row, :3], before[row, :3])
@@ -144,15 +143,17 @@ def test_what_environment_tokens_say_reaches_later_tokens_but_they_are_no_target
     assert (after[row, 4:] - before[row, 4:]).abs().min() > 1e-6
 
 
-def test_the_gradient_at_environment_tokens_is_exactly_zero():
-    """A loss over everything the policy returns does not see tokens it did not write."""
+def test_the_gradient_at_tool_tokens_is_exactly_zero():
+    """The outputs at tokens outside the response mask do not depend on the parameters."""
     policy = PolicyModel(decoder_of("qwen2"))
     batch = rows()
-    out = policy(packed_of(batch, True), temperature=1.0)["log_probs"]
-    foreign = batch.batch["response_mask"] == 0
+    out = policy(pack_batch(batch, True), temperature=1.0)["log_probs"]
+    outside_mask = batch.batch["response_mask"] == 0
     for parameter, grad in zip(
         policy.parameters(),
-        torch.autograd.grad((out * foreign).sum(), list(policy.parameters()), allow_unused=True),
+        torch.autograd.grad(
+            (out * outside_mask).sum(), list(policy.parameters()), allow_unused=True
+        ),
         strict=True,
     ):
         assert grad is None or (grad == 0).all(), parameter.shape
@@ -163,26 +164,26 @@ def test_padding_and_rows_without_targets_bring_no_nan(share):
     policy = PolicyModel(decoder_of("qwen2"))
     batch = rows(prompt_pad=5, response_pad=4)
     batch.batch["response_mask"][:3] = 0
-    out = policy(packed_of(batch, share), temperature=1.0, with_entropy=True)
+    out = policy(pack_batch(batch, share), temperature=1.0, with_entropy=True)
     (out["log_probs"].sum() + out["entropy"].sum()).backward()
     assert all(torch.isfinite(x).all() for x in out.values())
     assert all(torch.isfinite(p.grad).all() for p in policy.parameters())
 
 
 def test_a_pack_without_any_target_has_a_gradient_of_zero():
-    """What a rank runs to keep its peers company."""
+    """A rank without rows runs such a batch to join the collectives."""
     policy = PolicyModel(decoder_of("qwen2"))
     batch = rows(2)
     batch.batch["response_mask"].zero_()
-    policy(packed_of(batch, True), temperature=1.0)["log_probs"].sum().backward()
+    policy(pack_batch(batch, True), temperature=1.0)["log_probs"].sum().backward()
     assert all((p.grad == 0).all() for p in policy.parameters() if p.grad is not None)
     assert any(p.grad is not None for p in policy.parameters())
 
 
-def test_values_start_at_zero_one_a_token_and_learn():
+def test_values_start_at_zero_and_follow_the_head():
     model = ValueModel(decoder_of("qwen2"))
     batch = rows(response_pad=2)
-    packed = packed_of(batch, True)
+    packed = pack_batch(batch, True)
     values = model(packed)["values"]
     assert values.shape == batch.batch["responses"].shape
     assert values.dtype == torch.float32
@@ -214,7 +215,7 @@ def test_gradient_checkpointing_changes_neither_values_nor_gradients(share):
         if checkpointing:
             policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
         policy.train()
-        out = policy(packed_of(batch, share), temperature=1.0)["log_probs"]
+        out = policy(pack_batch(batch, share), temperature=1.0)["log_probs"]
         out.square().sum().backward()
         results.append([out, *(p.grad for p in policy.parameters())])
     for plain, recomputed in zip(*results, strict=True):

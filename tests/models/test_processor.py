@@ -1,4 +1,4 @@
-"""verl's names of a model's tokenizer and processor."""
+"""The tokenizer and processor of a model, under verl's names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from hone.data.prompts import extract_system_prompt_and_generation, initialize_system_prompt
-from hone.models.processor import (
-    hf_processor,
-    hf_tokenizer,
-    normalize_token_ids,
-    set_pad_token_id,
-)
+from hone.models.processor import hf_processor, hf_tokenizer, normalize_token_ids, set_pad_token_id
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
 
@@ -44,12 +39,12 @@ def test_token_ids_in_any_form_become_one_list(output: object) -> None:
 
 
 @pytest.mark.parametrize("output", ["12", 3, [[1], [2]]])
-def test_what_is_not_the_ids_of_one_text_is_refused(output: object) -> None:
+def test_other_values_than_the_ids_of_one_text_are_refused(output: object) -> None:
     with pytest.raises(TypeError, match="token ids of one text"):
         normalize_token_ids(output)
 
 
-def test_a_tokenizer_without_padding_pads_with_its_end() -> None:
+def test_a_tokenizer_without_padding_token_uses_its_eos_token() -> None:
     tokenizer = character_tokenizer()
     before = tokenizer.pad_token_id
     set_pad_token_id(tokenizer)
@@ -59,7 +54,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end() -> None:
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
 
 
-def test_a_template_shows_its_opening_and_what_starts_a_response() -> None:
+def test_the_system_prompt_and_generation_prompt_are_read_from_the_template() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = (
         "SYS{% for m in messages %}[{{ m.content }}]{% endfor %}"

@@ -1,4 +1,4 @@
-"""Experts that one forward recorded are replayed in another, whose router would choose others."""
+"""Expert routing: recording in one forward and replay in another."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def check_family(family: str) -> None:
     packed = packed_rows()
     plain = policy(packed, **OPTIONS)["log_probs"]
     policy.record_routing()
-    own = policy(packed, with_routing=True, **OPTIONS)
-    assert torch.equal(own["log_probs"], plain)
-    routed = own["routed_experts"]
+    recorded = policy(packed, with_routing=True, **OPTIONS)
+    assert torch.equal(recorded["log_probs"], plain)
+    routed = recorded["routed_experts"]
     again = policy(packed.with_experts(routed), **OPTIONS)
     assert torch.allclose(again["log_probs"], plain, atol=1e-6)
     mask = again["log_probs"] != 0
@@ -80,14 +80,16 @@ def test_a_forward_uses_the_experts_that_another_recorded(family: str) -> None:
 
 @pytest.mark.slow
 def test_every_family_with_experts_replays_or_refuses() -> None:
-    shaped = [name for name in sorted(FAMILIES) if routing_shape(tiny_config(name)) is not None]
+    moe_families = [
+        name for name in sorted(FAMILIES) if routing_shape(tiny_config(name)) is not None
+    ]
     refused = set()
-    for family in shaped:
+    for family in moe_families:
         try:
             check_family(family)
         except UnsupportedModel:
             refused.add(family)
-    assert refused == NOT_REPLAYED & set(shaped)
+    assert refused == NOT_REPLAYED & set(moe_families)
 
 
 def test_a_dense_model_has_no_routing() -> None:
@@ -115,10 +117,10 @@ def test_the_gradient_of_a_replay_reaches_the_router_also_through_checkpointed_l
         assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_loads_are_counted_per_layer_without_tokens_that_were_not_recorded() -> None:
+def test_loads_are_counted_per_layer_without_unrecorded_tokens() -> None:
     routed = torch.tensor([[[[0, 1]], [[0, 2]], [[-1, -1]], [[3, 3]]]])  # [1, 4, 1, 2]
-    counted = torch.tensor([[1, 1, 1, 0]])
-    metrics = load_metrics(routed, counted, experts=4)
+    mask = torch.tensor([[1, 1, 1, 0]])
+    metrics = load_metrics(routed, mask, experts=4)
     assert metrics["moe/layer_0/max_load"] == pytest.approx(0.5 / 0.25)
     # Shares 1/2, 1/4, 1/4, 0 have 1.5 of 2 bits.
     assert metrics["moe/layer_0/entropy"] == pytest.approx(0.75)

@@ -1,4 +1,4 @@
-"""Models and tokenizers made on the spot."""
+"""Tiny models and tokenizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_survives_the_round_trip_one_token_a_character(tmp_path, family):
+def test_the_round_trip_is_exact_with_one_token_per_character(tmp_path, family):
     tokenizer = character_tokenizer()
     text = "What is 3 + 4?\n{\"answer\": 'seven'} ~"
     ids = tokenizer.encode(text)
@@ -45,7 +45,7 @@ def test_words_with_spaces_are_the_same_tokens_for_plain_transformers(tmp_path, 
     tokenizer = character_tokenizer(words=words)
     text = "is the moon the sun, yes\n or,  yes"
     expected = ["i", "s", " the", " ", "m", "o", "o", "n", " the", " ", "s", "u", "n", ", yes\n"]
-    expected += [" ", "o", "r", ",", " ", " ", "y", "e", "s"]  # the moon: its first word won
+    expected += [" ", "o", "r", ",", " ", " ", "y", "e", "s"]  # "the" matches before "the moon"
     ids = tokenizer.encode(text)
     assert tokenizer.convert_ids_to_tokens(ids) == expected
     save_pretrained(tiny_lm(len(tokenizer), hidden=32, family=family), tokenizer, tmp_path)
@@ -54,7 +54,7 @@ def test_words_with_spaces_are_the_same_tokens_for_plain_transformers(tmp_path, 
     assert plain.decode(ids) == text
 
 
-def test_the_template_writes_one_line_a_turn():
+def test_the_template_writes_one_line_per_turn():
     messages = [
         {"role": "user", "content": "1+1"},
         {"role": "assistant", "content": "2"},
@@ -67,11 +67,11 @@ def test_the_template_writes_one_line_a_turn():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_seed_alone_decides_the_weights(family):
+def test_the_weights_depend_only_on_the_seed(family):
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
     first = tiny_lm(30, hidden=32, family=family, seed=1).state_dict()
-    assert torch.equal(torch.random.get_rng_state(), before)  # nobody else's numbers were used
+    assert torch.equal(torch.random.get_rng_state(), before)  # the global generator was not used
     torch.manual_seed(8)
     again = tiny_lm(30, hidden=32, family=family, seed=1).state_dict()
     other = tiny_lm(30, hidden=32, family=family, seed=2).state_dict()
@@ -80,7 +80,7 @@ def test_the_seed_alone_decides_the_weights(family):
 
 
 @pytest.mark.parametrize(
-    ("shape", "sentence"),
+    ("shape", "message"),
     [
         ({"family": "lama"}, "Did you mean 'llama'"),
         ({"family": "nonsense"}, "no decoder family 'nonsense'"),
@@ -88,12 +88,12 @@ def test_the_seed_alone_decides_the_weights(family):
         ({"hidden": 12, "heads": 4}, "into even parts"),
         ({"layers": 0}, "at least 1"),
         ({"hidden": 65}, "use hidden=72"),
-        ({"family": "gemma3"}, "gemma3 has parts besides its text model"),
+        ({"family": "gemma3"}, "gemma3 has parts other than its text model"),
         ({"hidden": 32, "heads": 4, "kv_heads": 3}, "kv_heads=3"),
     ],
 )
-def test_a_shape_that_cannot_be_says_what_would_work(shape, sentence):
-    with pytest.raises(TinyModelError, match=sentence):
+def test_the_error_of_an_invalid_shape_names_a_valid_one(shape, message):
+    with pytest.raises(TinyModelError, match=message):
         tiny_lm(30, **shape)
 
 

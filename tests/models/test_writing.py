@@ -1,4 +1,4 @@
-"""A folder is whole or absent; saving shows no bar but ours, and leaves the user's setting as it was."""
+"""Folders are written atomically; saving shows no progress bar and restores the user's setting."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.models.writing import whole_folder, without_progress_bar
 
 
-def test_a_saved_model_draws_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saving_a_model_shows_no_progress_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = character_tokenizer()
     save_pretrained(tiny_lm(len(tokenizer)), tokenizer, tmp_path)
     assert "Writing model shards" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shown", [True, False])
-def test_the_setting_comes_back(shown: bool) -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_setting_is_restored(enabled: bool) -> None:
     before = logging.is_progress_bar_enabled()
     try:
-        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+        (logging.enable_progress_bar if enabled else logging.disable_progress_bar)()
         with without_progress_bar():
             assert not logging.is_progress_bar_enabled()
-        assert logging.is_progress_bar_enabled() == shown
+        assert logging.is_progress_bar_enabled() == enabled
     finally:
         (logging.enable_progress_bar if before else logging.disable_progress_bar)()
 
 
-def test_a_folder_is_there_when_all_is_written(tmp_path: Path) -> None:
+def test_a_folder_appears_when_all_files_are_written(tmp_path: Path) -> None:
     (tmp_path / ".out.tmp").mkdir()
     (tmp_path / ".out.tmp" / "left").write_text("by a kill")
     (tmp_path / "out").mkdir()
@@ -62,14 +64,14 @@ def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
         "with w.whole_folder(pathlib.Path(sys.argv[1])): pass"
     )
     with whole_folder(tmp_path / "out"):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", program, str(tmp_path / "out")], capture_output=True, text=True
         )
-    assert done.returncode != 0
-    assert "FolderLocked" in done.stderr
+    assert process.returncode != 0
+    assert "FolderLocked" in process.stderr
 
 
-def test_an_error_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_leaves_no_folder(tmp_path: Path) -> None:
     def killed() -> None:
         with whole_folder(tmp_path / "out") as temporary:
             (temporary / "file").write_text("x")

@@ -1,4 +1,4 @@
-"""One step after another on each rank of a sharded actor; importable in a spawned process."""
+"""The steps of each rank of sharded workers; importable in a spawned process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hone.workers.process_reward_model import ProcessRewardModelWorker
 from .tasks import RESPONSE, config_of, prompts
 
 
-def weights(one: Any) -> dict[str, torch.Tensor]:
-    return {n: x.clone() for n, x in one.actor.engine.named_hf_weights()}
+def weights(worker: Any) -> dict[str, torch.Tensor]:
+    return {n: x.clone() for n, x in worker.actor.engine.named_hf_weights()}
 
 
-def metrics_of(one: Any, batch: DataProto) -> dict[str, float]:
-    return one.update_actor(batch).meta_info["metrics"]
+def metrics_of(worker: Any, batch: DataProto) -> dict[str, float]:
+    return worker.update_actor(batch).meta_info["metrics"]
 
 
 def run_rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
@@ -32,11 +32,11 @@ def run_rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
     os.environ.update(place.environment())
     torch.set_num_threads(1)
     try:
-        found = {
-            name: walk(place, Path(model), Path(folder) / name, overrides)
+        results = {
+            name: run_steps(place, Path(model), Path(folder) / name, overrides)
             for name, overrides in TWO_RANK_RUNS.items()
         }
-        torch.save(found, Path(folder) / f"rank{rank}.pt")
+        torch.save(results, Path(folder) / f"rank{rank}.pt")
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -44,20 +44,20 @@ def run_rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def score_rank(rank: int, world: int, port: int, judge: str, folder: str) -> None:
-    """Score this rank's rows of `folder/batch.pt` with a sharded process reward model."""
+def score_rank(rank: int, world: int, port: int, prm: str, folder: str) -> None:
+    """Scores this rank's rows of `folder/batch.pt` with a sharded process reward model."""
     place = Placement(rank, world, rank, world, "127.0.0.1", port)
     os.environ.update(place.environment())
     torch.set_num_threads(1)
     try:
-        with use_placement(place):
-            one = ProcessRewardModelWorker(load_config(judge_settings(judge)))
-        one.init_model()
-        sharded = sum(p.to_local().numel() for p in one.engine.module.parameters())
-        whole = sum(p.numel() for p in one.engine.module.parameters())
-        assert sharded < 0.6 * whole
+        with placed(place):
+            worker = ProcessRewardModelWorker(load_config(prm_settings(prm)))
+        worker.init_model()
+        sharded = sum(p.to_local().numel() for p in worker.engine.module.parameters())
+        full = sum(p.numel() for p in worker.engine.module.parameters())
+        assert sharded < 0.6 * full
         rows = torch.load(Path(folder) / "batch.pt", weights_only=False)[rank]
-        scored = one.compute_rm_score(rows).batch
+        scored = worker.compute_rm_score(rows).batch
         torch.save(dict(scored.items()), Path(folder) / f"rank{rank}.pt")
     except BaseException:
         traceback.print_exc()
@@ -66,12 +66,12 @@ def score_rank(rank: int, world: int, port: int, judge: str, folder: str) -> Non
     dist.destroy_process_group()
 
 
-def judge_settings(judge: str) -> list[str]:
+def prm_settings(prm: str) -> list[str]:
     return [
         "reward_model.enable=true",
         "reward_model.type=prm",
-        f"reward_model.model.path={judge}",
-        f"actor_rollout_ref.model.path={judge}",
+        f"reward_model.model.path={prm}",
+        f"actor_rollout_ref.model.path={prm}",
         "trainer.device=cpu",
     ]
 
@@ -82,37 +82,37 @@ TWO_RANK_RUNS = {
 }
 
 
-def walk(place: Placement, model: Path, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """Generate, score with the reference, update, save: what one step asks of the worker."""
-    with use_placement(place):
-        one = ActorRolloutRefWorker(
+def run_steps(place: Placement, model: Path, folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """Runs two steps (generate, reference log-probs, update) and saves a checkpoint."""
+    with placed(place):
+        worker = ActorRolloutRefWorker(
             config_of(model, "actor_rollout_ref.actor.use_kl_loss=true", *overrides)
         )
-    one.init_model()
-    mine = prompts().chunk(place.world_size)[place.rank]
-    mine.meta_info["sampling_params"] = {"temperature": 0.9}
-    found: dict[str, Any] = {"tokens": [], "metrics": []}
+    worker.init_model()
+    own_prompts = prompts().chunk(place.world_size)[place.rank]
+    own_prompts.meta_info["sampling_params"] = {"temperature": 0.9}
+    results: dict[str, Any] = {"tokens": [], "metrics": []}
     for _ in range(2):
-        batch = one.generate_sequences(mine)
-        found["tokens"] += [
+        batch = worker.generate_sequences(own_prompts)
+        results["tokens"] += [
             r[m.bool()].tolist()
             for r, m in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
         ]
-        whole = _advantages(batch, place)
-        whole = whole.union(one.compute_ref_log_prob(whole))
-        found["metrics"].append(metrics_of(one, whole))
-    one.save_checkpoint(str(folder))
-    found["weights"] = weights(one)
-    one.close()
-    return found
+        batch = _with_advantages(batch, place)
+        batch = batch.union(worker.compute_ref_log_prob(batch))
+        results["metrics"].append(metrics_of(worker, batch))
+    worker.save_checkpoint(str(folder))
+    results["weights"] = weights(worker)
+    worker.close()
+    return results
 
 
-def _advantages(batch: DataProto, place: Placement) -> DataProto:
-    """By row number over all ranks, so that every number of ranks sees the same."""
+def _with_advantages(batch: DataProto, place: Placement) -> DataProto:
+    """Adds advantages by row number over all ranks, so that they do not depend on the world size."""
     start = place.rank * len(batch)
     random = torch.Generator().manual_seed(1)
-    every = torch.randn(100, RESPONSE, generator=random)
+    all_rows = torch.randn(100, RESPONSE, generator=random)
     width = batch.batch["responses"].shape[1]
-    batch.batch["advantages"] = every[start : start + len(batch), :width].contiguous()
+    batch.batch["advantages"] = all_rows[start : start + len(batch), :width].contiguous()
     batch.meta_info["temperature"] = 0.9
     return batch

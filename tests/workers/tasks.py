@@ -19,7 +19,7 @@ def write_model(folder: Path, **shape: int) -> Path:
     tokenizer = character_tokenizer("abcdefgh0123456789+=")
     lm = tiny_lm(len(tokenizer), **{"hidden": 32, "mlp": 48, "seed": 3} | shape)
     with torch.no_grad():
-        lm.model.embed_tokens.weight.mul_(5)  # a fresh model is uniform; let it have opinions
+        lm.model.embed_tokens.weight.mul_(5)  # the logits of a fresh model are nearly uniform
     return save_pretrained(lm, tokenizer, folder)
 
 
@@ -42,7 +42,7 @@ def config_of(model: Path, *overrides: str) -> PPOTrainerConfig:
 
 
 def prompts(count: int = 4, samples: int = 2) -> DataProto:
-    """Rows of different prompts, `samples` of each."""
+    """Returns rows of different prompts, `samples` of each."""
     columns: dict[str, list[Any]] = {
         n: [] for n in ("uid", "sample_index", "trajectory_id", "prompt_ids")
     }
@@ -61,7 +61,7 @@ def prompts(count: int = 4, samples: int = 2) -> DataProto:
 
 
 def with_advantages(batch: DataProto, temperature: float = 0.9) -> DataProto:
-    """What the driver would add before an update."""
+    """Adds the columns that the driver computes before an update."""
     shape = batch.batch["responses"].shape
     random = torch.Generator().manual_seed(1)
     for name in ("advantages", "values", "returns"):

@@ -1,4 +1,4 @@
-"""The actor and the reference, each alone."""
+"""The actor worker and the reference worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def config(tmp_path_factory):
 
 
 def batch():
-    """Two prompts of two tokens, responses of three."""
+    """Returns four rows with prompts of two tokens and responses of three."""
     ids = torch.randint(3, 12, (4, 5), generator=torch.Generator().manual_seed(2))
     return DataProto.from_dict(
         {
@@ -29,30 +29,30 @@ def batch():
     )
 
 
-def built(kind, config):
-    worker = kind(config)
+def make_worker(cls, config):
+    worker = cls(config)
     worker.init_model()
     return worker
 
 
 def test_actor_and_reference_start_from_the_same_policy(config):
-    log_probs = built(ActorWorker, config).compute_log_prob(batch()).batch["old_log_probs"]
-    reference = built(ReferenceWorker, config).compute_ref_log_prob(batch())
+    log_probs = make_worker(ActorWorker, config).compute_log_prob(batch()).batch["old_log_probs"]
+    reference = make_worker(ReferenceWorker, config).compute_ref_log_prob(batch())
     assert torch.equal(reference.batch["ref_log_prob"], log_probs)
 
 
-def test_an_update_raises_what_had_an_advantage_and_reports_by_role(config):
-    actor = built(ActorWorker, config)
+def test_an_update_raises_log_probs_with_positive_advantage_and_names_metrics_by_role(config):
+    actor = make_worker(ActorWorker, config)
     before = actor.compute_log_prob(batch()).batch["old_log_probs"]
     metrics = actor.update_actor(batch()).meta_info["metrics"]
-    moved = actor.compute_log_prob(batch()).batch["old_log_probs"] - before
-    assert (moved * batch().batch["advantages"]).mean() > 0
+    change = actor.compute_log_prob(batch()).batch["old_log_probs"] - before
+    assert (change * batch().batch["advantages"]).mean() > 0
     assert {"actor/pg_loss", "actor/lr", "actor/grad_norm", "actor/entropy"} <= metrics.keys()
     assert actor.version() == 1
 
 
 def test_sum_of_squares_is_computed_on_request_only(config):
-    actor = built(ActorWorker, config)
+    actor = make_worker(ActorWorker, config)
     assert "sum_pi_squared" not in actor.compute_log_prob(batch()).column_names()
     out = actor.compute_log_prob(batch(), with_sum_pi_squared=True)
     assert ((out.batch["sum_pi_squared"] > 0) & (out.batch["sum_pi_squared"] <= 1)).all()

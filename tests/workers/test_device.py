@@ -33,13 +33,13 @@ def test_auto_without_a_gpu_is_the_cpu(monkeypatch):
         pick_device("cuda", 0)
 
 
-def test_ranks_of_a_node_take_its_gpus_in_turn(monkeypatch):
-    chosen = []
+def test_local_ranks_wrap_around_the_gpus(monkeypatch):
+    devices = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     assert pick_device("auto", 3) == torch.device("cuda", 1)
-    assert chosen == [torch.device("cuda", 1)]
+    assert devices == [torch.device("cuda", 1)]
     assert pick_device("cpu", 0) == CPU
 
 
@@ -61,29 +61,29 @@ def test_several_ranks_join_with_the_configured_timeout(joined):
     [(actor, "ActorWorker"), (actor, "ReferenceWorker"), (critic, "CriticWorker")],
 )
 def test_every_role_takes_its_timeout_from_nccl_timeout(module, name, monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(train, "prepare_process", lambda *given: asked.append(given))
+    calls = []
+    monkeypatch.setattr(train, "prepare_process", lambda *arguments: calls.append(arguments))
     config = config_of(write_model(tmp_path), "actor_rollout_ref.nccl_timeout=77")
     getattr(module, name)(config).init_model()
-    assert [(device, ranks, timeout) for device, ranks, timeout, _ in asked] == [(CPU, 1, 77)]
+    assert [(device, ranks, timeout) for device, ranks, timeout, _ in calls] == [(CPU, 1, 77)]
 
 
 @pytest.fixture
-def undone():
+def restored():
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def test_full_determinism_asks_for_deterministic_kernels_and_seeds_everything(undone):
-    def drawn():
+def test_full_determinism_enables_deterministic_kernels_and_seeds_all_generators(restored):
+    def samples():
         prepare_process(CPU, 1, 1.0, [FSDPConfig(), FSDPConfig(full_determinism=True, seed=9)])
         return random.random(), np.random.rand(), torch.rand(()).item()
 
-    assert drawn() == drawn()
+    assert samples() == samples()
     assert torch.are_deterministic_algorithms_enabled()
 
 
-def test_without_it_generators_are_left_alone(undone):
+def test_without_it_generators_are_not_seeded(restored):
     before = torch.get_rng_state()
     prepare_process(CPU, 1, 1.0, [FSDPConfig()])
     assert torch.equal(torch.get_rng_state(), before)

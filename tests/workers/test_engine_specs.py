@@ -1,4 +1,4 @@
-"""What each role's engine is built from."""
+"""The EngineSpec of each role."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def specs(*overrides):
     return [make(config, worker, CPU) for make in (actor_spec, reference_spec, critic_spec)]
 
 
-def test_only_what_is_trained_has_an_optimizer():
+def test_only_trained_roles_have_an_optimizer():
     actor, reference, critic = specs()
     assert actor.optim is not None
     assert critic.optim is not None
@@ -34,7 +34,7 @@ def test_the_critic_starts_from_the_actors_model_under_a_value_head():
     assert specs("critic.model.path=other")[2].model_path == "other"
 
 
-def test_adapters_are_the_actors_and_the_critics_own_and_never_the_references():
+def test_actor_and_critic_have_their_own_adapters_and_the_reference_none():
     ranks = [spec.adapters and spec.adapters.rank for spec in specs(*LORA)]
     assert ranks == [4, None, 2]
 

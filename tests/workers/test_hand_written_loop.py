@@ -1,4 +1,4 @@
-"""The PPO loop that verl's users write by hand, over groups of verl's workers, here and on Ray."""
+"""A hand-written PPO loop over groups of verl's workers, in this process and on Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FixedKL:
     value = 0.05
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """A fixed coefficient stays."""
+        """Does nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def config_of(task: Task, folder: Path) -> Any:
 
 
 def prompt_batch(task: Task) -> DataProto:
-    """Prompts as verl's data loader gives them: left-padded tensors, each repeated."""
+    """Returns prompts as verl's data loader does: left-padded tensors, each repeated."""
     tokenizer = load_tokenizer(str(task.model))
     ids = [tokenizer.encode(f"{n}+1=", add_special_tokens=False) for n in (3, 12, 140, 7)]
     width = max(map(len, ids))
@@ -60,8 +60,8 @@ def prompt_batch(task: Task) -> DataProto:
 
 
 def train_by_hand(task: Task, actor_rollout_ref: WorkerGroup, critic: WorkerGroup) -> list[Any]:
-    """Three steps; what each one measured."""
-    seen: list[Any] = []
+    """Runs three steps and returns the results of each."""
+    results: list[Any] = []
     for _ in range(3):
         prompts = prompt_batch(task)
         batch = actor_rollout_ref.generate_sequences(prompts)
@@ -73,21 +73,21 @@ def train_by_hand(task: Task, actor_rollout_ref: WorkerGroup, critic: WorkerGrou
         batch.batch["token_level_scores"] = mask * (batch.batch["responses"] % 3 == 0)
         batch, kl = apply_kl_penalty(batch, FixedKL())  # type: ignore[arg-type]
         batch = compute_advantage(batch, "gae", gamma=1.0, lam=0.95)
-        updated = actor_rollout_ref.update_actor(batch)
-        fitted = critic.update_critic(batch)
-        seen.append(
+        actor_output = actor_rollout_ref.update_actor(batch)
+        critic_output = critic.update_critic(batch)
+        results.append(
             {
                 "responses": batch.batch["responses"].tolist(),
                 "kl": kl["actor/reward_kl_penalty"],
-                "loss": np.mean(updated.meta_info["metrics"]["actor/pg_loss"]),
-                "value loss": np.mean(fitted.meta_info["metrics"]["critic/vf_loss"]),
+                "loss": np.mean(actor_output.meta_info["metrics"]["actor/pg_loss"]),
+                "value loss": np.mean(critic_output.meta_info["metrics"]["critic/vf_loss"]),
             }
         )
-    return seen
+    return results
 
 
 @pytest.fixture
-def here(task: Task, tmp_path: Path) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+def local_groups(task: Task, tmp_path: Path) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     config = config_of(task, tmp_path)
     pool = ResourcePool([1])
     policy = ClassWithInitArgs(
@@ -103,34 +103,40 @@ def here(task: Task, tmp_path: Path) -> Iterator[tuple[WorkerGroup, WorkerGroup]
 
 
 def test_a_loop_written_by_hand_trains_policy_and_critic(
-    task: Task, here: tuple[WorkerGroup, WorkerGroup]
+    task: Task, local_groups: tuple[WorkerGroup, WorkerGroup]
 ) -> None:
-    seen = train_by_hand(task, *here)
-    assert seen[0]["kl"] == pytest.approx(0, abs=1e-6)  # the policy is still its reference
-    assert abs(seen[2]["kl"]) > 1e-4
-    assert seen[0]["responses"] != seen[1]["responses"]  # each call draws anew
-    assert len({step["value loss"] for step in seen}) == 3
+    results = train_by_hand(task, *local_groups)
+    assert results[0]["kl"] == pytest.approx(0, abs=1e-6)  # the policy is still its reference
+    assert abs(results[2]["kl"]) > 1e-4
+    assert results[0]["responses"] != results[1]["responses"]  # each call samples again
+    assert len({step["value loss"] for step in results}) == 3
 
 
-def test_verls_columns_are_in_the_batch(task: Task, here: tuple[WorkerGroup, WorkerGroup]) -> None:
-    batch = here[0].generate_sequences(prompt_batch(task))
+def test_verls_columns_are_in_the_batch(
+    task: Task, local_groups: tuple[WorkerGroup, WorkerGroup]
+) -> None:
+    batch = local_groups[0].generate_sequences(prompt_batch(task))
     expected = {"prompts", "responses", "input_ids", "attention_mask", "position_ids"}
     assert expected | {"response_mask", "rollout_log_probs"} <= set(batch.batch.keys())
     joined = torch.cat([batch.batch["prompts"], batch.batch["responses"]], 1)
     assert torch.equal(batch.batch["input_ids"], joined)
 
 
-def test_greedy_where_do_sample_is_off(task: Task, here: tuple[WorkerGroup, WorkerGroup]) -> None:
+def test_do_sample_false_is_greedy(
+    task: Task, local_groups: tuple[WorkerGroup, WorkerGroup]
+) -> None:
     prompts = prompt_batch(task)
     prompts.meta_info["do_sample"] = False
-    first, second = (here[0].generate_sequences(prompts).batch["responses"] for _ in range(2))
+    first, second = (
+        local_groups[0].generate_sequences(prompts).batch["responses"] for _ in range(2)
+    )
     assert torch.equal(first, second)
     assert torch.equal(first[0], first[1])  # the same prompt twice
 
 
 @pytest.mark.slow
-def test_on_ray_the_loop_is_the_same_line_by_line(
-    task: Task, here: tuple[WorkerGroup, WorkerGroup], tmp_path: Path
+def test_on_ray_the_loop_gives_the_same_results(
+    task: Task, local_groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path
 ) -> None:
     pytest.importorskip("ray")
     from hone.controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -148,8 +154,8 @@ def test_on_ray_the_loop_is_the_same_line_by_line(
         groups = [RayWorkerGroup(pool, policy), RayWorkerGroup(pool, value)]
         for group in groups:
             group.init_model()
-        there = train_by_hand(task, *groups)
-        assert there == train_by_hand(task, *here)
+        on_ray = train_by_hand(task, *groups)
+        assert on_ray == train_by_hand(task, *local_groups)
     finally:
         for group in groups:
             group.shutdown()

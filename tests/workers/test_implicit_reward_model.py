@@ -1,4 +1,4 @@
-"""PRIME's reward model: its log-ratios, its update by cross-entropy, and any micro-batches."""
+"""PRIME's reward model: log-ratios, the cross-entropy update, independence of micro-batches."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def batch():
-    made = rows()
-    made.batch["prompts"] %= 20
-    made.batch["responses"] %= 20
-    made.batch["outcome"] = torch.tensor(OUTCOME)
-    made.batch["group"] = torch.tensor([0, 0, 0, 1, 1, 2, 3])
-    made.batch["step_row"] = torch.arange(len(OUTCOME))
-    return made
+    worker = rows()
+    worker.batch["prompts"] %= 20
+    worker.batch["responses"] %= 20
+    worker.batch["outcome"] = torch.tensor(OUTCOME)
+    worker.batch["group"] = torch.tensor([0, 0, 0, 1, 1, 2, 3])
+    worker.batch["step_row"] = torch.arange(len(OUTCOME))
+    return worker
 
 
-def worker(model, *overrides):
-    one = ImplicitRewardModelWorker(
+def make_worker(model, *overrides):
+    worker = ImplicitRewardModelWorker(
         config_of(
             model,
             "algorithm.adv_estimator=rloo",
@@ -44,17 +44,17 @@ def worker(model, *overrides):
             *overrides,
         )
     )
-    one.init_model()
-    return one
+    worker.init_model()
+    return worker
 
 
-def step(one, batch):
-    out = one.update_rm(batch.select(), step_rows=len(batch))
+def step(worker, batch):
+    out = worker.update_rm(batch.select(), step_rows=len(batch))
     return out.batch["log_ratio"], out.meta_info["metrics"]
 
 
 def log_probs(lm, batch, row):
-    """The log-probs [T] of one row by transformers alone, with gradient."""
+    """Returns the log-probs [T] of one row by plain transformers, with gradient."""
     columns = batch.batch
     width = columns["prompts"].shape[1]
     ids = torch.cat([columns["prompts"][row], columns["responses"][row]])
@@ -69,16 +69,16 @@ def log_probs(lm, batch, row):
 def test_the_update_is_one_step_of_cross_entropy_and_the_ratio_is_that_of_plain_transformers(
     model, batch
 ):
-    ratio, metrics = step(worker(model), batch)
+    ratio, metrics = step(make_worker(model), batch)
     lm, frozen = (AutoModelForCausalLM.from_pretrained(model).double() for _ in range(2))
     with torch.no_grad():
         reference = [log_probs(frozen, batch, i) for i in range(len(OUTCOME))]
     logits = torch.stack(
         [BETA * (log_probs(lm, batch, i) - reference[i]).sum() for i in range(len(OUTCOME))]
     )
-    written = batch.batch["response_mask"].any(-1)  # a row without policy tokens is no example
-    target = torch.tensor(OUTCOME).double()[written]
-    loss = torch.nn.functional.binary_cross_entropy(logits[written].sigmoid(), target)
+    has_tokens = batch.batch["response_mask"].any(-1)  # other rows are not in the loss
+    target = torch.tensor(OUTCOME).double()[has_tokens]
+    loss = torch.nn.functional.binary_cross_entropy(logits[has_tokens].sigmoid(), target)
     loss.backward()
     with torch.no_grad():
         norm = torch.stack([p.grad.norm() for p in lm.parameters()]).norm()
@@ -95,33 +95,37 @@ def test_the_update_is_one_step_of_cross_entropy_and_the_ratio_is_that_of_plain_
 
 
 @pytest.mark.parametrize("loss", ["ce", "dpo"])
-def test_micro_batches_change_nothing(model, batch, loss):
+def test_micro_batches_do_not_change_the_result(model, batch, loss):
     kind = f"reward_model.model.loss_type={loss}"
-    whole, of_whole = step(worker(model, kind), batch)
-    small, of_small = step(worker(model, kind, "reward_model.micro_batch_size_per_gpu=2"), batch)
+    whole, whole_metrics = step(make_worker(model, kind), batch)
+    small, small_metrics = step(
+        make_worker(model, kind, "reward_model.micro_batch_size_per_gpu=2"), batch
+    )
     torch.testing.assert_close(small, whole, rtol=1e-4, atol=1e-6)
-    assert of_small["reward_model/dpo_loss"] == pytest.approx(of_whole["reward_model/dpo_loss"])
+    assert small_metrics["reward_model/dpo_loss"] == pytest.approx(
+        whole_metrics["reward_model/dpo_loss"]
+    )
 
 
-def test_before_scores_with_the_trained_model_and_after_with_the_untrained(model, batch):
-    one = worker(model, "reward_model.model.update=after")
-    first, _ = step(one, batch)
+def test_update_before_scores_after_training_and_update_after_scores_before_it(model, batch):
+    worker = make_worker(model, "reward_model.model.update=after")
+    first, _ = step(worker, batch)
     assert (first == 0).all()
-    second, _ = step(one, batch)
-    before, _ = step(worker(model), batch)
+    second, _ = step(worker, batch)
+    before, _ = step(make_worker(model), batch)
     torch.testing.assert_close(second, before)
     assert (before != 0).any()
 
 
-def test_without_updates_it_stays_its_reference(model, batch):
-    ratio, metrics = step(worker(model, "reward_model.model.update=none"), batch)
+def test_without_updates_the_model_equals_its_reference(model, batch):
+    ratio, metrics = step(make_worker(model, "reward_model.model.update=none"), batch)
     assert (ratio == 0).all()
     assert metrics == {}
 
 
-def test_it_learns_the_outcomes(model, batch):
-    one = worker(
+def test_training_lowers_the_loss(model, batch):
+    worker = make_worker(
         model, "reward_model.model.optim.optimizer=AdamW", "reward_model.model.optim.lr=1e-2"
     )
-    losses = [step(one, batch)[1]["reward_model/dpo_loss"] for _ in range(15)]
+    losses = [step(worker, batch)[1]["reward_model/dpo_loss"] for _ in range(15)]
     assert losses[-1] < 0.8 * losses[0]

@@ -1,4 +1,4 @@
-"""What each role minimises, against formulas written out."""
+"""The objective of each role against its formula."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hone.config.algorithm import RolloutCorrectionConfig
 from hone.protocol import DataProto
 from hone.workers.objectives import PolicyObjective, ValueObjective, mean_metrics, minibatches
 from tests.engine.batches import rows
-from tests.engine.engines import actor, engine, policy, weights
+from tests.engine.engines import actor, make_engine, policy, weights
 
 
 @pytest.fixture
 def outputs():
-    """Log-probs near the old ones, and entropies, as a model would give."""
+    """Outputs of a model: log-probs near the old ones, and entropies."""
     batch = rows()
     random = torch.Generator().manual_seed(3)
     old = batch.batch["old_log_probs"]
@@ -57,23 +57,23 @@ def test_without_coefficients_the_loss_is_the_policy_loss_alone(outputs):
 
 
 @pytest.mark.parametrize("name", TABLE.names())
-def test_without_old_log_probs_the_update_is_the_one_update_case(name):
-    """Leaving the pass out equals computing it with the same weights."""
+def test_without_old_log_probs_the_update_uses_the_current_ones(name):
+    """Skipping the log-prob pass equals running it with the same weights."""
     objective = PolicyObjective(actor(name), temperature=0.8)
-    with_pass, without = engine(policy()), engine(policy())
-    computed = rows()
-    out = with_pass.infer(computed, temperature=0.8)
-    computed.batch["old_log_probs"] = out["log_probs"]
-    left_out = rows()
-    left_out.batch.pop("old_log_probs")
-    expected = with_pass.train_minibatch(computed, objective)
-    found = without.train_minibatch(left_out, objective)
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    with_pass, without = make_engine(policy()), make_engine(policy())
+    with_column = rows()
+    out = with_pass.infer(with_column, temperature=0.8)
+    with_column.batch["old_log_probs"] = out["log_probs"]
+    without_column = rows()
+    without_column.batch.pop("old_log_probs")
+    expected = with_pass.train_minibatch(with_column, objective)
+    actual = without.train_minibatch(without_column, objective)
+    assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6)
     for tensor, other in zip(weights(without).values(), weights(with_pass).values(), strict=True):
         torch.testing.assert_close(tensor, other, rtol=1e-5, atol=1e-6)
 
 
-def test_without_old_log_probs_the_distance_to_the_rollout_is_still_reported(outputs):
+def test_without_old_log_probs_the_gap_to_the_rollout_is_reported(outputs):
     batch = rows()
     old = batch.batch.pop("old_log_probs")
     mask = batch.batch["response_mask"].bool()
@@ -94,7 +94,7 @@ def test_rollout_weights_scale_each_token(outputs):
     torch.testing.assert_close(weighted.loss, 0.25 * plain.loss)
 
 
-def test_bypass_mode_takes_its_loss_and_settings_from_the_correction(outputs):
+def test_bypass_mode_uses_the_loss_and_settings_of_the_correction(outputs):
     base = load_config().algorithm.rollout_correction
     assert isinstance(base, RolloutCorrectionConfig)
     correction = replace(base, bypass_mode=True, loss_type="reinforce", rollout_is=None)
@@ -119,13 +119,13 @@ def test_the_value_objective_is_the_clipped_squared_error():
 
 
 def rows_of_updates(numbers=range(7), **options):
-    """The rows, by number, of each mini-batch of a batch with these row numbers."""
+    """Returns the row numbers of each mini-batch."""
     batch = DataProto.from_dict({"step_row": torch.tensor([*numbers])})
     settings = {"rows_per_update": 3, "epochs": 1, "shuffle_seed": None} | options
     return [part.batch["step_row"].tolist() for part in minibatches(batch, **settings)]
 
 
-def test_mini_batches_follow_the_batch():
+def test_mini_batches_keep_the_order_of_the_batch():
     assert rows_of_updates(epochs=2) == [[0, 1, 2], [3, 4, 5], [6]] * 2
 
 
@@ -135,28 +135,28 @@ def test_metrics_of_a_step_are_means_over_its_updates_and_the_largest_count():
 
 
 def test_shuffling_is_by_seed_and_differs_between_epochs():
-    seen = rows_of_updates(epochs=2, shuffle_seed=42)
-    first, second = [*chain(*seen[:3])], [*chain(*seen[3:])]
-    assert seen == rows_of_updates(epochs=2, shuffle_seed=42)
-    assert seen != rows_of_updates(epochs=2, shuffle_seed=43)
+    updates = rows_of_updates(epochs=2, shuffle_seed=42)
+    first, second = [*chain(*updates[:3])], [*chain(*updates[3:])]
+    assert updates == rows_of_updates(epochs=2, shuffle_seed=42)
+    assert updates != rows_of_updates(epochs=2, shuffle_seed=43)
     assert sorted(first) == sorted(second) == list(range(7))
     assert first != second
 
 
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("per_update", [1, 3, 4, 7, 12])
-def test_a_mini_batch_holds_the_same_rows_however_ranks_share_them(seed, per_update):
+def test_a_mini_batch_has_the_same_rows_for_every_distribution_over_ranks(seed, per_update):
     def updates(numbers):
         return rows_of_updates(numbers, step_rows=12, rows_per_update=per_update, shuffle_seed=seed)
 
-    alone = updates([*range(12)])
-    assert sorted(chain(*alone)) == list(range(12))
-    assert all(len(part) == per_update for part in alone[:-1])
+    one_rank = updates([*range(12)])
+    assert sorted(chain(*one_rank)) == list(range(12))
+    assert all(len(part) == per_update for part in one_rank[:-1])
     for shares in ([[0, 3, 5, 11, 2, 9], [1, 4, 6, 7, 8, 10]], [[7], [*range(7), *range(8, 12)]]):
-        parts = [updates(own) for own in shares]
-        for k, rows_alone in enumerate(alone):
-            assert sorted(chain(*(part[k] for part in parts))) == sorted(rows_alone)
+        by_rank = [updates(numbers) for numbers in shares]
+        for k, expected in enumerate(one_rank):
+            assert sorted(chain(*(part[k] for part in by_rank))) == sorted(expected)
 
 
-def test_a_loop_that_shares_rows_out_itself_gives_each_rank_its_part_of_every_mini_batch():
+def test_without_step_rows_each_rank_takes_its_part_of_every_mini_batch():
     assert rows_of_updates(rows_per_update=9, ranks=3) == [[0, 1, 2], [3, 4, 5], [6]]

@@ -1,4 +1,4 @@
-"""The process reward model: where steps end, what it reads there, and how its scores become credit."""
+"""The process reward model: the ends of steps, its input, its scores and their credit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hone.protocol.rows import object_array
 from hone.workers.process_reward_model import ProcessRewardModelWorker
 from tests.algorithms.advantages.references import pure_reference, whiten
 from tests.data.tokenizers_of_bytes import byte_level_tokenizer, piece_tokenizer
-from tests.workers.ranks import judge_settings, score_rank
+from tests.workers.ranks import prm_settings, score_rank
 
 WORDS = ("\n\n", ".\n\n")
 TEXTS = ["ab.\n\ncd\n\nef", "abc", "ab\n\n"]
 
 
-def save_judge(folder: Path, words: tuple[str, ...] = WORDS, tokenizer: Any = None) -> Path:
+def save_prm(folder: Path, words: tuple[str, ...] = WORDS, tokenizer: Any = None) -> Path:
     from transformers import AutoConfig, AutoModelForTokenClassification
 
     tokenizer = tokenizer or character_tokenizer(words=words)
@@ -47,18 +47,18 @@ def save_judge(folder: Path, words: tuple[str, ...] = WORDS, tokenizer: Any = No
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_judge(tmp_path_factory.mktemp("judge"))
+def prm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_prm(tmp_path_factory.mktemp("prm"))
 
 
-def worker(judge: Path, *overrides: str) -> ProcessRewardModelWorker:
-    made = ProcessRewardModelWorker(load_config([*judge_settings(str(judge)), *overrides]))
-    made.init_model()
-    return made
+def make_worker(prm: Path, *overrides: str) -> ProcessRewardModelWorker:
+    worker = ProcessRewardModelWorker(load_config([*prm_settings(str(prm)), *overrides]))
+    worker.init_model()
+    return worker
 
 
 def collated(*rows: tuple[list[int], list[int], list[int]]) -> DataProto:
-    """A batch of (prompt, response, response mask)."""
+    """Returns a batch of (prompt, response, response mask)."""
     return collate_outputs([AgentLoopOutput(*row) for row in rows], pad_token_id=0)
 
 
@@ -71,11 +71,11 @@ def batch_of(tokenizer: Any) -> DataProto:
     return collated(*rows)
 
 
-def plain_scores(judge: Path, rows: list[list[int]]) -> list[torch.Tensor]:
-    """p(good) − p(bad) at every token, by transformers over one right-padded batch."""
+def plain_scores(prm: Path, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Returns p(good) − p(bad) at every token, by transformers over one right-padded batch."""
     from transformers import AutoModelForTokenClassification
 
-    model = AutoModelForTokenClassification.from_pretrained(judge).eval()
+    model = AutoModelForTokenClassification.from_pretrained(prm).eval()
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows])
     with torch.no_grad():
@@ -84,9 +84,9 @@ def plain_scores(judge: Path, rows: list[list[int]]) -> list[torch.Tensor]:
     return [score[: len(row)] for score, row in zip(scores, rows, strict=True)]
 
 
-def test_merged_tokens_end_a_step_and_the_last_token_does_once(judge: Path) -> None:
-    made = worker(judge)
-    steps = made.compute_rm_score(batch_of(made.tokenizer)).batch["step_mask"]
+def test_tokens_that_contain_the_separator_and_the_last_token_end_a_step(prm: Path) -> None:
+    worker = make_worker(prm)
+    steps = worker.compute_rm_score(batch_of(worker.tokenizer)).batch["step_mask"]
     # a b .\n\n c d \n\n e f  |  a b c  |  a b \n\n
     assert steps.int().tolist() == [
         [0, 0, 1, 0, 0, 1, 0, 1],
@@ -95,14 +95,14 @@ def test_merged_tokens_end_a_step_and_the_last_token_does_once(judge: Path) -> N
     ]
 
 
-def test_packed_rows_score_as_transformers_does_on_padded_ones(judge: Path) -> None:
-    """The separator stands in the place of each token that ends a step."""
-    made = worker(judge, "reward_model.credit_assignment=gamma-decay")
-    batch = batch_of(made.tokenizer)
-    scores = made.compute_rm_score(batch).batch["process_scores"]
+def test_scores_of_packed_rows_equal_transformers_on_padded_rows(prm: Path) -> None:
+    """The separator replaces each token that ends a step."""
+    worker = make_worker(prm, "reward_model.credit_assignment=gamma-decay")
+    batch = batch_of(worker.tokenizer)
+    scores = worker.compute_rm_score(batch).batch["process_scores"]
     texts = ["1+ab\ncd\ne\n", "1+1+ab\n", "1+1+1+ab\n"]
-    rows = [made.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    expected = plain_scores(judge, rows)
+    rows = [worker.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    expected = plain_scores(prm, rows)
     for row, (prompt, ends) in enumerate([(2, [2, 5, 7]), (4, [2]), (6, [2])]):
         for end in ends:
             assert scores[row, end].item() == pytest.approx(
@@ -111,9 +111,11 @@ def test_packed_rows_score_as_transformers_does_on_padded_ones(judge: Path) -> N
         assert scores[row].count_nonzero() == len(ends)
 
 
-@pytest.mark.parametrize("cut", ["micro_batch_size_per_gpu=1", "forward_max_token_len_per_gpu=20"])
-def test_scores_do_not_depend_on_the_micro_batch(judge: Path, cut: str) -> None:
-    whole, parts = worker(judge), worker(judge, f"reward_model.{cut}")
+@pytest.mark.parametrize(
+    "setting", ["micro_batch_size_per_gpu=1", "forward_max_token_len_per_gpu=20"]
+)
+def test_scores_do_not_depend_on_the_micro_batch(prm: Path, setting: str) -> None:
+    whole, parts = make_worker(prm), make_worker(prm, f"reward_model.{setting}")
     batch = batch_of(whole.tokenizer)
     a, b = (w.compute_rm_score(batch).batch["process_scores"] for w in (whole, parts))
     assert torch.allclose(a, b, atol=1e-6)
@@ -121,22 +123,22 @@ def test_scores_do_not_depend_on_the_micro_batch(judge: Path, cut: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_ranks_with_half_of_the_model_each_score_as_one(judge: Path, tmp_path: Path) -> None:
-    """One of them has two rows, the other one: both take part in the same forwards."""
+def test_two_ranks_that_shard_the_model_score_as_one(prm: Path, tmp_path: Path) -> None:
+    """One rank has two rows, the other one row; both join the same forwards."""
     import torch.multiprocessing as mp
 
-    made = worker(judge)
-    batch = batch_of(made.tokenizer)
+    worker = make_worker(prm)
+    batch = batch_of(worker.tokenizer)
     torch.save([batch[:2], batch[2:]], tmp_path / "batch.pt")
-    mp.spawn(score_rank, (2, free_port(), str(judge), str(tmp_path)), nprocs=2)
+    mp.spawn(score_rank, (2, free_port(), str(prm), str(tmp_path)), nprocs=2)
     parts = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
-    for name, expected in made.compute_rm_score(batch).batch.items():
+    for name, expected in worker.compute_rm_score(batch).batch.items():
         torch.testing.assert_close(torch.cat([part[name] for part in parts]), expected)
 
 
-def test_a_small_temperature_leaves_the_worst_step(judge: Path) -> None:
-    raw = worker(judge, "reward_model.credit_assignment=gamma-decay")
-    soft = worker(judge, "reward_model.credit_assignment=0.0001")
+def test_with_a_small_temperature_the_sum_is_the_worst_step(prm: Path) -> None:
+    raw = make_worker(prm, "reward_model.credit_assignment=gamma-decay")
+    soft = make_worker(prm, "reward_model.credit_assignment=0.0001")
     batch = batch_of(raw.tokenizer)
     steps = raw.compute_rm_score(batch).batch
     lowest = steps["process_scores"][0][steps["step_mask"][0]].min()
@@ -144,72 +146,72 @@ def test_a_small_temperature_leaves_the_worst_step(judge: Path) -> None:
     assert summed == pytest.approx(lowest.item(), abs=1e-4)
 
 
-def test_tool_tokens_are_read_and_end_no_step(judge: Path) -> None:
-    made = worker(judge, "reward_model.credit_assignment=gamma-decay")
-    ids = made.tokenizer.encode("a\n\nb\n\nc\n\n", add_special_tokens=False)
+def test_tool_tokens_are_context_and_end_no_step(prm: Path) -> None:
+    worker = make_worker(prm, "reward_model.credit_assignment=gamma-decay")
+    ids = worker.tokenizer.encode("a\n\nb\n\nc\n\n", add_special_tokens=False)
     # a and its separator are the policy's, b and its separator a tool's, c the policy's, the end a tool's.
-    batch = collated((made.tokenizer.encode("1+"), ids, [1, 1, 0, 0, 1, 0]))
-    found = made.compute_rm_score(batch).batch
-    assert found["step_mask"].int().tolist() == [[0, 1, 0, 0, 1, 0]]
-    (text,) = plain_scores(judge, [made.tokenizer.encode("1+a\nb\n\n\n")])
-    assert found["process_scores"][0, 4].item() == pytest.approx(text[-1].item(), abs=1e-5)
-    nothing = collated((made.tokenizer.encode("1+"), ids, [0] * 6))
-    assert not made.compute_rm_score(nothing).batch["step_mask"].any()
+    batch = collated((worker.tokenizer.encode("1+"), ids, [1, 1, 0, 0, 1, 0]))
+    actual = worker.compute_rm_score(batch).batch
+    assert actual["step_mask"].int().tolist() == [[0, 1, 0, 0, 1, 0]]
+    (text,) = plain_scores(prm, [worker.tokenizer.encode("1+a\nb\n\n\n")])
+    assert actual["process_scores"][0, 4].item() == pytest.approx(text[-1].item(), abs=1e-5)
+    without_policy_tokens = collated((worker.tokenizer.encode("1+"), ids, [0] * 6))
+    assert not worker.compute_rm_score(without_policy_tokens).batch["step_mask"].any()
 
 
-def test_rows_are_truncated_from_the_left_and_steps_that_are_cut_away_are_no_steps(
-    judge: Path, caplog: pytest.LogCaptureFixture
+def test_rows_are_truncated_from_the_left_and_truncated_steps_are_dropped(
+    prm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = worker(judge, "reward_model.credit_assignment=gamma-decay")
+    whole = make_worker(prm, "reward_model.credit_assignment=gamma-decay")
     batch = batch_of(whole.tokenizer)  # the first row: 2 + 8 tokens, steps end at 2, 5 and 7
     for limit, ends in ((9, [2, 5, 7]), (5, [5, 7]), (1, [7])):
-        short = worker(
-            judge,
+        short = make_worker(
+            prm,
             "reward_model.credit_assignment=gamma-decay",
             f"reward_model.max_length={limit}",
         )
-        found = short.compute_rm_score(batch).batch
-        assert found["step_mask"][0].nonzero().squeeze(1).tolist() == ends
+        actual = short.compute_rm_score(batch).batch
+        assert actual["step_mask"][0].nonzero().squeeze(1).tolist() == ends
         warning = f"max_length={limit} truncates {3 - len(ends)} steps" if limit < 9 else ""
         assert warning in caplog.text
         text = short.tokenizer.encode("1+ab\ncd\ne\n", add_special_tokens=False)[-limit:]
-        (expected,) = plain_scores(judge, [text])
-        assert found["process_scores"][0, 7].item() == pytest.approx(expected[-1].item(), abs=1e-5)
+        (expected,) = plain_scores(prm, [text])
+        assert actual["process_scores"][0, 7].item() == pytest.approx(expected[-1].item(), abs=1e-5)
 
 
-def test_ids_beyond_the_vocabulary_and_a_worker_of_its_own_block(judge: Path) -> None:
-    """A policy with padded embeddings may write them; verl builds the worker from `config.reward_model`."""
-    config = load_config(judge_settings(str(judge)))
-    made = ProcessRewardModelWorker(config.reward_model)
-    made.init_model()
-    ids = made.tokenizer.encode("ab\n\nc", add_special_tokens=False)
-    batch = collated((made.tokenizer.encode("1+"), [ids[0], 10**6, *ids[2:]], [1] * 4))
-    assert made.compute_rm_score(batch).batch["step_mask"].int().tolist() == [[0, 0, 1, 1]]
+def test_ids_outside_the_vocabulary_are_accepted(prm: Path) -> None:
+    """A policy with padded embeddings may sample them. verl builds the worker from `config.reward_model`."""
+    config = load_config(prm_settings(str(prm)))
+    worker = ProcessRewardModelWorker(config.reward_model)
+    worker.init_model()
+    ids = worker.tokenizer.encode("ab\n\nc", add_special_tokens=False)
+    batch = collated((worker.tokenizer.encode("1+"), [ids[0], 10**6, *ids[2:]], [1] * 4))
+    assert worker.compute_rm_score(batch).batch["step_mask"].int().tolist() == [[0, 0, 1, 1]]
 
 
-def test_a_line_break_of_the_shell_is_a_line_break(judge: Path) -> None:
-    made = worker(judge)
-    typed = worker(
-        judge, r"reward_model.split_step_char='\n\n'", r"reward_model.step_separator='\n'"
+def test_an_escaped_line_break_is_a_line_break(prm: Path) -> None:
+    worker = make_worker(prm)
+    typed = make_worker(
+        prm, r"reward_model.split_step_char='\n\n'", r"reward_model.step_separator='\n'"
     )
-    batch = batch_of(made.tokenizer)
-    a, b = (w.compute_rm_score(batch).batch for w in (made, typed))
+    batch = batch_of(worker.tokenizer)
+    a, b = (w.compute_rm_score(batch).batch for w in (worker, typed))
     assert torch.equal(a["step_mask"], b["step_mask"])
     assert torch.equal(a["process_scores"], b["process_scores"])
 
 
-def test_models_that_are_no_judges_of_steps_are_refused(judge: Path, tmp_path: Path) -> None:
+def test_models_without_a_step_head_are_refused(prm: Path, tmp_path: Path) -> None:
     from hone.models.tiny import save_pretrained, tiny_lm
 
     with pytest.raises(ConfigError, match="step_separator='ab' is 2 tokens"):
-        worker(judge, "reward_model.step_separator='ab'")
+        make_worker(prm, "reward_model.step_separator='ab'")
     tokenizer = character_tokenizer()
     base = save_pretrained(tiny_lm(len(tokenizer), hidden=16), tokenizer, tmp_path / "base")
     with pytest.raises(ConfigError, match=r"Qwen2ForCausalLM without the head.*hone train-prm"):
-        worker(base)
-    # A judge of another vocabulary may have more tokens than the policy's prompt and response.
+        make_worker(base)
+    # With another vocabulary, a row may have more tokens than the policy's prompt and response.
     lengths = ("data.max_prompt_length=2", "data.max_response_length=4")
-    narrow = worker(judge, "reward_model.forward_max_token_len_per_gpu=8", *lengths)
+    narrow = make_worker(prm, "reward_model.forward_max_token_len_per_gpu=8", *lengths)
     with pytest.raises(
         ConfigError, match=r"more than reward_model\.forward_max_token_len_per_gpu=8"
     ):
@@ -217,7 +219,7 @@ def test_models_that_are_no_judges_of_steps_are_refused(judge: Path, tmp_path: P
 
 
 def plain_odds(folder: Path, texts: list[str]) -> list[float]:
-    """p(+) − p(-) after the last token of each text, by transformers."""
+    """Returns p(+) − p(-) after the last token of each text, by transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -232,7 +234,7 @@ def plain_odds(folder: Path, texts: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize("separator", ["ки", "ки\n"])
-def test_a_causal_model_scores_a_step_by_the_logits_of_two_tokens_at_its_tag(
+def test_a_causal_model_scores_a_step_by_the_logits_of_two_tokens(
     tmp_path: Path, separator: str
 ) -> None:
     from hone.data.steps import Solution
@@ -244,13 +246,13 @@ def test_a_causal_model_scores_a_step_by_the_logits_of_two_tokens_at_its_tag(
     torch.nn.init.normal_(lm.get_output_embeddings().weight)
     folder = save_pretrained(lm, tokenizer, tmp_path / "causal")
     tag = f"reward_model.step_separator={separator!r}"
-    made = worker(folder, tag, "reward_model.step_labels=['+','-']", SUMS)
-    found = made.compute_rm_score(batch_of(made.tokenizer)).batch["process_scores"]
+    worker = make_worker(folder, tag, "reward_model.step_labels=['+','-']", SUMS)
+    actual = worker.compute_rm_score(batch_of(worker.tokenizer)).batch["process_scores"]
     after = separator.removeprefix("ки")
     dot = "." * (separator != "ки")  # in place of a token, or after the step's text
     starts = [f"1+ab{dot}ки", f"1+ab{dot}ки{after}cdки", "1+1+1+abки"]
     for place, expected in zip(((0, 2), (0, 5), (2, 2)), plain_odds(folder, starts), strict=True):
-        assert found[place].item() == pytest.approx(expected, abs=1e-5)
+        assert actual[place].item() == pytest.approx(expected, abs=1e-5)
     words = [f"model.path={folder}", "data.prompt_format=raw", "data.step_labels=['+','-']"]
     words += [f"data.step_separator={separator!r}", "trainer.device=cpu"]
     scorer = StepScorer(load_config(words, config_name="prm_trainer"))
@@ -259,9 +261,9 @@ def test_a_causal_model_scores_a_step_by_the_logits_of_two_tokens_at_its_tag(
     assert (2 * chances - 1).tolist() == pytest.approx(expected_odds, abs=1e-5)
 
 
-def test_a_classifier_has_no_tokens_as_labels_and_two_labels_are_two_tokens(judge: Path) -> None:
+def test_label_tokens_are_refused_for_a_classifier_and_must_be_two_single_tokens(prm: Path) -> None:
     with pytest.raises(ConfigError, match="is for causal models"):
-        worker(judge, "reward_model.step_labels=['+','-']")
+        make_worker(prm, "reward_model.step_labels=['+','-']")
     for labels, reason in ((("+", "ab"), "is 2 tokens"), (("+", "+"), "two of them")):
         with pytest.raises(ConfigError, match=reason):
             step_mark(character_tokenizer(), "a", labels)
@@ -278,59 +280,63 @@ PROMPT = [{"role": "user", "content": "1+1?"}]
 
 
 @pytest.mark.parametrize("make", [byte_level_tokenizer, piece_tokenizer])
-def test_another_vocabulary_is_read_by_its_characters(
-    judge: Path, tmp_path: Path, make: Callable[[], Any]
+def test_with_another_vocabulary_steps_are_split_by_characters(
+    prm: Path, tmp_path: Path, make: Callable[[], Any]
 ) -> None:
-    """The prompt in the reward model's template, each step encoded alone, scored at its separator."""
+    """The prompt has the reward model's template; each step is encoded separately."""
     policy = make()
-    made = worker(judge, save_policy_tokenizer(tmp_path / "policy", policy), SUMS)
+    worker = make_worker(prm, save_policy_tokenizer(tmp_path / "policy", policy), SUMS)
     texts = ["so a.\n\nx é 😀\n\nend", "\n\na\n\n\n\nb", "abc </s>"]
     rows = [policy.encode(text, add_special_tokens=False) for text in texts]
     rows[0].append(policy.eos_token_id)
     batch = collated(*((policy.encode("q?"), ids, [1] * len(ids)) for ids in rows))
     batch.non_tensor_batch["raw_prompt"] = object_array([PROMPT] * 3)
-    found = made.compute_rm_score(batch).batch
-    prompt = made.tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
-    read = [
+    actual = worker.compute_rm_score(batch).batch
+    prompt = worker.tokenizer.apply_chat_template(
+        PROMPT, add_generation_prompt=True, tokenize=False
+    )
+    inputs = [
         [*"so a.", "\n", *"x é 😀", "\n", *"end", "\n"],
         ["\n", "a", "\n", "\n", "b", "\n"],
-        # The same letters are a special token of the judge, which a policy must not be able to write.
+        # "</s>" is a special token of the reward model, which a policy must not be able to write.
         [*("abc </s>" if make is byte_level_tokenizer else "abc"), "\n"],
     ]
-    vocabulary, unknown = made.tokenizer.get_vocab(), made.tokenizer.unk_token_id
-    ids = [[vocabulary.get(c, unknown) for c in [*prompt, *row]] for row in read]
-    expected = plain_scores(judge, ids)
-    for row, tokens in enumerate(read):
-        places = [i for i, token in enumerate(tokens) if token == "\n"]
-        columns = found["step_mask"][row].nonzero().squeeze(1)
+    vocabulary, unknown = worker.tokenizer.get_vocab(), worker.tokenizer.unk_token_id
+    ids = [[vocabulary.get(c, unknown) for c in [*prompt, *row]] for row in inputs]
+    expected = plain_scores(prm, ids)
+    for row, tokens in enumerate(inputs):
+        positions = [i for i, token in enumerate(tokens) if token == "\n"]
+        columns = actual["step_mask"][row].nonzero().squeeze(1)
         pieces = TokenTexts(policy)(rows[row])
         if row < 2:
             ends = [sum(map(len, pieces[: column + 1])) for column in columns.tolist()]
             assert ends == ([7, 14, 17] if row == 0 else [2, 5, 7, 8])
-        scores = found["process_scores"][row][columns]
-        assert torch.allclose(scores, expected[row][len(prompt) + torch.tensor(places)], atol=1e-5)
+        scores = actual["process_scores"][row][columns]
+        assert torch.allclose(
+            scores, expected[row][len(prompt) + torch.tensor(positions)], atol=1e-5
+        )
 
 
-def test_a_vocabulary_that_adds_tokens_to_the_policys_reads_its_ids(
-    judge: Path, tmp_path: Path
-) -> None:
+def test_with_a_superset_of_the_policys_vocabulary_ids_are_read(prm: Path, tmp_path: Path) -> None:
     smaller = save_policy_tokenizer(tmp_path / "policy", character_tokenizer(words=WORDS))
     tokenizer = character_tokenizer(words=WORDS)
     tokenizer.add_tokens(["<step>"])
-    save_judge(tmp_path / "larger", tokenizer=tokenizer)
-    made = worker(tmp_path / "larger", smaller, "reward_model.step_separator=<step>")
-    steps = made.compute_rm_score(batch_of(tokenizer)).batch["step_mask"]  # no raw_prompt is needed
+    save_prm(tmp_path / "larger", tokenizer=tokenizer)
+    worker = make_worker(tmp_path / "larger", smaller, "reward_model.step_separator=<step>")
+    steps = worker.compute_rm_score(batch_of(tokenizer)).batch[
+        "step_mask"
+    ]  # no raw_prompt is needed
     assert steps.sum(1).tolist() == [3, 1, 1]
 
 
-def test_a_vocabulary_without_a_separator_token_is_read_by_its_characters(tmp_path: Path) -> None:
-    """Else a whole response would be one step."""
-    plain = save_judge(tmp_path / "plain", words=())
-    made = worker(plain)
-    ids = made.tokenizer.encode("a\n\nb", add_special_tokens=False)
-    batch = collated((made.tokenizer.encode("1+"), ids, [1] * 4))
-    found = made.compute_rm_score(batch).batch
-    assert found["step_mask"].int().tolist() == [[0, 0, 1, 1]]
+def test_without_a_separator_token_steps_are_split_by_characters(tmp_path: Path) -> None:
+    """Otherwise a whole response would be one step."""
+    plain = save_prm(tmp_path / "plain", words=())
+    worker = make_worker(plain)
+    ids = worker.tokenizer.encode("a\n\nb", add_special_tokens=False)
+    batch = collated((worker.tokenizer.encode("1+"), ids, [1] * 4))
+    actual = worker.compute_rm_score(batch).batch
+    assert actual["step_mask"].int().tolist() == [[0, 0, 1, 1]]
 
 
 GRADE = """
@@ -345,8 +351,8 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_advantages_of_a_run_are_those_of_the_paper(judge: Path, tmp_path: Path, name: str) -> None:
-    """From the tokens and the parts of the reward in the rollout file; half of the rows have no answer."""
+def test_advantages_of_a_run_equal_the_papers_formula(prm: Path, tmp_path: Path, name: str) -> None:
+    """Recomputes them from the rollout file; half of the rows have no ground truth."""
     import pyarrow.parquet as pq
 
     from hone.models.tiny import save_pretrained, tiny_lm
@@ -385,7 +391,7 @@ def test_advantages_of_a_run_are_those_of_the_paper(judge: Path, tmp_path: Path,
         "actor_rollout_ref.actor.optim.lr=0.01",
         "reward_model.enable=true",
         "reward_model.type=prm",
-        f"reward_model.model.path={judge}",
+        f"reward_model.model.path={prm}",
         "reward_model.verifiable_reward_coef=2.0",
         "reward_model.modeling_reward_coef=0.5",
         f"+reward_model.scores.letters={tmp_path}/grade.py:grade",
@@ -405,7 +411,7 @@ def test_advantages_of_a_run_are_those_of_the_paper(judge: Path, tmp_path: Path,
     separators = [tokenizer.convert_tokens_to_ids(word) for word in WORDS]
     width = 12
     columns = {n: np.zeros((len(file), width)) for n in ("rewards", "scores", "process", "steps")}
-    mask, found = np.zeros((len(file), width), dtype=bool), np.zeros((len(file), width))
+    mask, actual = np.zeros((len(file), width), dtype=bool), np.zeros((len(file), width))
     for number, line in enumerate(file):
         ids = line["response_ids"]
         length = len(ids)
@@ -415,7 +421,7 @@ def test_advantages_of_a_run_are_those_of_the_paper(judge: Path, tmp_path: Path,
         columns["process"][number, :length] = process
         columns["scores"][number, :length] = line["token_level_scores"]
         columns["rewards"][number, :length] = line["token_level_rewards"]
-        found[number, :length] = line["advantages"]
+        actual[number, :length] = line["advantages"]
         assert line["token_level_scores"] == pytest.approx((2 * rule + process).tolist(), abs=1e-6)
         unanswered = line.get("reward_failure") == "no_ground_truth"
         if "both" in name:
@@ -430,7 +436,7 @@ def test_advantages_of_a_run_are_those_of_the_paper(judge: Path, tmp_path: Path,
     dense = np.zeros(mask.shape)
     for place, value in advantages.items():
         dense[place] = value
-    np.testing.assert_allclose(found, whiten(dense, mask), atol=2e-4)
+    np.testing.assert_allclose(actual, whiten(dense, mask), atol=2e-4)
     assert np.abs(columns["rewards"] - columns["scores"]).max() > 0  # the KL of the second step
     if "both" in name:
         assert step["reward/rows_without_answer"] == 6

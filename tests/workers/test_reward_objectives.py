@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hone.algorithms.aggregation import BatchCounts, counted
+from hone.algorithms.aggregation import BatchCounts, batch_counts
 from hone.protocol import DataProto
 from hone.workers.reward_objectives import PairObjective, StepObjective
 
@@ -32,7 +32,7 @@ def test_hard_and_soft_labels_give_the_cross_entropy_of_the_two_logits() -> None
     assert float(terms.means["train/accuracy"]) == pytest.approx(2 / 3)
 
 
-def test_a_pair_loses_by_its_score_gap_beyond_the_margin() -> None:
+def test_the_pair_loss_depends_on_the_score_gap_minus_the_margin() -> None:
     scores = torch.tensor([[0.0, 1.5], [0.5, 7.0], [2.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     data = batch([[0, 1], [1, 0], [1, 0], [0, 1]], margin=[0.25, 0.25, 0.0, 0.0])
     terms = PairObjective()({"scores": scores}, data)
@@ -48,7 +48,7 @@ def test_the_shares_of_micro_batches_add_up_to_the_loss_of_the_mini_batch() -> N
     data = batch([[1]] * 4, margin=[0.0] * 4)
     objective = PairObjective()
     whole = float(objective({"scores": scores}, data).loss)
-    with counted(BatchCounts(tokens=4.0, sequences=4.0, width=1.0)):
+    with batch_counts(BatchCounts(tokens=4.0, sequences=4.0, width=1.0)):
         parts = [
             float(objective({"scores": scores[rows]}, data.select_idxs(rows)).loss)
             for rows in ([0, 1], [2, 3])
@@ -56,7 +56,7 @@ def test_the_shares_of_micro_batches_add_up_to_the_loss_of_the_mini_batch() -> N
     assert sum(parts) == pytest.approx(whole, rel=1e-12)
 
 
-def test_a_row_that_only_joins_the_collectives_has_a_loss_with_a_graph() -> None:
+def test_a_dummy_row_has_a_loss_with_a_graph() -> None:
     scores = torch.zeros(1, 3, requires_grad=True)
     terms = PairObjective()({"scores": scores}, batch([[0, 0, 0]], margin=[0.0]))
     terms.loss.backward()

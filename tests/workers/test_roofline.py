@@ -1,4 +1,4 @@
-"""Shares of a device's ceilings, by hand."""
+"""MFU and MBU against hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ ROOFLINE = Roofline(flops=1000.0, bytes_per_s=50.0, facts=FACTS)
 
 def test_an_update_counts_six_operations_per_parameter_and_token_and_attention_over_pairs():
     expected = (6 * 100 * 4 + 6 * 8 * 2 * 4 * 4) / 2.0 / 1000
-    assert ROOFLINE.update_share([4], [0], seconds=2.0) == pytest.approx(expected)
+    assert ROOFLINE.mfu([4], [0], seconds=2.0) == pytest.approx(expected)
 
 
-def test_what_a_row_shares_with_the_row_before_is_counted_once():
-    alone = ROOFLINE.update_share([4], [0], seconds=1.0)
-    assert ROOFLINE.update_share([4, 4], [0, 4], seconds=1.0) == pytest.approx(alone)
+def test_a_shared_prompt_is_counted_once():
+    alone = ROOFLINE.mfu([4], [0], seconds=1.0)
+    assert ROOFLINE.mfu([4, 4], [0, 4], seconds=1.0) == pytest.approx(alone)
 
 
 def test_generation_reads_the_weights_once_per_decode_step_and_keys_once_per_token():
     read = 3 * 400 + 3 * (5 + 3 / 2) * 16
-    share = ROOFLINE.generation_share([5], [3], slots=8, seconds=2.0)
+    share = ROOFLINE.mbu([5], [3], slots=8, seconds=2.0)
     assert share == pytest.approx(read / 2.0 / 50)
 
 

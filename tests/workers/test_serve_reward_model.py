@@ -1,4 +1,4 @@
-"""`hone serve-rm` gives our own client the scores that the run's worker would give."""
+"""`hone serve-rm` returns the scores of the reward-model worker to our client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_classifier(tmp_path_factory.mktemp("scorer"))
 
 
-def served(model: Path, call: Callable[[str], Awaitable[Any]], worker: Any = None) -> Any:
+def with_server(model: Path, call: Callable[[str], Awaitable[Any]], worker: Any = None) -> Any:
     """Runs a call with the address of a server on a real socket."""
     from aiohttp import web
 
@@ -46,7 +46,7 @@ def served(model: Path, call: Callable[[str], Awaitable[Any]], worker: Any = Non
 def test_our_client_reads_the_scores_of_the_worker(model: Path, kind: Any) -> None:
     worker = load(str(model), ["trainer.device=cpu"])
     answers = ["2", "3 or so", "2"]
-    expected = worker.score_rows([worker.encoded(CHAT, answer) for answer in answers])
+    expected = worker.score_rows([worker.encode(CHAT, answer) for answer in answers])
 
     async def call(url: str) -> Any:
         settings = RewardServerConfig(url=url, kind=kind, model=str(model), batch_size=2)
@@ -55,7 +55,7 @@ def test_our_client_reads_the_scores_of_the_worker(model: Path, kind: Any) -> No
         rows = [Response("x", answer, None, {"prompt": CHAT}) for answer in answers]
         return await client.score_rows(rows)
 
-    scores = served(model, call, worker)
+    scores = with_server(model, call, worker)
     assert [s.score for s in scores] == pytest.approx(expected, abs=1e-5)
     assert expected[0] != expected[1]
 
@@ -70,17 +70,17 @@ def test_a_bad_request_is_answered_with_400(model: Path, path: str, body: dict[s
 
         async with aiohttp.ClientSession() as session:
             async with session.post(url + path, json=body) as answer:
-                status, said = answer.status, await answer.json()
+                status, content = answer.status, await answer.json()
             async with session.get(f"{url}/health") as answer:
-                return status, said, await answer.json()
+                return status, content, await answer.json()
 
-    status, said, health = served(model, call)
+    status, content, health = with_server(model, call)
     assert status == 400
-    assert "error" in said
+    assert "error" in content
     assert health == {"model": str(model)}
 
 
-def test_a_control_token_that_an_answer_spells_is_text(model: Path) -> None:
+def test_text_that_spells_a_control_token_is_encoded_as_text(model: Path) -> None:
     worker = load(str(model), ["trainer.device=cpu"])
     end = worker.tokenizer.eos_token
     pairs = {"text_1": ["1+1?"] * 2, "text_2": ["2", f"2{end}2"]}
@@ -91,14 +91,14 @@ def test_a_control_token_that_an_answer_spells_is_text(model: Path) -> None:
 
 
 def test_keys_may_follow_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
+    arguments: list[Any] = []
 
-    def loaded(model: str, overrides: list[str]) -> None:
-        given.extend([model, *overrides])
+    def load(model: str, overrides: list[str]) -> None:
+        arguments.extend([model, *overrides])
         raise SystemExit(0)
 
-    monkeypatch.setattr(serve_reward_model, "load", loaded)
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(serve_reward_model, "load", load)
+    with pytest.raises(SystemExit) as caught:
         serve_reward_model.main(["M", "--port", "8001", "reward_model.max_length=4096"])
-    assert ended.value.code == 0
-    assert given == ["M", "reward_model.max_length=4096"]
+    assert caught.value.code == 0
+    assert arguments == ["M", "reward_model.max_length=4096"]

@@ -1,42 +1,52 @@
-"""What every training worker does, whatever its role."""
+"""The base of all training workers."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from hone.config import load_config
 from hone.tracking.manifest import NotShared
-from hone.workers.train import TrainWorker, whole_config
+from hone.workers.train import TrainWorker, full_config
 from tests.workers.tasks import config_of
 
 
-class Schedule:
-    """An engine that counts how often its schedule moves on."""
+class FakeEngine:
+    """Returns one metrics dict per mini-batch, and counts the steps of its schedule."""
 
-    steps = 0
+    def __init__(self, updates):
+        self.updates, self.steps = iter(updates), 0
+
+    def present(self, *, optimizer):
+        assert optimizer
+        return nullcontext()
+
+    def train_minibatch(self, batch, objective):
+        return next(self.updates)
 
     def advance_schedule(self):
+        assert next(self.updates, None) is None  # after all updates of the step
         self.steps += 1
 
 
 def test_a_part_of_the_config_is_completed_with_defaults():
     part = config_of(Path("folder")).actor_rollout_ref
-    assert whole_config(part).actor_rollout_ref is part
-    assert whole_config(part).trainer == load_config().trainer
+    assert full_config(part).actor_rollout_ref is part
+    assert full_config(part).trainer == load_config().trainer
 
 
-def test_anything_else_is_refused_by_name():
-    with pytest.raises(TypeError, match="not from a TrainerConfig"):
-        whole_config(load_config().trainer)
+def test_another_block_is_refused_by_name():
+    with pytest.raises(TypeError, match="not a TrainerConfig"):
+        full_config(load_config().trainer)
 
 
-def test_the_schedule_moves_once_per_step_and_the_optimizers_metrics_carry_the_role():
+def test_the_schedule_advances_once_per_step_and_optimizer_metrics_have_the_role():
     worker = TrainWorker(config_of(Path("folder")))
-    worker.engine = Schedule()
     update = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.5, "skipped_updates": 1.0}
-    metrics = worker.end_updates("actor", [update, update | {"loss": 4.0, "skipped_updates": 2.0}])
+    worker.engine = FakeEngine([update, update | {"loss": 4.0, "skipped_updates": 2.0}])
+    metrics = worker.run_updates("actor", [None, None], None)
     assert worker.engine.steps == 1
     assert metrics == {
         "loss": 3.0,

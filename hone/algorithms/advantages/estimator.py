@@ -14,14 +14,14 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
-from hone.algorithms.settings import has, refuse_unknown, setting
+from hone.algorithms.settings import has_key, refuse_unknown, setting
 from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
 from hone.ops.groups import Labels
 from hone.plugins import PluginError
 from hone.types import Function, JsonValue, Row, Settings
 
-Pair = tuple[Tensor, Tensor]  # advantages and returns, both [B, T] and 0 outside response_mask
+Estimate = tuple[Tensor, Tensor]  # advantages and returns, both [B, T], 0 outside response_mask
 Groups = Literal["ignored", "compared", "required"]
 T = TypeVar("T", bound="Estimator")
 
@@ -46,9 +46,7 @@ class Trajectories:
     def column(self, name: str) -> Tensor:
         """Returns a column that the estimator requires."""
         if self.columns.get(name) is None:
-            raise TypeError(
-                f"the estimator reads the column {name!r} and was not given it; pass it by that name"
-            )
+            raise TypeError(f"the estimator needs the column {name!r}; pass it by that name")
         return self.columns[name]
 
 
@@ -67,19 +65,19 @@ class Estimator:
         """Required columns, in addition to rewards, mask and uid."""
         return ()
 
-    def __call__(self, batch: Trajectories) -> Pair:
+    def __call__(self, batch: Trajectories) -> Estimate:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
     @classmethod
     def of(cls: type[T], config: Settings | None = None, **options: JsonValue) -> T:
-        """Takes each option from the keyword, else from the config key of that name, else its default."""
+        """Creates an estimator; an option comes from its keyword, else its config key, else its default."""
         values: Row = {}
         for option in dataclasses.fields(cls):
             name = option.name
             if options.get(name) is not None:
                 values[name] = options[name]
             elif option.metadata != CALL_ONLY and (
-                has(config, name) or name in AlgorithmConfig.__dataclass_fields__
+                has_key(config, name) or name in AlgorithmConfig.__dataclass_fields__
             ):
                 values[name] = setting(config, name, AlgorithmConfig)
             elif option.default is dataclasses.MISSING:
@@ -104,19 +102,19 @@ class FunctionEstimator(Estimator):
     def requires(self) -> tuple[str, ...]:
         return needs_of(self.function)
 
-    def __call__(self, batch: Trajectories) -> Pair:
+    def __call__(self, batch: Trajectories) -> Estimate:
         values = {"index": batch.uid, "config": self.config, **batch.columns}
-        first = {"token_level_rewards": batch.rewards, "response_mask": batch.mask}
+        tensors = {"token_level_rewards": batch.rewards, "response_mask": batch.mask}
         parameters = inspect.signature(self.function).parameters
-        positions: tuple[Tensor, ...] = ()
-        if first.keys() <= parameters.keys():
-            values = first | values
+        positional: tuple[Tensor, ...] = ()
+        if tensors.keys() <= parameters.keys():
+            values = tensors | values
         else:
-            positions = tuple(first.values())
+            positional = tuple(tensors.values())
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             accepted = {*parameters, *self.requires}
             values = {name: value for name, value in values.items() if name in accepted}
-        result = self.function(*positions, **values)
+        result = self.function(*positional, **values)
         if not isinstance(result, tuple) or len(result) != 2:
             raise PluginError(
                 f"the estimator {_name_of(self.function)} returned a {type(result).__name__}; "
@@ -144,9 +142,9 @@ class VerlForm:
         index: Labels | None = None,
         config: Settings | None = None,
         **keywords: Any,
-    ) -> Pair:
+    ) -> Estimate:
         if isinstance(index, Mapping) or isinstance(config, int | float):
-            raise TypeError(  # these positions have another meaning in verl and would be ignored here
+            raise TypeError(  # verl has other arguments at these positions
                 f"{self.__name__} takes (token_level_rewards, response_mask, index, config); got "
                 f"{type(index).__name__} as index and {type(config).__name__} as config. Name the "
                 "arguments, or call verl's form in hone.trainer.ppo.core_algos"
@@ -176,17 +174,17 @@ def _name_of(entry: Entry) -> str:
 
 
 def estimator_of(entry: Entry, config: Settings | None, **options: JsonValue) -> Estimator:
-    """Makes the estimator of a table entry: an estimator class, its verl form, or a function."""
+    """Creates the estimator of a table entry: an estimator class, its verl form, or a function."""
     if isinstance(entry, VerlForm):
         entry = entry.estimator
     if isinstance(entry, type) and issubclass(entry, Estimator):
         if entry.__call__ is Estimator.__call__:
             raise PluginError(f"the estimator {entry.__name__} must define __call__(self, batch)")
-        known = entry.__dataclass_fields__
-        return entry.of(config, **{name: v for name, v in options.items() if name in known})
+        fields = entry.__dataclass_fields__
+        return entry.of(config, **{name: v for name, v in options.items() if name in fields})
     if isinstance(entry, type) or not callable(entry):
         raise PluginError(
-            f"{_name_of(entry)} is no advantage estimator; name a function, or a dataclass that "
+            f"{_name_of(entry)} is not an advantage estimator; name a function, or a dataclass that "
             "inherits from hone.algorithms.advantages.estimator.Estimator"
         )
     if isinstance(entry, Estimator):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
-from hone.algorithms.advantages.returns import Chain, starts
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
+from hone.algorithms.advantages.returns import Chain, backward_scan
 from hone.ops.masked import masked_fill_zero, masked_whiten
 
 
@@ -29,35 +29,35 @@ class GAE(Estimator):
     def requires(self) -> tuple[str, ...]:
         return ("values",)
 
-    def __call__(self, batch: Trajectories) -> Pair:
+    def __call__(self, batch: Trajectories) -> Estimate:
         mask = batch.mask.bool()
         rewards = masked_fill_zero(batch.rewards, mask)
         values = masked_fill_zero(batch.column("values"), mask)
         advantages = torch.zeros_like(rewards)
         state = rewards.new_zeros(len(rewards), 2)  # value and advantage at each row's first token
-        for rows, beyond in starts(Chain.of(batch.uid, batch.trajectory_id, rewards), state):
+        chain = Chain.of(batch.uid, batch.trajectory_id, rewards)
+        for rows, next_state in backward_scan(chain, state):
             advantages[rows], state[rows] = _scan(
-                rewards[rows], values[rows], mask[rows], self.gamma, self.lam, beyond
+                rewards[rows], values[rows], mask[rows], self.gamma, self.lam, next_state
             )
         raw = masked_fill_zero(advantages, mask)
         return masked_whiten(raw, mask), raw + values
 
 
 def _scan(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, beyond: Tensor
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, next_state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes the recurrence for all rows; `beyond` [B, 2] is the state after the last token."""
-    policy_token, r, v = (
-        x.T.contiguous() for x in (mask, rewards, values)
-    )  # [T, B]: each step is contiguous
-    next_value, carried = beyond.unbind(-1)
+    """Returns advantages [B, T] and the state [B, 2] at the first token; `next_state` follows the last."""
+    # [T, B], so that each step of the scan is contiguous.
+    policy_token, r, v = (x.T.contiguous() for x in (mask, rewards, values))
+    next_value, advantage = next_state.unbind(-1)
     out = torch.zeros_like(r)
     for t in range(len(r) - 1, -1, -1):
         delta = r[t] + gamma * next_value - v[t]
-        carried = torch.where(policy_token[t], delta + gamma * lam * carried, carried)
+        advantage = torch.where(policy_token[t], delta + gamma * lam * advantage, advantage)
         next_value = torch.where(policy_token[t], v[t], next_value)
-        out[t] = carried
-    return out.T, torch.stack([next_value, carried], dim=-1)
+        out[t] = advantage
+    return out.T, torch.stack([next_value, advantage], dim=-1)
 
 
 gae = VerlForm("gae", GAE)

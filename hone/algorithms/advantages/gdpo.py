@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hone.algorithms.advantages.estimator import (
     CALL_ONLY,
+    Estimate,
     Estimator,
-    Pair,
     Trajectories,
     VerlForm,
 )
@@ -55,38 +55,38 @@ class GDPO(Estimator):
         keys = self.gdpo_reward_keys or ()
         return tuple(REWARD_PREFIX + str(key).removeprefix(REWARD_PREFIX) for key in keys)
 
-    def __call__(self, batch: Trajectories) -> Pair:
+    def __call__(self, batch: Trajectories) -> Estimate:
         outcome = outcomes("gdpo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
         total = torch.zeros(len(outcome.groups.ids), dtype=torch.float64, device=batch.mask.device)
         weights = self.gdpo_reward_weights or [1.0] * len(self.requires)
         for name, weight in zip(self.requires, weights, strict=True):
-            part = _part(name, batch.columns).to(total.device)
+            part = _component(name, batch.columns).to(total.device)
             per_row = row_sums(part, outcome.mask) if part.dim() == 2 else part.double()
             total = total + weight * relative_to_group(
                 outcome.groups, outcome.total(per_row), self.norm_adv_by_std_in_grpo, self.epsilon
             )
-        spread = outcome.spread(outcome.whiten(total))
-        return spread, spread
+        advantages = outcome.broadcast(outcome.whiten(total))
+        return advantages, advantages
 
 
-def _part(name: str, columns: Settings) -> Tensor:
+def _component(name: str, columns: Settings) -> Tensor:
     """Returns the column `reward/<key>`, else the object column `<key>` of the batch."""
     if name in columns:
         return torch.as_tensor(columns[name])
-    key, rows = name.removeprefix(REWARD_PREFIX), columns.get("non_tensor_batch") or {}
-    if key not in rows:
-        have = [*(part for part in columns if part.startswith(REWARD_PREFIX)), *rows]
+    key, objects = name.removeprefix(REWARD_PREFIX), columns.get("non_tensor_batch") or {}
+    if key not in objects:
+        available = [*(part for part in columns if part.startswith(REWARD_PREFIX)), *objects]
         raise ValueError(
-            f"gdpo: the batch has no reward part {name!r}; it has {', '.join(have) or 'none'}. "
-            f"A score function gives it by returning a dict with {key!r}"
+            f"gdpo: the batch has no reward part {name!r}; it has {', '.join(available) or 'none'}. "
+            f"A score function adds it by returning a dict with {key!r}"
         )
     try:
-        numbers = torch.tensor([float(value) for value in rows[key]], dtype=torch.float64)
+        values = torch.tensor([float(value) for value in objects[key]], dtype=torch.float64)
     except (TypeError, ValueError):
-        numbers = torch.tensor([torch.nan])
-    if not numbers.isfinite().all():
+        values = torch.tensor([torch.nan])
+    if not values.isfinite().all():
         raise ValueError(f"gdpo: column {key!r} must hold a finite number in every row")
-    return numbers
+    return values
 
 
 gdpo = VerlForm("gdpo", GDPO)

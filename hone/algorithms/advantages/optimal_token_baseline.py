@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
-from hone.algorithms.advantages.outcome import labels_of
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
+from hone.algorithms.advantages.outcome import checked_labels
 from hone.algorithms.advantages.returns import Chain, rewards_to_go
 from hone.ops.groups import factorise
 from hone.ops.masked import masked_fill_zero
@@ -45,7 +45,7 @@ class OptimalTokenBaseline(Estimator):
         column = torch.arange(width, device=mask.device).expand_as(mask)
         return column if chain is None else column + width * chain.rank.unsqueeze(-1)
 
-    def __call__(self, batch: Trajectories) -> Pair:
+    def __call__(self, batch: Trajectories) -> Estimate:
         response_mask = batch.mask
         chain = Chain.of(batch.uid, batch.trajectory_id, response_mask)
         position = self.position(response_mask, chain)
@@ -55,7 +55,7 @@ class OptimalTokenBaseline(Estimator):
         if (weights := batch.columns.get("rollout_is_weights")) is not None:
             energy = energy * weights**2
         energy = masked_fill_zero(energy, response_mask)
-        index = labels_of("optimal_token_baseline", batch.uid, len(response_mask))
+        index = checked_labels("optimal_token_baseline", batch.uid, len(response_mask))
         returns = rewards_to_go(batch.rewards, response_mask, 1.0, chain)
         weight = energy.cumsum(-1)
         if chain is not None:
@@ -63,20 +63,20 @@ class OptimalTokenBaseline(Estimator):
         mask = response_mask.bool()
         group = torch.from_numpy(factorise(index)).to(mask.device)
         positions = int(position.max()) + 1 if position.numel() else 1
-        place = (group.unsqueeze(-1) * positions + position)[mask]  # one per (group, position)
+        cell = (group.unsqueeze(-1) * positions + position)[mask]  # one per (group, position)
         g, w = returns[mask].double(), weight[mask].double()
-        places = int(place.max()) + 1 if len(place) else 1
-        zeros = g.new_zeros(places)
-        weighted = zeros.index_add(0, place, g * w)
-        weights = zeros.index_add(0, place, w)
-        members = zeros.index_add(0, place, torch.ones_like(w))
+        cells = int(cell.max()) + 1 if len(cell) else 1
+        zeros = g.new_zeros(cells)
+        weighted_returns = zeros.index_add(0, cell, g * w)
+        weights = zeros.index_add(0, cell, w)
+        members = zeros.index_add(0, cell, torch.ones_like(w))
         if not self.handle_zero_tail:  # only a group of one has no baseline
             first_rows = group if chain is None else group[chain.rank == 0]
-            group_of_place = torch.arange(places, device=mask.device) // positions
-            members = torch.bincount(first_rows)[group_of_place]
-        baseline = torch.where(members > 1, weighted / (weights + self.epsilon), zeros)
+            group_of_cell = torch.arange(cells, device=mask.device) // positions
+            members = torch.bincount(first_rows)[group_of_cell]
+        baseline = torch.where(members > 1, weighted_returns / (weights + self.epsilon), zeros)
         advantages = torch.zeros_like(returns)
-        advantages[mask] = (g - baseline[place]).to(returns.dtype)
+        advantages[mask] = (g - baseline[cell]).to(returns.dtype)
         return advantages, returns
 
 
@@ -85,9 +85,11 @@ class TIROptimalTokenBaseline(OptimalTokenBaseline):
     """The same baseline, with positions counted in policy tokens."""
 
     def position(self, mask: Tensor, chain: Chain | None) -> Tensor:
-        written = mask.bool().long()
-        nth = written.cumsum(-1)
-        return nth if chain is None else nth + chain.earlier(written.sum(-1)).unsqueeze(-1)
+        policy_token = mask.bool().long()
+        count = policy_token.cumsum(-1)
+        if chain is None:
+            return count
+        return count + chain.earlier(policy_token.sum(-1)).unsqueeze(-1)
 
 
 optimal_token_baseline = VerlForm("optimal_token_baseline", OptimalTokenBaseline)

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories
 from hone.ops.groups import Groups, Labels, factorise, factorise_pairs
 from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum
 
@@ -51,14 +51,14 @@ class Outcomes:
         return mean.masked_fill(self.groups.singleton, 0.0)
 
     def whiten(self, per_trajectory: Tensor) -> Tensor:
-        """[N] → [N]: equals whitening over all tokens if the tokens of a trajectory are equal."""
+        """[N] → [N]: whitens over all tokens, where each token has the value of its trajectory."""
         lengths = self.lengths
         tokens = lengths.sum()
-        away = per_trajectory - (per_trajectory * lengths).sum() / tokens.clamp(min=1)
-        variance = (away**2 * lengths).sum() / (tokens - 1).clamp(min=1)
-        return away * torch.rsqrt(variance + WHITEN_EPS)
+        centered = per_trajectory - (per_trajectory * lengths).sum() / tokens.clamp(min=1)
+        variance = (centered**2 * lengths).sum() / (tokens - 1).clamp(min=1)
+        return centered * torch.rsqrt(variance + WHITEN_EPS)
 
-    def spread(self, per_trajectory: Tensor) -> Tensor:
+    def broadcast(self, per_trajectory: Tensor) -> Tensor:
         """[N] → [B, T]: the trajectory's value on each policy token, 0 elsewhere."""
         per_row = per_trajectory if self.rows is None else per_trajectory[self.rows]
         per_row = per_row.to(self.rewards.dtype).unsqueeze(-1)
@@ -77,11 +77,11 @@ class OutcomeEstimator(Estimator):
         """[N] advantages from the outcomes of N trajectories."""
         raise NotImplementedError(f"{type(self).__name__} must define advantages")
 
-    def __call__(self, batch: Trajectories) -> Pair:
+    def __call__(self, batch: Trajectories) -> Estimate:
         name = type(self).__name__
         outcome = outcomes(name, batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
-        spread = outcome.spread(self.advantages(outcome))
-        return spread, spread
+        advantages = outcome.broadcast(self.advantages(outcome))
+        return advantages, advantages
 
 
 def outcomes(
@@ -92,18 +92,18 @@ def outcomes(
     trajectory_id: Labels | None,
 ) -> Outcomes:
     """Returns the trajectories of a batch, grouped by `index` (the prompt's uid)."""
-    index, device = labels_of(name, index, len(response_mask)), response_mask.device
+    index, device = checked_labels(name, index, len(response_mask)), response_mask.device
     mask = response_mask.bool()
     if trajectory_id is None:
         return Outcomes(token_level_rewards, mask, None, Groups.of(index, device))
     prompt = factorise(index)
-    rows, first = factorise_pairs(prompt, factorise(trajectory_id))
-    owner = torch.from_numpy(rows).to(device)
-    return Outcomes(token_level_rewards, mask, owner, Groups.of(prompt[first], device))
+    trajectory, first = factorise_pairs(prompt, factorise(trajectory_id))
+    rows = torch.from_numpy(trajectory).to(device)
+    return Outcomes(token_level_rewards, mask, rows, Groups.of(prompt[first], device))
 
 
-def labels_of(name: str, index: Labels | None, rows: int) -> Labels:
-    """Returns `index` after checking that it has one label per row."""
+def checked_labels(name: str, index: Labels | None, rows: int) -> Labels:
+    """Returns `index`; raises unless it has one label per row."""
     if index is None:
         raise ValueError(
             f"{name} compares the responses of one prompt and got index=None; "

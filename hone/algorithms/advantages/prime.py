@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import outcomes
 from hone.algorithms.advantages.returns import Chain, rewards_to_go
 from hone.ops.masked import masked_whiten
@@ -28,23 +28,25 @@ class PrimeRLOO(Estimator):
     def requires(self) -> tuple[str, ...]:
         return ("reward/implicit", "token_level_scores")
 
-    def __call__(self, batch: Trajectories) -> Pair:
+    def __call__(self, batch: Trajectories) -> Estimate:
         implicit, scores = batch.column("reward/implicit"), batch.column("token_level_scores")
         rows = (batch.mask, batch.uid, batch.trajectory_id)
         outcome, process = outcomes("prime", scores, *rows), outcomes("prime", implicit, *rows)
         groups = outcome.groups
         size = groups.sizes[groups.ids]
         others, scale = (size - 1).clamp(min=1), torch.where(size > 1, size / (size - 1), 1.0)
-        alone = groups.singleton
-        total = groups.sum(outcome.scores)[groups.ids].masked_fill(alone, 0.0)
+        is_single = groups.singleton
+        total = groups.sum(outcome.scores)[groups.ids].masked_fill(is_single, 0.0)
         means = process.scores / process.lengths.clamp(min=1)
-        mean_total = groups.sum(means)[groups.ids].masked_fill(alone, 0.0)
-        baselined = implicit * process.spread(scale) - process.spread(mean_total / others)
-        penalty = batch.rewards - scores  # minus the KL, if the reward has one
+        mean_total = groups.sum(means)[groups.ids].masked_fill(is_single, 0.0)
+        process_advantage = implicit * process.broadcast(scale) - process.broadcast(
+            mean_total / others
+        )
+        penalty = batch.rewards - scores  # −KL, if it is part of the reward
         chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
         returns = rewards_to_go(
-            self.reward_dpo_coef * baselined + penalty, batch.mask, 1.0, chain
-        ) + self.reward_gt_coef * outcome.spread(outcome.scores * scale - total / others)
+            self.reward_dpo_coef * process_advantage + penalty, batch.mask, 1.0, chain
+        ) + self.reward_gt_coef * outcome.broadcast(outcome.scores * scale - total / others)
         return masked_whiten(returns, batch.mask), returns
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import OutcomeEstimator, Outcomes
 from hone.ops.groups import Labels, factorise, factorise_pairs
 from hone.ops.masked import masked_fill_zero, masked_whiten
@@ -21,7 +21,7 @@ from hone.ops.masked import masked_fill_zero, masked_whiten
 
 @dataclass(frozen=True)
 class Chain:
-    """The order of the rows of each trajectory."""
+    """The order of the rows of each trajectory, which may have several rows."""
 
     owner: Tensor  # [B] trajectory of each row
     rank: Tensor  # [B] 0 for the first row of a trajectory, 1 for the next …
@@ -39,15 +39,14 @@ class Chain:
         continues = owner[order][1:] == owner[order][:-1]
         after = np.full(rows, -1, np.int64)
         after[order[:-1][continues]] = order[1:][continues]
-        starts = np.concatenate([[True], ~continues]) if rows else np.zeros(0, bool)
-        place = np.arange(rows)
+        is_first = np.concatenate([[True], ~continues]) if rows else np.zeros(0, bool)
+        position = np.arange(rows)
         rank = np.empty(rows, np.int64)
-        rank[order] = place - np.maximum.accumulate(np.where(starts, place, 0))
-        parts = (owner, rank, after)
-        return cls(*(torch.from_numpy(part).to(like.device) for part in parts))
+        rank[order] = position - np.maximum.accumulate(np.where(is_first, position, 0))
+        return cls(*(torch.from_numpy(x).to(like.device) for x in (owner, rank, after)))
 
     def backwards(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (rows, their successors or -1), last rows first, so that successors are done first."""
+        """Yields (rows, the rows that continue them or -1), the last rows of trajectories first."""
         for rank in range(int(self.rank.max()) if len(self.rank) else -1, -1, -1):
             rows = (self.rank == rank).nonzero().squeeze(1)
             yield rows, self.after[rows]
@@ -61,8 +60,8 @@ class Chain:
 
     def earlier(self, per_row: Tensor) -> Tensor:
         """[B]: sum of `per_row` over the rows that come before this one in its trajectory."""
-        whole = per_row.new_zeros(len(per_row)).index_add_(0, self.owner, per_row)
-        return whole[self.owner] - self.later(per_row) - per_row
+        total = per_row.new_zeros(len(per_row)).index_add_(0, self.owner, per_row)
+        return total[self.owner] - self.later(per_row) - per_row
 
 
 def rewards_to_go(
@@ -74,36 +73,40 @@ def rewards_to_go(
     """
     rewards = masked_fill_zero(token_level_rewards, response_mask)
     if gamma == 1:
-        ahead = rewards.flip(-1).cumsum(-1).flip(-1)
+        returns = rewards.flip(-1).cumsum(-1).flip(-1)
         if chain is not None:
-            ahead = ahead + chain.later(rewards.sum(-1)).unsqueeze(-1)
-        return masked_fill_zero(ahead, response_mask)
+            returns = returns + chain.later(rewards.sum(-1)).unsqueeze(-1)
+        return masked_fill_zero(returns, response_mask)
     returns = torch.zeros_like(rewards)
     state = rewards.new_zeros(len(rewards))  # return at each row's first token
-    for rows, start in starts(chain, state):
-        returns[rows], state[rows] = _discounted(rewards[rows], response_mask[rows], gamma, start)
+    for rows, next_return in backward_scan(chain, state):
+        returns[rows], state[rows] = _discounted(
+            rewards[rows], response_mask[rows], gamma, next_return
+        )
     return returns
 
 
-def starts(chain: Chain | None, state: Tensor) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Yields (rows, the state after their last token), ordered so that successors come first."""
+def backward_scan(chain: Chain | None, state: Tensor) -> Iterator[tuple[Tensor | slice, Tensor]]:
+    """Yields (rows, the state after their last token); the rows that continue a row come before it."""
     if chain is None:
         yield slice(None), torch.zeros_like(state)
         return
     for rows, after in chain.backwards():
-        beyond = (after >= 0).reshape(-1, *([1] * (state.dim() - 1)))
-        yield rows, torch.where(beyond, state[after], torch.zeros_like(state[rows]))
+        continues = (after >= 0).reshape(-1, *([1] * (state.dim() - 1)))
+        yield rows, torch.where(continues, state[after], torch.zeros_like(state[rows]))
 
 
 def _discounted(
-    rewards: Tensor, mask: Tensor, gamma: float, ahead: Tensor
+    rewards: Tensor, mask: Tensor, gamma: float, next_return: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Returns the returns [B, T] and those of the first token [B]; `next_return` follows the last."""
     policy_token = mask.bool().T
     out = torch.zeros_like(rewards.T)
     for t in range(rewards.shape[1] - 1, -1, -1):
-        ahead = torch.where(policy_token[t], rewards[:, t] + gamma * ahead, ahead)
-        out[t] = ahead
-    return masked_fill_zero(out.T, mask), ahead
+        discounted = rewards[:, t] + gamma * next_return
+        next_return = torch.where(policy_token[t], discounted, next_return)
+        out[t] = next_return
+    return masked_fill_zero(out.T, mask), next_return
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class ReinforcePlusPlus(Estimator):
 
     groups = "ignored"
 
-    def __call__(self, batch: Trajectories) -> Pair:
+    def __call__(self, batch: Trajectories) -> Estimate:
         chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
         returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, chain)
         return masked_whiten(returns, batch.mask), returns
@@ -140,7 +143,7 @@ class ReMax(Estimator):
     def requires(self) -> tuple[str, ...]:
         return ("reward_baselines",)
 
-    def __call__(self, batch: Trajectories) -> Pair:
+    def __call__(self, batch: Trajectories) -> Estimate:
         chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
         returns = rewards_to_go(batch.rewards, batch.mask, 1.0, chain)
         baseline = batch.column("reward_baselines").to(returns.dtype).unsqueeze(-1)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import Estimator, Pair, Trajectories, VerlForm
+from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import Outcomes, outcomes
 from hone.algorithms.advantages.returns import Chain, rewards_to_go
-from hone.algorithms.credit import STRICT_MIN, min_form, tokens_of_steps
+from hone.algorithms.credit import STRICT_MIN, min_form, step_lengths
 from hone.ops.masked import masked_fill_zero
 
 
@@ -21,7 +21,8 @@ class RLOOToken(Estimator):
     `credit_assignment` is reward_model.credit_assignment if a process reward model scores steps;
     the strict minimum reads the columns `reward/process` and `step_mask`. Otherwise G is the
     (discounted) sum of future rewards. `process_baseline` step or token subtracts a baseline from each
-    step reward, and the mean of the other scores from the rest, in place of the baseline of returns.
+    step reward, and the mean of the other responses' scores from the rest, instead of the baseline of
+    returns.
     """
 
     gamma: float
@@ -36,13 +37,13 @@ class RLOOToken(Estimator):
             return ("reward/process", "step_mask", "token_level_scores")
         return ("reward/process", "step_mask") if self.credit_assignment == STRICT_MIN else ()
 
-    def __call__(self, batch: Trajectories) -> Pair:
-        absent = [name for name in self.requires if batch.columns.get(name) is None]
-        if absent:
+    def __call__(self, batch: Trajectories) -> Estimate:
+        missing = [name for name in self.requires if batch.columns.get(name) is None]
+        if missing:
             raise ValueError(
                 f"credit_assignment={self.credit_assignment!r} with process_baseline="
                 f"{self.process_baseline!r} needs the columns {', '.join(self.requires)}; "
-                f"{', '.join(absent)} is missing, which the process reward model writes"
+                f"{', '.join(missing)} is missing, which the process reward model writes"
             )
         chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
         if self.credit_assignment == STRICT_MIN:
@@ -51,31 +52,31 @@ class RLOOToken(Estimator):
         else:
             returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, chain)
         if self.process_baseline != "return":
-            return self._above_step_baselines(batch, chain), returns
+            return self._step_advantages(batch, chain), returns
         # Per trajectory: the sum of returns over tokens and the number of tokens.
         outcome = outcomes("rloo_token", returns, batch.mask, batch.uid, batch.trajectory_id)
-        baseline = _of_others(outcome, outcome.scores, outcome.lengths)
+        baseline = _leave_one_out(outcome, outcome.scores, outcome.lengths)
         return masked_fill_zero(returns - baseline, batch.mask), returns
 
-    def _above_step_baselines(self, batch: Trajectories, chain: Chain | None) -> Tensor:
-        """[B, T] future rewards, each step reward above the others' reward per step or per token."""
+    def _step_advantages(self, batch: Trajectories, chain: Chain | None) -> Tensor:
+        """[B, T] future rewards, where each step reward is reduced by a baseline per step or per token."""
         process, steps = batch.columns["reward/process"], batch.columns["step_mask"].bool()
         process = masked_fill_zero(process, steps)
         outcome = outcomes("rloo_token", process, batch.mask, batch.uid, batch.trajectory_id)
         ones = torch.ones_like(outcome.lengths)
         if self.process_baseline == "token":
-            per_token = _of_others(outcome, outcome.scores, outcome.lengths)
-            baselines = per_token * tokens_of_steps(steps, batch.mask)
+            per_token = _leave_one_out(outcome, outcome.scores, outcome.lengths)
+            baselines = per_token * step_lengths(steps, batch.mask)
         else:
             counts = outcome.total(steps.sum(-1).double()).clamp(min=1)
-            baselines = _of_others(outcome, outcome.scores / counts, ones) * steps
+            baselines = _leave_one_out(outcome, outcome.scores / counts, ones) * steps
         returns = rewards_to_go(batch.rewards - baselines, batch.mask, self.gamma, chain)
-        scores = batch.columns["token_level_scores"] - process
-        rest = outcomes("rloo_token", scores, batch.mask, batch.uid, batch.trajectory_id)
-        return masked_fill_zero(returns - _of_others(rest, rest.scores, ones), batch.mask)
+        other_scores = batch.columns["token_level_scores"] - process
+        others = outcomes("rloo_token", other_scores, batch.mask, batch.uid, batch.trajectory_id)
+        return masked_fill_zero(returns - _leave_one_out(others, others.scores, ones), batch.mask)
 
 
-def _of_others(outcome: Outcomes, values: Tensor, weights: Tensor) -> Tensor:
+def _leave_one_out(outcome: Outcomes, values: Tensor, weights: Tensor) -> Tensor:
     """[B, 1] Σ_{j≠i} values / Σ_{j≠i} weights over the other trajectories of the group; 0 without others."""
     groups = outcome.groups
     total, weight = (groups.sum(x)[groups.ids] - x for x in (values, weights))
@@ -98,20 +99,20 @@ class RLOO(Estimator):
 
     @property
     def requires(self) -> tuple[str, ...]:
-        return () if self.credit_assignment is None else self._of_tokens.requires
+        return () if self.credit_assignment is None else self._token_estimator.requires
 
     @property
-    def _of_tokens(self) -> RLOOToken:
+    def _token_estimator(self) -> RLOOToken:
         return RLOOToken(1.0, self.credit_assignment, self.process_baseline)
 
-    def __call__(self, batch: Trajectories) -> Pair:
+    def __call__(self, batch: Trajectories) -> Estimate:
         if self.credit_assignment is not None:
-            return self._of_tokens(batch)
+            return self._token_estimator(batch)
         outcome = outcomes("rloo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
         size = outcome.groups.sizes[outcome.groups.ids]
         scale = torch.where(size > 1, size / (size - 1).clamp(min=1), 1.0)
-        spread = outcome.spread((outcome.scores - outcome.baseline()) * scale)
-        return spread, spread
+        advantages = outcome.broadcast((outcome.scores - outcome.baseline()) * scale)
+        return advantages, advantages
 
 
 rloo = VerlForm("rloo", RLOO)

@@ -18,14 +18,14 @@ from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Token
 from hone.algorithms.policy_losses.token_ratio import policy_gradient
 from hone.algorithms.policy_losses.vanilla import ppo_clip
 from hone.algorithms.rejection import catastrophic, rejection_mask
-from hone.algorithms.settings import given, setting
+from hone.algorithms.settings import config_value, setting
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.types import Settings
 
 _KEYWORD = "rollout_correction"
 
 
-def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
+def bypass_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     """`ppo_clip`: PPO on the tokens that are not rejected; `reinforce`: −A·log π·w on them.
 
     Settings come from the keyword argument `rollout_correction` (algorithm.rollout_correction),
@@ -34,8 +34,8 @@ def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
     option = partial(setting, _settings(tokens), defaults=RolloutCorrectionConfig)
     if option("rollout_is_batch_normalize"):
         raise ValueError(
-            "rollout_is_batch_normalize divides by a mean over the whole batch, which a loss in "
-            "bypass_mode does not see; set it to false or bypass_mode to false"
+            "rollout_is_batch_normalize needs a mean over the whole batch, which a loss in bypass_mode "
+            "does not have; set it or bypass_mode to false"
         )
     log_ratio = tokens.log_ratio.detach()
     keep, _ = rejection_mask(
@@ -65,13 +65,15 @@ def corrected(tokens: Tokens) -> tuple[Tensor, Columns]:
 def _settings(tokens: Tokens) -> Settings | None:
     """Returns the settings from either place; setting both is an error, as one would be ignored."""
     by_keyword = tokens.extras.get(_KEYWORD)
-    in_config = given(tokens.config, f"policy_loss.{_KEYWORD}")
+    in_config = config_value(tokens.config, f"policy_loss.{_KEYWORD}")
     if by_keyword is not None and in_config is not None and by_keyword != in_config:
         raise ValueError(
-            "bypass_mode got two different rollout_correction settings: as keyword argument and in "
-            "config.policy_loss.rollout_correction; give one"
+            "bypass_mode has two different rollout_correction settings, the keyword argument and "
+            "config.policy_loss.rollout_correction; set one of them"
         )
     return in_config if by_keyword is None else by_keyword
 
 
-bypass_mode = PolicyLoss("bypass_mode", corrected, weighs_itself=True, extra_keywords=(_KEYWORD,))
+bypass_mode = PolicyLoss(
+    "bypass_mode", bypass_loss, applies_weights=True, extra_keywords=(_KEYWORD,)
+)

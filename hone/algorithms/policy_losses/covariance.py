@@ -1,8 +1,8 @@
 """Clip-Cov and KL-Cov (2505.22617): restrain the few tokens that reduce entropy most.
 
 For these tokens, advantage and log-probability are both far above the mini-batch means, so both rules
-first process the whole mini-batch. Clip-Cov's random choice is a hash of the token's position, so the
-same batch always gives the same choice.
+first process the whole mini-batch. Clip-Cov samples tokens by a hash of their position, so the same batch
+always gives the same tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Tokens, standard_metrics
 from hone.ops.masked import masked_mean
 
-_CHOSEN = "high_covariance"
+_SELECTED = "high_covariance"
 
 
 def _covariance(tokens: Tokens) -> Tensor:
@@ -25,32 +25,33 @@ def _covariance(tokens: Tokens) -> Tensor:
 
 
 def _surrogates(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Returns PPO's loss without and with the clipped ratio."""
     low, high = tokens.clip_bounds()
     ratio = tokens.log_ratio.exp()
     return -tokens.advantages * ratio, -tokens.advantages * ratio.clamp(1 - low, 1 + high)
 
 
-def choose_to_clip(tokens: Tokens) -> Columns:
+def select_to_clip(tokens: Tokens) -> Columns:
     """Samples a few tokens of high covariance that PPO does not already clip."""
-    plain, clipped = _surrogates(tokens)
+    unclipped, clipped = _surrogates(tokens)
     covariance = _covariance(tokens)
     lower = tokens.setting("policy_loss.clip_cov_lb")
     upper = tokens.setting("policy_loss.clip_cov_ub")
-    eligible = tokens.mask & (covariance > lower) & (covariance < upper) & (clipped <= plain)
-    count = _share(tokens, "policy_loss.clip_cov_ratio")
-    lottery = torch.where(eligible, _hash_of_place(tokens.mask), torch.iinfo(torch.int64).max)
-    return {_CHOSEN: _smallest(lottery, count) & eligible}
+    eligible = tokens.mask & (covariance > lower) & (covariance < upper) & (clipped <= unclipped)
+    count = _selected_count(tokens, "policy_loss.clip_cov_ratio")
+    priority = torch.where(eligible, _position_hash(tokens.mask), torch.iinfo(torch.int64).max)
+    return {_SELECTED: _smallest(priority, count) & eligible}
 
 
-def choose_to_penalise(tokens: Tokens) -> Columns:
+def select_to_penalise(tokens: Tokens) -> Columns:
     """Selects the tokens of highest covariance."""
     covariance = torch.where(tokens.mask, _covariance(tokens), -torch.inf)
-    return {
-        _CHOSEN: _smallest(-covariance, _share(tokens, "policy_loss.kl_cov_ratio")) & tokens.mask
-    }
+    count = _selected_count(tokens, "policy_loss.kl_cov_ratio")
+    return {_SELECTED: _smallest(-covariance, count) & tokens.mask}
 
 
-def _share(tokens: Tokens, key: str) -> int:
+def _selected_count(tokens: Tokens, key: str) -> int:
+    """Returns the number of tokens to select: a fraction of all, at least 1."""
     return max(int(tokens.setting(key) * int(tokens.mask.sum())), 1)
 
 
@@ -61,7 +62,7 @@ def _smallest(x: Tensor, count: int) -> Tensor:
     return selected.view_as(x)
 
 
-def _hash_of_place(mask: Tensor) -> Tensor:
+def _position_hash(mask: Tensor) -> Tensor:
     """[B, T] non-negative integers that depend on row and column only, not on the padded width."""
     row = torch.arange(mask.shape[0], device=mask.device).unsqueeze(-1)
     column = torch.arange(mask.shape[1], device=mask.device)
@@ -72,20 +73,20 @@ def _hash_of_place(mask: Tensor) -> Tensor:
 
 
 def clipped_by_covariance(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """max(−A·r, −A·clip(r)); 0 for the chosen tokens."""
-    selected = tokens.prepared[_CHOSEN]
+    """max(−A·r, −A·clip(r)); 0 for the selected tokens."""
+    selected = tokens.prepared[_SELECTED]
     loss = torch.where(selected, 0.0, torch.maximum(*_surrogates(tokens)))
     return loss, standard_metrics(tokens, selected)
 
 
 def penalised_by_covariance(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """−A·r, plus ppo_kl_coef·|log-ratio| for the chosen tokens."""
+    """−A·r, plus ppo_kl_coef·|log-ratio| for the selected tokens."""
     distance = tokens.log_ratio.abs()
     loss = -tokens.advantages * tokens.log_ratio.exp()
     penalty = tokens.setting("policy_loss.ppo_kl_coef") * distance
-    loss = loss + torch.where(tokens.prepared[_CHOSEN], penalty, 0.0)
+    loss = loss + torch.where(tokens.prepared[_SELECTED], penalty, 0.0)
     return loss, {**standard_metrics(tokens), "actor/ppo_kl": distance}
 
 
-clip_cov = PolicyLoss("clip_cov", clipped_by_covariance, prepare_tokens=choose_to_clip)
-kl_cov = PolicyLoss("kl_cov", penalised_by_covariance, prepare_tokens=choose_to_penalise)
+clip_cov = PolicyLoss("clip_cov", clipped_by_covariance, prepare_tokens=select_to_clip)
+kl_cov = PolicyLoss("kl_cov", penalised_by_covariance, prepare_tokens=select_to_penalise)

@@ -1,7 +1,7 @@
 """The base of all policy losses: masked inputs, weights, aggregation, token-mean metrics.
 
-A loss is a function from per-token inputs to per-token values. It gets no NaN from outside the mask,
-and does not depend on the split into micro-batches.
+A loss is a function from per-token inputs to per-token values. Inputs outside the mask are 0, and the loss
+does not depend on the split into micro-batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
-from hone.algorithms.settings import given, refuse_unknown, setting
+from hone.algorithms.settings import config_value, refuse_unknown, setting
 from hone.config.actor import ActorConfig
 from hone.ops.masked import masked_fill_zero, masked_mean
 from hone.types import Settings
@@ -22,6 +22,8 @@ from hone.types import Settings
 RATIO_EXPONENT_BOUND = 20.0
 
 Columns = dict[str, Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Old log-probs, log-probs, advantages and the response mask."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ class Tokens:
 
     def clip_bounds(self) -> tuple[float, float]:
         """Returns clip_ratio_low and clip_ratio_high; each defaults to clip_ratio."""
-        low, high = given(self.config, "clip_ratio_low"), given(self.config, "clip_ratio_high")
+        low, high = (
+            config_value(self.config, "clip_ratio_low"),
+            config_value(self.config, "clip_ratio_high"),
+        )
         return (
             self.setting("clip_ratio") if low is None else low,
             self.setting("clip_ratio") if high is None else high,
@@ -61,7 +66,7 @@ Prepare = Callable[[Tokens], Columns]
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A per-token loss made callable in verl's form."""
+    """A per-token loss that can be called in verl's form."""
 
     name: str
     per_token: PerToken
@@ -72,7 +77,7 @@ class PolicyLoss:
     """The aggregation of a call without `loss_agg_mode`; a trainer always passes the configured one."""
     extra_keywords: tuple[str, ...] = ()
     """Further keyword arguments of the loss, passed in `Tokens.extras`."""
-    weighs_itself: bool = False
+    applies_weights: bool = False
     """Whether the loss applies the rollout importance weights itself."""
     prepare_tokens: Prepare | None = None
     """Set if the loss needs statistics of the whole mini-batch."""
@@ -93,9 +98,8 @@ class PolicyLoss:
         """Runs once over the whole mini-batch; each micro-batch then gets its rows as `prepared`."""
         if self.prepare_tokens is None:
             return {}
-        return self.prepare_tokens(
-            _clean(old_log_prob, log_prob, advantages, response_mask, config)
-        )
+        inputs = (old_log_prob, log_prob, advantages, response_mask)
+        return self.prepare_tokens(_masked_tokens(inputs, config))
 
     def __call__(
         self,
@@ -111,66 +115,48 @@ class PolicyLoss:
         **extras: Settings,
     ) -> tuple[Tensor, Columns]:
         """Returns the micro-batch's share of the loss, and token means over the mask of this call."""
-        tokens = self.tokens(
-            old_log_prob,
-            log_prob,
-            advantages,
-            response_mask,
-            config,
-            rollout_is_weights,
-            prepared=prepared,
-            **extras,
-        )
+        inputs = (old_log_prob, log_prob, advantages, response_mask)
+        tokens = self.tokens(inputs, config, rollout_is_weights, prepared=prepared, **extras)
         return self.reduce(tokens, *self.per_token(tokens), loss_agg_mode)
 
     def tokens(
         self,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        config: Settings | None = None,
-        rollout_is_weights: Tensor | None = None,
+        inputs: Inputs,
+        config: Settings | None,
+        weights: Tensor | None,
         *,
         prepared: Columns | None = None,
         **extras: Settings,
     ) -> Tokens:
         """Returns the inputs of `per_token`; raises on an unknown keyword."""
-        known = (*_KEYWORDS, *self.extra_keywords)
-        refuse_unknown(f"policy loss {self.name}", set(extras) - set(known), known)
+        keywords = (*_KEYWORDS, *self.extra_keywords)
+        refuse_unknown(f"policy loss {self.name}", set(extras) - set(keywords), keywords)
         if self.prepare_tokens is not None and prepared is None:
-            prepared = self.prepare(old_log_prob, log_prob, advantages, response_mask, config)
-        tokens = _clean(old_log_prob, log_prob, advantages, response_mask, config)
-        weights = None
-        if rollout_is_weights is not None:
-            weights = masked_fill_zero(rollout_is_weights, tokens.mask).detach()
+            prepared = self.prepare(*inputs, config)
+        tokens = _masked_tokens(inputs, config)
+        if weights is not None:
+            weights = masked_fill_zero(weights, tokens.mask).detach()
         return replace(tokens, prepared=prepared or {}, extras=extras, weights=weights)
 
     def reduce(
-        self, tokens: Tokens, losses: Tensor, measured: Columns, loss_agg_mode: str | None
+        self, tokens: Tokens, losses: Tensor, token_metrics: Columns, loss_agg_mode: str | None
     ) -> tuple[Tensor, Columns]:
         """Returns the aggregated loss, and the token means of the metrics of `per_token`."""
-        if tokens.weights is not None and not self.weighs_itself:
+        if tokens.weights is not None and not self.applies_weights:
             losses = losses * tokens.weights
         mode = self.agg_mode or loss_agg_mode or self.default_agg_mode
-        scale = given(tokens.config, "loss_scale_factor")
+        scale = config_value(tokens.config, "loss_scale_factor")
         total = agg_loss(losses, tokens.mask, mode, loss_scale_factor=scale)
         metrics = {
             key: masked_mean(value.detach().to(losses.dtype), tokens.mask)
-            for key, value in measured.items()
+            for key, value in token_metrics.items()
         }
         return total, metrics
 
 
-def _clean(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    config: Settings | None,
-) -> Tokens:
-    mask = response_mask.bool()
-    old, new, adv = (masked_fill_zero(x, mask) for x in (old_log_prob, log_prob, advantages))
+def _masked_tokens(inputs: Inputs, config: Settings | None) -> Tokens:
+    mask = inputs[3].bool()
+    old, new, adv = (masked_fill_zero(x, mask) for x in inputs[:3])
     return Tokens(old.detach(), new, adv.detach(), mask, config)
 
 
@@ -186,9 +172,9 @@ def standard_metrics(
     log_ratio: Tensor | None = None,
 ) -> Columns:
     """Returns the four per-token metrics of every loss; `log_ratio` is the bounded one of the loss."""
-    none = torch.zeros_like(tokens.mask)
-    clipped = none if clipped is None else clipped
-    clipped_below = none if clipped_below is None else clipped_below
+    zeros = torch.zeros_like(tokens.mask)
+    clipped = zeros if clipped is None else clipped
+    clipped_below = zeros if clipped_below is None else clipped_below
     return {
         "actor/pg_clipfrac": clipped,
         "actor/ppo_kl": -(tokens.log_ratio if log_ratio is None else log_ratio),

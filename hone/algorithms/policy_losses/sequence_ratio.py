@@ -17,9 +17,9 @@ def sequence_clip(tokens: Tokens) -> tuple[Tensor, Columns]:
     mean = masked_mean(tokens.log_ratio, tokens.mask, -1).unsqueeze(-1).detach()
     log_ratio = tokens.log_prob - tokens.log_prob.detach() + mean
     ratio = log_ratio.clamp(max=_EXPONENT_CEILING).exp()
-    plain = -tokens.advantages * ratio
+    unclipped = -tokens.advantages * ratio
     clipped = -tokens.advantages * ratio.clamp(1 - low, 1 + high)
-    return torch.maximum(plain, clipped), standard_metrics(tokens, clipped > plain)
+    return torch.maximum(unclipped, clipped), standard_metrics(tokens, clipped > unclipped)
 
 
 def geometric_mean(tokens: Tokens) -> tuple[Tensor, Columns]:
@@ -44,5 +44,5 @@ def geometric_mean(tokens: Tokens) -> tuple[Tensor, Columns]:
 gspo = PolicyLoss("gspo", sequence_clip, default_agg_mode="seq-mean-token-mean")
 luspo = PolicyLoss("luspo", sequence_clip, agg_mode="seq-mean-token-sum")
 geo_mean = PolicyLoss(
-    "geo_mean", geometric_mean, agg_mode="seq-mean-token-mean", weighs_itself=True
+    "geo_mean", geometric_mean, agg_mode="seq-mean-token-mean", applies_weights=True
 )

@@ -13,7 +13,7 @@ from hone.algorithms.policy_losses.policy_loss import (
     standard_metrics,
 )
 
-_TINY = 1e-8
+_EPS = 1e-8
 
 
 def policy_gradient(tokens: Tokens) -> tuple[Tensor, Columns]:
@@ -21,7 +21,7 @@ def policy_gradient(tokens: Tokens) -> tuple[Tensor, Columns]:
     return -tokens.advantages * tokens.log_prob, standard_metrics(tokens)
 
 
-def clipped_weight(tokens: Tokens) -> tuple[Tensor, Columns]:
+def cispo_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     """−sg(clip(r))·A·log π (2506.13585); pg_clipfrac counts tokens clipped on either side."""
     low, high = tokens.clip_bounds()
     log_ratio = clipped_log_ratio(tokens).detach()
@@ -31,7 +31,7 @@ def clipped_weight(tokens: Tokens) -> tuple[Tensor, Columns]:
     return loss, standard_metrics(tokens, ratio != weight, log_ratio=log_ratio)
 
 
-def soft_gate(tokens: Tokens) -> tuple[Tensor, Columns]:
+def sapo_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     """−A·σ(τ(r−1))·4/τ (2511.20347); τ is larger if the advantage is not positive."""
     positive, negative = tokens.setting("tau_pos"), tokens.setting("tau_neg")
     if positive <= 0 or negative <= 0:
@@ -43,7 +43,7 @@ def soft_gate(tokens: Tokens) -> tuple[Tensor, Columns]:
     return -tokens.advantages * gate, standard_metrics(tokens, log_ratio=log_ratio)
 
 
-def quadratic_pull(tokens: Tokens) -> tuple[Tensor, Columns]:
+def quadratic_penalty(tokens: Tokens) -> tuple[Tensor, Columns]:
     """−(A·log π − β/2·(log π/π_old)²) (2405.19107): a quadratic penalty instead of a clip."""
     beta = tokens.setting("policy_loss.dro_beta")
     if beta is None or beta <= 0:
@@ -69,8 +69,8 @@ def _masked_gradient(tokens: Tokens, keep: Tensor) -> tuple[Tensor, Columns]:
 def total_variation(tokens: Tokens) -> tuple[Tensor, Columns]:
     """Keeps tokens with π − π_old ≤ high if A > 0, ≥ −low otherwise."""
     low, high = tokens.clip_bounds()
-    moved = tokens.log_prob.detach().exp() - tokens.old_log_prob.exp()
-    keep = torch.where(tokens.advantages > 0, moved <= high, moved >= -low)
+    change = tokens.log_prob.detach().exp() - tokens.old_log_prob.exp()
+    keep = torch.where(tokens.advantages > 0, change <= high, change >= -low)
     return _masked_gradient(tokens, keep)
 
 
@@ -79,8 +79,9 @@ def binary_kl(tokens: Tokens) -> tuple[Tensor, Columns]:
     low, high = tokens.clip_bounds()
     new = tokens.log_prob.detach().exp()
     old = tokens.old_log_prob.exp()
-    stay_old, stay_new = (1 - old).clamp(min=_TINY), (1 - new).clamp(min=_TINY)
-    divergence = -old * tokens.log_ratio.detach() + stay_old * (stay_old / stay_new).log()
+    # The other outcome of the binary distribution: any other token.
+    other_old, other_new = (1 - old).clamp(min=_EPS), (1 - new).clamp(min=_EPS)
+    divergence = -old * tokens.log_ratio.detach() + other_old * (other_old / other_new).log()
     keep = torch.where(
         tokens.advantages > 0,
         (divergence <= high) | (new <= old),
@@ -91,8 +92,8 @@ def binary_kl(tokens: Tokens) -> tuple[Tensor, Columns]:
 
 gpg = PolicyLoss("gpg", policy_gradient)
 reinforce = PolicyLoss("reinforce", policy_gradient, default_agg_mode="seq-mean-token-sum")
-cispo = PolicyLoss("cispo", clipped_weight)
-sapo = PolicyLoss("sapo", soft_gate, agg_mode="seq-mean-token-mean")
-dro = PolicyLoss("dro", quadratic_pull)
+cispo = PolicyLoss("cispo", cispo_loss)
+sapo = PolicyLoss("sapo", sapo_loss, agg_mode="seq-mean-token-mean")
+dro = PolicyLoss("dro", quadratic_penalty)
 dppo_tv = PolicyLoss("dppo_tv", total_variation)
 dppo_kl = PolicyLoss("dppo_kl", binary_kl)

@@ -1,7 +1,7 @@
-"""Saves and loads stages in the format of hone/engine/checkpoint.py: whole tensors by Hugging Face name.
+"""Saves and loads stages in the format of hone/engine/checkpoint.py: full tensors by Hugging Face name.
 
-A checkpoint can be resumed under another layout and under FSDP2, and FSDP2's under Megatron. Each rank of a
-stage writes some of the stage's tensors; each rank reads the tensors of its stage and keeps its parts.
+Megatron and FSDP2 can resume each other's checkpoints, under any layout. Each rank of a stage writes some of
+the stage's tensors; each rank reads the tensors of its stage and keeps its shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hone.engine.checkpoint import refuse_other_tensors, saved_sections, sections_of
 from hone.engine.megatron.optimizer import ShardedOptimizer
 from hone.engine.megatron.weights import StageTensors, hf_names
-from hone.engine.saved_state import State, alone_without_warning, load_state
+from hone.engine.saved_state import State, load_state, no_single_process_warning
 from hone.tracking.manifest import seal_shards
 from hone.types import Row
 
@@ -38,19 +38,21 @@ def save_stage(
     if "model" in sections:
         state["model"] = {
             alias: tensor
-            for name, tensor in _own_share(tensors, tensors.parameters.__getitem__)
+            for name, tensor in _tensors_to_write(tensors, tensors.parameters.__getitem__)
             for alias in _aliases(tensors, name)
         }
     if optimizer is not None:
         if "moments" in sections and optimizer.inner.state:
             state["moments"] = _moments(tensors, optimizer)
-        if "masters" in sections and (masters := optimizer.own_masters()):
-            share = _own_share(tensors, _gathers(tensors, optimizer, list(masters.values())))
-            state["masters"] = {_key(name): tensor for name, tensor in share}
+        if "masters" in sections and (masters := optimizer.master_copies()):
+            gather = _gather_function(tensors, optimizer, list(masters.values()))
+            state["masters"] = {
+                _optimizer_name(n): x for n, x in _tensors_to_write(tensors, gather)
+            }
         if "progress" in sections:
             state["progress"] = optimizer.state_dict()
     if state:
-        with alone_without_warning():
+        with no_single_process_warning():
             save(state, checkpoint_id=str(folder))
         seal_shards(folder, dist.get_rank())
 
@@ -63,22 +65,23 @@ def load_stage(
 ) -> None:
     """Reads the named parts; None reads all saved parts."""
     leaves, sections = saved_sections(folder, contents)
-    trained = hf_names(tensors.skeleton)
-    refuse_other_tensors(folder, leaves, _empty(tensors, optimizer, sections, trained, "meta"))
-    mine = {name: trained[name] for entry in tensors.entries for name in entry.whole}
-    state = _empty(tensors, optimizer, sections, mine, "cpu")
+    of_model = hf_names(tensors.skeleton)
+    expected = _empty_state(tensors, optimizer, sections, of_model, "meta")
+    refuse_other_tensors(folder, leaves, expected)
+    of_stage = {name: of_model[name] for entry in tensors.entries for name in entry.whole}
+    state = _empty_state(tensors, optimizer, sections, of_stage, "cpu")
     load_state(state, folder)
     if "model" in state:
-        tensors.load({name: state["model"][_module_name(name)] for name in mine})
+        tensors.load({name: state["model"][_module_name(name)] for name in of_stage})
     if optimizer is None:
         return
     if "moments" in state:
         _load_moments(tensors, optimizer, state["moments"]["state"])
     if "masters" in state:
-        whole = {name: state["masters"][_key(name)] for name in mine}
-        _scatter(tensors, optimizer, whole, list(optimizer.own_masters().values()))
+        full = {name: state["masters"][_optimizer_name(name)] for name in of_stage}
+        _scatter(tensors, optimizer, full, list(optimizer.master_copies().values()))
     elif "model" in state:
-        optimizer.take_masters_from_weights()
+        optimizer.copy_weights_to_masters()
     if "progress" in state:
         optimizer.load_state_dict(state["progress"])
 
@@ -87,40 +90,45 @@ def _moments(tensors: StageTensors, optimizer: ShardedOptimizer) -> State:
     names = list(hf_names(tensors.skeleton))
     masters = list(optimizer.masters.values())
     states = [optimizer.inner.state[master] for master in masters]
-    flat, single = optimizer.state_keys()
-    moments: Moments = {_key(n): {key: states[0][key] for key in single} for n in names}
-    for key in flat:
-        gather = _gathers(tensors, optimizer, [state[key] for state in states])
-        for name, tensor in _own_share(tensors, gather):
-            moments[_key(name)][key] = tensor
+    per_element, others = optimizer.state_keys()
+    moments: Moments = {_optimizer_name(n): {key: states[0][key] for key in others} for n in names}
+    for key in per_element:
+        gather = _gather_function(tensors, optimizer, [state[key] for state in states])
+        for name, tensor in _tensors_to_write(tensors, gather):
+            moments[_optimizer_name(name)][key] = tensor
     (group,) = optimizer.inner.state_dict()["param_groups"]
-    return {"state": moments, "param_groups": [group | {"params": [_key(n) for n in names]}]}
+    return {
+        "state": moments,
+        "param_groups": [group | {"params": [_optimizer_name(n) for n in names]}],
+    }
 
 
 def _load_moments(tensors: StageTensors, optimizer: ShardedOptimizer, moments: Moments) -> None:
     masters = list(optimizer.masters.values())
-    flat, single = optimizer.state_keys(masters[0].device)
-    some = next(iter(moments.values()))
+    per_element, others = optimizer.state_keys(masters[0].device)
+    first = next(iter(moments.values()))  # the other state is the same for all parameters
     for master in masters:
-        values = {key: torch.zeros_like(master, requires_grad=False) for key in flat}
+        values = {key: torch.zeros_like(master, requires_grad=False) for key in per_element}
         optimizer.inner.state[master] = values | {
-            key: some[key].to(new.device, copy=True) if isinstance(new, Tensor) else some[key]
-            for key, new in single.items()
+            key: first[key].to(new.device, copy=True) if isinstance(new, Tensor) else first[key]
+            for key, new in others.items()
         }
-    for key in flat:
-        whole = {name: moments[_key(name)][key] for e in tensors.entries for name in e.whole}
+    for key in per_element:
+        full = {
+            name: moments[_optimizer_name(name)][key] for e in tensors.entries for name in e.whole
+        }
         flats = [optimizer.inner.state[master][key] for master in masters]
-        _scatter(tensors, optimizer, whole, flats)
+        _scatter(tensors, optimizer, full, flats)
 
 
-def _empty(
+def _empty_state(
     tensors: StageTensors,
     optimizer: ShardedOptimizer | None,
     sections: set[str],
     names: Mapping[str, Tensor],
     device: str,
 ) -> State:
-    """Returns a state of whole tensors for these Hugging Face names, to be filled."""
+    """Returns a state of uninitialized full tensors for these Hugging Face names."""
 
     def empty(like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty(like.shape, dtype=dtype, device=device)
@@ -132,46 +140,49 @@ def _empty(
     if optimizer is None:
         return state
     if "moments" in sections:
-        flat, single = optimizer.state_keys()
+        per_element, others = optimizer.state_keys()
         moments = {
-            _key(name): {**{k: empty(x, torch.float32) for k in flat}, **single}
+            _optimizer_name(name): {**{k: empty(x, torch.float32) for k in per_element}, **others}
             for name, x in names.items()
         }
         state["moments"] = {"state": moments}
-    if "masters" in sections and optimizer.own_masters():
-        state["masters"] = {_key(name): empty(x, torch.float32) for name, x in names.items()}
+    if "masters" in sections and optimizer.master_copies():
+        state["masters"] = {
+            _optimizer_name(name): empty(x, torch.float32) for name, x in names.items()
+        }
     if "progress" in sections:
         state["progress"] = optimizer.state_dict()
     return state
 
 
-def _own_share(
+def _tensors_to_write(
     tensors: StageTensors, tensor_of: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the whole tensors that this rank writes: those of its stage, dealt over the stage's ranks."""
+    """Yields the full tensors that this rank writes; the ranks of a stage take turns."""
     groups = tensors.groups
-    place = groups.data.rank() * groups.tensor.size() + groups.tensor.rank()
+    own = groups.data.rank() * groups.tensor.size() + groups.tensor.rank()
     ranks = groups.data.size() * groups.tensor.size()
     for index, (name, tensor) in enumerate(tensors.of_stage(tensor_of)):
-        if index % ranks == place:
+        if index % ranks == own:
             yield name, tensor.cpu().contiguous().clone()
 
 
 def _scatter(
     tensors: StageTensors,
     optimizer: ShardedOptimizer,
-    whole: Mapping[str, Tensor],
+    full: Mapping[str, Tensor],
     flats: list[Tensor],
 ) -> None:
-    parts = {tensors.parameters[name]: part for name, part in tensors.parts(whole)}
+    """Writes this rank's parts of full tensors into flat shards."""
+    parts = {tensors.parameters[name]: part for name, part in tensors.parts(full)}
     with torch.no_grad():
         optimizer.scatter(parts, flats)
 
 
-def _gathers(
+def _gather_function(
     tensors: StageTensors, optimizer: ShardedOptimizer, flats: list[Tensor]
 ) -> Callable[[str], Tensor]:
-    """Returns a function that gathers the whole tensor of a parameter from flat shards."""
+    """Returns a function that gathers the full tensor of a parameter from flat shards."""
     return lambda name: optimizer.gather(tensors.parameters[name], flats)
 
 
@@ -180,7 +191,7 @@ def _module_name(name: str) -> str:
     return name if name.startswith("value_head.") else f"lm.{name}"
 
 
-def _key(name: str) -> str:
+def _optimizer_name(name: str) -> str:
     """Returns the name of a parameter in the optimizer's sections."""
     return _module_name(name).replace(".", "/")
 

@@ -1,8 +1,8 @@
 """The training engine of `strategy=megatron`: megatron-core's schedules over packed micro-batches.
 
-The ranks of a data-parallel slot run the same micro-batches: tensor-parallel ranks hold parts of each
-matrix, pipeline stages hold some of the layers. The objective runs on the last stage, and its results reach
-every stage.
+The ranks of a data-parallel slot run the same micro-batches: tensor-parallel ranks hold shards of each
+matrix, pipeline stages hold some of the layers. The objective runs on the last stage, which broadcasts its
+results.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from hone.algorithms.aggregation import counted
+from hone.algorithms.aggregation import batch_counts
 from hone.engine.build import load_module
 from hone.engine.contract import EngineSpec, Lease, Mesh, Objective, Options, Terms
-from hone.engine.engine import Engine, Pass, _moved, _selected
+from hone.engine.engine import Engine, Pass, move_to_device, select_columns
 from hone.engine.megatron.checkpoint import load_stage, save_stage
-from hone.engine.megatron.experts import PackedStage
+from hone.engine.megatron.experts import MicroBatchParams
 from hone.engine.megatron.mesh import join_mesh, process_groups
 from hone.engine.megatron.model import Stage, build_stage, transformer_config
 from hone.engine.megatron.optimizer import ShardedOptimizer
 from hone.engine.megatron.refusals import refuse_role
 from hone.engine.megatron.weights import StageTensors, hf_names
-from hone.engine.offload import Offload, offload_of
+from hone.engine.offload import Offload, build_offload
 from hone.models.policy import Model, PolicyModel, ValueModel
 from hone.models.routing import DTYPE, NOT_RECORDED, Routing
 from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared
@@ -45,8 +45,8 @@ from hone.ops.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_sum
 from hone.protocol import DataProto
 
 T = TypeVar("T")
-Finish = Callable[[Tensor, PackedRows, PackedStage, DataProto], Any]
-"""What the last stage computes from hidden states [N, 1, d]."""
+Postprocess = Callable[[Tensor, PackedRows, MicroBatchParams, DataProto], Any]
+"""Computes the result of a micro-batch from the last stage's hidden states [N, 1, d]."""
 
 
 class MegatronEngine(Engine):
@@ -77,7 +77,7 @@ class MegatronEngine(Engine):
         self._group = tensors.groups.data if mesh.data_parallel_size > 1 else None
         self._stage, self._tensors, self._spec = stage, tensors, spec
         self._decoding: PolicyModel | None = None  # the copy of the whole model that decodes
-        self._copied: tuple[int, int] | None = None  # its updates and loads
+        self._decoding_version: tuple[int, int] | None = None  # its updates and loads
 
     @property
     def _lm(self) -> Any:
@@ -96,50 +96,54 @@ class MegatronEngine(Engine):
             batch, reads, counts = self._begin_update(batch, objective)
 
             def loss(
-                hidden: Tensor, packed: PackedRows, rows: PackedStage, micro: DataProto
+                hidden: Tensor, packed: PackedRows, rows: MicroBatchParams, micro: DataProto
             ) -> Tensor:
                 weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
                 outputs = self._outputs(hidden, packed, rows, objective.options)
-                terms = objective(outputs, _moved(_selected(micro, reads), self.device))
+                terms = objective(
+                    outputs, move_to_device(select_columns(micro, reads), self.device)
+                )
                 passes.append((replace(terms, loss=terms.loss.detach()), weight))
                 return terms.loss
 
             micros = [micro for _, micro in self._micro_batches(batch, self._train_rule)]
-            with counted(counts):
+            with batch_counts(counts):
                 self._run(micros, loss, forward_only=False)
-            passes = self._of_last_stage([(_on_host(terms), weight) for terms, weight in passes])
+            passes = self._from_last_stage([(_on_host(terms), weight) for terms, weight in passes])
             return self._end_update(passes)
 
     def _infer_passes(
         self, batch: DataProto, options: Options
     ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         def outputs(
-            hidden: Tensor, packed: PackedRows, rows: PackedStage, micro: DataProto
+            hidden: Tensor, packed: PackedRows, rows: MicroBatchParams, micro: DataProto
         ) -> dict[str, Tensor]:
-            found = self._outputs(hidden, packed, rows, options)
-            return {n: (x.float() if x.is_floating_point() else x).cpu() for n, x in found.items()}
+            out = self._outputs(hidden, packed, rows, options)
+            return {n: (x.float() if x.is_floating_point() else x).cpu() for n, x in out.items()}
 
         parts = self._micro_batches(batch, self._infer_rule)
         results = self._run([micro for _, micro in parts], outputs, forward_only=True)
-        results = self._of_last_stage(results)
+        results = self._from_last_stage(results)
         yield from ((rows, out) for (rows, _), out in zip(parts, results, strict=True))
 
-    def _run(self, micros: list[DataProto], finish: Finish, *, forward_only: bool) -> list[Any]:
+    def _run(
+        self, micros: list[DataProto], postprocess: Postprocess, *, forward_only: bool
+    ) -> list[Any]:
         """Runs the micro-batches through the pipeline; the last stage returns a result for each."""
 
         def step(iterator: Iterator[DataProto], model: Any) -> tuple[Tensor, Any]:
             micro = next(iterator)
-            packed = self._padded(self._packed(micro))
-            rows = PackedStage(
+            packed = self._pad_for_sequence_parallel(self._pack(micro))
+            rows = MicroBatchParams(
                 layout=packed.layout,
                 positions=packed.position_ids,
-                replay=None if packed.experts is None else self._own_tokens(packed.experts),
+                replay=None if packed.experts is None else self._local_tokens(packed.experts),
             )
             hidden = model(packed.input_ids[None], None, None, packed_seq_params=rows)
 
             def loss(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                result = finish(hidden, packed, rows, micro)
-                # A zero count of tokens: megatron-core adds the losses up and divides by nothing.
+                result = postprocess(hidden, packed, rows, micro)
+                # With a token count of 0, megatron-core sums the losses and does not divide.
                 return result if non_loss_data else (result, torch.zeros((), dtype=torch.int), None)
 
             return hidden, loss
@@ -149,15 +153,15 @@ class MegatronEngine(Engine):
             data_iterator=iter(micros),
             model=[self.module],
             num_microbatches=len(micros),
-            seq_length=1,  # stages tell each other the lengths
+            seq_length=1,  # stages exchange the real lengths
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         return results
 
-    def _padded(self, packed: PackedRows) -> PackedRows:
-        """Appends a segment that no token reads, so that sequence-parallel ranks get equal parts."""
+    def _pad_for_sequence_parallel(self, packed: PackedRows) -> PackedRows:
+        """Appends a segment that no token attends to, so that sequence-parallel ranks get equal parts."""
         ranks = self.mesh.tensor_size if self._stage.config.sequence_parallel else 1
         count = -len(packed.input_ids) % ranks
         if not count:
@@ -170,8 +174,8 @@ class MegatronEngine(Engine):
         zeros = packed.input_ids.new_zeros(count)
         experts = packed.experts
         if experts is not None:
-            none = experts.new_full((count, *experts.shape[1:]), NOT_RECORDED)
-            experts = torch.cat((experts, none))
+            padding = experts.new_full((count, *experts.shape[1:]), NOT_RECORDED)
+            experts = torch.cat((experts, padding))
         return replace(
             packed,
             experts=experts,
@@ -180,13 +184,13 @@ class MegatronEngine(Engine):
             layout=SegmentLayout(roots, children, packed.layout.device),
         )
 
-    def _own_tokens(self, values: Tensor) -> Tensor:
+    def _local_tokens(self, values: Tensor) -> Tensor:
         """Returns this rank's part of values [N, …] under sequence parallelism."""
         if not self._stage.config.sequence_parallel:
             return values
         return values.chunk(self.mesh.tensor_size)[self.mesh.tensor_rank]
 
-    def _all_tokens(self, values: Tensor) -> Tensor:
+    def _gather_tokens(self, values: Tensor) -> Tensor:
         """Returns values [N, …] of all tokens from each rank's part."""
         if not self._stage.config.sequence_parallel:
             return values
@@ -194,9 +198,9 @@ class MegatronEngine(Engine):
         return gathered
 
     def _outputs(
-        self, hidden: Tensor, packed: PackedRows, rows: PackedStage, options: Options
+        self, hidden: Tensor, packed: PackedRows, rows: MicroBatchParams, options: Options
     ) -> dict[str, Tensor]:
-        """Computes what `infer` returns from the last stage's hidden states."""
+        """Computes the outputs of `infer` from the last stage's hidden states."""
         if self._stage.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden[:, 0].index_select(0, packed.source)
@@ -204,11 +208,13 @@ class MegatronEngine(Engine):
             return {"values": packed.unpack(self._stage.value_head(hidden).float().squeeze(-1))}
         out = self._log_probs(hidden, packed, **options)
         if rows.replay is not None:
-            shares = self._all_tokens(torch.stack(list(rows.agreement.values())).mean(0))
+            shares = self._gather_tokens(torch.stack(list(rows.agreement.values())).mean(0))
             out["routing_agreement"] = packed.unpack(shares.index_select(0, packed.source))
         if options.get("with_routing"):
             experts = torch.stack([rows.experts[i] for i in sorted(rows.experts)], 1)
-            out["routed_experts"] = packed.padded(self._all_tokens(experts).to(DTYPE), NOT_RECORDED)
+            out["routed_experts"] = packed.padded(
+                self._gather_tokens(experts).to(DTYPE), NOT_RECORDED
+            )
         return out
 
     def _log_probs(
@@ -247,32 +253,32 @@ class MegatronEngine(Engine):
         if with_entropy:
             out["entropy"] = packed.unpack(entropy)
         if with_sum_pi_squared:
-            rows = (hidden.detach(), weight.detach())
+            inputs = (hidden.detach(), weight.detach())
             squares = (
-                vocab_parallel_sum_pi_squared(*rows, group=group, **rule)
+                vocab_parallel_sum_pi_squared(*inputs, group=group, **rule)
                 if split
-                else linear_sum_pi_squared(*rows, **rule)
+                else linear_sum_pi_squared(*inputs, **rule)
             )
             out["sum_pi_squared"] = packed.unpack(squares)
         return out
 
     def _head(self) -> tuple[Tensor, int]:
-        """Returns this rank's rows of the LM head without padding, and the first of them."""
+        """Returns this rank's rows of the LM head without padding, and the index of the first."""
         stage = self._stage
         tied = stage.share_embeddings_and_output_weights
-        whole = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
-        start = self.mesh.tensor_rank * len(whole)
-        return whole[: max(0, self.facts.vocabulary - start)], start
+        weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
+        start = self.mesh.tensor_rank * len(weight)
+        return weight[: max(0, self.facts.vocabulary - start)], start
 
-    def _of_last_stage(self, value: T) -> T:
+    def _from_last_stage(self, value: T) -> T:
         """Returns the last stage's value on every stage."""
         group = self._tensors.groups.pipeline
         if group.size() == 1:
             return value
-        box = [value]
+        values = [value]
         last = dist.get_global_rank(group, group.size() - 1)
-        dist.broadcast_object_list(box, src=last, group=group)
-        return box[0]
+        dist.broadcast_object_list(values, src=last, group=group)
+        return values[0]
 
     # -- parameters -----------------------------------------------------------------------------
 
@@ -282,19 +288,19 @@ class MegatronEngine(Engine):
 
     @contextmanager
     def lease(self) -> Iterator[Lease]:
-        """Lends a copy of the whole model, which is loaded at the first lease and updated at later ones."""
+        """Lends a copy of the whole model, which the first lease loads and later leases update."""
         if self._decoding is None:
             module = load_module(replace(self._spec, optim=None, gradient_checkpointing=False))
             if not isinstance(module, PolicyModel):
                 raise TypeError("a critic does not decode; lease the actor's engine")
             self._decoding = module.eval()
-        version = (self.updates, self._loads)
-        if version != self._copied:
+        version = (self.updates, self._load_count)
+        if version != self._decoding_version:
             copies = hf_names(self._decoding)
             with torch.no_grad():
                 for name, tensor in self.named_hf_weights():
                     copies[name].copy_(tensor)
-            self._copied = version
+            self._decoding_version = version
         yield Lease(self._decoding, 0)
 
     def save(self, folder: Path, contents: Collection[str]) -> None:
@@ -304,19 +310,18 @@ class MegatronEngine(Engine):
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
         with self.present(optimizer=True):
             load_stage(folder, self._tensors, self.optimizer, contents)
-        self._loads += 1
+        self._load_count += 1
 
 
 def _on_host(terms: Terms) -> Terms:
-    """Returns the values without their graph, on the host."""
-    loss, *values = terms.loss, terms.shares, terms.means, terms.maxima
-    return Terms(
-        loss.cpu(), *({n: torch.as_tensor(x).detach().cpu() for n, x in v.items()} for v in values)
-    )
+    """Returns detached copies on the host."""
+    metrics = (terms.shares, terms.means, terms.maxima)
+    copies = ({n: torch.as_tensor(x).detach().cpu() for n, x in m.items()} for m in metrics)
+    return Terms(terms.loss.cpu(), *copies)
 
 
 def build(spec: EngineSpec) -> MegatronEngine:
-    """Builds the engine; ranks of one process group call it together."""
+    """Builds the engine; all ranks call it together."""
     _refuse(spec)
     mesh = join_mesh(spec)
     # Every rank reads the whole model on the host and keeps its part.
@@ -334,14 +339,14 @@ def build(spec: EngineSpec) -> MegatronEngine:
         stage.config.finalize_model_grads_func = finalize_model_grads
         total = spec.optim.total_training_steps
         optimizer = ShardedOptimizer(model, spec.optim, grad_clip=spec.grad_clip, total=total)
-    offload = offload_of(stage, optimizer, spec.fsdp)
+    offload = build_offload(stage, optimizer, spec.fsdp)
     engine = MegatronEngine(spec, mesh, stage, tensors, optimizer=optimizer, offload=offload)
     offload.start()
     return engine
 
 
 def _refuse(spec: EngineSpec) -> None:
-    """Raises for a spec that this engine does not serve, before any model is loaded."""
+    """Raises, before any model is loaded, for a spec that this engine does not support."""
     if spec.head not in ("policy", "value"):
         raise ValueError(
             f"strategy=megatron trains policies and critics, not {spec.head} models; use strategy=fsdp2"
@@ -351,20 +356,20 @@ def _refuse(spec: EngineSpec) -> None:
             torch.cuda.current_device()
         except (AssertionError, RuntimeError) as error:
             raise ValueError(
-                "megatron-core computes on GPUs, and there is none here; use strategy=fsdp2"
+                "strategy=megatron needs a GPU, and torch sees none; use strategy=fsdp2"
             ) from error
     if spec.adapters is not None:
-        raise ValueError("strategy=megatron trains no LoRA adapters; use strategy=fsdp2")
+        raise ValueError("strategy=megatron does not train LoRA adapters; use strategy=fsdp2")
     if spec.replays_routing and spec.megatron.pipeline_model_parallel_size > 1:
         raise ValueError(
-            "strategy=megatron replays expert routing without pipeline parallel only; use "
+            "strategy=megatron replays expert routing only without pipeline parallel; use "
             "megatron.pipeline_model_parallel_size=1 or strategy=fsdp2"
         )
     refuse_role(spec.model_path, spec.override_config, spec.megatron)
 
 
 def _stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:
-    """Returns this rank's stage with empty weights, and whether the embeddings are tied."""
+    """Returns this rank's stage with uninitialized weights, and whether the embeddings are tied."""
     hf, rotary = module.lm.config, module.decoder.rotary_emb
     tied = isinstance(module, PolicyModel) and bool(hf.tie_word_embeddings)
     config = transformer_config(

@@ -1,7 +1,7 @@
-"""The experts and routers of a megatron-core MoE layer, with the numbers of the Hugging Face model.
+"""The experts and routers of a megatron-core MoE layer, which compute the same as the Hugging Face model.
 
-megatron-core sends tokens to the ranks that hold their experts and back. The router here routes as
-transformers does, and can replay recorded experts; the experts are packed as in a Hugging Face checkpoint.
+megatron-core dispatches tokens to the ranks of their experts. The router here routes as transformers does,
+and can replay recorded experts; the experts are packed as in a Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass
-class PackedStage(PackedSeqParams):  # type: ignore[misc]
-    """The packed rows of one micro-batch, which megatron-core passes to every layer unread."""
+class MicroBatchParams(PackedSeqParams):  # type: ignore[misc]
+    """The packed rows of one micro-batch, which megatron-core passes through to every layer."""
 
     layout: SegmentLayout | None = None
     positions: Tensor | None = None  # [N]
@@ -38,17 +38,17 @@ class PackedStage(PackedSeqParams):  # type: ignore[misc]
     experts: dict[int, Tensor] = field(default_factory=dict)
     """The experts [n, k] of this rank's tokens by layer."""
     agreement: dict[int, Tensor] = field(default_factory=dict)
-    """The share [n] of the replayed experts that a router would have chosen, by layer."""
+    """The share [n] of the replayed experts that the router would have chosen, by layer."""
 
 
 class Router(nn.Module):
     """Chooses the experts of each token as transformers does: top-k after a softmax in float32."""
 
     sparse_layer: int
-    """Its number among the layers with experts of the whole model."""
+    """The index of its layer among the MoE layers of the whole model."""
     normalizes: bool
     """Whether the gates of a token add up to 1."""
-    rows: PackedStage
+    rows: MicroBatchParams
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
@@ -59,10 +59,10 @@ class Router(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def set_layer_number(self, number: int) -> None:
-        """Does nothing; layers without experts are counted here."""
+        """Does nothing: megatron-core's number counts dense layers too."""
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
-        """Returns gates and choices [n, experts] of hidden states [n, 1, d]."""
+        """Returns the gates and the routing mask [n, experts] of hidden states [n, 1, d]."""
         logits = F.linear(hidden[:, 0].to(self.dtype), self.weight.to(self.dtype))
         scores = logits.softmax(-1, dtype=torch.float32)
         experts = scores.topk(self.top_k, -1).indices
@@ -78,7 +78,7 @@ class Router(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """The experts of this rank; an expert-tensor-parallel rank holds a part of each."""
+    """The experts of this rank; an expert-tensor-parallel rank holds a shard of each."""
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, *, pg_collection: Any
@@ -91,13 +91,13 @@ class PackedExperts(nn.Module):
             for shape in shapes
         )
         for parameter in (self.gate_up, self.down):
-            # Other ranks than those of the dense layers hold the same numbers.
+            # The ranks that replicate experts are not those that replicate dense layers.
             parameter.allreduce = False  # type: ignore[attr-defined]
 
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, gates: Tensor
     ) -> tuple[Tensor, None]:
-        """Maps tokens [n, d], sorted by expert."""
+        """Applies the experts to tokens [n, d], which are sorted by expert."""
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
         gate, up = F.grouped_mm(tokens, self.gate_up.mT, offs=ends).chunk(2, -1)
         out = F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
@@ -105,10 +105,10 @@ class PackedExperts(nn.Module):
 
 
 class SparseLayer(TransformerLayer):  # type: ignore[misc]
-    """A layer with experts, which hands its packed rows to its router."""
+    """A MoE layer that passes the packed rows to its router."""
 
-    def forward(self, *args: Any, packed_seq_params: PackedStage, **kwargs: Any) -> Any:
-        # Recomputed layers come here again, in the backward pass of their own micro-batch.
+    def forward(self, *args: Any, packed_seq_params: MicroBatchParams, **kwargs: Any) -> Any:
+        # Set per forward: a recomputed layer runs again in the backward pass of its micro-batch.
         self.mlp.router.rows = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
@@ -125,7 +125,7 @@ def moe_settings(hf: PreTrainedConfig) -> dict[str, Any]:
 
 
 def moe_block() -> ModuleSpec:
-    """Returns the part of a layer that routes tokens to experts."""
+    """Returns the spec of the MoE block of a layer."""
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(experts=PackedExperts, router=Router),
@@ -134,8 +134,8 @@ def moe_block() -> ModuleSpec:
 
 
 def sparse_layers(hf: PreTrainedConfig) -> list[int]:
-    """Returns the layers with experts; the others have one dense MLP."""
+    """Returns the indices of the MoE layers; the others have one dense MLP."""
     if hf.model_type != "qwen3_moe" or not hf.num_experts:
         return []
-    every = range(hf.decoder_sparse_step - 1, hf.num_hidden_layers, hf.decoder_sparse_step)
-    return [layer for layer in every if layer not in hf.mlp_only_layers]
+    candidates = range(hf.decoder_sparse_step - 1, hf.num_hidden_layers, hf.decoder_sparse_step)
+    return [layer for layer in candidates if layer not in hf.mlp_only_layers]

@@ -13,7 +13,7 @@ from hone.engine.megatron.weights import Groups
 
 
 def join_mesh(spec: EngineSpec) -> Mesh:
-    """Creates megatron-core's process groups, which all models of a process share."""
+    """Creates megatron-core's process groups, unless they exist; returns the coordinates of this rank."""
     megatron = spec.megatron
     if problem := megatron.uneven(spec.world_size):
         raise ValueError(f"megatron.{problem}")
@@ -38,17 +38,17 @@ def join_mesh(spec: EngineSpec) -> Mesh:
             distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
             order="tp-cp-ep-dp-pp",
         )
-    found = (
+    current = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_world_size(),
     )
-    if found != sizes:
+    if current != sizes:
         raise ValueError(
             "two models of one process have different Megatron layouts: tensor, pipeline, expert and expert "
-            f"tensor parallel {found} and {sizes}; give actor, reference and critic the same, or processes "
-            "of their own"
+            f"tensor parallel {current} and {sizes}; give actor, reference and critic the same layout, or "
+            "separate processes"
         )
     model_parallel_cuda_manual_seed(spec.fsdp.seed)
     return Mesh(

@@ -1,7 +1,7 @@
 """Builds one pipeline stage of a megatron-core GPTModel from a Hugging Face config.
 
-The stage runs packed rows: attention, norms and rotary positions are hone's, linear layers and embeddings
-are megatron-core's local ones, without Transformer Engine.
+The stage runs packed rows. Attention, norms and rotary positions are hone's; linear layers and embeddings are
+megatron-core's own, without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from hone.config.engine import MegatronConfig
 from hone.engine.megatron.experts import (
-    PackedStage,
+    MicroBatchParams,
     SparseLayer,
     moe_block,
     moe_settings,
     sparse_layers,
 )
 from hone.engine.megatron.refusals import passed_overrides
-from hone.models.families import declared, key_shape
+from hone.models.families import config_field, key_shape
 from hone.ops.attention import AttentionOptions
 from hone.ops.rms_norm import rms_norm
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class RmsNorm(nn.Module):
-    """A norm whose weight is marked for sequence parallelism, which torch's norm in megatron-core is not."""
+    """An RMS norm whose weight is marked for sequence parallel, unlike torch's norm in megatron-core."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
@@ -64,9 +64,9 @@ class RotaryPositions(nn.Module):
         self.register_buffer("inv_freq", frequencies.float(), persistent=False)
 
     def get_rotary_seq_len(
-        self, context: None, decoder: None, hidden: Tensor, config: None, packed: PackedStage
+        self, context: None, decoder: None, hidden: Tensor, config: None, packed: MicroBatchParams
     ) -> Tensor:
-        """Returns the positions, which megatron-core hands to `forward`."""
+        """Returns the positions, which megatron-core passes to `forward`."""
         assert packed.positions is not None
         return packed.positions
 
@@ -89,7 +89,7 @@ class PackedAttention(nn.Module):
         value: Tensor,
         attention_mask: None,
         *,
-        packed_seq_params: PackedStage,
+        packed_seq_params: MicroBatchParams,
         **_: Any,
     ) -> Tensor:  # [N, 1, H * D]
         assert packed_seq_params.layout is not None
@@ -122,15 +122,14 @@ def transformer_config(
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": kv_heads,
         "kv_channels": width,
-        "softmax_scale": width**-0.5
-        * rotary_scale**2,  # queries and keys carry the scale once each
+        "softmax_scale": width**-0.5 * rotary_scale**2,  # the scale of queries times that of keys
         "ffn_hidden_size": hf.intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.model_type == "qwen2" or bool(declared(hf, "attention_bias")),
+        "add_qkv_bias": hf.model_type == "qwen2" or bool(config_field(hf, "attention_bias")),
         "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -141,7 +140,7 @@ def transformer_config(
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "sequence_parallel": megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
         "variable_seq_lengths": True,
-        # Checked with variable lengths, also without experts. No token is dropped.
+        # megatron-core checks it with variable lengths, also without experts.
         "moe_token_dispatcher_type": "alltoall",
         "deallocate_pipeline_outputs": False,
         # The loss of a micro-batch is its share of the sum, and gradients are added, never averaged.
@@ -169,14 +168,14 @@ def transformer_config(
 def build_stage(
     hf: PreTrainedConfig, config: TransformerConfig, frequencies: Tensor, *, tied: bool
 ) -> Stage:
-    """Builds the layers of this rank's pipeline stage, with weights that are not initialized."""
-    dense, sparse = _layer(config), _layer(config)
+    """Builds the layers of this rank's pipeline stage, with uninitialized weights."""
+    dense, sparse = _layer_spec(config), _layer_spec(config)
     sparse.module, sparse.submodules.mlp = SparseLayer, moe_block()
-    with_experts = sparse_layers(hf)
+    moe_layers = sparse_layers(hf)
     first = get_transformer_layer_offset(config)
-    mine = range(first, first + get_num_layers_to_build(config))
+    stage_layers = range(first, first + get_num_layers_to_build(config))
     block = TransformerBlockSubmodules(
-        layer_specs=[sparse if layer in with_experts else dense for layer in mine],
+        layer_specs=[sparse if layer in moe_layers else dense for layer in stage_layers],
         layer_norm=RmsNorm,
     )
     tensor_ranks = config.tensor_model_parallel_size
@@ -194,15 +193,15 @@ def build_stage(
     stage.rotary_pos_emb = RotaryPositions(frequencies)
     if stage.pre_process and hf.pad_token_id is not None:
         _freeze_padding(stage.embedding.word_embeddings, hf.pad_token_id)
-    for index, layer in zip(mine, stage.decoder.layers, strict=True):
-        if index in with_experts:
+    for index, layer in zip(stage_layers, stage.decoder.layers, strict=True):
+        if index in moe_layers:
             router = layer.mlp.router
-            router.sparse_layer, router.normalizes = with_experts.index(index), hf.norm_topk_prob
+            router.sparse_layer, router.normalizes = moe_layers.index(index), hf.norm_topk_prob
     return stage
 
 
 def _freeze_padding(embedding: nn.Module, padding: int) -> None:
-    """Gives the embedding of the padding token no gradient, as Hugging Face's `padding_idx` does."""
+    """Stops the gradient of the padding token's embedding, as Hugging Face's `padding_idx` does."""
 
     def detach(module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         is_padding = (inputs[0] == padding)[..., None]  # [1, N, 1]
@@ -214,7 +213,7 @@ def _freeze_padding(embedding: nn.Module, padding: int) -> None:
     embedding.register_forward_hook(detach)
 
 
-def _layer(config: TransformerConfig) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm

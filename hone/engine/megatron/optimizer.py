@@ -27,7 +27,7 @@ _ELEMENTWISE = (
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
     torch.optim.SGD,
 )  # fmt: skip
-"""Optimizers whose update of a number needs that number's gradient only, so that flat shards suffice."""
+"""Optimizers that update each element from its own gradient only, so that flat shards suffice."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Shard:
 
     @property
     def start(self) -> int:
-        """The first number of this shard in the bucket."""
+        """The offset of this shard in the bucket."""
         return self.group.rank() * self.parameters.numel()
 
     def pieces(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor, slice]]:
-        """Yields the part of each parameter in a flat shard, and its place in the flattened parameter."""
+        """Yields each parameter of a flat shard, its part, and the slice of the flattened parameter."""
         for parameter, start, end in self.ranges:
             low, high = max(start, self.start), min(end, self.start + flat.numel())
             if low < high:
@@ -59,7 +59,7 @@ class Shard:
 
 def shards_of(model: DistributedDataParallel) -> list[Shard]:
     """Returns this rank's shard of every bucket."""
-    found = []
+    shards = []
     for buffer in (*model.buffers, *model.expert_parallel_buffers):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
@@ -70,8 +70,8 @@ def shards_of(model: DistributedDataParallel) -> list[Shard]:
             parameters, gradients = (
                 x.chunk(group.size())[group.rank()] for x in (bucket.param_data, bucket.grad_data)
             )
-            found.append(Shard(parameters, gradients, group, tuple(ranges)))
-    return found
+            shards.append(Shard(parameters, gradients, group, tuple(ranges)))
+    return shards
 
 
 class ShardedOptimizer(Optimizer):
@@ -82,7 +82,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self.model = model
         self.shards = shards_of(model)
-        self._places = {
+        self._ranges = {
             parameter: (i, start, end)
             for i, shard in enumerate(self.shards)
             for parameter, start, end in shard.ranges
@@ -91,8 +91,8 @@ class ShardedOptimizer(Optimizer):
         super().__init__(flat, config, grad_clip=grad_clip, total=total)
         if not isinstance(self.inner, _ELEMENTWISE):
             raise PluginError(
-                f"optim.optimizer={config.optimizer} may need whole matrices, and strategy=megatron "
-                "updates flat shards of them; use one of torch.optim such as AdamW, or strategy=fsdp2"
+                f"optim.optimizer={config.optimizer} may need whole matrices, but strategy=megatron "
+                "updates flat shards; use one of torch.optim such as AdamW, or strategy=fsdp2"
             )
 
     def zero_grad(self) -> None:
@@ -109,49 +109,51 @@ class ShardedOptimizer(Optimizer):
         return metrics
 
     def state_keys(self, device: torch.device | str = "cpu") -> tuple[list[str], Row]:
-        """Returns the names of the state that the optimizer keeps per number, and its other state of a new
-        parameter on a device; a fused optimizer keeps its step count on the parameter's."""
+        """Returns the names of the optimizer state per element, and the other state (the step count) of a new
+        parameter on the device."""
         probe = nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
         optimizer = build_optimizer([probe], self._config)
         optimizer.step()
         state = optimizer.state[probe]
-        flat = [k for k, x in state.items() if isinstance(x, Tensor) and x.shape == probe.shape]
-        return flat, {key: value for key, value in state.items() if key not in flat}
+        per_element = [
+            k for k, x in state.items() if isinstance(x, Tensor) and x.shape == probe.shape
+        ]
+        return per_element, {key: x for key, x in state.items() if key not in per_element}
 
     def total_norm(self, grads: list[Tensor]) -> Tensor:
-        """Returns the norm over all ranks, with parameters that several ranks hold counted once."""
+        """Returns the norm over all ranks; a parameter that several ranks hold is counted once."""
         squares = torch.zeros((), dtype=torch.float32, device=grads[0].device)
         for shard in self.shards:
-            pieces = [piece for p, piece, _ in shard.pieces(shard.gradients) if self._counts(p)]
+            pieces = [piece for p, piece, _ in shard.pieces(shard.gradients) if self._is_counted(p)]
             if pieces:
                 squares += torch.stack(torch._foreach_norm(pieces)).square().sum()
         dist.all_reduce(squares)
         return squares.sqrt()
 
     def gather(self, parameter: nn.Parameter, flats: list[Tensor]) -> Tensor:
-        """Returns the whole tensor of one parameter from flat shards such as moments; the ranks of the
-        bucket call it together. A bucket may be a whole stage, so it is never gathered at once."""
-        index, start, end = self._places[parameter]
+        """Returns the full tensor of one parameter from flat shards such as moments; the ranks of the bucket
+        call it together. A whole bucket is never gathered, as it may be as large as the stage."""
+        index, start, end = self._ranges[parameter]
         group, flat = self.shards[index].group, flats[index]
-        whole, size = flat.new_empty(end - start), flat.numel()
+        full, size = flat.new_empty(end - start), flat.numel()
         for owner in range(start // size, -(-end // size)):
             low, high = max(start, owner * size), min(end, (owner + 1) * size)
-            piece = whole[low - start : high - start]
+            piece = full[low - start : high - start]
             if owner == group.rank():
                 piece.copy_(flat[low - owner * size : high - owner * size])
             dist.broadcast(piece, group=group, group_src=owner)
-        return whole.view(parameter.shape)
+        return full.view(parameter.shape)
 
     def scatter(self, tensors: dict[nn.Parameter, Tensor], flats: list[Tensor]) -> None:
-        """Writes this rank's part of whole tensors into flat shards."""
+        """Writes this rank's part of full tensors into flat shards."""
         for shard, flat in zip(self.shards, flats, strict=True):
-            for parameter, piece, place in shard.pieces(flat):
-                piece.copy_(tensors[parameter].reshape(-1)[place])
+            for parameter, piece, elements in shard.pieces(flat):
+                piece.copy_(tensors[parameter].reshape(-1)[elements])
 
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether the norm counts the parameter here: no other rank holds the same one, or this is the first
-        tensor-parallel rank."""
+    def _is_counted(self, parameter: nn.Parameter) -> bool:
+        """Whether the norm counts the parameter on this rank: it is sharded over tensor-parallel ranks, or
+        this is the first of them."""
         if getattr(parameter, "shared", False):  # the copy of a tied embedding
             return False
         return getattr(parameter, "tensor_model_parallel", False) or self.model.tp_group.rank() == 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hone.config.engine import MegatronConfig
 from hone.config.errors import ConfigError
-from hone.models.families import UnsupportedModel, declared, key_shape
+from hone.models.families import UnsupportedModel, config_field, key_shape
 from hone.models.load import load_config
 from hone.types import JsonValue
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-_RECOMPUTED = ("core_attn", "mlp", "moe")
-"""What `recompute_modules` may name; the other modules need Transformer Engine."""
+_STAGE_SIZES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
+"""Supported names in `recompute_modules`; the others need Transformer Engine."""
 PASSED = frozenset((
-    *_ENDS, "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+    *_STAGE_SIZES, "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
     "moe_router_dtype",
 ))  # fmt: skip
 """Fields of megatron-core's TransformerConfig that an override may set."""
@@ -38,7 +38,7 @@ COMPUTED: Mapping[str, JsonValue] = {
     "multi_latent_attention": False, "normalization": "RMSNorm", "qk_clip": False, "qk_l2_norm": False,
     "rotary_interleaved": False, "softmax_type": "vanilla", "test_mode": False,
 }  # fmt: skip
-"""Fields that an override may repeat with the value that the engine computes with."""
+"""Fields that an override may set only to the value that the engine uses."""
 NO_EFFECT = frozenset((
     # kernels
     "apply_rope_fusion", "attention_backend", "bias_activation_fusion", "bias_dropout_fusion",
@@ -76,13 +76,13 @@ NO_EFFECT = frozenset((
     # of other devices, in verl's scripts
     "swap_optimizer", "use_flash_attn",
 ))  # fmt: skip
-"""Ways to compute the same numbers that the engine does not have, and logs."""
+"""Fields that do not change the numbers and that the engine ignores."""
 
 
 def refuse_role(
     path: str, override_config: Mapping[str, JsonValue], megatron: MegatronConfig
 ) -> None:
-    """Raises for a model or settings of a role that cannot be built, before weights are loaded."""
+    """Raises, before weights are loaded, for a model or settings that cannot be built."""
     config = load_config(path)
     for name, value in override_config.items():
         setattr(config, name, value)
@@ -91,9 +91,9 @@ def refuse_role(
 
 
 def refuse_overrides(megatron: MegatronConfig) -> None:
-    """Raises for overrides that would train another model, or the same one with another arithmetic."""
-    given = _given(megatron)
-    if refused := sorted(name for name, value in given.items() if not is_free(name, value)):
+    """Raises for overrides that would change the model or its numbers."""
+    overrides = _overrides(megatron)
+    if refused := sorted(name for name, value in overrides.items() if not is_allowed(name, value)):
         raise ConfigError(
             [
                 f"megatron.override_transformer_config has {', '.join(refused)}, which hone sets from the "
@@ -102,34 +102,34 @@ def refuse_overrides(megatron: MegatronConfig) -> None:
         )
 
 
-def is_free(name: str, value: JsonValue) -> bool:
-    """Whether an override asks for the same numbers, or for a dtype of the router."""
+def is_allowed(name: str, value: JsonValue) -> bool:
+    """Whether an override keeps the numbers, or sets the dtype of the router."""
     if name == "moe_router_dtype":
         return value in ("fp32", "fp64")
     is_computed = name in COMPUTED and value == COMPUTED[name]
     return name in PASSED or name in NO_EFFECT or is_computed
 
 
-def _given(megatron: MegatronConfig) -> dict[str, JsonValue]:
-    """Returns the overrides without null, which asks for nothing."""
+def _overrides(megatron: MegatronConfig) -> dict[str, JsonValue]:
+    """Returns the overrides that are not null."""
     return {n: x for n, x in megatron.override_transformer_config.items() if x is not None}
 
 
 def passed_overrides(megatron: MegatronConfig) -> dict[str, JsonValue]:
-    """Returns the overrides that megatron-core gets; without a pipeline there are no stages to size."""
-    left_out = _ENDS if megatron.pipeline_model_parallel_size == 1 else ()
-    passed = {n: x for n, x in _given(megatron).items() if n in PASSED and n not in left_out}
+    """Returns the overrides for megatron-core; sizes of stages are dropped without a pipeline."""
+    left_out = _STAGE_SIZES if megatron.pipeline_model_parallel_size == 1 else ()
+    passed = {n: x for n, x in _overrides(megatron).items() if n in PASSED and n not in left_out}
     if isinstance(modules := passed.get("recompute_modules"), list | tuple):
-        passed["recompute_modules"] = [module for module in modules if module in _RECOMPUTED]
+        passed["recompute_modules"] = [module for module in modules if module in _RECOMPUTE_MODULES]
     return passed
 
 
 def overrides_without_effect(megatron: MegatronConfig) -> list[str]:
-    """Returns a sentence that names the overrides that the engine does not read."""
-    given = _given(megatron)
-    ignored = sorted(NO_EFFECT & given.keys())
-    if isinstance(modules := given.get("recompute_modules"), list | tuple):
-        ignored += [f"{x} in recompute_modules" for x in modules if x not in _RECOMPUTED]
+    """Returns a sentence that names the ignored overrides, if there are any."""
+    overrides = _overrides(megatron)
+    ignored = sorted(NO_EFFECT & overrides.keys())
+    if isinstance(modules := overrides.get("recompute_modules"), list | tuple):
+        ignored += [f"{x} in recompute_modules" for x in modules if x not in _RECOMPUTE_MODULES]
     if ignored:
         return [
             f"megatron.override_transformer_config has {', '.join(ignored)}, which has no effect here: "
@@ -139,31 +139,30 @@ def overrides_without_effect(megatron: MegatronConfig) -> list[str]:
 
 
 def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
-    """Raises for a model that cannot be built, or not over so many ranks."""
+    """Raises for a model that cannot be built over this number of ranks."""
     if hf.model_type not in FAMILIES:
         raise UnsupportedModel(
             f"{path} is a {hf.model_type}; strategy=megatron trains {', '.join(FAMILIES)}. Use "
             "strategy=fsdp2"
         )
-    biased = hf.model_type != "qwen2" and declared(hf, "attention_bias")
-    windows = declared(hf, "use_sliding_window")
-    for feature, present in {
-        "attention_bias (a bias of the output projection)": biased,
-        "mlp_bias": declared(hf, "mlp_bias"),
-        "use_sliding_window": windows,
+    has_bias = hf.model_type != "qwen2" and config_field(hf, "attention_bias")
+    for feature, has_feature in {
+        "attention_bias (a bias of the output projection)": has_bias,
+        "mlp_bias": config_field(hf, "mlp_bias"),
+        "use_sliding_window": config_field(hf, "use_sliding_window"),
         f"hidden_act={hf.hidden_act}": hf.hidden_act != "silu",
     }.items():
-        if present:
+        if has_feature:
             raise UnsupportedModel(
                 f"{path} has {feature}, which strategy=megatron does not compute; use strategy=fsdp2"
             )
     kv_heads, _ = key_shape(hf)
     _refuse_stages(hf.num_hidden_layers, path, megatron)
-    parts = [("key-value heads", kv_heads, "tensor_model_parallel_size")]
+    divided = [("key-value heads", kv_heads, "tensor_model_parallel_size")]
     if hf.model_type == "qwen3_moe":
-        parts.append(("experts", hf.num_experts, "expert_model_parallel_size"))
+        divided.append(("experts", hf.num_experts, "expert_model_parallel_size"))
         _refuse_experts(hf, path, megatron)
-    for what, count, key in parts:
+    for what, count, key in divided:
         if count % megatron[key]:
             raise UnsupportedModel(
                 f"{path} has {count} {what}, which megatron.{key}={megatron[key]} does not divide"
@@ -171,15 +170,15 @@ def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> N
 
 
 def _refuse_stages(layers: int, path: str, megatron: MegatronConfig) -> None:
-    """Raises for layers that the stages cannot hold: those whose number is not given hold equally many."""
+    """Raises unless the layers divide evenly over the stages, except stages with a configured size."""
     stages, passed = megatron.pipeline_model_parallel_size, passed_overrides(megatron)
-    ends = {n: x for n in _ENDS if isinstance(x := passed.get(n), int)}
-    rest, others = layers - sum(ends.values()), stages - len(ends)
-    if min(ends.values(), default=1) < 1 or rest < others or (rest % others if others else rest):
-        given = "".join(f" with {name}={count}" for name, count in ends.items())
+    sized = {n: x for n in _STAGE_SIZES if isinstance(x := passed.get(n), int)}
+    rest, others = layers - sum(sized.values()), stages - len(sized)
+    if min(sized.values(), default=1) < 1 or rest < others or (rest % others if others else rest):
+        settings = "".join(f" with {name}={count}" for name, count in sized.items())
         raise UnsupportedModel(
-            f"{path} has {layers} layers, which megatron.pipeline_model_parallel_size={stages}{given} does "
-            "not divide"
+            f"{path} has {layers} layers, which megatron.pipeline_model_parallel_size={stages}{settings} "
+            "does not divide"
         )
 
 
@@ -187,8 +186,8 @@ def _refuse_experts(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -
     ranks = megatron.expert_tensor_ranks
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         raise UnsupportedModel(
-            f"{path} has experts, which megatron.tensor_model_parallel_size="
-            f"{megatron.tensor_model_parallel_size} trains with megatron.sequence_parallel=true only"
+            f"{path} has experts, which need megatron.sequence_parallel=true under "
+            f"megatron.tensor_model_parallel_size={megatron.tensor_model_parallel_size}"
         )
     if hf.moe_intermediate_size % (8 * ranks):
         raise UnsupportedModel(

@@ -1,8 +1,8 @@
 """The map between Hugging Face tensors and the parameters of a megatron-core stage.
 
-A megatron-core matrix holds several Hugging Face tensors, and a tensor-parallel rank holds a part of it:
-`to_local` cuts the part of one rank, `to_whole` joins the parts of all ranks. `StageTensors` applies both to
-a stage, with the collectives.
+A megatron-core matrix contains several Hugging Face tensors, and a tensor-parallel rank holds a shard of it:
+`to_local` returns the shard of one rank, `to_whole` joins the shards of all ranks. `StageTensors` applies
+both to a stage, with the collectives.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Kind = Literal["same", "columns", "vocabulary", "qkv", "gate_up", "experts_gate_
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of one stage and the Hugging Face tensors with the same numbers."""
+    """A parameter of one stage and the Hugging Face tensors that it is made of."""
 
     kind: Kind
     local: str
-    """Its name in the stage."""
+    """The name in the stage."""
     whole: tuple[str, ...]
-    """Names in the Hugging Face module."""
+    """The names in the Hugging Face module."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     expert_ranks: int = 1
-    """Ranks that split the experts of a layer; the ranks that hold the same experts split each of them."""
+    """Expert-parallel ranks; the expert-tensor-parallel ranks with the same experts split each of them."""
 
 
 _LAYER: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
@@ -66,9 +66,8 @@ _LAYER: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
 
 
 def entries(stage: Stage, *, tied: bool) -> list[Entry]:
-    """Returns the map of all parameters of a stage; the copy of a tied embedding comes without a name."""
+    """Returns the entries of all parameters of a stage; raises for an unknown parameter."""
     names = {name for name, _ in stage.named_parameters()}
-    found: list[Entry] = []
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     ends: tuple[tuple[Kind, str, str], ...] = (
         ("vocabulary", "embedding.word_embeddings.weight", "model.embed_tokens.weight"),
@@ -77,21 +76,21 @@ def entries(stage: Stage, *, tied: bool) -> list[Entry]:
         ("same", "value_head.weight", "value_head.weight"),
         ("same", "value_head.bias", "value_head.bias"),
     )
-    found += [Entry(kind, local, (whole,)) for kind, local, whole in ends if local in names]
+    mapped = [Entry(kind, local, (whole,)) for kind, local, whole in ends if local in names]
     for index, layer in enumerate(stage.decoder.layers):
         for kind, local, wholes in _LAYER:
-            mine = f"decoder.layers.{index}.{local}"
-            if mine in names:
+            name = f"decoder.layers.{index}.{local}"
+            if name in names:
                 prefix = f"model.layers.{layer.layer_number - 1}."
-                found.append(Entry(kind, mine, tuple(prefix + name for name in wholes)))
-    if missing := names - {entry.local for entry in found}:
+                mapped.append(Entry(kind, name, tuple(prefix + whole for whole in wholes)))
+    if missing := names - {entry.local for entry in mapped}:
         raise ValueError(f"the weight map does not know {', '.join(sorted(missing))}")
-    return found
+    return mapped
 
 
 def to_local(kind: Kind, tensors: Sequence[Tensor], shape: Shape, rank: int, ranks: int) -> Tensor:
-    """Returns the parameter of one tensor-parallel rank from Hugging Face tensors; the ranks of experts are
-    those of expert × expert tensor parallel."""
+    """Returns one rank's shard of a parameter from Hugging Face tensors; `rank` and `ranks` count
+    tensor-parallel ranks, or expert × expert-tensor-parallel ranks for experts."""
 
     def part(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(ranks, dim)[rank]
@@ -135,11 +134,13 @@ def _experts_to_local(
     kind: Kind, experts: Tensor, expert_ranks: int, rank: int, ranks: int
 ) -> Tensor:
     tensor_ranks = ranks // expert_ranks
-    place, tensor_rank = divmod(rank, tensor_ranks)
-    mine = experts.chunk(expert_ranks)[place]  # [experts, 2 × width, d] or [experts, d, width]
+    expert_rank, tensor_rank = divmod(rank, tensor_ranks)
+    local = experts.chunk(expert_ranks)[
+        expert_rank
+    ]  # [experts, 2 × width, d] or [experts, d, width]
     if kind == "experts_down":
-        return mine.chunk(tensor_ranks, 2)[tensor_rank]
-    halves = [half.chunk(tensor_ranks, 1)[tensor_rank] for half in mine.chunk(2, 1)]
+        return local.chunk(tensor_ranks, 2)[tensor_rank]
+    halves = [half.chunk(tensor_ranks, 1)[tensor_rank] for half in local.chunk(2, 1)]
     return torch.cat(halves, 1)
 
 
@@ -147,11 +148,11 @@ def _experts_to_whole(kind: Kind, parts: Sequence[Tensor], expert_ranks: int) ->
     tensor_ranks = len(parts) // expert_ranks
     joined = []
     for start in range(0, len(parts), tensor_ranks):
-        same = parts[start : start + tensor_ranks]
+        shards = parts[start : start + tensor_ranks]  # of the same experts
         if kind == "experts_down":
-            joined.append(torch.cat(list(same), 2))
+            joined.append(torch.cat(list(shards), 2))
         else:
-            halves = [tensor.chunk(2, 1) for tensor in same]
+            halves = [shard.chunk(2, 1) for shard in shards]
             joined.append(torch.cat([half[i] for i in range(2) for half in halves], 1))
     return torch.cat(joined)
 
@@ -164,12 +165,12 @@ class Groups:
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
     experts: dist.ProcessGroup
-    """The ranks that hold all experts once: expert × expert tensor parallel."""
+    """The expert × expert-tensor-parallel ranks, which together hold every expert once."""
     expert_ranks: int
-    """Its size along expert parallel."""
+    """The expert-parallel size."""
 
     def of(self, kind: Kind) -> dist.ProcessGroup:
-        """Returns the group that holds a parameter of this kind once."""
+        """Returns the ranks that together hold a parameter of this kind once."""
         return self.experts if kind.startswith("experts") else self.tensor
 
 
@@ -177,7 +178,7 @@ class StageTensors:
     """The parameters of a stage, and those of the whole model by Hugging Face name."""
 
     def __init__(self, stage: Stage, module: Model, groups: Groups, *, tied: bool) -> None:
-        """`module` is the whole model on the host; its weights go into the stage and are then dropped."""
+        """Copies this rank's weights from `module`, the whole model on the host, and frees its memory."""
         self.groups = groups
         self.parameters = dict(stage.named_parameters())
         config = module.lm.config
@@ -188,19 +189,19 @@ class StageTensors:
         self.load(hf_names(module))
         self.tied = tied
         self.skeleton = module.to("meta")
-        """The whole model without numbers: names, shapes and configs."""
+        """The whole model on the meta device: names, shapes and configs."""
         if tied:
             self.skeleton.lm.tie_weights()
         self.whole_shapes = hf_names(self.skeleton)
-        self._by_stage = self._all_entries()
+        self._by_stage = self._gather_entries()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the parts of this rank from tensors with Hugging Face names."""
+        """Copies this rank's shards from tensors with Hugging Face names."""
         for name, part in self.parts(tensors):
             self.parameters[name].data.copy_(part)
 
     def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the parts of this rank by their names in the stage."""
+        """Yields this rank's shards by their names in the stage."""
         for entry in self.entries:
             group = self.groups.of(entry.kind)
             wholes = [tensors[name].detach() for name in entry.whole]
@@ -208,45 +209,45 @@ class StageTensors:
             yield entry.local, part
 
     def of_stage(self, tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole tensors of this stage; its ranks call it together. `tensor_of` returns what this
-        tensor-parallel rank holds for a parameter, and is asked for one at a time."""
+        """Yields the full tensors of this stage; its ranks call it together. `tensor_of` maps the name of a
+        parameter to this rank's tensor; it is called for one at a time."""
         for entry in self.entries:
             if not self._is_copy(entry):
-                yield from zip(entry.whole, self._joined(entry, tensor_of), strict=True)
+                yield from zip(entry.whole, self._gather(entry, tensor_of), strict=True)
 
     def of_model(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all parameters on all ranks, which call it together."""
+        """Yields all parameters of the model; all ranks call it together."""
         group = self.groups.pipeline
         for owner, entry in self._by_stage:
             if owner == group.rank():
-                wholes = [x.contiguous() for x in self._joined(entry, self.parameters.__getitem__)]
+                wholes = [x.contiguous() for x in self._gather(entry, self.parameters.__getitem__)]
             else:
-                some = next(iter(self.parameters.values()))
+                like = next(iter(self.parameters.values()))
                 sizes = [self.whole_shapes[name].shape for name in entry.whole]
-                wholes = [torch.empty(size, dtype=some.dtype, device=some.device) for size in sizes]
+                wholes = [torch.empty(size, dtype=like.dtype, device=like.device) for size in sizes]
             for name, whole in zip(entry.whole, wholes, strict=True):
                 if group.size() > 1:
                     dist.broadcast(whole, dist.get_global_rank(group, owner), group=group)
                 yield name, whole
 
-    def _joined(self, entry: Entry, tensor_of: Callable[[str], Tensor]) -> list[Tensor]:
-        mine = tensor_of(entry.local).detach().contiguous()
+    def _gather(self, entry: Entry, tensor_of: Callable[[str], Tensor]) -> list[Tensor]:
+        local = tensor_of(entry.local).detach().contiguous()
         group = self.groups.of(entry.kind)
         if group.size() == 1 or entry.kind == "same":
-            return to_whole(entry.kind, [mine], self._shape)
-        parts = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(parts, mine, group=group)
+            return to_whole(entry.kind, [local], self._shape)
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local, group=group)
         return to_whole(entry.kind, parts, self._shape)
 
     def _is_copy(self, entry: Entry) -> bool:
-        """Whether the first stage holds the same tied embedding."""
+        """Whether the parameter is the last stage's copy of a tied embedding."""
         return bool(getattr(self.parameters[entry.local], "shared", False))
 
-    def _all_entries(self) -> list[tuple[int, Entry]]:
-        mine = [entry for entry in self.entries if not self._is_copy(entry)]
-        everyone: list[list[Entry]] = [[]] * self.groups.pipeline.size()
-        dist.all_gather_object(everyone, mine, self.groups.pipeline)
-        return [(stage, entry) for stage, found in enumerate(everyone) for entry in found]
+    def _gather_entries(self) -> list[tuple[int, Entry]]:
+        own = [entry for entry in self.entries if not self._is_copy(entry)]
+        by_stage: list[list[Entry]] = [[]] * self.groups.pipeline.size()
+        dist.all_gather_object(by_stage, own, self.groups.pipeline)
+        return [(stage, entry) for stage, entries in enumerate(by_stage) for entry in entries]
 
 
 def hf_names(module: Model) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from hone.config.convert import show_value
 from hone.data.files import copy_to_local
-from hone.engine.saved_state import TABLE, read_table
+from hone.engine.saved_state import METADATA_FILE, read_metadata
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import make_folder, rename_folder, sync
 from hone.tracking.console import screen
@@ -98,8 +98,8 @@ def _shards(folder: Path) -> set[Path]:
     """Return the files that the tables of a checkpoint name, on whichever disks ranks have written them."""
     return {
         table.with_name(place.relative_path)
-        for table in folder.rglob(TABLE)
-        for place in (read_table(table.parent).storage_data or {}).values()
+        for table in folder.rglob(METADATA_FILE)
+        for place in (read_metadata(table.parent).storage_data or {}).values()
     }
 
 

@@ -50,11 +50,11 @@ def std(xs: list[float]) -> float:
 
 
 def whiten(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    kept = [float(v) for v in x[mask]]
-    if not kept:
+    values = [float(v) for v in x[mask]]
+    if not values:
         return np.zeros(x.shape)
-    centre = mean(kept)
-    variance = std(kept) ** 2 if len(kept) > 1 else 0.0
+    centre = mean(values)
+    variance = std(values) ** 2 if len(values) > 1 else 0.0
     return np.where(mask, (x - centre) / math.sqrt(variance + 1e-8), 0.0)
 
 

@@ -68,5 +68,5 @@ def test_an_entry_is_an_estimator_class_one_of_them_or_a_function() -> None:
 
 @pytest.mark.parametrize("entry", [5, "grpo", dict, Estimator])
 def test_an_entry_that_cannot_estimate_is_refused(entry) -> None:
-    with pytest.raises(PluginError, match=r"is no advantage estimator|must define __call__"):
+    with pytest.raises(PluginError, match=r"is not an advantage estimator|must define __call__"):
         estimator_of(entry, None)

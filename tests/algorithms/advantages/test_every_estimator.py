@@ -34,9 +34,9 @@ def test_equals_the_slow_reference(name, b):
         with pytest.raises(ValueError, match=r"rollout\.n"):
             run(name, b)
         return
-    for got, want in zip(run(name, b), REFERENCES[name](b), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
-        assert (got[~b.mask] == 0).all()
+    for actual, expected in zip(run(name, b), REFERENCES[name](b), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
+        assert (actual[~b.mask] == 0).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,13 +92,13 @@ def test_nothing_outside_the_mask_leaks(name, junk):
     mask = np.array([[1, 0, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]], dtype=bool)
     clean = batch(np.where(mask, 1.5, 0), mask, list("aab"))
     clean.rewards = np.where(mask, np.arange(12.0).reshape(3, 4), 0)
-    dirty = batch(clean.rewards, mask, list("aab"))
-    for b, value in ((clean, 0.0), (dirty, junk)):
+    with_junk = batch(clean.rewards, mask, list("aab"))
+    for b, value in ((clean, 0.0), (with_junk, junk)):
         b.rewards = np.where(mask, b.rewards, value)
         for key, column in b.columns.items():
             b.columns[key] = np.where(mask, column, value) if column.ndim == 2 else column
-    for got, want in zip(run(name, dirty), run(name, clean), strict=True):
-        np.testing.assert_array_equal(got, want)
+    for actual, expected in zip(run(name, with_junk), run(name, clean), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 # optimal_token_baseline compares columns of the response; its tir_ form is for tools
@@ -112,8 +112,8 @@ def test_tool_tokens_in_the_middle_change_nothing_but_their_own_places(name):
     for key in tools.columns:
         if tools.columns[key].ndim == 2:
             tools.columns[key][mask] = plain.columns[key].ravel()
-    for got, want in zip(run(name, tools), run(name, plain), strict=True):
-        np.testing.assert_allclose(got[mask].reshape(3, 3), want, rtol=1e-12, atol=1e-12)
+    for actual, expected in zip(run(name, tools), run(name, plain), strict=True):
+        np.testing.assert_allclose(actual[mask].reshape(3, 3), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -138,8 +138,10 @@ def test_a_trajectory_of_two_rows_is_treated_as_one(name):
     cut.columns = {key: x[order] for key, x in cut.columns.items()}
     trajectory = np.array(["t0", "t1", "t1", "t0", "t0", "t0"], dtype=object)  # "t0" of two prompts
     back = np.argsort(order)
-    for got, want in zip(run(name, cut, trajectory_id=trajectory), run(name, whole), strict=True):
-        np.testing.assert_allclose(got[back].reshape(3, 6), want, rtol=1e-9, atol=1e-9)
+    for actual, expected in zip(
+        run(name, cut, trajectory_id=trajectory), run(name, whole), strict=True
+    ):
+        np.testing.assert_allclose(actual[back].reshape(3, 6), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -157,8 +159,8 @@ def test_row_order_does_not_matter(name):
         {key: x[order] for key, x in b.columns.items()},
         b.config,
     )
-    for got, want in zip(run(name, moved), run(name, b), strict=True):
-        np.testing.assert_allclose(got, want[order], rtol=1e-9, atol=1e-9)
+    for actual, expected in zip(run(name, moved), run(name, b), strict=True):
+        np.testing.assert_allclose(actual, expected[order], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(IGNORES_GROUPS)))

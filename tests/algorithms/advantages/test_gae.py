@@ -43,9 +43,9 @@ def test_advantages_are_whitened_over_the_policy_tokens_only():
     mask = torch.tensor([[1.0, 1, 0], [1, 1, 1]])
     rewards = torch.tensor([[0, 1.0, 100], [0, 0, 3.0]])
     advantages, _ = gae(rewards, mask, values=torch.zeros(2, 3), gamma=1.0, lam=1.0)
-    kept = advantages[mask.bool()]
-    assert kept.mean().abs() < 1e-6
-    assert kept.var().item() == pytest.approx(1, abs=1e-5)
+    values = advantages[mask.bool()]
+    assert values.mean().abs() < 1e-6
+    assert values.var().item() == pytest.approx(1, abs=1e-5)
 
 
 def test_config_gives_gamma_and_lambda_and_the_defaults_are_hones():

@@ -81,5 +81,5 @@ def test_the_tail_of_the_longest_may_keep_its_own_return_as_baseline():
         first, second = 0.75 / (1 + 0.5), 1.5 / (2 + 0.5)
         expected = [[1 - first, 1 - second, 1 - 1.5 / 2], [0.5 - first, 0.5 - second, 0], [1, 0, 0]]
         np.testing.assert_allclose(advantages, expected, rtol=1e-12)
-        kept, _ = estimator(rewards, mask, ["p", "p", "alone"], **columns)
-        assert kept[0, 2] == 1
+        values, _ = estimator(rewards, mask, ["p", "p", "alone"], **columns)
+        assert values[0, 2] == 1

@@ -136,11 +136,11 @@ def test_every_form_equals_the_slow_reference(credit, baseline, seed):
     rewards = scores - 0.01 * torch.rand(shape, generator=draw, dtype=torch.float64) * mask
     options = {"credit_assignment": credit, "process_baseline": baseline, "gamma": 1.0}
     columns = {"reward/process": process, "step_mask": steps, "token_level_scores": scores}
-    found = rloo_token(rewards, mask, uid, trajectory_id=trajectory, **options, **columns)
+    actual = rloo_token(rewards, mask, uid, trajectory_id=trajectory, **options, **columns)
     expected = pure_reference(
         rewards, scores, process, steps, mask, uid, trajectory, credit, baseline
     )
-    for values, reference in zip(found, expected, strict=True):
+    for values, reference in zip(actual, expected, strict=True):
         dense = torch.zeros(shape, dtype=torch.float64)
         for place, value in reference.items():
             dense[place] = value

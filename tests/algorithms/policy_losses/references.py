@@ -183,13 +183,13 @@ def whole(
     """The loss of a mini-batch, aggregated as `mode` says."""
     rows = []
     for i in range(len(mask)):
-        kept = np.nonzero(mask[i])[0]
-        if len(kept):
-            loss = ROW[name](*(x[i, kept].tolist() for x in (old, new, frozen, adv)), cfg)
+        values = np.nonzero(mask[i])[0]
+        if len(values):
+            loss = ROW[name](*(x[i, values].tolist() for x in (old, new, frozen, adv)), cfg)
             if weights is not None and name != "bypass_mode":
-                w = weights[i, kept]
+                w = weights[i, values]
                 if name == "geo_mean":
-                    w = np.full(len(kept), math.exp(np.log(w).mean()))
+                    w = np.full(len(values), math.exp(np.log(w).mean()))
                 loss = [x * float(y) for x, y in zip(loss, w, strict=True)]
             rows.append(loss)
     return aggregate(rows, FORCED.get(name, mode), cfg["loss_scale_factor"])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hone.algorithms.aggregation import BatchCounts, counted
+from hone.algorithms.aggregation import BatchCounts, batch_counts
 from hone.algorithms.policy_losses import get_policy_loss_fn
 
 CFG = {"clip_ratio": 0.2, "clip_ratio_c": 3.0}
@@ -106,7 +106,7 @@ def test_rejection_keeps_the_normalisation_law(kind, mode):
     }  # fmt: skip
     old = torch.full_like(OLD, -1.0)
     whole, gradient, _ = call(old=old, **options)
-    with counted(BatchCounts.of(MASK)):
+    with batch_counts(BatchCounts.of(MASK)):
         parts = [call(slice(i, i + 1), old=old, **options) for i in range(2)]
     assert math.fsum(part[0] for part in parts) == pytest.approx(whole)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hone.algorithms.policy_losses import get_policy_loss_fn
-from hone.algorithms.policy_losses.covariance import _hash_of_place
+from hone.algorithms.policy_losses.covariance import _position_hash
 
 from .references import clip
 
@@ -98,7 +98,7 @@ def test_the_choice_depends_on_nothing_but_the_batch():
 
 def test_the_hash_of_a_place_never_changes():
     """Recorded runs are replayed with it, so these numbers are part of the format."""
-    numbers = _hash_of_place(torch.ones(64, 64))
+    numbers = _position_hash(torch.ones(64, 64))
     corners = [numbers[0, 0], numbers[0, 1], numbers[1, 0], numbers[63, 63]]
     assert [int(x) for x in corners] == [793937167, 1337043481, 1859976955, 1986376134]
     assert len(numbers.unique()) == 64 * 64

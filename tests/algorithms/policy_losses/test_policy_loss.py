@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.algorithms.aggregation import MODES, BatchCounts, counted
+from hone.algorithms.aggregation import MODES, BatchCounts, batch_counts
 from hone.algorithms.policy_losses import TABLE, get_policy_loss_fn
 
 from .references import CFG, ROW, clipped, slope, whole
@@ -84,7 +84,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(name, mode, size, 
     whole_loss, whole_gradient, _ = call(name, b, mode, weights=weights)
     prepared = prepared_for(name, b)
     shares, gradients = [], []
-    with counted(BatchCounts.of(torch.from_numpy(b.mask))):
+    with batch_counts(BatchCounts.of(torch.from_numpy(b.mask))):
         for start in range(0, len(b.mask), size):
             rows = slice(start, start + size)
             mine = {key: value[rows] for key, value in prepared.items()}
@@ -149,11 +149,11 @@ def test_clip_fractions_equal_the_slow_reference(name, seed):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])
 def test_nothing_outside_the_mask_reaches_loss_gradient_or_metrics(name, junk):
-    b, dirty = MiniBatch(3), MiniBatch(3)
+    b, with_junk = MiniBatch(3), MiniBatch(3)
     for key in ("old", "new", "adv", "weights"):
-        setattr(dirty, key, np.where(b.mask, getattr(b, key), junk))
+        setattr(with_junk, key, np.where(b.mask, getattr(b, key), junk))
     loss, gradient, metrics = call(name, b, weights=True)
-    dirty_loss, dirty_gradient, dirty_metrics = call(name, dirty, weights=True)
+    dirty_loss, dirty_gradient, dirty_metrics = call(name, with_junk, weights=True)
     assert dirty_loss == loss
     np.testing.assert_array_equal(dirty_gradient, gradient)
     assert {k: float(v) for k, v in dirty_metrics.items()} == {

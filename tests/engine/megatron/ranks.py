@@ -1,4 +1,4 @@
-"""What each rank does in the tests of strategy=megatron; importable in a spawned process.
+"""The scenarios of the tests of strategy=megatron; importable in a spawned process.
 
 One process group runs all layouts of its size: megatron-core's groups are destroyed between two layouts.
 """
@@ -41,7 +41,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "moe": {"norm_topk_prob": True},
     "mixed": {"num_hidden_layers": 4, "mlp_only_layers": [2], "norm_topk_prob": False},
 }
-"""Models of qwen3_moe; the second has a dense layer on its second half."""
+"""Models of qwen3_moe; the second has a dense layer in its second half."""
 
 
 class Case(NamedTuple):
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     expert_tensor: int | None = None
     replays: bool = False
     overrides: tuple[tuple[str, Any], ...] = ()
-    """Of megatron-core's config."""
+    """Overrides of megatron-core's config."""
 
     @property
     def name(self) -> str:
@@ -116,8 +116,8 @@ RESUMED = {
         Case("moe", 2, dtype=torch.bfloat16, replays=True),
     ),
 }
-"""The layout that saves, and the one that continues; bfloat16 has float32 masters besides, and would send
-tokens near a tie to other experts if it did not replay their routing."""
+"""The layout that saves, and the one that resumes. bfloat16 also saves float32 masters; without replay it
+would route tokens near a tie to other experts."""
 
 
 def model_folder(folder: Path, case: Case) -> Path:
@@ -183,17 +183,17 @@ def objective(case: Case) -> Any:
 
 
 def share(engine: TrainEngine, case: Case) -> DataProto:
-    """The rows of this slot: contiguous, and not the same number in every slot."""
-    whole, slots = rows(), engine.mesh.data_parallel_size
+    """Returns the rows of this slot: contiguous, and not the same number in every slot."""
+    batch, slots = rows(), engine.mesh.data_parallel_size
     if case.replays:
-        whole.batch["routed_experts"] = other_experts(whole)
-    cuts = [round(i * len(whole) / slots) for i in range(slots + 1)]
+        batch.batch["routed_experts"] = other_experts(batch)
+    bounds = [round(i * len(batch) / slots) for i in range(slots + 1)]
     slot = engine.mesh.data_parallel_rank
-    return whole.select_idxs(list(range(cuts[slot], cuts[slot + 1])))
+    return batch.select_idxs(list(range(bounds[slot], bounds[slot + 1])))
 
 
 def other_experts(batch: DataProto) -> torch.Tensor:  # [B, P + T, layers, k]
-    """Two experts for each token and layer, which the routers would not choose; none for some."""
+    """Returns two random experts per token and layer, and NOT_RECORDED for some tokens."""
     generator = torch.Generator().manual_seed(7)
     size = *batch.batch["attention_mask"].shape, 2
     first = torch.randint(4, size, generator=generator)
@@ -207,21 +207,21 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.named_hf_weights()}
 
 
-def results(engine: TrainEngine, case: Case) -> dict[str, Any]:
-    """Outputs, one update, and what decodes afterwards."""
+def run_case(engine: TrainEngine, case: Case) -> dict[str, Any]:
+    """Returns outputs, the results of one update, and the weights of the lease."""
     options = OPTIONS if case.head == "policy" else {}
     if case.replays:
         options = options | {"with_routing": True}
     batch = share(engine, case)
-    found: dict[str, Any] = {"outputs": engine.infer(batch, **options)}
-    found["metrics"] = engine.train_minibatch(batch, objective(case))
-    found["weights"] = weights(engine)
-    found["slot"] = (engine.mesh.data_parallel_rank, engine.mesh.collects)
-    found["facts"] = engine.facts
+    results: dict[str, Any] = {"outputs": engine.infer(batch, **options)}
+    results["metrics"] = engine.train_minibatch(batch, objective(case))
+    results["weights"] = weights(engine)
+    results["slot"] = (engine.mesh.data_parallel_rank, engine.mesh.collects)
+    results["facts"] = engine.facts
     if case.head == "policy":
         with engine.lease() as lease:
-            found["decodes"] = {n: p.clone() for n, p in lease.policy.lm.named_parameters()}
-    return found
+            results["decodes"] = {n: p.clone() for n, p in lease.policy.lm.named_parameters()}
+    return results
 
 
 def spawn(cases: Sequence[Case], world: int, folder: Path) -> list[dict[str, Any]]:
@@ -231,15 +231,15 @@ def spawn(cases: Sequence[Case], world: int, folder: Path) -> list[dict[str, Any
 
 
 def _main(rank: int, world: int, port: int, folder: str, cases: Sequence[Case]) -> None:
-    place = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in place.items()})
+    variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in variables.items()})
     torch.set_num_threads(1)
     try:
-        found = _run(rank, world, Path(folder), cases)
+        results = _run(rank, world, Path(folder), cases)
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # the others wait in a collective: end at once so that the parent sees it
-    torch.save(found, Path(folder) / f"rank{rank}.pt")
+        os._exit(1)  # the other ranks wait in a collective; the parent must see the failure
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -248,12 +248,12 @@ def _run(rank: int, world: int, folder: Path, cases: Sequence[Case]) -> dict[str
     import tests.engine.megatron_on_cpu  # noqa: F401
 
     join_group(torch.device("cpu"))
-    found = {}
+    results = {}
     for case in cases:
-        found[case.name] = results(build(case, folder, rank, world), case)
+        results[case.name] = run_case(build(case, folder, rank, world), case)
     if world == 2:
-        found["resumed"] = resumed(rank, world, folder)
-    return found
+        results["resumed"] = resumed(rank, world, folder)
+    return results
 
 
 def build(case: Case, folder: Path, rank: int, world: int, **changes: Any) -> TrainEngine:
@@ -265,24 +265,24 @@ def build(case: Case, folder: Path, rank: int, world: int, **changes: Any) -> Tr
 
 
 def resumed(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Two updates saved by one rank of FSDP2 and by one layout are continued under another layout."""
-    found: dict[str, Any] = {}
+    """Resumes, under another layout, two updates of one rank of FSDP2 and of one layout."""
+    results: dict[str, Any] = {}
     for name, (first, second) in RESUMED.items():
         for source in ("fsdp2", "megatron"):
             engine = build(second, folder, rank, world, optim=ADAM)
             engine.load(folder / f"{source}-{name}")
             engine.save(folder / f"{source}-{name}-again", CONTENTS)
-            found[f"{source}-{name}"] = (
+            results[f"{source}-{name}"] = (
                 engine.train_minibatch(share(engine, second), objective(second)),
                 weights(engine),
                 engine.updates,
             )
-            if source == "fsdp2":  # the next source is what the other layout saves
+            if source == "fsdp2":  # the next source is the checkpoint of the other layout
                 engine = build(first, folder, rank, world, optim=ADAM)
                 two_updates(engine, first)
                 engine.save(folder / f"megatron-{name}", CONTENTS)
         engine.export(folder / f"export-{name}", character_tokenizer())
-    return found
+    return results
 
 
 def two_updates(engine: TrainEngine, case: Case) -> None:
@@ -292,5 +292,5 @@ def two_updates(engine: TrainEngine, case: Case) -> None:
 
 
 def one_rank(case: Case, folder: Path, **changes: Any) -> TrainEngine:
-    """The same model under FSDP2 on one rank, which the layouts must equal."""
+    """Returns the same model under FSDP2 on one rank, which the layouts must equal."""
     return build_strategy("fsdp2", spec(case, folder, **changes))

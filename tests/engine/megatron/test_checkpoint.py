@@ -1,4 +1,4 @@
-"""Names of the checkpoint; tests/engine/megatron/test_engine.py resumes checkpoints under other layouts."""
+"""Names in a checkpoint; tests/engine/megatron/test_engine.py resumes checkpoints under other layouts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from hone.config.engine import OptimConfig
-from hone.engine.megatron.checkpoint import _aliases, _key, _load_moments, save_stage
+from hone.engine.megatron.checkpoint import _aliases, _load_moments, _optimizer_name, save_stage
 from hone.engine.optimizer import build_optimizer
-from tests.engine.megatron.test_optimizer import optimizer
+from tests.engine.megatron.test_optimizer import make_optimizer
 
 
 def test_names_are_those_of_the_checkpoints_of_fsdp2():
-    assert _key("model.norm.weight") == "lm/model/norm/weight"
-    assert _key("value_head.bias") == "value_head/bias"
+    assert _optimizer_name("model.norm.weight") == "lm/model/norm/weight"
+    assert _optimizer_name("value_head.bias") == "value_head/bias"
     tied, untied = SimpleNamespace(tied=True), SimpleNamespace(tied=False)
     embedding = "model.embed_tokens.weight"
     assert _aliases(tied, embedding) == ["lm.model.embed_tokens.weight", "lm.lm_head.weight"]
@@ -36,7 +36,7 @@ KINDS = {
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # meta: a device other than the host's
 @pytest.mark.parametrize("kind", KINDS)
-def test_loaded_state_lies_where_an_update_would_create_it(kind, device, monkeypatch):
+def test_loaded_state_is_on_the_device_where_an_update_would_create_it(kind, device, monkeypatch):
     name, overrides = KINDS[kind]
     module = sys.modules["torch.optim.optimizer"]  # torch.optim deletes its name
     monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["cpu", "meta"])
@@ -49,17 +49,17 @@ def test_loaded_state_lies_where_an_update_would_create_it(kind, device, monkeyp
         key: torch.zeros(x.shape) if isinstance(x, torch.Tensor) else x
         for key, x in inner.state[fresh].items()
     }
-    made = optimizer(0, optimizer=name, override_optimizer_config=overrides)
+    optimizer = make_optimizer(0, optimizer=name, override_optimizer_config=overrides)
     master = nn.Parameter(torch.zeros(6, device=device))
-    made.masters, made.inner = (
+    optimizer.masters, optimizer.inner = (
         nn.ParameterDict({"shard0": master}),
         build_optimizer([master], config),
     )
-    made.scatter = lambda tensors, flats: None  # which numbers: test_optimizer.py
-    _load_moments(SimpleNamespace(entries=[], parts=lambda whole: []), made, {"x": saved})
-    loaded = made.inner.state[master]
-    places = {k: x.device for k, x in inner.state[fresh].items() if isinstance(x, torch.Tensor)}
-    assert {k: x.device for k, x in loaded.items() if isinstance(x, torch.Tensor)} == places
+    optimizer.scatter = lambda tensors, flats: None  # tested in test_optimizer.py
+    _load_moments(SimpleNamespace(entries=[], parts=lambda full: []), optimizer, {"x": saved})
+    loaded = optimizer.inner.state[master]
+    devices = {k: x.device for k, x in inner.state[fresh].items() if isinstance(x, torch.Tensor)}
+    assert {k: x.device for k, x in loaded.items() if isinstance(x, torch.Tensor)} == devices
 
 
 @pytest.fixture

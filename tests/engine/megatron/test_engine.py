@@ -1,4 +1,4 @@
-"""Megatron's layouts give what one rank of FSDP2 gives: outputs, updates, checkpoints, exports."""
+"""Megatron's layouts equal one rank of FSDP2: outputs, updates, checkpoints, exports."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("megatron")
-    ranks.write_models(place, (*TWO, *FOUR))
+    root = tmp_path_factory.mktemp("megatron")
+    ranks.write_models(root, (*TWO, *FOUR))
     for name, (case, _) in RESUMED.items():  # what the ranks load
-        engine = ranks.one_rank(case, place, optim=ADAM)
+        engine = ranks.one_rank(case, root, optim=ADAM)
         ranks.two_updates(engine, case)
-        engine.save(place / f"fsdp2-{name}", ranks.CONTENTS)
-    return place
+        engine.save(root / f"fsdp2-{name}", ranks.CONTENTS)
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -41,49 +41,49 @@ def four(folder):
     return ranks.spawn(FOUR, 4, folder)
 
 
-def assert_same_update(found, expected, rel=1e-5):
-    metrics, after = found
-    reference, wanted = expected
+def assert_same_update(actual, expected, rel=1e-5):
+    metrics, after = actual
+    reference, expected_weights = expected
     assert set(metrics) == set(reference)
     for name, value in reference.items():
         assert metrics[name] == pytest.approx(value, rel=rel, abs=1e-6), name
-    assert set(after) == set(wanted)
-    for name, tensor in wanted.items():
+    assert set(after) == set(expected_weights)
+    for name, tensor in expected_weights.items():
         if not name.endswith("k_proj.bias"):  # its true gradient is zero
             torch.testing.assert_close(after[name], tensor, rtol=rel, atol=2e-6, msg=name)
 
 
-def check(case, everyone, folder):
-    expected = ranks.results(ranks.one_rank(case, folder), case)
+def check(case, ranks_results, folder):
+    expected = ranks.run_case(ranks.one_rank(case, folder), case)
     outputs: dict[int, dict[str, torch.Tensor]] = {}
-    for found in (rank[case.name] for rank in everyone):
+    for actual in (rank[case.name] for rank in ranks_results):
         assert_same_update(
-            (found["metrics"], found["weights"]), (expected["metrics"], expected["weights"])
+            (actual["metrics"], actual["weights"]), (expected["metrics"], expected["weights"])
         )
-        for name, tensor in found.get("decodes", {}).items():
-            assert torch.equal(tensor, found["weights"][name]), name
-        assert found["facts"] == expected["facts"]
-        slot, collects = found["slot"]
+        for name, tensor in actual.get("decodes", {}).items():
+            assert torch.equal(tensor, actual["weights"][name]), name
+        assert actual["facts"] == expected["facts"]
+        slot, collects = actual["slot"]
         if collects:
             assert slot not in outputs
-            outputs[slot] = found["outputs"]
+            outputs[slot] = actual["outputs"]
     for name, tensor in expected["outputs"].items():
-        whole = torch.cat([outputs[slot][name] for slot in sorted(outputs)])
-        torch.testing.assert_close(whole, tensor, rtol=1e-5, atol=2e-6, msg=name)
+        all_rows = torch.cat([outputs[slot][name] for slot in sorted(outputs)])
+        torch.testing.assert_close(all_rows, tensor, rtol=1e-5, atol=2e-6, msg=name)
 
 
 @pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
-def test_two_ranks_give_what_one_rank_of_fsdp2_gives(case, two, folder):
+def test_two_ranks_equal_one_rank_of_fsdp2(case, two, folder):
     check(case, two, folder)
 
 
 @pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
-def test_four_ranks_give_what_one_rank_of_fsdp2_gives(case, four, folder):
+def test_four_ranks_equal_one_rank_of_fsdp2(case, four, folder):
     check(case, four, folder)
 
 
 def leaves_of(checkpoint: Path) -> Iterator[tuple[str, Any]]:
-    """The numbers of a checkpoint by name; moments and weights are whole tensors."""
+    """Yields the values of a checkpoint by name; moments and weights are full tensors."""
     dcp_to_torch_save(checkpoint, checkpoint / "whole.pt")
     stack = [("", torch.load(checkpoint / "whole.pt", weights_only=False))]
     while stack:
@@ -138,25 +138,25 @@ def test_fsdp2_resumes_a_checkpoint_of_megatron(two, folder, name):
     assert metrics == pytest.approx(expected, rel=bound(case), abs=1e-4)
 
 
-def test_the_groups_wait_as_long_as_the_process_group(monkeypatch):
+def test_the_groups_have_the_timeout_of_the_process_group(monkeypatch):
     from hone.engine.megatron import mesh
 
-    waits = []
+    timeouts = []
     state = mesh.parallel_state
     monkeypatch.setattr(state, "model_parallel_is_initialized", lambda: False)
     monkeypatch.setattr(
         state,
         "initialize_model_parallel",
-        lambda *_, distributed_timeout_minutes, **__: waits.append(distributed_timeout_minutes),
+        lambda *_, distributed_timeout_minutes, **__: timeouts.append(distributed_timeout_minutes),
     )
-    wait = timedelta(seconds=601)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+    timeout = timedelta(seconds=601)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         with pytest.raises(AssertionError):  # megatron-core's groups were not created
             mesh.join_mesh(ranks.spec(Case("llama"), Path()))
     finally:
         dist.destroy_process_group()
-    assert waits == [11]
+    assert timeouts == [11]
 
 
 @pytest.mark.parametrize("name", RESUMED)

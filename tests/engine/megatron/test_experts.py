@@ -1,4 +1,4 @@
-"""Routers and experts compute what transformers computes; test_engine.py has them over several ranks."""
+"""Routers and experts equal those of transformers; test_engine.py runs them over several ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # importing megatron-core takes seconds
 @pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_router_and_experts_equal_those_of_transformers(dtype, normalizes):
-    from hone.engine.megatron.experts import PackedExperts, PackedStage, Router
+    from hone.engine.megatron.experts import MicroBatchParams, PackedExperts, Router
 
     hf = tiny_config("qwen3_moe")
     hf.norm_topk_prob = normalizes
@@ -36,7 +36,7 @@ def test_router_and_experts_equal_those_of_transformers(dtype, normalizes):
     one = SimpleNamespace(size=lambda: 1)
     experts = PackedExperts(hf.num_experts, config, pg_collection=SimpleNamespace(expt_tp=one))
     router = Router(config)
-    router.sparse_layer, router.normalizes, router.rows = 0, normalizes, PackedStage()
+    router.sparse_layer, router.normalizes, router.rows = 0, normalizes, MicroBatchParams()
     with torch.no_grad():
         router.weight.copy_(block.gate.weight)
         experts.gate_up.copy_(block.experts.gate_up_proj)
@@ -49,10 +49,10 @@ def test_router_and_experts_equal_those_of_transformers(dtype, normalizes):
     assert torch.equal(router.rows.experts[0], indices)
     expert, token = choices.T.nonzero(as_tuple=True)  # sorted by expert
     out, _ = experts(hidden[token, 0], choices.sum(0), gates[token, expert])
-    whole = torch.zeros(9, hf.hidden_size, dtype=dtype).index_add(0, token, out)
+    summed = torch.zeros(9, hf.hidden_size, dtype=dtype).index_add(0, token, out)
     expected = block(hidden.transpose(0, 1))[0]
     bound = 1e-6 if dtype == torch.float32 else 2e-2
-    assert (whole - expected).abs().max() < bound * expected.abs().max()
+    assert (summed - expected).abs().max() < bound * expected.abs().max()
 
 
 def test_layers_without_experts_are_those_of_transformers():

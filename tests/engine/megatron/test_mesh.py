@@ -1,4 +1,4 @@
-"""Layouts that cannot be; tests/engine/megatron/test_engine.py runs those that can."""
+"""Layouts that are refused; tests/engine/megatron/test_engine.py runs the others."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ except ValueError as error:
 @pytest.mark.slow
 def test_two_models_of_a_process_have_one_layout(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO_LAYOUTS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "tensor parallel (1, 1, 1, 1) and (2, 1, 1, 2)" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "tensor parallel (1, 1, 1, 1) and (2, 1, 1, 2)" in process.stdout

@@ -1,4 +1,4 @@
-"""Overrides of megatron-core's config against what hone computes with."""
+"""Overrides of megatron-core's config against the values that hone uses."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def config_with(monkeypatch):
     return build
 
 
-def test_what_may_be_repeated_is_what_is_computed(config_with):
+def test_computed_fields_have_the_values_that_hone_uses(config_with):
     config = config_with()
     assert config.num_moe_experts == 128
     values = {name: getattr(config, name) for name in COMPUTED}
-    assert values.pop("moe_z_loss_coeff") is None  # the same as none of it
+    assert values.pop("moe_z_loss_coeff") is None  # None means 0
     assert {**values, "moe_z_loss_coeff": 0.0} == dict(COMPUTED)
 
 
-def test_what_hone_sets_cannot_be_overridden(config_with, monkeypatch):
+def test_fields_that_hone_sets_cannot_be_overridden(config_with, monkeypatch):
     from hone.engine.megatron import model
 
     settings: dict[str, object] = {}
-    monkeypatch.setattr(model, "TransformerConfig", lambda **given: settings.update(given))
+    monkeypatch.setattr(model, "TransformerConfig", lambda **fields: settings.update(fields))
     config_with()
     shared = {name for name in settings if name in PASSED}
     assert shared == {f"recompute_{x}" for x in ("granularity", "method", "num_layers")}

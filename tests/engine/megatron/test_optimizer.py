@@ -14,7 +14,7 @@ from hone.plugins import PluginError
 
 
 def bucket_model(rank: int) -> SimpleNamespace:
-    """What the optimizer reads of megatron-core's DDP: one bucket of two parameters over two ranks."""
+    """Returns a fake of megatron-core's DDP: one bucket of two parameters over two ranks."""
     first, second = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))
     group = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
     bucket = SimpleNamespace(
@@ -36,24 +36,28 @@ def bucket_model(rank: int) -> SimpleNamespace:
     )
 
 
-def optimizer(rank: int, **config) -> ShardedOptimizer:
+def make_optimizer(rank: int, **config) -> ShardedOptimizer:
     return ShardedOptimizer(bucket_model(rank), OptimConfig(**config), grad_clip=1.0, total=-1)
 
 
-@pytest.mark.parametrize(("rank", "places"), [(0, [(4, 0), (2, 0)]), (1, [(4, 2)])])
-def test_a_parameter_may_lie_on_two_shards(rank, places):
-    (shard,) = optimizer(rank).shards
-    found = [(piece.numel(), place.start) for _, piece, place in shard.pieces(shard.parameters)]
-    assert found == places
+@pytest.mark.parametrize(("rank", "pieces"), [(0, [(4, 0), (2, 0)]), (1, [(4, 2)])])
+def test_a_parameter_may_be_on_two_shards(rank, pieces):
+    (shard,) = make_optimizer(rank).shards
+    actual = [
+        (piece.numel(), elements.start) for _, piece, elements in shard.pieces(shard.parameters)
+    ]
+    assert actual == pieces
 
 
-def test_whole_tensors_are_cut_to_the_shards():
+def test_full_tensors_are_scattered_to_the_shards():
     flats = []
     for rank in range(2):
-        made = optimizer(rank)
-        first, second = made.model.parameters
+        optimizer = make_optimizer(rank)
+        first, second = optimizer.model.parameters
         flat = torch.zeros(6)
-        made.scatter({first: torch.arange(6.0).view(2, 3) + 10, second: torch.arange(4.0)}, [flat])
+        optimizer.scatter(
+            {first: torch.arange(6.0).view(2, 3) + 10, second: torch.arange(4.0)}, [flat]
+        )
         flats.append(flat)
     assert torch.cat(flats).tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 14, 15, 0, 0]
 
@@ -68,32 +72,32 @@ def test_a_parameter_is_gathered_alone_from_the_ranks_that_hold_it(rank, monkeyp
             piece.fill_(-1.0)
 
     monkeypatch.setattr("torch.distributed.broadcast", broadcast)
-    made = optimizer(rank)
-    first, second = made.model.parameters
+    optimizer = make_optimizer(rank)
+    first, second = optimizer.model.parameters
     flat = torch.arange(6.0) + 6 * rank
-    mine = [[4.0, 5.0, -1.0], [-1.0] * 3] if rank == 0 else [[-1.0, -1.0, 6.0], [7.0, 8.0, 9.0]]
-    assert made.gather(first, [flat]).tolist() == mine
+    expected = [[4.0, 5.0, -1.0], [-1.0] * 3] if rank == 0 else [[-1.0, -1.0, 6.0], [7.0, 8.0, 9.0]]
+    assert optimizer.gather(first, [flat]).tolist() == expected
     assert sent == [(0, 2), (1, 4)]
-    made.gather(second, [flat])
+    optimizer.gather(second, [flat])
     assert sent[2:] == [(0, 4)]
 
 
 def test_the_state_of_an_optimizer_is_known_before_its_first_step():
-    flat, single = optimizer(0).state_keys()
-    assert (flat, list(single)) == (["exp_avg", "exp_avg_sq"], ["step"])
-    assert optimizer(0, optimizer="SGD").state_keys()[0] == []
+    per_element, others = make_optimizer(0).state_keys()
+    assert (per_element, list(others)) == (["exp_avg", "exp_avg_sq"], ["step"])
+    assert make_optimizer(0, optimizer="SGD").state_keys()[0] == []
 
 
 def test_an_optimizer_over_whole_matrices_is_refused():
     with pytest.raises(PluginError, match="flat shards"):
-        optimizer(0, optimizer="Adafactor")
+        make_optimizer(0, optimizer="Adafactor")
 
 
 def test_a_copy_of_a_tied_embedding_is_not_counted():
-    made = optimizer(1)
-    first, second = made.model.parameters
+    optimizer = make_optimizer(1)
+    first, second = optimizer.model.parameters
     first.tensor_model_parallel = second.tensor_model_parallel = True
     second.shared = True
-    assert made._counts(first)
-    assert not made._counts(second)
-    assert isinstance(made.shards[0], Shard)
+    assert optimizer._is_counted(first)
+    assert not optimizer._is_counted(second)
+    assert isinstance(optimizer.shards[0], Shard)

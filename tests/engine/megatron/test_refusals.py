@@ -21,7 +21,7 @@ from hone.models.families import UnsupportedModel
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "megatron", "words"),
+    ("family", "changes", "megatron", "message"),
     [
         ("gemma2", {}, {}, "is a gemma2; strategy=megatron trains llama"),
         ("llama", {"attention_bias": True}, {}, "attention_bias"),
@@ -33,7 +33,7 @@ from hone.models.families import UnsupportedModel
             "qwen3_moe",
             {},
             {"tensor_model_parallel_size": 2, "sequence_parallel": False},
-            "=true only",
+            "need megatron.sequence_parallel=true",
         ),
         (
             "qwen3_moe",
@@ -51,9 +51,9 @@ from hone.models.families import UnsupportedModel
         ("llama", {"num_hidden_layers": 3}, {"pipeline_model_parallel_size": 2}, "3 layers"),
     ],
 )
-def test_a_model_that_is_not_built_is_refused(family, changes, megatron, words):
+def test_an_unsupported_model_is_refused(family, changes, megatron, message):
     config = AutoConfig.for_model(family, **changes)
-    with pytest.raises(UnsupportedModel, match=words):
+    with pytest.raises(UnsupportedModel, match=message):
         refuse_model(config, "m", MegatronConfig(**megatron))
 
 
@@ -123,7 +123,7 @@ def test_an_override_that_would_train_another_model_is_refused(name, value):
         refuse_overrides(megatron)
 
 
-def test_recomputation_and_what_is_computed_anyway_may_be_given():
+def test_recomputation_and_the_values_that_hone_uses_are_accepted():
     read = {"recompute_granularity": "selective", "moe_router_dtype": "fp32"}
     same = {"moe_aux_loss_coeff": 0, "moe_router_load_balancing_type": "none", "hidden_dropout": 0}
     same |= {"rotary_interleaved": False}
@@ -134,7 +134,7 @@ def test_recomputation_and_what_is_computed_anyway_may_be_given():
     assert overrides_without_effect(megatron) == []
 
 
-def test_ways_to_go_fast_that_the_engine_does_not_have_are_named_and_left_out():
+def test_overrides_without_effect_are_named_and_dropped():
     fast = {"moe_permute_fusion": True, "moe_token_dispatcher_type": "flex", "use_flash_attn": True}
     modules = {"recompute_modules": ["moe", "layernorm"]}
     megatron = MegatronConfig(override_transformer_config=fast | modules)

@@ -1,4 +1,4 @@
-"""The map between Hugging Face tensors and megatron-core's parameters loses nothing."""
+"""The map between Hugging Face tensors and megatron-core's parameters is lossless."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_bias_of_the_attention_is_mapped_like_its_weight():
     assert all(map(torch.equal, to_whole("qkv", parts, SHAPE), tensors))
 
 
-def test_the_queries_of_a_key_value_head_stand_before_its_key_and_value():
+def test_the_queries_of_a_key_value_head_precede_its_key_and_value():
     queries, key, value = torch.arange(16.0), torch.full((8,), 100.0), torch.full((8,), 200.0)
     first = to_local("qkv", [queries, key, value], SHAPE, 0, 2)
     assert first.tolist() == [*range(8), *[100.0] * 4, *[200.0] * 4]

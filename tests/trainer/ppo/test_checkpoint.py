@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from hone.engine.saved_state import alone_without_warning
+from hone.engine.saved_state import no_single_process_warning
 from hone.tracking import RunFolder
 from hone.tracking.manifest import NotShared, damage, seal
 from hone.trainer.ppo import checkpoint
@@ -471,7 +471,7 @@ def test_a_checkpoint_whose_shards_lie_on_another_disk_is_not_kept(tmp_path: Pat
     run = RunFolder(tmp_path)
 
     def write() -> None:
-        with checkpoint.writing(run, 1) as folder, alone_without_warning():
+        with checkpoint.writing(run, 1) as folder, no_single_process_warning():
             for role in ("actor", "critic"):
                 save({"x": torch.ones(2)}, checkpoint_id=str(folder / role), no_dist=True)
             (folder / "critic" / "__0_0.distcp").unlink()  # as if its rank were on another machine
