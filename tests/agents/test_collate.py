@@ -153,14 +153,14 @@ def test_a_missing_log_prob_of_the_policy_is_refused(absent: float | None) -> No
         trajectory(1, [1], response_logprobs=[-1.0]),
         trajectory(1, [1, 0, 1], response_logprobs=[-1.0, -1.0, absent]),
     ]
-    with pytest.raises(BadTrajectory, match=r"trajectory 1 has no number .* at token 2"):
+    with pytest.raises(BadTrajectory, match=r"trajectory 1 has a NaN .* at token 2"):
         collate_outputs(pair, pad_token_id=PAD)
 
 
 def test_values_of_another_length_than_the_response_are_refused_and_not_moved() -> None:
     pair = [trajectory(1, [1, 1, 1]), trajectory(1, [1])]
     pair[0].response_mask, pair[1].response_mask = [1], [1, 1, 1]
-    with pytest.raises(BadTrajectory, match="row 0 has 1 values for 3 places"):
+    with pytest.raises(BadTrajectory, match="row 0 has 1 values for 3 tokens"):
         collate_outputs(pair, pad_token_id=PAD)
 
 

@@ -9,7 +9,7 @@ from agents.chat_templates import FAMILIES, characters, merges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.agents.observations import Drift, cut_text, cut_tokens, drifts, observation_ids
+from hone.agents.observations import Drift, drifts, observation_ids, truncate_text, truncate_tokens
 from hone.data.prompts import PromptError, render_prompt
 from hone.models.tiny import character_tokenizer
 
@@ -69,7 +69,7 @@ def test_a_template_that_knows_no_tools_says_so() -> None:
         ids(strict, "x")
     forgetful = character_tokenizer()
     forgetful.chat_template = "{{ messages[0]['content'] }}"
-    with pytest.raises(PromptError, match="leaves out the assistant's turn"):
+    with pytest.raises(PromptError, match="omits the assistant's turn"):
         ids(forgetful, "x")
 
 
@@ -82,15 +82,15 @@ def test_a_template_that_knows_no_tools_says_so() -> None:
     ],
 )
 def test_a_long_answer_is_cut_on_the_side_asked_for(side: str, kept: str) -> None:
-    assert cut_text("abcdefghij", 4, side) == kept
-    assert cut_text("abcd", 4, side) == "abcd"
+    assert truncate_text("abcdefghij", 4, side) == kept
+    assert truncate_text("abcd", 4, side) == "abcd"
 
 
 @pytest.mark.parametrize(("side", "kept"), [("right", "abc"), ("left", "hij"), ("middle", "aij")])
 def test_tokens_are_cut_too(tokenizer: Any, side: str, kept: str) -> None:
-    assert cut_tokens("abcdefghij", tokenizer, 3, side) == kept
-    assert cut_tokens("abcdefghij", tokenizer, None, side) == "abcdefghij"
-    assert cut_tokens("abc", tokenizer, 3, side) == "abc"
+    assert truncate_tokens("abcdefghij", tokenizer, 3, side) == kept
+    assert truncate_tokens("abcdefghij", tokenizer, None, side) == "abcdefghij"
+    assert truncate_tokens("abc", tokenizer, 3, side) == "abc"
 
 
 def test_an_answer_cannot_stand_for_the_models_turn(tokenizer: Any) -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hone.agents.contract import AgentLoopOutput
-from hone.agents.output_check import BadTrajectory, check_output, measured
+from hone.agents.output_check import BadTrajectory, check_output, metric_values
 
 
 def check(row: dict[str, Any] | None = None, **fields: Any) -> None:
     given: dict[str, Any] = {"prompt_ids": [5], "response_ids": [1, 2], "response_mask": [1, 1]}
     output = AgentLoopOutput(**(given | fields))
-    check_output(output, "mine", row={"uid": "u0"} if row is None else row, vocabulary=10)
+    check_output(output, "mine", row={"uid": "u0"} if row is None else row, vocab_size=10)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,19 @@ def test_a_measurement_that_is_no_number_is_refused(value: Any) -> None:
 
 def test_a_measurement_left_out_is_zero() -> None:
     output = AgentLoopOutput([5], [1], [1], metrics={"tool_calls": 3})
-    assert measured(output) == {"generate_sequences": 0.0, "tool_calls": 3, "num_preempted": 0.0}
+    assert metric_values(output) == {
+        "generate_sequences": 0.0,
+        "tool_calls": 3,
+        "num_preempted": 0.0,
+    }
 
 
 @pytest.mark.parametrize(
     ("field", "words"),
     [
         ("uid", "a column of the data row"),
-        ("prompts", "made of the output's other fields"),
-        ("versions", "made of the output's other fields"),
+        ("prompts", "built from the output's other fields"),
+        ("versions", "built from the output's other fields"),
         ("advantages", "written by the step 'advantages'"),
         ("reward/rule", "written by the step 'score'"),
     ],

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hone.agents.bounded import bounded
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
+from hone.agents.deadline import run_with_deadline
 from hone.agents.loops.single_turn import SingleTurnAgentLoop
 from hone.agents.runner import LoopRunner
 from hone.agents.trajectory import AgentLoopFailed
@@ -345,7 +345,7 @@ class Stubborn(AgentLoopBase):
         if row["uid"] == "u1":
             await asyncio.sleep(0.05)
             raise KeyError("no such tool")
-        await bounded(self.retries(), 0.01, grace_s=3600.0)
+        await run_with_deadline(self.retries(), 0.01, grace_s=3600.0)
         raise AssertionError("it does not end")
 
     async def retries(self) -> None:
@@ -389,10 +389,10 @@ def test_token_ids_beyond_the_models_vocabulary_name_the_loop(
 ) -> None:
     output = {"response_ids": [5, 11], "response_mask": [1, 1]}
     data = rows(["a"], agent_name=[here("BadLoop")], output=[output])
-    knowing = LoopRunner(config(), echo, tokenizer, run_seed=1, vocabulary=11)
-    knowing.submit(data)
+    runner_with_vocab = LoopRunner(config(), echo, tokenizer, run_seed=1, vocabulary=11)
+    runner_with_vocab.submit(data)
     with pytest.raises(AgentLoopFailed, match=r"BadLoop.* from 5 to 11; the model knows 0 to 10"):
-        knowing.run_until(lambda: False)
+        runner_with_vocab.run_until(lambda: False)
 
 
 def test_a_column_of_the_row_that_a_loop_hands_through_is_not_written_again(

@@ -200,5 +200,5 @@ def test_loops_that_outlive_a_stopped_engine_are_cancelled(
 def test_only_one_thread_is_asked_to_decode(runner: Runner) -> None:
     loops = runner(StuckEngine([]))
     loops.start()
-    with pytest.raises(RuntimeError, match="`start` made one"):
+    with pytest.raises(RuntimeError, match="the thread of `start`"):
         loops.run_until(lambda: True)

@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 
 from hone.agents.interactions.contract import BaseInteraction
-from hone.agents.interactions.environment import EnvironmentInteraction, _result, _text
+from hone.agents.interactions.environment import (
+    EnvironmentInteraction,
+    _observation_text,
+    _parse_step,
+)
 from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.tools.contract import ToolError
 
@@ -170,14 +174,14 @@ def test_an_environment_that_fails_ends_the_talk(play: Callable[..., Any], tmp_p
 
 def test_results_are_read_in_every_usual_form() -> None:
     typed = SimpleNamespace(observation=SimpleNamespace(text="hi"), reward=None, done=True)
-    assert _result(("a", 1, False)) == ("a", 1.0, False)
-    assert _result(("a", None, True, {})) == ("a", 0.0, True)
-    assert _result(("a", 1, False, True, {})) == ("a", 1.0, True)
-    observation, reward, done = _result(typed)
-    assert (_text(observation), reward, done) == ("hi", 0.0, True)
-    assert _text({"board": [1]}) == '{"board": [1]}'
+    assert _parse_step(("a", 1, False)) == ("a", 1.0, False)
+    assert _parse_step(("a", None, True, {})) == ("a", 0.0, True)
+    assert _parse_step(("a", 1, False, True, {})) == ("a", 1.0, True)
+    observation, reward, done = _parse_step(typed)
+    assert (_observation_text(observation), reward, done) == ("hi", 0.0, True)
+    assert _observation_text({"board": [1]}) == '{"board": [1]}'
     with pytest.raises(ToolError, match="step returned 2 values"):
-        _result(("a", 1))
+        _parse_step(("a", 1))
 
 
 def test_a_data_set_of_reasoning_gym_is_an_environment_by_its_name(

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from hone.agents.loops.search import CLOSING, INVALID, OPENING, Action, read_action
+from hone.agents.loops.search import (
+    CLOSING,
+    INVALID,
+    OPENING,
+    Action,
+    read_action,
+)
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.protocol import DataProto
 from hone.rollout.scripted import ScriptedRollout

@@ -134,7 +134,7 @@ def test_only_so_many_calls_of_a_turn_are_made(play: Callable[..., Any], tokeniz
     both = asks("1") + asks("2")
     _, one = play([both, "x"])
     _, two = play([both, "x"], f"{MULTI}.max_parallel_calls=2")
-    assert "at most 1 tool calls a turn" in written(tokenizer, one, 0)
+    assert "at most 1 tool calls per turn" in written(tokenizer, one, 0)
     assert "parsed answer='2'" in written(tokenizer, two, 0)
 
 

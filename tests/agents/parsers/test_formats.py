@@ -187,7 +187,7 @@ def test_a_parser_in_verls_form_is_registered_and_read_by_the_loop() -> None:
     try:
         tokenizer = character_tokenizer()
         parser = ToolParser.get_tool_parser("verl_style", tokenizer)
-        good, bad = asyncio.run(parser.read("add", tokenizer.encode("add"), [ADD]))
+        good, bad = asyncio.run(parser.parse("add", tokenizer.encode("add"), [ADD]))
     finally:
         PARSERS.remove("verl_style")
     assert good == ToolCall("add", {"x": 1})

@@ -20,7 +20,7 @@ def test_the_first_right_answer_is_free_and_further_calls_cost() -> None:
         assert await tool.calc_reward(other) == 0.0
         await tool.release(one)
         await tool.release(other)
-        assert tool._asked == {}
+        assert tool._states == {}
         return said
 
     assert asyncio.run(ask()) == [

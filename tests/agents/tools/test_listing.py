@@ -117,10 +117,10 @@ def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
     [
         ("tools: []", "no list `tools:`"),
         ("tools:\n - config: {}", "needs a `class_name`"),
-        ("tools:\n - name: weather", "only calculator, .* are built in; write the class"),
+        ("tools:\n - name: weather", "the built-in tools are calculator, .*; write the class"),
         ("tools:\n - {name: python, parametres: {}}", "there is no 'parametres'; use config, desc"),
         ("tools:\n - {name: python, parameters: [code]}", "`parameters` maps names to a type"),
-        ("tools:\n - class_name: a.B\n   config: {type: image}", "type 'image' is not built"),
+        ("tools:\n - class_name: a.B\n   config: {type: image}", "type 'image' is not supported"),
         (
             "tools:\n - class_name: hone.agents.tools.contract.BaseTool",
             "BaseTool has no schema of its own",
@@ -173,7 +173,7 @@ def test_a_missing_file_and_a_file_without_tools_are_said(tmp_path: Path) -> Non
     with pytest.raises(ToolError, match="has no tool; put @function_tool"):
         load_all_tools(None, written(tmp_path / "empty.py", "x = 1\n"))
     own = FUNCTIONS.replace("def add(a: float", "def add(*a: float")
-    with pytest.raises(PluginError, match=r"variadic parameter .*cannot be shown to a model"):
+    with pytest.raises(PluginError, match=r"variadic parameter .*is not supported; name every"):
         load_all_tools(None, written(tmp_path / "star.py", own))
 
 

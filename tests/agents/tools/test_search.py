@@ -54,5 +54,5 @@ def test_what_is_no_list_of_questions_and_no_url_is_refused(url: str) -> None:
     tool = SearchTool({"retrieval_service_url": url})
     with pytest.raises(ToolError, match="list of questions"):
         asyncio.run(tool.execute("i", {"query_list": "a"}))
-    with pytest.raises(ToolError, match="no URL"):
+    with pytest.raises(ToolError, match="not an http"):
         SearchTool({"topk": 3})

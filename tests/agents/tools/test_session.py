@@ -52,7 +52,12 @@ class Echo(BaseTool):
 
 
 def session(tool: BaseTool, kwargs: Any = None, **changes: Any) -> ToolSession:
-    limits = {"a_turn": 3, "a_trajectory": None, "timeout_s": 60.0, "cut": lambda text: text[:80]}
+    limits = {
+        "max_calls_per_turn": 3,
+        "max_calls": None,
+        "timeout_s": 60.0,
+        "truncate": lambda text: text[:80],
+    }
     data = AgentData([], [1], "r", kwargs or {})
     return ToolSession({tool.name: tool}, data, CallLimits(**{**limits, **changes}))
 
@@ -65,10 +70,10 @@ def test_calls_of_a_turn_run_together_and_are_kept_in_their_order() -> None:
     tool = Echo()
     talk = session(tool)
     calls = [echo("late", wait=0.2), echo("b"), echo("c")]
-    assert asyncio.run(talk.answer(calls)) == ["late", "b", "c"]
+    assert asyncio.run(talk.run_calls(calls)) == ["late", "b", "c"]
     assert tool.most_at_once == 3
-    assert [output["text"] for output in talk.facts.outputs] == ["late", "b", "c"]
-    assert talk.facts.outputs[0] == {
+    assert [output["text"] for output in talk.record.outputs] == ["late", "b", "c"]
+    assert talk.record.outputs[0] == {
         "name": "echo",
         "arguments": {"text": "late", "wait": 0.2},
         "text": "late",
@@ -82,7 +87,7 @@ def test_calls_of_a_turn_run_together_and_are_kept_in_their_order() -> None:
 def test_the_rows_arguments_reach_create_and_execute() -> None:
     tool = Echo()
     kwargs = {"echo": {"create_kwargs": {"truth": 7}, "execute_kwargs": {"suffix": "!"}}}
-    assert asyncio.run(session(tool, kwargs).answer([echo("hi")])) == ["hi!"]
+    assert asyncio.run(session(tool, kwargs).run_calls([echo("hi")])) == ["hi!"]
     (created,) = tool.alive.values()
     assert created == {"truth": 7, "create_kwargs": {"truth": 7}}
 
@@ -99,29 +104,29 @@ def test_the_rows_arguments_reach_create_and_execute() -> None:
 )
 def test_a_call_that_cannot_be_made_is_answered_and_counted(call: ToolCall, said: str) -> None:
     talk = session(Echo(), timeout_s=0.05 if "wait" in call.arguments else 60.0)
-    assert asyncio.run(talk.answer([call])) == [said]
-    assert talk.facts.failures == 1
-    assert talk.facts.timeouts == (["echo"] if "longer" in said else [])
+    assert asyncio.run(talk.run_calls([call])) == [said]
+    assert talk.record.failures == 1
+    assert talk.record.timeouts == (["echo"] if "longer" in said else [])
     assert talk.agent_data.tool_rewards == []
 
 
 def test_a_tool_that_cannot_begin_is_an_answer_too() -> None:
     talk = session(Echo(), {"echo": {"create_kwargs": {"broken": True}}})
-    said = asyncio.run(talk.answer([echo("x")]))
+    said = asyncio.run(talk.run_calls([echo("x")]))
     assert said == ["Error: echo failed: ConnectionError: no server"]
 
 
 def test_calls_beyond_the_turns_limit_are_not_made() -> None:
     tool = Echo()
-    answers = asyncio.run(session(tool, a_turn=1).answer([echo("a"), echo("b")]))
-    assert answers == ["a", "Error: not run: at most 1 tool calls a turn"]
+    answers = asyncio.run(session(tool, max_calls_per_turn=1).run_calls([echo("a"), echo("b")]))
+    assert answers == ["a", "Error: not run: at most 1 tool calls per turn"]
 
 
 def test_calls_beyond_the_trajectorys_limit_are_not_made() -> None:
     async def twice() -> list[str]:
-        talk = session(Echo(), a_trajectory=2)
-        first = await talk.answer([echo("a"), echo("b"), echo("c")])
-        return [*first, *(await talk.answer([echo("d")]))]
+        talk = session(Echo(), max_calls=2)
+        first = await talk.run_calls([echo("a"), echo("b"), echo("c")])
+        return [*first, *(await talk.run_calls([echo("d")]))]
 
     a, b, c, d = asyncio.run(twice())
     assert (a, b) == ("a", "b")
@@ -129,12 +134,14 @@ def test_calls_beyond_the_trajectorys_limit_are_not_made() -> None:
 
 
 def test_answers_are_cut() -> None:
-    assert asyncio.run(session(Echo(), cut=lambda text: text[:2]).answer([echo("long")])) == ["lo"]
+    assert asyncio.run(
+        session(Echo(), truncate=lambda text: text[:2]).run_calls([echo("long")])
+    ) == ["lo"]
 
 
 def test_tools_that_answer_with_text_work() -> None:
     talk = session(Echo())
-    assert asyncio.run(talk.answer([echo("old style")])) == ["as text"]
+    assert asyncio.run(talk.run_calls([echo("old style")])) == ["as text"]
     assert talk.agent_data.tool_rewards == [0.5]
 
 
@@ -142,7 +149,7 @@ def test_scores_are_asked_once_and_state_is_forgotten() -> None:
     async def whole() -> tuple[dict[str, float], Echo]:
         tool = Echo()
         talk = session(tool)
-        await talk.answer([echo("a")])
+        await talk.run_calls([echo("a")])
         scores = await talk.scores()
         await talk.release()
         await talk.release()
@@ -205,7 +212,7 @@ class Faulty(Echo):
 
 
 async def play_out(talk: ToolSession) -> tuple[list[str], dict[str, float]]:
-    said, scores = await talk.answer([echo("a")]), await talk.scores()
+    said, scores = await talk.run_calls([echo("a")]), await talk.scores()
     await talk.release()
     return said, scores
 
@@ -231,8 +238,8 @@ def test_no_verb_of_a_tool_stops_a_run(
     assert said.startswith(f"Error: {reason}") if verb in ("create", "execute") else said == "a"
     wanted = {"create": {}, "calc_reward": {"echo": 0.0}}.get(verb, {"echo": 0.75})
     assert scores == wanted
-    assert talk.facts.failures == 1
-    assert talk.facts.timeouts == (["echo"] if how == "hangs" else [])
+    assert talk.record.failures == 1
+    assert talk.record.timeouts == (["echo"] if how == "hangs" else [])
     assert reason in caplog.text
 
 
@@ -260,7 +267,7 @@ def test_a_call_that_fails_in_an_odd_place_is_told_as_it_is(
     talk = session(tool, {"echo": given})
     (answer,), _ = asyncio.run(play_out(talk))
     assert answer.startswith(f"Error: echo failed: {said}")
-    assert (talk.facts.failures, talk.facts.timeouts) == (1, [])
+    assert (talk.record.failures, talk.record.timeouts) == (1, [])
 
 
 def test_a_score_that_is_no_finite_number_counts_0_and_as_a_failure() -> None:
@@ -270,7 +277,7 @@ def test_a_score_that_is_no_finite_number_counts_0_and_as_a_failure() -> None:
 
     talk = session(Undecided())
     assert asyncio.run(play_out(talk))[1] == {"echo": 0.0}
-    assert talk.facts.failures == 1
+    assert talk.record.failures == 1
 
 
 def test_a_tool_may_read_the_trajectory_so_far() -> None:
@@ -283,6 +290,6 @@ def test_a_tool_may_read_the_trajectory_so_far() -> None:
 
     talk = session(Reading(), {"echo": {"create_kwargs": {"x": 1}}})
     talk.agent_data.messages.append({"role": "user", "content": "hi"})
-    (told,) = asyncio.run(talk.answer([echo("a")]))
+    (told,) = asyncio.run(talk.run_calls([echo("a")]))
     assert told == "[1] {'echo': {'create_kwargs': {'x': 1}}}"
     assert (talk.agent_data.extra_fields, talk.agent_data.tool_rewards) == ({"read": 1}, [0.5])
