@@ -26,7 +26,7 @@ def dataset_class(config: DataConfig, is_train: bool = True) -> Callable[..., Da
     if not (isinstance(cls, type) and hasattr(cls, "__getitem__") and hasattr(cls, "__len__")):
         raise DataError(
             f"data.custom_cls: {custom.name or custom.path} must be a class"
-            " with __len__ and __getitem__ (a subclass of hone.data.RLHFDataset is the easy way)"
+            " with __len__ and __getitem__, such as a subclass of hone.data.RLHFDataset"
         )
     return cls
 
@@ -86,7 +86,7 @@ def class_of(
 def create_sft_dataset(
     data_paths: Files, data_config: SFTDataConfig, tokenizer: Tokenizer, max_samples: int = -1
 ) -> Dataset:
-    """Creates the SFT dataset; data.multiturn.enable defaults to whether the file has the messages column."""
+    """Creates the SFT dataset; by default, a file with a messages column is multi-turn."""
     custom, turns = data_config.custom_cls, data_config.multiturn
     is_multi_turn = turns.enable
     if custom.path:
@@ -102,7 +102,7 @@ def create_sft_dataset(
 def create_rl_sampler(
     data_config: DataConfig, dataset: Dataset, run_seed: int | None = None
 ) -> Sampler | None:
-    """Creates the user's sampler or a weighted mixture; returns None for the loader's default order."""
+    """Creates the user's sampler or a weighted mixture; None is the loader's default order."""
     custom, weights = data_config.sampler, data_config.dataset_weights
     if custom is not None and custom.class_path:
         if weights:
@@ -140,7 +140,7 @@ def create_train_loader(
 def create_val_loader(
     data_config: DataConfig, dataset: Dataset, run_seed: int | None = None
 ) -> PromptLoader:
-    """Creates the validation loader, which keeps the last partial batch; the default is one batch."""
+    """Creates the validation loader, which keeps the last partial batch."""
     return PromptLoader(
         dataset,
         data_config.val_batch_size or len(dataset),

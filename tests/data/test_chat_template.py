@@ -21,8 +21,8 @@ TALK = [{"role": "user", "content": "hi"}]
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Renderings may take 0.2 processor seconds; no verdict of another test is known."""
-    monkeypatch.setattr(chat_template, "RENDER_S", 0.2)
-    monkeypatch.setattr(chat_template, "_verdicts", {})
+    monkeypatch.setattr(chat_template, "RENDER_CPU_S", 0.2)
+    monkeypatch.setattr(chat_template, "_template_faults", {})
 
 
 DOUBLING = (
@@ -45,7 +45,7 @@ def test_a_template_without_end_or_measure_is_named(
     template: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "writes more than":
-        monkeypatch.setattr(chat_template, "RENDER_S", 5.0)
+        monkeypatch.setattr(chat_template, "RENDER_CPU_S", 5.0)
         monkeypatch.setattr(chat_template, "TRIAL_BYTES", 1 << 28)
         monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1 << 16)
     tokenizer = build_tokenizer(template)
@@ -89,14 +89,14 @@ def test_a_template_is_tried_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -
     def trial(template: str, variables: Any) -> None:
         tried.append(template)
 
-    monkeypatch.setattr(chat_template, "_verdicts", {})
-    monkeypatch.setattr(chat_template, "_try_template", trial)
+    monkeypatch.setattr(chat_template, "_template_faults", {})
+    monkeypatch.setattr(chat_template, "_find_fault", trial)
     for text in ("a", "b", "c"):
         render_prompt(text, build_tokenizer(CHATML))
     assert tried == [CHATML]
 
 
 def test_a_trial_that_cannot_be_made_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_verdicts", {})
+    monkeypatch.setattr(chat_template, "_template_faults", {})
     monkeypatch.setattr("sys.executable", "/no/such/python")
     assert render_prompt(TALK, build_tokenizer(CHATML))

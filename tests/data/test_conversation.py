@@ -226,7 +226,7 @@ def test_a_question_that_reads_otherwise_once_answered_is_refused_and_never_lear
     tokenizer: Any,
 ) -> None:
     messages = said("u:q", "a:x")
-    with pytest.raises(PromptError, match="before turn 2 otherwise"):
+    with pytest.raises(PromptError, match="before turn 2 differently"):
         marked(tokenizer, messages, MOVING_SYSTEM)
     assert marked(tokenizer, messages, MOVING_SYSTEM, ignore_mismatch=True) == (
         "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"
@@ -263,5 +263,5 @@ def test_contents_in_parts_are_learnt_alike(tokenizer: Any) -> None:
 
 def test_a_template_that_leaves_answers_out_is_refused(tokenizer: Any) -> None:
     silent = LOOP + "{{ '[' + m.role + ']' }}" + OPEN
-    with pytest.raises(PromptError, match="leaves out what the assistant says"):
+    with pytest.raises(PromptError, match="omits the assistant's text"):
         marked(tokenizer, said("u:q", "a:x"), silent)

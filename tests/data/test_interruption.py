@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hone.data.chat_template import Overdue, run_limited
+from hone.data.chat_template import CpuTimeExceeded, run_limited
 
 
 def spin() -> None:
@@ -21,7 +21,7 @@ def test_an_endless_loop_is_ended_in_any_thread() -> None:
     ended: list[str] = []
 
     def work() -> None:
-        with pytest.raises(Overdue):
+        with pytest.raises(CpuTimeExceeded):
             run_limited(spin, 0.05)
         ended.append("yes")
 
@@ -46,7 +46,7 @@ def test_no_interrupt_arrives_after_a_call() -> None:
     for _ in range(40):
         try:
             run_limited(lambda: sum(range(10**5)), 1e-9)
-        except Overdue:
+        except CpuTimeExceeded:
             continue
     total = sum(1 for _ in range(10**5))
     assert total == 10**5

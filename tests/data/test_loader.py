@@ -258,7 +258,7 @@ def test_a_sampler_that_ends_early_is_named() -> None:
 
     data = Numbers(4)
     loader = PromptLoader(data, 2, shuffle=True, seed=0, drop_last=True, sampler=Short(data, None))
-    with pytest.raises(DataError, match="Short ended after 1 rows, its length says 4"):
+    with pytest.raises(DataError, match="Short ended after 1 rows, but its length is 4"):
         loader.next_batch()
 
 

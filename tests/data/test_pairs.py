@@ -84,7 +84,7 @@ def test_truncation_drops_the_start_of_the_prompt_of_both(tokenizer: Any) -> Non
         (PLAIN | {"chosen": 2}, "a response is text or a message with text"),
         (PLAIN | {"margin": "much"}, "column 'margin' is a number"),
         (PLAIN | {"prompt": [{"role": "usr", "content": "1"}]}, "which no chat template knows"),
-        (HH | {"chosen": "2"}, "no dialogue that begins with Human"),
+        (HH | {"chosen": "2"}, "must be a dialogue from Human: on"),
         (HH | {"chosen": HH["chosen"].replace("what?", "why?")}, "differ before their last turn"),
         (HH | {"chosen": HH["chosen"] + "\n\nHuman: ok"}, "ends with the assistant's response"),
     ],

@@ -216,8 +216,8 @@ def test_mistakes_are_explained(source: Path, tmp_path: Path) -> None:
         ("gsm8k", {"source_dir": source, "hub": True}, "not both"),
         ("gsm8k", {"source_dir": source, "template": "x"}, "has no option template"),
         ("multiply", {"source_dir": source}, "is generated"),
-        ("multiply", {"train_size": -5}, "--train_size -5 is no number of rows"),
-        ("countdown", {"test_size": 0}, "--test_size 0 is no number of rows"),
+        ("multiply", {"train_size": -5}, "--train_size -5 must be 1 or more"),
+        ("countdown", {"test_size": 0}, "--test_size 0 must be 1 or more"),
     ]
     for name, options, message in cases:
         with pytest.raises(DataError, match=message):

@@ -29,7 +29,7 @@ def test_counts_equal_those_of_rendering_one_by_one(
     tokenizer: Any, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendering, "usable_cores", lambda: threads)
-    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * rendering.BATCH + 5)]
+    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * rendering.COUNT_BATCH + 5)]
     alone = [len(render_prompt(prompt, tokenizer)) for prompt in prompts]
     assert counts(prompts, tokenizer) == alone
 
