@@ -20,9 +20,9 @@ LENGTHS = [5, 9]
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    varlen._packaged.cache_clear()
+    varlen._package_kernel.cache_clear()
     yield
-    varlen._packaged.cache_clear()
+    varlen._package_kernel.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, capability: int = 9) -> list[str]:
@@ -100,4 +100,4 @@ def test_without_a_package_torch_attends(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for name, _ in varlen._PACKAGES:
         monkeypatch.setitem(sys.modules, name, None)
-    assert varlen._packaged() is None
+    assert varlen._package_kernel() is None
