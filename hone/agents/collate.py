@@ -27,10 +27,10 @@ LOOP_SCORE = reward_column("agent")
 
 def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) -> DataProto:
     """Pads the trajectories to the longest prompt and the longest response, and stacks them."""
-    prompt_width = max(len(o.prompt_ids) for o in outputs)
-    response_width = max(len(o.response_ids) for o in outputs)
-    in_prompt = np.arange(-prompt_width, 0) >= -_lengths([o.prompt_ids for o in outputs])
-    in_response = np.arange(response_width) < _lengths([o.response_ids for o in outputs])
+    prompt_len = max(len(o.prompt_ids) for o in outputs)
+    response_len = max(len(o.response_ids) for o in outputs)
+    in_prompt = np.arange(-prompt_len, 0) >= -_lengths([o.prompt_ids for o in outputs])
+    in_response = np.arange(response_len) < _lengths([o.response_ids for o in outputs])
     prompts = _padded(in_prompt, [o.prompt_ids for o in outputs], pad_token_id, np.int64)
     responses = _padded(in_response, [o.response_ids for o in outputs], pad_token_id, np.int64)
     response_mask = _padded(in_response, [o.response_mask for o in outputs], 0, np.int64)
@@ -46,9 +46,9 @@ def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) ->
         padded = _padded(in_response, log_probs, 0.0, np.float32)
         tensors["rollout_log_probs"] = _zero_outside_mask(padded, response_mask)
     if any(o.routed_experts is not None for o in outputs):
-        tensors["routed_experts"] = _routed_experts(outputs, prompt_width, response_width)
+        tensors["routed_experts"] = _routed_experts(outputs, prompt_len, response_len)
     num_scored = sum(o.reward_score is not None for o in outputs)
-    _check_all_or_none_scored(num_scored, len(outputs))
+    _check_all_or_none(num_scored, len(outputs))
     if num_scored:
         scores = [float(o.reward_score or 0.0) for o in outputs]
         tensors[LOOP_SCORE] = _on_last_policy_token(scores, response_mask)
@@ -85,7 +85,7 @@ def join_ranks(group: object, results: Sequence[DataProto]) -> DataProto:
     A rank's columns depend on its rows, so columns that only some ranks have are filled or dropped.
     """
     batches = fill_object_columns(results)
-    _check_all_or_none_scored(sum(b.has_column(LOOP_SCORE) for b in batches), len(batches))
+    _check_all_or_none(sum(b.has_column(LOOP_SCORE) for b in batches), len(batches))
     if not all(b.has_column("rollout_log_probs") for b in batches):
         for batch in batches:
             batch.batch.pop("rollout_log_probs", None)
@@ -98,26 +98,23 @@ def join_ranks(group: object, results: Sequence[DataProto]) -> DataProto:
 
 
 def _routed_experts(
-    outputs: Sequence[AgentLoopOutput], prompt_width: int, response_width: int
+    outputs: Sequence[AgentLoopOutput], prompt_len: int, response_len: int
 ) -> Tensor:
     """Returns [B, P+T, layers, k]: the experts that the rollout recorded."""
     recorded = [o.routed_experts for o in outputs]
     shape = next(experts.shape[1:] for experts in recorded if experts is not None)
     column = torch.full(
-        (len(outputs), prompt_width + response_width, *shape), NOT_RECORDED, dtype=torch.int16
+        (len(outputs), prompt_len + response_len, *shape), NOT_RECORDED, dtype=torch.int16
     )
     for row, (output, experts) in enumerate(zip(outputs, recorded, strict=True)):
         if experts is not None:
             # A loop may have truncated its response.
-            start, end = (
-                prompt_width - len(output.prompt_ids),
-                prompt_width + len(output.response_ids),
-            )
+            start, end = prompt_len - len(output.prompt_ids), prompt_len + len(output.response_ids)
             column[row, start:end][: len(experts)] = experts[: end - start]
     return column
 
 
-def _check_all_or_none_scored(num_scored: int, total: int) -> None:
+def _check_all_or_none(num_scored: int, total: int) -> None:
     # The message has no counts, because it must not depend on the number of ranks.
     if 0 < num_scored < total:
         raise BadTrajectory(
@@ -187,9 +184,7 @@ def _padded(
     lengths = inside.sum(1, keepdims=True)
     if len(wrong := (_lengths(rows) != lengths).nonzero()[0]):
         row = int(wrong[0])
-        raise BadTrajectory(
-            f"row {row} has {len(rows[row])} values for {int(lengths[row, 0])} tokens"
-        )
+        raise BadTrajectory(f"row {row} has {len(rows[row])} values for {lengths[row, 0]} tokens")
     out: np.ndarray = np.full(inside.shape, pad, dtype)
     out[inside] = np.fromiter(chain.from_iterable(rows), dtype, count=int(lengths.sum()))
     return torch.from_numpy(out)

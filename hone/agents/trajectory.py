@@ -107,12 +107,9 @@ def _truncate_response(output: AgentLoopOutput, max_tokens: int) -> AgentLoopOut
     """Truncates the response to `max_tokens`."""
     if len(output.response_ids) <= max_tokens:
         return output
-    output.response_ids = output.response_ids[:max_tokens]
-    output.response_mask = output.response_mask[:max_tokens]
-    if output.response_logprobs is not None:
-        output.response_logprobs = output.response_logprobs[:max_tokens]
-    if output.versions is not None:
-        output.versions = output.versions[:max_tokens]
+    for name in ("response_ids", "response_mask", "response_logprobs", "versions"):
+        values = getattr(output, name)
+        setattr(output, name, values if values is None else values[:max_tokens])
     return output
 
 

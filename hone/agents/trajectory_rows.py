@@ -37,11 +37,9 @@ def row_per_output(rows: DataProto, row_of: Sequence[int]) -> DataProto:
 def trajectory_numbers(batch: DataProto) -> Tensor | None:
     """Returns [B]: the number of each row's trajectory; None if every row is a trajectory."""
     positions = batch.non_tensor_batch.get(TRAJECTORY_ROW)
-    return (
-        None
-        if positions is None
-        else torch.tensor([not position for position in positions]).cumsum(0) - 1
-    )
+    if positions is None:
+        return None
+    return torch.tensor([not position for position in positions]).cumsum(0) - 1
 
 
 def last_rows(batch: DataProto) -> Tensor | None:

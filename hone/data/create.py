@@ -87,15 +87,11 @@ def create_sft_dataset(
     data_paths: Files, data_config: SFTDataConfig, tokenizer: Tokenizer, max_samples: int = -1
 ) -> Dataset:
     """Creates the SFT dataset; by default, a file with a messages column is multi-turn."""
-    custom, turns = data_config.custom_cls, data_config.multiturn
-    is_multi_turn = turns.enable
-    if custom.path:
-        cls = load_object(custom.path, custom.name, "data.custom_cls")
-    else:
-        if is_multi_turn is None:
-            file = read_file(expand_files(data_paths)[0], BadRows("skip"))
-            is_multi_turn = file is not None and turns.messages_key in file[0]
-        cls = MultiTurnSFTDataset if is_multi_turn else SFTDataset
+    is_multi_turn = data_config.multiturn.enable
+    if is_multi_turn is None and not data_config.custom_cls.path:
+        file = read_file(expand_files(data_paths)[0], BadRows("skip"))
+        is_multi_turn = file is not None and data_config.multiturn.messages_key in file[0]
+    cls = class_of(data_config, MultiTurnSFTDataset if is_multi_turn else SFTDataset)
     return cls(data_paths, tokenizer, data_config, max_samples=max_samples)
 
 

@@ -339,8 +339,7 @@ class RLHFDataset:
         row["raw_prompt"] = prompt
         if self.prompt_key != "raw_prompt":
             del row[self.prompt_key]
-        extra_info = row.get("extra_info") or {}
-        row["extra_info"] = extra_info
+        row["extra_info"] = row.get("extra_info") or {}
         row["data_source"] = row.get("data_source") or "unknown"
         row["reward_model"] = row.get("reward_model") or {}
         row["agent_name"] = row.get("agent_name")

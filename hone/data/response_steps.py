@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hone.tokenizer import Tokenizer
 
-REPLACEMENT_CHARACTER = "\ufffd"
+INCOMPLETE = "\ufffd"
 """What a tokenizer decodes an incomplete character to."""
 MAX_CHARACTER_TOKENS = 4
 """A character has at most four bytes, so no more than four tokens."""
@@ -39,26 +39,22 @@ class TokenTexts:
         texts = [self._decode([i]) for i in text_ids]
         if "".join(texts) != self._decode(text_ids):
             texts = self._decode_in_context(text_ids)
-        remaining_texts = iter(texts)
-        return ["" if i in self._special else next(remaining_texts) for i in ids]
+        next_text = iter(texts)
+        return ["" if i in self._special else next(next_text) for i in ids]
 
     def _decode_in_context(self, ids: Sequence[int]) -> list[str]:
         """Decodes each token after the previous one, on which its text may depend (leading spaces,
         parts of a character)."""
         texts: list[str] = []
-        start = decoded_end = 0
+        start = decoded = 0
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[start:end])
-            num_undecoded = end - decoded_end
-            if (
-                text.endswith(REPLACEMENT_CHARACTER)
-                and num_undecoded < MAX_CHARACTER_TOKENS
-                and end < len(ids)
-            ):
+            pending = end - decoded
+            if text.endswith(INCOMPLETE) and pending < MAX_CHARACTER_TOKENS and end < len(ids):
                 texts.append("")
                 continue
-            texts.append(text[len(self._decode(ids[start:decoded_end])) :])
-            start, decoded_end = decoded_end, end
+            texts.append(text[len(self._decode(ids[start:decoded])) :])
+            start, decoded = decoded, end
         return texts
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -80,17 +76,15 @@ def split_steps(
     """
     last = max((i for i, is_own in enumerate(by_policy) if is_own), default=-1)
     steps: list[tuple[int, str]] = []
-    text = policy_text = (
-        ""  # the step so far, and the policy's part of it since the last observation
-    )
+    text = own_text = ""  # of the step so far; of the policy since the last observation
     for index in range(last + 1):
         text += texts[index]
-        policy_text = policy_text + texts[index] if by_policy[index] else ""
-        before, *after = policy_text.split(separator)
+        own_text = own_text + texts[index] if by_policy[index] else ""
+        before, *after = own_text.split(separator)
         rest = after[-1] if after else ""
         if index == last and rest:  # the last token has text after the separator
             steps.append((index, text))
         elif index == last or after:
-            steps.append((index, text[: len(text) - len(policy_text)] + before))
-            text = policy_text = rest
+            steps.append((index, text[: len(text) - len(own_text)] + before))
+            text = own_text = rest
     return steps

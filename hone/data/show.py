@@ -53,11 +53,8 @@ def show_file(
     for number in numbers:
         row = file[number]
         try:
-            lines = [
-                *(_supervised_lines if kind.supervised else _prompt_lines)(
-                    row, kind, tokenizer, tools
-                )
-            ]
+            format_row = _supervised_lines if kind.supervised else _prompt_lines
+            lines = [*format_row(row, kind, tokenizer, tools)]
         except PromptError as error:
             lines = [f"cannot be shown: {error}"]
         blocks.append("\n".join([f"== {file.where(number)}", *lines]))

@@ -86,32 +86,30 @@ def micro_batches_by_tokens(
     if not sizes:
         return []
     count = _round_up(max(at_least, -(-sum(sizes) // max_token_len), 1), multiple_of)
-    parts = _partition_within_budget(sizes, max_token_len, count, multiple_of)
+    parts = _fit_budget(sizes, max_token_len, count, multiple_of)
     return _order_small_large_small(parts, sizes)
 
 
-def _partition_within_budget(
-    sizes: list[int], budget: int, count: int, multiple_of: int
-) -> list[Partition]:
-    def tokens_of(part: Partition) -> int:
+def _fit_budget(sizes: list[int], budget: int, count: int, multiple_of: int) -> list[Partition]:
+    def load(part: Partition) -> int:
         return sum(sizes[row] for row in part)
 
-    def balanced_partitions(parts: int) -> list[Partition] | None:
+    def balanced(parts: int) -> list[Partition] | None:
         if parts > len(sizes):
             raise ValueError(
                 f"{len(sizes)} sequences cannot form {parts} micro-batches (at_least, multiple_of)"
             )
         partitions = get_seqlen_balanced_partitions(sizes, parts, equal_size=False)
-        return partitions if max(map(tokens_of, partitions)) <= budget else None
+        return partitions if max(map(load, partitions)) <= budget else None
 
-    if (parts := balanced_partitions(count)) is not None:
+    if (parts := balanced(count)) is not None:
         return parts
     packed = _first_fit(sizes, budget)
     count = _round_up(max(count, len(packed)), multiple_of)
-    if (parts := balanced_partitions(count)) is not None:
+    if (parts := balanced(count)) is not None:
         return parts
     while len(packed) < count:  # first-fit never exceeds the budget
-        fullest = max((part for part in packed if len(part) > 1), key=tokens_of)
+        fullest = max((part for part in packed if len(part) > 1), key=load)
         packed.remove(fullest)
         packed += [fullest[::2], fullest[1::2]]
     return packed
@@ -119,18 +117,18 @@ def _partition_within_budget(
 
 def _first_fit(sizes: list[int], budget: int) -> list[Partition]:
     bins: list[Partition] = []
-    free_tokens_per_bin: list[int] = []
+    free: list[int] = []
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
-        bin_index = next(
-            (i for i, free_tokens in enumerate(free_tokens_per_bin) if free_tokens >= sizes[row]),
+        index = next(
+            (i for i, left in enumerate(free) if left >= sizes[row]),
             None,
         )
-        if bin_index is None:
+        if index is None:
             bins.append([row])
-            free_tokens_per_bin.append(budget - sizes[row])
+            free.append(budget - sizes[row])
         else:
-            bins[bin_index].append(row)
-            free_tokens_per_bin[bin_index] -= sizes[row]
+            bins[index].append(row)
+            free[index] -= sizes[row]
     return bins
 
 
@@ -147,8 +145,8 @@ def _order_small_large_small(parts: list[Partition], sizes: list[int]) -> list[P
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
     """Returns the inverse permutation of `idx_map`."""
     reverse = [0] * len(idx_map)
-    for bin_index, row in enumerate(idx_map):
-        reverse[row] = bin_index
+    for index, row in enumerate(idx_map):
+        reverse[row] = index
     return reverse
 
 

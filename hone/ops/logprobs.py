@@ -129,10 +129,8 @@ class LinearLogProbs(torch.autograd.Function):
         compute = statistics or (fused_statistics if fused else plain_statistics)
         parts = _chunks(hidden.shape[0], weight.shape[0], fused=fused)
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        chunk_statistics = [compute(hidden[part], target[part]) for part in parts] or [(empty,) * 3]
-        log_probs, norm, entropy = (
-            torch.cat(column) for column in zip(*chunk_statistics, strict=True)
-        )
+        chunks = [compute(hidden[part], target[part]) for part in parts] or [(empty,) * 3]
+        log_probs, norm, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
         ctx.save_for_backward(bias, hidden, weight, target, norm, entropy)
         ctx.factor, ctx.softcap, ctx.fused = factor, softcap, fused
         ctx.set_materialize_grads(False)

@@ -21,7 +21,7 @@ _TYPICAL_ROWS = 64
 """The layout is optimized for about this many rows, but works for any number."""
 _MULTIPLES = (1, 4, 8, 16)
 _TESTED_ROWS = 64
-_MAX_TESTED_SIZE = 1024
+_TESTED_SIZE = 1024
 """Larger weights are tested at this size; the library's code path depends on the rows only."""
 
 
@@ -94,7 +94,7 @@ def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
     to this multiple, so that a row's bits do not depend on its batch.
     """
     shapes = {
-        (min(w.shape[0], _MAX_TESTED_SIZE), min(w.shape[1], _MAX_TESTED_SIZE))
+        (min(w.shape[0], _TESTED_SIZE), min(w.shape[1], _TESTED_SIZE))
         for w in weights
         if w.dim() == 2
     }

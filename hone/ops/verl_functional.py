@@ -169,17 +169,17 @@ def create_random_mask(
 ) -> Tensor:
     """Returns masks [B, L] for tests, each row with one run of ones of random start and length."""
     rows, width = input_ids.shape
-    max_tokens, max_padding = (
+    longest, padding = (
         int(width * max_ratio_of_valid_token),
         int(width * max_ratio_of_left_padding),
     )
-    min_tokens = max(1, int(width * min_ratio_of_valid_token))
-    if not 0 < min_tokens <= max_tokens or max_tokens + max_padding > width:
+    shortest = max(1, int(width * min_ratio_of_valid_token))
+    if not 0 < shortest <= longest or longest + padding > width:
         raise AssertionError(
-            f"{min_tokens} to {max_tokens} tokens and padding of {max_padding} exceed {width}"
+            f"{shortest} to {longest} tokens and padding of {padding} exceed {width}"
         )
-    start = torch.from_numpy(np.random.randint(0, max_padding + 1, (rows, 1)))
-    length = torch.from_numpy(np.random.randint(min_tokens, max_tokens + 1, (rows, 1)))
+    start = torch.from_numpy(np.random.randint(0, padding + 1, (rows, 1)))
+    length = torch.from_numpy(np.random.randint(shortest, longest + 1, (rows, 1)))
     column = torch.arange(width)
     return ((column >= start) & (column < start + length)).to(input_ids.device, torch.int64)
 

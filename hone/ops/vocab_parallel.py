@@ -67,15 +67,13 @@ def vocab_parallel_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Returns `linear_log_probs` of the whole head; `start` is this shard's first token."""
     bias, softcap = rule["bias"], rule["softcap"]
-    local_target = target - start
-    local_target = local_target.masked_fill(
-        (local_target < 0) | (local_target >= weight.shape[0]), -1
-    )
+    index = target - start
+    index = index.masked_fill((index < 0) | (index >= weight.shape[0]), -1)
     fused = hidden.is_cuda and bias is None and softcap is None
     factor = rule["logit_scale"] / rule["temperature"]
     hidden = copy_to(hidden, group)
     return VocabParallelLogProbs.apply(
-        hidden, weight, bias, local_target, factor, softcap, with_entropy, fused, group
+        hidden, weight, bias, index, factor, softcap, with_entropy, fused, group
     )
 
 
@@ -90,23 +88,23 @@ def vocab_parallel_sum_pi_squared(
         z, _ = _logits(hidden[part], weight, rule["bias"], rule["softcap"], factor)
         norm[part] = torch.logsumexp(z, -1)
         squares[part] = torch.softmax(z, -1).square().sum(-1)
-    max_norm = _all_reduce_max(norm, group)
+    max_norm = _max_over_ranks(norm, group)
     exp_sum = torch.exp(norm - max_norm)
     sums = torch.stack([exp_sum, squares * exp_sum.square()])
     dist.all_reduce(sums, group=group)
     return sums[1] / sums[0].square()
 
 
-def _all_reduce_max(x: Tensor, group: Group) -> Tensor:
-    max_norm = x.clone()
-    dist.all_reduce(max_norm, dist.ReduceOp.MAX, group=group)
-    return max_norm
+def _max_over_ranks(x: Tensor, group: Group) -> Tensor:
+    largest = x.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest
 
 
 def _combine_shards(local: Statistics, target: Tensor, group: Group) -> Statistics:
     """Combines the statistics of the shards into those of the whole vocabulary."""
     log_prob, norm, entropy = local
-    max_norm = _all_reduce_max(norm, group)
+    max_norm = _max_over_ranks(norm, group)
     exp_sum = torch.exp(norm - max_norm)
     target_logit = (log_prob + (norm - max_norm)).masked_fill(target < 0, 0.0)
     sums = torch.stack([exp_sum, target_logit, exp_sum * ((norm - max_norm) - entropy)])
@@ -143,12 +141,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
         parts = _chunks(hidden.shape[0], weight.shape[0], fused=fused)
         empty = hidden.new_zeros(0, dtype=torch.float32)
         safe_target = target.clamp(min=0)
-        chunk_statistics = [statistics(hidden[part], safe_target[part]) for part in parts] or [
-            (empty,) * 3
-        ]
-        log_prob, norm, entropy = (
-            torch.cat(column) for column in zip(*chunk_statistics, strict=True)
-        )
+        chunks = [statistics(hidden[part], safe_target[part]) for part in parts] or [(empty,) * 3]
+        log_prob, norm, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
         log_prob, norm, entropy = _combine_shards((log_prob, norm, entropy), target, group)
         ctx.save_for_backward(bias, hidden, weight, target, norm, entropy)
         ctx.factor, ctx.softcap, ctx.fused = factor, softcap, fused

@@ -69,9 +69,9 @@ class InteractionSession:
         return reply
 
     async def _reply(self, instance_id: str, messages: Messages) -> tuple[str | None, float | None]:
-        message_copies = [dict(message) for message in messages]
+        copies = [dict(message) for message in messages]
         done, text, score, _ = await self._interaction.generate_response(
-            instance_id, message_copies, **self._kwargs
+            instance_id, copies, **self._kwargs
         )
         if not done and not isinstance(text, str):
             raise TypeError(f"generate_response returned the reply {text!r}; return text, or end")

@@ -26,7 +26,7 @@ Generate = Callable[[list[int], int], Awaitable[TokenOutput]]
 
 STOPS = ("</search>", "</answer>")
 """Stop strings of a turn; the token that completes one is kept."""
-_PROBE_TIMEOUT_S = 10.0
+_PROBE_S = 10.0
 OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
 INVALID = (
     "\nThat was not a valid action. To search, I write the query between <search> and </search>; "
@@ -124,10 +124,8 @@ class SearchConversation:
         agent_data.seconds["tools"] += time.perf_counter() - started
         counts.retrieval_failures += passages is None
         text = clean_text(passages_text(passages or ()).strip())
-        ids, limit = (
-            self._encode(OPENING + text + CLOSING),
-            self.max_observation_tokens,
-        )
+        ids = self._encode(OPENING + text + CLOSING)
+        limit = self.max_observation_tokens
         if limit is None or len(ids) <= limit:
             return ids
         closing = self._encode(CLOSING)
@@ -144,9 +142,7 @@ class SearchAgentLoop(AgentLoopBase):
         """Yields an error if the retrieval service does not respond."""
         service = self.config.retriever
         try:
-            retrieve(
-                service.url, ["capital of France"], 1, min(service.timeout_s, _PROBE_TIMEOUT_S)
-            )
+            retrieve(service.url, ["capital of France"], 1, min(service.timeout_s, _PROBE_S))
         except RetrievalFailed as error:
             yield (
                 f"retriever.url does not answer ({error}); start `hone serve-retriever --corpus "

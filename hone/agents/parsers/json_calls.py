@@ -123,7 +123,7 @@ class Llama3JsonToolParser(ToolParser):
 
 
 class MistralToolParser(ToolParser):
-    """Named `mistral`: `[TOOL_CALLS][{"name": …, "arguments": …}]` or `[TOOL_CALLS]NAME[ARGS]{…}`."""
+    """Named `mistral`: `[TOOL_CALLS][{"name": …, "arguments": …}]` or `[TOOL_CALLS]NAME[ARGS]…`."""
 
     mark = "[TOOL_CALLS]"
 

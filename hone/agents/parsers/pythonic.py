@@ -22,14 +22,8 @@ _TOKEN = re.compile(
 )
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
-_CONSTANTS = {
-    "True": True,
-    "False": False,
-    "None": None,
-    "true": True,
-    "false": False,
-    "null": None,
-}
+_CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
+_CONSTANTS |= {"true": True, "false": False, "null": None}
 
 
 class PythonicToolParser(ToolParser):

@@ -127,7 +127,7 @@ def _schema_of(
                 f"tool {name or _name_of(function)} has no docstring; describe the function there, "
                 "and its arguments under `Args:`"
             )
-        function_schema: Row = {
+        function_data: Row = {
             "name": name or _name_of(function),
             "description": description or description_of(function),
             "parameters": parameters_of(function),
@@ -135,11 +135,9 @@ def _schema_of(
     else:
         data = schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else dict(schema)
         inner = data.get("function")
-        function_schema = dict(inner) if isinstance(inner, Mapping) else data
-        function_schema["name"] = name or function_schema.get("name") or _name_of(function)
-    return OpenAIFunctionToolSchema.model_validate(
-        {"type": "function", "function": function_schema}
-    )
+        function_data = dict(inner) if isinstance(inner, Mapping) else data
+        function_data["name"] = name or function_data.get("name") or _name_of(function)
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function_data})
 
 
 def _name_of(function: Function) -> str:
@@ -167,9 +165,7 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
     key = str(file.resolve()) if file.is_file() else path
     if key not in _LOADED_FUNCTION_TOOL_PATHS:
         values = vars(load_module(path)).values()
-        tools = [
-            tool for tool in (_function_tool_of(value) for value in values) if tool is not None
-        ]
+        tools = [tool for tool in (_tool_on(value) for value in values) if tool is not None]
         unique = list({id(tool): tool for tool in tools}.values())
         FUNCTION_TOOL_REGISTRY.update({tool.name: tool for tool in unique})
         if not unique:
@@ -178,6 +174,6 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
     return _LOADED_FUNCTION_TOOL_PATHS[key]
 
 
-def _function_tool_of(value: Function) -> FunctionTool | None:
+def _tool_on(value: Function) -> FunctionTool | None:
     tool = getattr(value, _ATTRIBUTE, None) if callable(value) else None
     return tool if isinstance(tool, FunctionTool) else None

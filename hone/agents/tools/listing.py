@@ -77,23 +77,25 @@ def read_entries(path: str, section: str) -> list[Row]:
 
 
 def _with_class(entry: JsonValue, path: str, section: str) -> Row:
-    """Returns an entry with its `class_name`, which may be omitted for a built-in tool."""
-    if isinstance(entry, dict) and entry.get("class_name"):
-        return entry
-    name = entry.get("name") if isinstance(entry, dict) else None
-    if section == "tools" and isinstance(entry, dict) and entry.get("mcp"):
-        return {"class_name": _MCP_CLASS, **entry}
-    library, _, environment = str(name).partition(":")
-    if (
-        section == "interaction"
-        and isinstance(entry, dict)
-        and library in _ENVIRONMENTS
-        and environment
-    ):
-        config = {"environment": environment, **_config(entry, path)}
-        return {**entry, "class_name": _ENVIRONMENTS[library], "config": config}
-    if section != "tools" or not isinstance(entry, dict) or not name:
-        raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
+    """Returns an entry with its `class_name`, which may be omitted for a built-in class."""
+    if isinstance(entry, dict):
+        name = entry.get("name")
+        library, _, environment = str(name).partition(":")
+        if entry.get("class_name"):
+            return entry
+        if section == "tools" and entry.get("mcp"):
+            return {"class_name": _MCP_CLASS, **entry}
+        if section == "tools" and name:
+            return _built_in_tool(entry, path)
+        if section == "interaction" and library in _ENVIRONMENTS and environment:
+            config = {"environment": environment, **_config(entry, path)}
+            return {**entry, "class_name": _ENVIRONMENTS[library], "config": config}
+    raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
+
+
+def _built_in_tool(entry: Row, path: str) -> Row:
+    """Returns the entry of a built-in tool with its class, and with a schema if it has one."""
+    name = entry["name"]
     if not isinstance(name, str) or name not in BUILT_IN:
         raise ToolError(
             f"{path}: the tool {name!r} has no `class_name`, and the built-in tools are "
@@ -104,16 +106,16 @@ def _with_class(entry: JsonValue, path: str, section: str) -> Row:
         raise ToolError(
             f"{path}, {name}: there is no {unknown[0]!r}; use {', '.join(sorted(_BUILT_IN_KEYS))}"
         )
-    built_in: Row = {"class_name": BUILT_IN[str(name)], "config": entry.get("config")}
-    if len({*entry} & {"description", "parameters"}) == 0:
-        return built_in
+    tool: Row = {"class_name": BUILT_IN[name], "config": entry.get("config")}
+    if not {"description", "parameters"} & entry.keys():
+        return tool
     parameters = entry.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise ToolError(f"{path}, {name}: `parameters` maps names to a type and a description")
     if "properties" not in parameters:
         parameters = {"type": "object", "properties": parameters, "required": list(parameters)}
     function = {"name": name, "description": entry.get("description"), "parameters": parameters}
-    return built_in | {"tool_schema": {"type": "function", "function": function}}
+    return tool | {"tool_schema": {"type": "function", "function": function}}
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:

@@ -41,13 +41,13 @@ def parameters_of(function: Function) -> Row:
         signature = inspect.signature(function)
     except (NameError, TypeError, ValueError) as error:
         raise ToolError(f"tool {name}: its signature cannot be read: {error}") from error
-    descriptions = _argument_descriptions(function)
+    texts = _argument_texts(function)
     properties: Row = {}
     required: list[str] = []
     for key, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ToolError(
-                f"tool {name}: the variadic parameter *{key} is not supported; name every parameter"
+                f"tool {name}: the variadic parameter *{key} is not supported; name each one"
             )
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ToolError(
@@ -58,8 +58,8 @@ def parameters_of(function: Function) -> Row:
                 f"tool {name}: the argument {key} is missing a type hint; write {key}: str"
             )
         properties[key] = schema_of_type(hints[key])
-        if descriptions.get(key):
-            properties[key]["description"] = descriptions[key]
+        if texts.get(key):
+            properties[key]["description"] = texts[key]
         if not properties[key].get("description"):
             raise ToolError(
                 f"tool {name}: there is no description for the argument {key}; add a line "
@@ -72,21 +72,21 @@ def parameters_of(function: Function) -> Row:
 
 def schema_of_type(hint: Any) -> Row:
     """Returns the JSON schema of an annotation; a type that JSON does not have becomes a string."""
-    origin, type_args = get_origin(hint), get_args(hint)
+    origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        descriptions = [extra for extra in type_args[1:] if isinstance(extra, str)]
+        texts = [extra for extra in args[1:] if isinstance(extra, str)]
         return {
-            **schema_of_type(type_args[0]),
-            **({"description": descriptions[0]} if descriptions else {}),
+            **schema_of_type(args[0]),
+            **({"description": texts[0]} if texts else {}),
         }
     if origin in (Union, UnionType):
-        members = [part for part in type_args if part is not NoneType]
+        members = [part for part in args if part is not NoneType]
         return schema_of_type(members[0]) if len(members) == 1 else _union_type(members)
     if origin is Literal:
-        values = [value for value in type_args if value is not None]
+        values = [value for value in args if value is not None]
         return {**_union_type([type(value) for value in values]), "enum": values}
     kind = _JSON_TYPES.get(origin or hint, "string")
-    items = [part for part in type_args if part is not Ellipsis]
+    items = [part for part in args if part is not Ellipsis]
     if kind == "array" and len(set(items)) == 1:
         return {"type": kind, "items": schema_of_type(items[0])}
     return {"type": kind}
@@ -107,34 +107,30 @@ def description_of(function: Function) -> str:
     return "\n".join(lines).strip()
 
 
-def _argument_descriptions(function: Function) -> dict[str, str]:
+def _argument_texts(function: Function) -> dict[str, str]:
     """Returns the description of each parameter, from an `Args:` section or `:param` lines."""
-    descriptions: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     name: str | None = None
     indent: int | None = None
     in_args = False
     for line in _docstring_lines(function):
-        line_indent = len(line) - len(line.lstrip())
+        depth = len(line) - len(line.lstrip())
         if _ARGS_HEADING.match(line):
             in_args, indent, name = True, None, None
         elif match := _PARAM_FIELD.match(line):
             name, in_args = match[1], False
-            descriptions[name] = [match[2]]
+            texts[name] = [match[2]]
         elif not line.strip():
             name = name if in_args else None
-        elif line_indent == 0:
+        elif depth == 0:
             in_args, name = False, None
-        elif (
-            in_args
-            and (indent is None or line_indent <= indent)
-            and (match := _ARGS_ENTRY.match(line))
-        ):
-            indent = line_indent
+        elif in_args and (indent is None or depth <= indent) and (match := _ARGS_ENTRY.match(line)):
+            indent = depth
             name = match[1]
-            descriptions[name] = [match[2]]
+            texts[name] = [match[2]]
         elif name is not None:
-            descriptions[name].append(line.strip())
-    return {key: " ".join(part for part in parts if part) for key, parts in descriptions.items()}
+            texts[name].append(line.strip())
+    return {key: " ".join(part for part in parts if part) for key, parts in texts.items()}
 
 
 def _docstring_lines(function: Function) -> list[str]:

@@ -141,7 +141,7 @@ def test_parameters_that_a_model_cannot_name_are_refused() -> None:
     def positional(a: int, /) -> None:
         """Counts."""
 
-    with pytest.raises(ToolError, match="name every parameter"):
+    with pytest.raises(ToolError, match="name each one"):
         tool_of(lambda *a: None, description="d")
     with pytest.raises(ToolError, match="positional only"):
         tool_of(positional)

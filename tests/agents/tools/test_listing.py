@@ -173,7 +173,7 @@ def test_a_missing_file_and_a_file_without_tools_are_said(tmp_path: Path) -> Non
     with pytest.raises(ToolError, match="has no tool; put @function_tool"):
         load_all_tools(None, written(tmp_path / "empty.py", "x = 1\n"))
     own = FUNCTIONS.replace("def add(a: float", "def add(*a: float")
-    with pytest.raises(PluginError, match=r"variadic parameter .*is not supported; name every"):
+    with pytest.raises(PluginError, match=r"variadic parameter .*is not supported; name each"):
         load_all_tools(None, written(tmp_path / "star.py", own))
 
 
