@@ -11,6 +11,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.data.prompts import Message
 from hone.rollout.contract import TokenOutput
 from hone.types import Row, Settings
@@ -83,6 +84,22 @@ class AgentData:
         self.turn_rewards.append({"name": name, "reward": reward, "token": token})
         for turn in self.spans[-1:]:
             turn["reward"] = turn.get("reward", 0.0) + reward
+
+    def to_output(self, metrics: AgentLoopMetrics, extra_fields: Row) -> AgentLoopOutput:
+        """Returns the trajectory as the output of an agent loop."""
+        start = len(self.prompt_ids) - len(self.response_mask)
+        return AgentLoopOutput(
+            prompt_ids=self.prompt_ids[:start],
+            response_ids=self.prompt_ids[start:],
+            response_mask=self.response_mask,
+            response_logprobs=self.response_logprobs,
+            versions=self.versions,
+            num_turns=self.assistant_turns + self.user_turns + 1,
+            metrics=metrics,
+            stop_reason=self.stop_reason,
+            routed_experts=self.routed_experts,
+            extra_fields=extra_fields,
+        )
 
     def _append(
         self,

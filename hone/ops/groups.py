@@ -25,10 +25,8 @@ def factorise(labels: Labels) -> np.ndarray:
     if array is not None and array.dtype.kind in "iufb":
         return np.unique(array, return_inverse=True)[1].astype(np.int64).reshape(-1)
     # np.unique would sort the labels, which may have no order ("a" < 3 raises).
-    ids_by_label: dict[Hashable, int] = {}
-    return np.fromiter(
-        (ids_by_label.setdefault(x, len(ids_by_label)) for x in labels), np.int64, len(labels)
-    )
+    ids: dict[Hashable, int] = {}
+    return np.fromiter((ids.setdefault(x, len(ids)) for x in labels), np.int64, len(labels))
 
 
 def first_equal(items: Sequence[Hashable]) -> list[int]:

@@ -175,21 +175,9 @@ class SearchAgentLoop(AgentLoopBase):
             limits.max_assistant_turns,
             limits.max_observation_tokens,
         ).run(agent_data, generate)
-        return AgentLoopOutput(
-            prompt_ids=prompt,
-            response_ids=agent_data.prompt_ids[len(prompt) :],
-            response_mask=agent_data.response_mask,
-            response_logprobs=agent_data.response_logprobs,
-            versions=agent_data.versions,
-            num_turns=agent_data.assistant_turns + agent_data.user_turns + 1,
-            metrics=AgentLoopMetrics(agent_data.seconds["model"], agent_data.seconds["tools"]),
-            stop_reason=agent_data.stop_reason,
-            routed_experts=agent_data.routed_experts,
-            extra_fields={
-                "turn_spans": agent_data.spans,
-                **counts.columns(agent_data.assistant_turns),
-            },
-        )
+        metrics = AgentLoopMetrics(agent_data.seconds["model"], agent_data.seconds["tools"])
+        columns = counts.columns(agent_data.assistant_turns)
+        return agent_data.to_output(metrics, {"turn_spans": agent_data.spans, **columns})
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -138,7 +138,25 @@ class ToolAgentLoop(AgentLoopBase):
             scores = await session.scores()
             if interaction is not None and (score := await interaction.score()) is not None:
                 scores[interaction.name] = score
-        return self._build_output(agent_data, session, interaction, scores)
+        record = session.record
+        metrics = AgentLoopMetrics(
+            agent_data.seconds["model"],
+            agent_data.seconds["tools"],
+            later_prompt_tokens=agent_data.later_tokens["prompt"],
+            later_cached_tokens=agent_data.later_tokens["cached"],
+        )
+        extra_fields = agent_data.extra_fields | {
+            "tool_outputs": record.outputs,
+            "tool_rewards": agent_data.tool_rewards,
+            "turn_scores": agent_data.turn_scores,
+            "turn_rewards": agent_data.turn_rewards,
+            "timeouts": [*record.timeouts, *(interaction.timeouts if interaction else [])],
+            "tool_call_counts": len(record.outputs),
+            "tool_failures": record.failures + (interaction.failures if interaction else 0),
+            "reward_scores": scores,
+            "turn_spans": agent_data.spans,
+        }
+        return agent_data.to_output(metrics, extra_fields)
 
     def whole_prompt(
         self, prompt: str | list[Message], tool_config: Settings | None = None
@@ -323,44 +341,6 @@ class ToolAgentLoop(AgentLoopBase):
                 f"{self.limits.interaction_config_path}; it has {', '.join(self.interactions)}"
             )
         return InteractionSession(self.interactions[name], kwargs, self.limits.tool_timeout_s)
-
-    def _build_output(
-        self,
-        agent_data: AgentData,
-        session: ToolSession,
-        interaction: InteractionSession | None,
-        scores: Mapping[str, float],
-    ) -> AgentLoopOutput:
-        record = session.record
-        start = len(agent_data.prompt_ids) - len(agent_data.response_mask)
-        return AgentLoopOutput(
-            prompt_ids=agent_data.prompt_ids[:start],
-            response_ids=agent_data.prompt_ids[start:],
-            response_mask=agent_data.response_mask,
-            response_logprobs=agent_data.response_logprobs,
-            versions=agent_data.versions,
-            num_turns=agent_data.assistant_turns + agent_data.user_turns + 1,
-            metrics=AgentLoopMetrics(
-                agent_data.seconds["model"],
-                agent_data.seconds["tools"],
-                later_prompt_tokens=agent_data.later_tokens["prompt"],
-                later_cached_tokens=agent_data.later_tokens["cached"],
-            ),
-            stop_reason=agent_data.stop_reason,
-            routed_experts=agent_data.routed_experts,
-            extra_fields={
-                **agent_data.extra_fields,
-                "tool_outputs": record.outputs,
-                "tool_rewards": agent_data.tool_rewards,
-                "turn_scores": agent_data.turn_scores,
-                "turn_rewards": agent_data.turn_rewards,
-                "timeouts": [*record.timeouts, *(interaction.timeouts if interaction else [])],
-                "tool_call_counts": len(record.outputs),
-                "tool_failures": record.failures + (interaction.failures if interaction else 0),
-                "reward_scores": dict(scores),
-                "turn_spans": agent_data.spans,
-            },
-        )
 
 
 class ReactAgentLoop(ToolAgentLoop):

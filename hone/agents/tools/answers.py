@@ -20,7 +20,7 @@ ToolResult: TypeAlias = (
     "ToolOutput | tuple[ToolOutput] | tuple[ToolOutput, float | None] "
     "| tuple[ToolOutput, float | None, Settings | None]"
 )
-NormalizedResult: TypeAlias = tuple[ToolResponse, float, Row]
+CallResult: TypeAlias = tuple[ToolResponse, float, Row]
 
 
 def to_tool_response(value: ToolResult) -> ToolResponse:
@@ -34,7 +34,7 @@ def to_tool_response(value: ToolResult) -> ToolResponse:
     return ToolResponse(text="" if value is None else str(value))
 
 
-def normalize_function_tool_return(result: ToolResult) -> NormalizedResult:
+def normalize_function_tool_return(result: ToolResult) -> CallResult:
     """Converts the result of a function tool; a tuple may be (answer, reward[, metrics]).
 
     A pair of numbers or strings is data without a reward.
@@ -44,11 +44,9 @@ def normalize_function_tool_return(result: ToolResult) -> NormalizedResult:
             "a function tool returns (answer,), (answer, reward) or (answer, reward, metrics): a "
             f"tuple of length 1, 2, or 3, got {len(result)}; return a list to show data"
         )
-    return (
-        normalize_tool_return(result)
-        if _has_reward(result)
-        else (to_tool_response(result), 0.0, {})
-    )
+    if _has_reward(result):
+        return normalize_tool_return(result)
+    return to_tool_response(result), 0.0, {}
 
 
 def _has_reward(result: ToolResult) -> bool:
@@ -67,7 +65,7 @@ def _is_number(value: ToolOutput) -> bool:
     return isinstance(value, int | float) or (hasattr(value, "item") and hasattr(value, "dtype"))
 
 
-def normalize_tool_return(result: ToolResult) -> NormalizedResult:
+def normalize_tool_return(result: ToolResult) -> CallResult:
     """Converts the result of `BaseTool.execute`: (answer[, reward[, metrics]])."""
     parts = result if isinstance(result, tuple) else (result,)
     metrics = parts[2] if len(parts) > 2 else None

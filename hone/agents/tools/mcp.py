@@ -28,7 +28,7 @@ from hone.text import BadText, clean_values, described, read_json, shown
 from hone.types import JsonObject, JsonValue, Row, Settings
 
 T = TypeVar("T")
-CONNECT_TIMEOUT_S = 60.0
+CONNECT_S = 60.0
 """Seconds for a server to start and list its tools."""
 _REQUEST_ERRORS = (-32600, -32601, -32602, -32603, -32002)
 """JSON-RPC codes of errors of a request, which do not end the session."""
@@ -70,7 +70,7 @@ class McpServer:
         """Returns the server's tools; raises ToolError if the server cannot be reached."""
         work = asyncio.run_coroutine_threadsafe(self._list_tools(), self._loop)
         try:
-            return work.result(CONNECT_TIMEOUT_S)
+            return work.result(CONNECT_S)
         except Exception as error:
             work.cancel()
             raise ToolError(
@@ -128,7 +128,7 @@ class McpServer:
 
         try:
             async with contextlib.AsyncExitStack() as stack:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                async with asyncio.timeout(CONNECT_S):
                     streams = await stack.enter_async_context(_transport(self._settings))
                     session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
                     await session.initialize()
@@ -165,10 +165,8 @@ def mcp_tools(
     except ModuleNotFoundError as error:
         raise ToolError(f"{path}: MCP tools need the client: pip install 'hone-rl[mcp]'") from error
     entry: Row = dict(mcp) if isinstance(mcp, dict) else {}
-    servers_path = entry.get("mcp_servers_config_path")
-    servers = (
-        entry.get("mcpServers") if servers_path is None else _read_servers(str(servers_path), path)
-    )
+    file = entry.get("mcp_servers_config_path")
+    servers = entry.get("mcpServers") if file is None else _read_servers(str(file), path)
     if not isinstance(servers, dict) or not servers:
         raise ToolError(
             f"{path}: give the servers of `mcp` in mcpServers or mcp_servers_config_path; "
@@ -180,9 +178,9 @@ def mcp_tools(
         if not isinstance(settings, dict) or not {"url", "command"} & settings.keys():
             raise ToolError(f"{path}: the MCP server {name!r} needs a `url` or a `command`")
         server = McpServer(str(name), settings)
-        for definition in server.tools():
-            if selected_names is None or definition.name in selected_names:
-                tools.append(_make_tool(cls, config, definition, server))
+        for spec in server.tools():
+            if selected_names is None or spec.name in selected_names:
+                tools.append(_make_tool(cls, config, spec, server))
     missing = sorted({*(selected_names or ())} - {tool.name for tool in tools})
     if missing:
         raise ToolError(f"{path}: no MCP server has the tool {missing[0]!r} of tool_selected_list")
@@ -190,12 +188,12 @@ def mcp_tools(
 
 
 def _make_tool(
-    cls: type[MCPBaseTool], config: Settings, definition: Any, server: McpServer
+    cls: type[MCPBaseTool], config: Settings, spec: Any, server: McpServer
 ) -> MCPBaseTool:
     function = {
-        "name": definition.name,
-        "description": definition.description or "",
-        "parameters": definition.input_schema or {},
+        "name": spec.name,
+        "description": spec.description or "",
+        "parameters": spec.input_schema or {},
     }
     schema = OpenAIFunctionToolSchema.model_validate({"function": clean_values(function)})
     tool = cls(config=config, tool_schema=schema)
@@ -203,9 +201,9 @@ def _make_tool(
     return tool
 
 
-def _read_servers(servers_path: str, path: str) -> JsonValue:
+def _read_servers(file: str, path: str) -> JsonValue:
     try:
-        data = read_json(Path(servers_path).expanduser().read_text())
+        data = read_json(Path(file).expanduser().read_text())
     except (OSError, BadText) as error:
-        raise ToolError(f"{path}: {servers_path} cannot be read: {error}") from error
+        raise ToolError(f"{path}: {file} cannot be read: {error}") from error
     return data.get("mcpServers") if isinstance(data, dict) else None

@@ -70,8 +70,6 @@ class SearchTool(BaseTool):
 
 
 def _format_passages(passages: list[str]) -> str:
-    passage_parts = [passage.partition("\n") for passage in passages]
-    numbered = [
-        f"Doc {i} (Title: {title})\n{text}" for i, (title, _, text) in enumerate(passage_parts, 1)
-    ]
+    parts = [passage.partition("\n") for passage in passages]
+    numbered = [f"Doc {i} (Title: {title})\n{text}" for i, (title, _, text) in enumerate(parts, 1)]
     return "\n\n".join(numbered)

@@ -19,7 +19,7 @@ from hone.agents.agent_data import AgentData
 from hone.agents.deadline import DeadlineExceeded, run_with_deadline
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.answers import (
-    NormalizedResult,
+    CallResult,
     normalize_function_tool_return,
     normalize_tool_return,
     response_text,
@@ -170,7 +170,7 @@ class ToolSession:
             return self._error_answer(str(failure), failure.timed_out)
         return _Answer(self._limits.truncate(text), reward, metrics)
 
-    async def _execute(self, call: ToolCall) -> NormalizedResult:
+    async def _execute(self, call: ToolCall) -> CallResult:
         tool, arguments = self._tools[call.name], dict(call.arguments)
         if isinstance(tool, FunctionTool):
             return normalize_function_tool_return(await tool.call(arguments))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
-from hone.agents.tools.answers import NormalizedResult, normalize_function_tool_return
+from hone.agents.tools.answers import CallResult, normalize_function_tool_return
 from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError, ToolResponse
 from hone.agents.tools.function_tool import (
     FUNCTION_TOOL_REGISTRY,
@@ -28,7 +28,7 @@ def no_tools_before() -> Iterator[None]:
     FUNCTION_TOOL_REGISTRY.clear()
 
 
-def called(function: Function, **arguments: Any) -> NormalizedResult:
+def called(function: Function, **arguments: Any) -> CallResult:
     """What the model reads of a call, with its reward and metrics."""
     tool = tool_of(function, description="d")
     return normalize_function_tool_return(asyncio.run(tool.call(arguments)))
