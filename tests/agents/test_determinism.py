@@ -71,11 +71,11 @@ def test_order_and_slots_change_no_token(play: Callable[..., DataProto]) -> None
     first = play(64, ROWS)
     order = np.random.default_rng(0).permutation(ROWS).tolist()
     other = play(5, order)
-    for place, i in enumerate(order):
+    for position, i in enumerate(order):
         ours, theirs = (
             b.batch["responses"][row][
                 b.batch["attention_mask"][row, -b.batch["responses"].shape[1] :].bool()
             ]
-            for b, row in ((first, i), (other, place))
+            for b, row in ((first, i), (other, position))
         )
         assert ours.tolist() == theirs.tolist()

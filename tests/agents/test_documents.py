@@ -111,8 +111,8 @@ def gsm8k_rows(script: str, folder: Path) -> Path:
     for split in ("train", "test"):
         (source / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     program = ROOT / "examples" / "data_preprocess" / f"{script}.py"
-    places = ["--local_dir", str(folder), "--source_dir", str(source.parent)]
-    subprocess.run([sys.executable, str(program), *places], check=True)
+    arguments = ["--local_dir", str(folder), "--source_dir", str(source.parent)]
+    subprocess.run([sys.executable, str(program), *arguments], check=True)
     return folder / "train.parquet"
 
 
@@ -136,8 +136,8 @@ def test_gsm8k_with_the_tool_agent_and_step_rewards(
         assert row["score"] == pytest.approx(rule + 2.0 * turn)
     for row in called:
         (first, *_) = json.loads(row["turns"])
-        given = row["reward/turn/calc_gsm8k_reward"]
-        assert given[first["tokens"] - 1] == pytest.approx(first.get("reward", 0.0))
+        turn_rewards = row["reward/turn/calc_gsm8k_reward"]
+        assert turn_rewards[first["tokens"] - 1] == pytest.approx(first.get("reward", 0.0))
         assert first["mask"] == 1
 
 

@@ -99,13 +99,13 @@ def bits(groups: list[FinishedGroup]) -> dict[str, list[Any]]:
     }
 
 
-def taken(runner: LoopRunner, groups: int) -> list[FinishedGroup]:
+def wait_for_groups(runner: LoopRunner, groups: int) -> list[FinishedGroup]:
     """So many groups of a runner that has a thread of its own, a few at a time."""
-    found: list[FinishedGroup] = []
+    finished: list[FinishedGroup] = []
     deadline = time.monotonic() + DEADLINE_S
-    while len(found) < groups and time.monotonic() < deadline:
-        found += runner.finished(1, 5.0)
-    return found
+    while len(finished) < groups and time.monotonic() < deadline:
+        finished += runner.finished(1, 5.0)
+    return finished
 
 
 @pytest.mark.parametrize("turns", [1, 2, 5])
@@ -119,8 +119,8 @@ def test_both_drivers_give_the_same_bits(
     with running() as apart:
         apart.start()
         apart.submit(submission(turns))
-        found = bits(taken(apart, len(PROMPTS)))
-    assert found == expected
+        finished = bits(wait_for_groups(apart, len(PROMPTS)))
+    assert finished == expected
     assert len(expected) == len(PROMPTS)
 
 
@@ -142,7 +142,7 @@ def test_submissions_that_overlap_give_what_they_give_one_by_one(
         apart.start()
         for turns in (2, 5, 1):
             apart.submit(submission(turns))
-        assert bits(taken(apart, 3 * len(PROMPTS))) == expected
+        assert bits(wait_for_groups(apart, 3 * len(PROMPTS))) == expected
 
 
 def test_the_rest_goes_on_after_some_groups_were_taken(
@@ -154,8 +154,8 @@ def test_the_rest_goes_on_after_some_groups_were_taken(
         expected = bits(runner.finished())
     with running() as runner:
         runner.submit(submission(2))
-        found: list[FinishedGroup] = []
+        finished: list[FinishedGroup] = []
         while runner.pending():
             runner.run_until(lambda: runner.ready() >= 1)
-            found += runner.finished(1)
-    assert bits(found) == expected
+            finished += runner.finished(1)
+    assert bits(finished) == expected

@@ -148,9 +148,9 @@ def test_a_policy_cannot_stop_a_run_with_a_tool_call(
         "data.max_prompt_length=4000",
         "data.prompt_format=chat",
     ).run(rows(["a"]))
-    said = TOKENIZER.decode(batch.batch["responses"][0])
+    text = TOKENIZER.decode(batch.batch["responses"][0])
     assert turns == []
-    assert said.count("done") == 1
+    assert text.count("done") == 1
 
 
 class Raising(ToolParser):

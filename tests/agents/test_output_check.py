@@ -13,8 +13,8 @@ from hone.agents.output_check import BadTrajectory, check_output, metric_values
 
 
 def check(row: dict[str, Any] | None = None, **fields: Any) -> None:
-    given: dict[str, Any] = {"prompt_ids": [5], "response_ids": [1, 2], "response_mask": [1, 1]}
-    output = AgentLoopOutput(**(given | fields))
+    defaults: dict[str, Any] = {"prompt_ids": [5], "response_ids": [1, 2], "response_mask": [1, 1]}
+    output = AgentLoopOutput(**(defaults | fields))
     check_output(output, "mine", row={"uid": "u0"} if row is None else row, vocab_size=10)
 
 
@@ -32,15 +32,17 @@ def test_finite_scores_pass(score: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"response_ids": [1, 10]}, "response_ids from 1 to 10; the model knows 0 to 9"),
         ({"response_ids": torch.tensor([-1, 3])}, "response_ids from -1 to 3"),
         ({"prompt_ids": [99999]}, "prompt_ids from 99999 to 99999"),
     ],
 )
-def test_token_ids_the_model_does_not_know_are_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadTrajectory, match=f"loop 'mine' returned {words}"):
+def test_token_ids_the_model_does_not_know_are_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadTrajectory, match=f"loop 'mine' returned {message}"):
         check(**fields)
 
 
@@ -84,7 +86,7 @@ def test_a_measurement_left_out_is_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "words"),
+    ("field", "message"),
     [
         ("uid", "a column of the data row"),
         ("prompts", "built from the output's other fields"),
@@ -93,8 +95,10 @@ def test_a_measurement_left_out_is_zero() -> None:
         ("reward/rule", "written by the step 'score'"),
     ],
 )
-def test_a_column_that_another_writes_is_refused(field: str, words: str) -> None:
-    with pytest.raises(BadTrajectory, match=f"'mine' returned extra_fields.*'{field}' is {words}"):
+def test_a_column_that_another_writes_is_refused(field: str, message: str) -> None:
+    with pytest.raises(
+        BadTrajectory, match=f"'mine' returned extra_fields.*'{field}' is {message}"
+    ):
         check(extra_fields={field: "x"})
 
 

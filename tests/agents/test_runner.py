@@ -110,8 +110,8 @@ def test_a_rows_seed_does_not_depend_on_its_neighbours(
 def test_sampling_parameters_and_the_length_limit_reach_the_engine(
     runner: Runner, rows: Rows, echo: ScriptedRollout
 ) -> None:
-    wanted = {"temperature": 0.3, "top_k": 5, "stop": ("#",), "max_tokens": 99}
-    runner(echo).run(rows(["a"], sampling=wanted))
+    sampling = {"temperature": 0.3, "top_k": 5, "stop": ("#",), "max_tokens": 99}
+    runner(echo).run(rows(["a"], sampling=sampling))
     sampling = echo.requests[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.stop) == (0.3, 5, ("#",))
     assert sampling.max_tokens == 12
@@ -218,7 +218,7 @@ def test_a_registered_loop_is_found_by_its_name(
 
 
 @pytest.mark.parametrize(
-    ("output", "words"),
+    ("output", "message"),
     [
         ({"response_ids": [1, 2], "response_mask": [1]}, "2 response_ids but 1 response_mask"),
         (
@@ -245,10 +245,10 @@ def test_a_registered_loop_is_found_by_its_name(
     ],
 )
 def test_a_bad_output_is_refused_with_a_sentence(
-    runner: Runner, rows: Rows, echo: ScriptedRollout, output: dict[str, Any], words: str
+    runner: Runner, rows: Rows, echo: ScriptedRollout, output: dict[str, Any], message: str
 ) -> None:
     data = rows(["a"], agent_name=[here("BadLoop")], output=[output])
-    with pytest.raises(AgentLoopFailed, match=words) as caught:
+    with pytest.raises(AgentLoopFailed, match=message) as caught:
         runner(echo).run(data)
     assert "BadLoop" in str(caught.value)
     assert "uid=u0" in str(caught.value)
@@ -263,7 +263,7 @@ class Returns(AgentLoopBase):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "message"),
     [
         ("nothing", "returned None"),
         ("no_rows", r"returned \[\]"),
@@ -271,9 +271,9 @@ class Returns(AgentLoopBase):
     ],
 )
 def test_what_is_no_output_is_refused_with_a_sentence(
-    runner: Runner, rows: Rows, echo: ScriptedRollout, kind: str, words: str
+    runner: Runner, rows: Rows, echo: ScriptedRollout, kind: str, message: str
 ) -> None:
-    with pytest.raises(AgentLoopFailed, match=f"{words}; return an AgentLoopOutput, or a list"):
+    with pytest.raises(AgentLoopFailed, match=f"{message}; return an AgentLoopOutput, or a list"):
         runner(echo).run(rows(["a"], agent_name=[here("Returns")], kind=[kind]))
 
 

@@ -77,8 +77,8 @@ def test_groups_come_as_they_end_and_each_once(
     first = loops.submit(gated(["a", "b", "a"], [slow, opened(), slow]))
     second = loops.submit(gated(["c"], [opened()]))
     assert loops.pending() == ["a", "b", "c"]
-    found = [group for _ in range(2) for group in loops.finished(1, 60.0)]
-    assert {(g.uid, g.submission, g.rows) for g in found} == {
+    groups = [group for _ in range(2) for group in loops.finished(1, 60.0)]
+    assert {(g.uid, g.submission, g.rows) for g in groups} == {
         ("b", first, (1,)),
         ("c", second, (0,)),
     }

@@ -98,9 +98,9 @@ class Remembering(AbstractSampler):
         begin, self.start = self.start or 0, None
         order = list(range(len(self)))
         random.Random(self.passes).shuffle(order)
-        for place in range(begin, len(self)):
-            self.at = place + 1
-            yield order[place]
+        for position in range(begin, len(self)):
+            self.at = position + 1
+            yield order[position]
 
     def state_dict(self) -> dict[str, Any]:
         return {"passes": self.passes, "at": self.at}
@@ -135,13 +135,13 @@ def make_loader(
     )
 
 
-def run(loader: PromptLoader, batches: int) -> list[list[tuple[int, str, int]]]:
-    seen = []
-    for _ in range(batches):
+def run(loader: PromptLoader, count: int) -> list[list[tuple[int, str, int]]]:
+    batches = []
+    for _ in range(count):
         batch = loader.next_batch()
-        seen.append(list(zip(batch["n"], batch["uid"], batch["dataset_index"], strict=True)))
+        batches.append(list(zip(batch["n"], batch["uid"], batch["dataset_index"], strict=True)))
         loader.on_batch_end(batch)
-    return seen
+    return batches
 
 
 MODES = [
@@ -217,9 +217,9 @@ def test_the_tail_is_dropped_or_kept_as_a_smaller_batch() -> None:
     dropped = make_loader("in order", 7, 3, drop_last=True)
     assert dropped.batches_per_epoch == 2
     assert [len(batch) for batch in run(dropped, 4)] == [3, 3, 3, 3]
-    kept = make_loader("in order", 7, 3, drop_last=False)
-    assert kept.batches_per_epoch == 3
-    assert [len(batch) for batch in run(kept, 4)] == [3, 3, 1, 3]
+    loader = make_loader("in order", 7, 3, drop_last=False)
+    assert loader.batches_per_epoch == 3
+    assert [len(batch) for batch in run(loader, 4)] == [3, 3, 1, 3]
 
 
 def test_one_epoch_leaves_the_loaders_position_alone() -> None:

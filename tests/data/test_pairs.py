@@ -102,5 +102,5 @@ def test_repeated_and_contradicting_pairs_are_left_out_where_asked(tokenizer: An
     swapped = PLAIN | {"chosen": "3", "rejected": "2"}
     rows = (PLAIN, PLAIN, swapped)
     assert len(dataset(tokenizer, *rows)) == 3
-    kept = dataset(tokenizer, *rows, drop_duplicates=True, on_bad_row="skip")
-    assert kept.bad_rows.counts == {"duplicate": 1, "contradiction": 1}
+    filtered = dataset(tokenizer, *rows, drop_duplicates=True, on_bad_row="skip")
+    assert filtered.bad_rows.counts == {"duplicate": 1, "contradiction": 1}

@@ -74,8 +74,8 @@ def test_texts_of_tokens_make_up_the_decoded_response(name: str, text: str) -> N
     assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True)
     if name != "characters":
         # Every step boundary of the text is found at a token: the steps are those of the text.
-        found = [step for _, step in pieces(texts)]
-        assert "".join(found) == "".join(texts).replace("\n\n", "")
+        steps = [step for _, step in pieces(texts)]
+        assert "".join(steps) == "".join(texts).replace("\n\n", "")
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])

@@ -63,8 +63,8 @@ def attend(window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     cu = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     left = -1 if window is None else window - 1
     pieces = zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True)
-    wanted = torch.cat([dense(*piece, 0.3, left) for piece in pieces])
-    return varlen_attention(q, k, v, cu, cu, 9, 9, scaling=0.3, window=window), wanted
+    expected = torch.cat([dense(*piece, 0.3, left) for piece in pieces])
+    return varlen_attention(q, k, v, cu, cu, 9, 9, scaling=0.3, window=window), expected
 
 
 @pytest.mark.parametrize("name", ["flash_attn_interface", "flash_attn"])
@@ -73,9 +73,9 @@ def test_an_installed_package_attends(
     monkeypatch: pytest.MonkeyPatch, name: str, window: int | None
 ) -> None:
     used = install(monkeypatch, name)
-    got, wanted = attend(window)
+    got, expected = attend(window)
     assert used == [name]
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
 
 
 def test_a_package_for_newer_gpus_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

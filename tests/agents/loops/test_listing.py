@@ -21,8 +21,8 @@ def names(config: Config, *overrides: str) -> LoopNames:
 
 
 def test_the_data_check_knows_every_built_in_loop() -> None:
-    places = {name: place for name, place in LOOPS.entries.items() if isinstance(place, str)}
-    built_in = {name for name, place in places.items() if place.startswith("hone.agents.loops.")}
+    targets = {name: target for name, target in LOOPS.entries.items() if isinstance(target, str)}
+    built_in = {name for name, target in targets.items() if target.startswith("hone.agents.loops.")}
     assert built_in == set(BUILT_IN_LOOPS)
 
 

@@ -172,8 +172,8 @@ def test_a_parser_gives_text_and_calls_of_token_ids_as_in_verl() -> None:
     text, calls = asyncio.run(HermesToolParser(tokenizer).extract_tool_calls(ids))
     assert text.split() == ["I", "add", "now"]
     assert calls == [FunctionCall(name="add", arguments='{"a": 1}')]
-    words = tokenizer.encode("no call")
-    assert asyncio.run(HermesToolParser(tokenizer).extract_tool_calls(words)) == ("no call", [])
+    ids = tokenizer.encode("no call")
+    assert asyncio.run(HermesToolParser(tokenizer).extract_tool_calls(ids)) == ("no call", [])
 
 
 def test_a_parser_in_verls_form_is_registered_and_read_by_the_loop() -> None:

@@ -164,12 +164,12 @@ def test_what_the_model_would_not_be_told_is_refused() -> None:
             x: the first
         """
 
-    for function, told in (
+    for function, message in (
         (silent, "silent has no docstring"),
         (untyped, "x is missing a type hint"),
         (partial, "no description for the argument y"),
     ):
-        with pytest.raises(ToolError, match=told):
+        with pytest.raises(ToolError, match=message):
             function_tool(function)
         assert function_tool(schema=OWN_SCHEMA)(function) is function
         FUNCTION_TOOL_REGISTRY.clear()
