@@ -1,4 +1,4 @@
-"""From trajectories to one padded batch."""
+"""Trajectories are collated into one padded batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_log_probs_are_left_out_unless_every_trajectory_has_them() -> None:
 
 
 def test_a_loops_own_score_stands_on_the_last_policy_token() -> None:
-    """Environment tokens may follow it."""
+    """Environment tokens may follow the last policy token."""
     pair = [
         trajectory(1, [1, 1, 0, 0], reward_score=0.5),
         trajectory(1, [1, 0, 1], reward_score=-2.0),
@@ -116,7 +116,7 @@ MIXED = [
 
 @pytest.mark.parametrize("split", [1, 2])
 def test_two_ranks_make_the_columns_that_one_makes(split: int) -> None:
-    """Loops that say different things, on whichever rank their rows are."""
+    """The columns do not depend on the ranks of the rows."""
     one, two = collate_outputs(MIXED, pad_token_id=PAD), on_two_ranks(MIXED, split)
     assert set(two.column_names()) == set(one.column_names())
     for name in one.column_names():

@@ -1,4 +1,4 @@
-"""Waiting for code of the user's own: deadlines, own time-outs, cancellations, and what will not end."""
+"""Awaiting user code: deadlines, its own time-outs, cancellations, and tasks that do not end."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_cancelled_wait_cancels_the_work_and_stays_cancelled() -> None:
 def test_work_that_swallows_its_cancellation_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closing the event loop waits for every task it knows: also there it must be forgotten."""
+    """Closing the event loop waits for its tasks, so the abandoned task must not be among them."""
     monkeypatch.setattr(deadline, "GRACE_S", 0.01)
 
     async def stubborn() -> None:
@@ -100,7 +100,7 @@ def test_work_that_swallows_its_cancellation_is_left_behind(
 def test_a_cancellation_during_the_grace_time_leaves_the_work_behind_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The work is overdue and does not end; before its grace time is over the waiter is cancelled."""
+    """The waiter is cancelled during the grace time of work that does not end."""
     outcome: list[Any] = []
 
     async def stubborn() -> None:

@@ -1,4 +1,4 @@
-"""A two-turn loop over the threaded native engine: two runs agree to the last bit."""
+"""Two runs of a two-turn loop with the native engine agree bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which thread decodes changes no bit: the caller's or one of the runner's own, loops of 1, 2 and 5 turns."""
+"""Decoding in the caller's thread and in the runner's thread gives the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 120.0
 
 
 class TurnsLoop(AgentLoopBase):
-    """As many turns as the row says; odd prompts write longer turns than even ones."""
+    """Runs the number of turns in the row; odd prompts get longer turns."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         prompt, response, mask, log_probs = self.prompt_ids(row), [], [], []
@@ -42,7 +42,7 @@ class TurnsLoop(AgentLoopBase):
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop has a name while a test of this file runs."""
+    """Registers the loop during the tests of this file."""
     monkeypatch.setitem(LOOPS.entries, "turns_for_test", TurnsLoop)
 
 
@@ -92,7 +92,7 @@ def submission(rows: Callable[..., DataProto]) -> Callable[[int], DataProto]:
 
 
 def bits(groups: list[FinishedGroup]) -> dict[str, list[Any]]:
-    """Tokens, masks and log-probs of each group."""
+    """Returns tokens, masks and log-probs of each group."""
     return {
         group.uid: [(o.response_ids, o.response_mask, o.response_logprobs) for o in group.outputs]
         for group in groups
@@ -100,7 +100,7 @@ def bits(groups: list[FinishedGroup]) -> dict[str, list[Any]]:
 
 
 def wait_for_groups(runner: LoopRunner, groups: int) -> list[FinishedGroup]:
-    """So many groups of a runner that has a thread of its own, a few at a time."""
+    """Waits for this many groups of a runner with a decode thread, a few at a time."""
     finished: list[FinishedGroup] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(finished) < groups and time.monotonic() < deadline:

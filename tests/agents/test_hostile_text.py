@@ -1,4 +1,4 @@
-"""Hostile text through the tool loop's parts: every call is answered, and nothing raises."""
+"""Hostile text in the tool loop: every call is answered, and nothing raises."""
 
 from __future__ import annotations
 

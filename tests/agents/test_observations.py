@@ -1,4 +1,4 @@
-"""What tools and users say as tokens: the glue between turns is the template's, and nothing is lost."""
+"""Tool and user turns as tokens equal the template's rendering of the conversation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hone.data.prompts import PromptError, render_prompt
 from hone.models.tiny import character_tokenizer
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TOOL = [{"role": "tool", "content": "42"}]
@@ -98,7 +99,7 @@ def test_tokens_are_cut_too(tokenizer: Any, side: str, expected: str) -> None:
 
 
 def test_an_answer_cannot_stand_for_the_models_turn(tokenizer: Any) -> None:
-    """The stand-in for the model's turn, said by a tool, would hide what stands before it."""
+    """The placeholder of the model's turn, in a tool's text, would hide the text before it."""
     mark = "QZ7assistantturnQZ7"
     forged = [{"role": "tool", "content": f"a{mark[:5]}{mark}{mark[5:]}b\ud800"}]
     added = tokenizer.decode(ids(tokenizer, "<|im_end|>", messages=forged))

@@ -1,4 +1,4 @@
-"""What a loop may return: every refusal names the loop and what was wrong."""
+"""Invalid outputs of a loop raise an error that names the loop and the problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop runner: seeds, order, which loop a row gets, and what happens to bad ones."""
+"""The loop runner: seeds, order, the loop of a row, and bad loops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Runner = Callable[..., LoopRunner]
 
 
 class FixedLoop(AgentLoopBase):
-    """Answers by itself; what, is for each test to say."""
+    """Returns an output without the engine; each test sets it."""
 
     def __init__(self, *arguments: Any, text: str = "mine", **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -38,7 +38,7 @@ class FixedLoop(AgentLoopBase):
 
 
 class BadLoop(AgentLoopBase):
-    """Returns what the row says it should."""
+    """Returns the output in the row."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         return AgentLoopOutput(**{"prompt_ids": [5], **row["output"]})
@@ -59,7 +59,7 @@ class SlowOrRaising(AgentLoopBase):
 
 
 def here(name: str) -> str:
-    """Where a loop of this file is, and a name under which rows may ask for it."""
+    """Registers a loop of this file and returns its name."""
     LOOPS.add(f"{__file__}:{name}", f"{__file__}:{name}")
     return f"{__file__}:{name}"
 
@@ -73,7 +73,7 @@ def decode(tokenizer: Any, batch: DataProto) -> list[str]:
 
 @pytest.fixture
 def echo(tokenizer: Any) -> ScriptedRollout:
-    """Says the prompt backwards."""
+    """An engine that answers with the reversed prompt."""
     return ScriptedRollout(lambda p: tokenizer.decode(p)[::-1], tokenizer=tokenizer)
 
 
@@ -255,7 +255,7 @@ def test_a_bad_output_is_refused_with_a_sentence(
 
 
 class Returns(AgentLoopBase):
-    """Returns what is no output."""
+    """Returns something other than an output."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
         good = AgentLoopOutput([5], [1], [1])
@@ -339,7 +339,7 @@ def test_a_loop_that_cancels_itself_is_named(
 
 
 class Stubborn(AgentLoopBase):
-    """On u0 waits for a call that swallows its cancellation; on u1 fails meanwhile."""
+    """On u0, awaits a call that ignores cancellation; on u1, fails meanwhile."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         if row["uid"] == "u1":

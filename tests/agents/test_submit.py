@@ -1,4 +1,4 @@
-"""Submitted groups: what is pending, finished, aborted, and what one loop's failure does to the others."""
+"""Submitted groups: pending, finished, aborted, and failed because of another group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Runner = Callable[..., LoopRunner]
 
 
 class GatedLoop(AgentLoopBase):
-    """Waits for the event of its row; `ended` says which loops were released."""
+    """Waits for the event of its row; `ended` lists the loops that were released."""
 
     ended: list[str] = []  # noqa: RUF012
 
@@ -38,7 +38,7 @@ class GatedLoop(AgentLoopBase):
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop has a name while a test of this file runs."""
+    """Registers the loop during the tests of this file."""
     monkeypatch.setitem(LOOPS.entries, "gated_for_test", GatedLoop)
 
 
@@ -49,7 +49,7 @@ def engine(tokenizer: Any) -> ScriptedRollout:
 
 @pytest.fixture
 def gated(rows: Rows) -> Callable[..., DataProto]:
-    """Rows whose loops wait for their gates."""
+    """Returns rows whose loops wait for their events."""
     GatedLoop.ended.clear()
 
     def build(uids: list[str], gates: list[threading.Event], **columns: list[Any]) -> DataProto:
@@ -168,10 +168,10 @@ def test_a_late_submission_is_named_and_ends_the_others(
 
 
 class StuckEngine(ScriptedRollout):
-    """Is driven, and stops at once, as an engine that failed does; requests get their error."""
+    """A driven engine that stops at once, like one that failed."""
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Nothing decodes."""
+        """Returns without decoding."""
 
     def notify(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A chat template is foreign code: what it may cost, and what is said where it costs more."""
+"""Chat templates are third-party code with limits on time, memory and text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TALK = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renderings may take 0.2 processor seconds; no verdict of another test is known."""
+    """Limits renderings to 0.2 CPU seconds and clears the cache of templates."""
     monkeypatch.setattr(chat_template, "RENDER_CPU_S", 0.2)
     monkeypatch.setattr(chat_template, "_template_faults", {})
 
@@ -66,7 +66,7 @@ def test_a_loop_that_only_some_rows_enter_is_interrupted() -> None:
 
 @pytest.mark.usefixtures("short")
 def test_a_broken_template_is_no_bad_row(config: Any, write_jsonl: Any) -> None:
-    """Skipping the row would try the next one, and the next."""
+    """Skipping the row would only render the next one."""
     path = write_jsonl([{"prompt": "a"}] * 3)
     settings = config(on_bad_row="skip", filter_overlong_prompts=True)
     with pytest.raises(BrokenTemplate):

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learnt, under templates that open and close turns differently."""
+"""The loss mask of a conversation, with templates that delimit turns differently."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ TOOL_BLOCK = (
     + "{% if m.role == 'tool' %}"
     + "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '[user]' }}{% endif %}"
     + "{{ '(' + m.content + ')' }}"
-    + "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
-    + "{% else %}"
-    + TURN
-    + "{% endif %}"
-    + OPEN
+    + "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}"
+    "{% endif %}" + "{% else %}" + TURN + "{% endif %}" + OPEN
 )
-"""One block for all results of a turn, closed after the last."""
+"""A template with one block for all tool results of a turn."""
 THINKING = (
     LOOP
     + "{{ '[' + m.role + ']' }}"
@@ -36,7 +33,7 @@ THINKING = (
     + "{{ m.content + '<|im_end|>\n' }}"
     + OPEN
 )
-"""A place to think in the last answer only."""
+"""A template with a thinking block in the last answer only."""
 DEFAULT_SYSTEM = (
     "{% if messages[0].role != 'system' %}{{ '[system]Be kind.<|im_end|>\n' }}"
     "{% elif messages | length == 1 %}{{ raise_exception('a system prompt alone') }}{% endif %}"
@@ -50,7 +47,7 @@ MOVING_SYSTEM = (
     + TURN
     + "{% endfor %}"
 )
-"""Shown before the last user turn, as long as nothing follows it."""
+"""A template that adds text to a user turn if it is the last message."""
 OTHER_END = LOOP + "{{ '[' + m.role + ']' + m.content + '<pad>\n' }}" + OPEN
 WORD_END = LOOP + "{{ '[' + m.role + ']' + m.content + ' END\n' }}" + OPEN
 NEWLINE_END = LOOP + "{{ '[' + m.role + ']' + m.content + '\n' }}" + OPEN
@@ -62,7 +59,7 @@ EOS_AT_THE_VERY_END = (
 
 
 def conversation(*turns: str) -> list[dict[str, Any]]:
-    """`u:hello` is a user turn, `a:`, `s:` and `t:` the others."""
+    """Returns messages: `u:hello` is a user turn; `a:`, `s:` and `t:` are the other roles."""
     roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
     return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
 
@@ -70,7 +67,7 @@ def conversation(*turns: str) -> list[dict[str, Any]]:
 def marked(
     tokenizer: Any, messages: list[dict[str, Any]], template: str | None = None, **options: Any
 ) -> str:
-    """The conversation as text, with what is learnt between « and »."""
+    """Returns the conversation as text, with the targets between « and »."""
     kwargs = {} if template is None else {"chat_template": template}
     ids, mask = encode_conversation(messages, tokenizer, template_kwargs=kwargs, **options)
     assert len(ids) == len(mask)

@@ -1,4 +1,4 @@
-"""Files under verl's names: local ones stay, remote ones are copied once per version."""
+"""Local files are used in place; remote files are copied once per version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder in memory; local copies go below the test's folder."""
+    """A folder in memory; local copies go to the test's folder."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return f"memory://{request.node.name}"
 

@@ -1,4 +1,4 @@
-"""Hostile rows through reading, checking and preparing: only the documented errors come out."""
+"""Hostile rows raise only the documented errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GOOD = {"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}
 
 
 def error_text(use: Callable[[], Any]) -> str:
-    """The message of the documented error; any other fails the test."""
+    """Returns the message of the documented error; any other error fails the test."""
     try:
         use()
     except DataError as error:
@@ -98,7 +98,7 @@ def test_a_megabyte_is_refused_before_it_is_tokenised(
 def test_a_long_text_that_fits_is_kept(
     plain_tokenizer: Any, config: Callable[..., DataConfig], write_jsonl: Callable[..., str]
 ) -> None:
-    """A token may stand for many characters: only a beginning with too many tokens is refused."""
+    """A token may have many characters, so a text is refused only by the tokens of its start."""
 
     class OneToken:
         chat_template = None

@@ -13,7 +13,7 @@ from hone.data.rows import DataError
 
 
 class Picture:
-    """What `datasets` hands out for an image column."""
+    """An image as `datasets` returns it."""
 
     size = (1, 1)
 

@@ -18,7 +18,7 @@ from hone.data.samplers import AbstractCurriculumSampler, AbstractSampler, Mixtu
 
 
 class Numbers:
-    """The smallest data set: row i holds i; rows may be added."""
+    """A minimal data set: row i contains i; rows may be added."""
 
     def __init__(self, rows: int, grows_by: int = 0) -> None:
         self.rows = list(range(rows))
@@ -44,7 +44,7 @@ class Numbers:
 
 
 class SeededSampler(AbstractSampler):
-    """Keeps its generator over epochs and has no state_dict, like many a user's sampler."""
+    """Keeps its generator over epochs and has no state_dict, like many samplers of users."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
@@ -57,7 +57,7 @@ class SeededSampler(AbstractSampler):
 
 
 class HardFirst(AbstractCurriculumSampler):
-    """Draws the row seen least often, weighted by what update() said; keeps its state."""
+    """Draws the rarest row, weighted by `update`; has state_dict."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
@@ -85,7 +85,7 @@ class HardFirst(AbstractCurriculumSampler):
 
 
 class Remembering(AbstractSampler):
-    """Goes on at the saved place of the saved pass, even where that is the end of it."""
+    """Continues at the saved position of an epoch, even at its end."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)

@@ -1,4 +1,4 @@
-"""Pairs of responses: how each layout becomes two sequences, and which rows are refused, and why."""
+"""Pairs of responses: the sequences of each layout, and the errors of bad rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's overridable steps of a data set: each is called where a subclass writes it."""
+"""A subclass may override verl's methods of a data set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows are shown as the model will see them."""
+"""`hone data show` prints rows as the model sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labelled steps: how each layout becomes tokens and labels, and which rows are refused, and why."""
+"""Labelled steps: the tokens and labels of each layout, and the errors of bad rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def dataset(tokenizer: Any, *rows: Any, **changes: Any) -> StepDataset:
 
 
 def labelled(tokenizer: Any, row: dict[str, list[Any]]) -> list[tuple[str, float]]:
-    """The text up to each label, and the label."""
+    """Returns the text up to each label, and the label."""
     ids = row["input_ids"]
     return [
         (tokenizer.decode(ids[: i + 1]), label)

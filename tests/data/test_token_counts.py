@@ -1,4 +1,4 @@
-"""Counting on several threads gives what one prompt after another gives, in order."""
+"""Counting tokens in several threads gives the counts of single prompts, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention with soft-capped scores and sinks, against float64 written out."""
+"""Attention with soft caps and sinks, against a float64 reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = [(2.0, False), (None, True), (1.5, True)]
 def naive(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """One query head at a time over keys [M, H, D]; `visible` is [L, M]."""
+    """The reference: one query head at a time over keys [M, H, D]; `visible` is [L, M]."""
     out = torch.zeros_like(q)
     for h in range(q.shape[1]):
         scores = q[:, h] @ k[:, h].T * SCALING
@@ -38,7 +38,7 @@ def draw(tokens: int, with_sinks: bool) -> tuple[Tensor, ...]:
 def test_values_and_gradients_over_packed_segments(
     softcap: float | None, with_sinks: bool, window: int | None
 ) -> None:
-    """Two prompts, one with two responses: a response sees its prompt and itself."""
+    """Two prompts, one with two responses: a response attends to its prompt and itself."""
     layout = SegmentLayout([4, 2], [(0, 3), (0, 5)])
     position = torch.tensor([0, 1, 2, 3, 0, 1, 4, 5, 6, 4, 5, 6, 7, 8])
     root = torch.tensor([0] * 4 + [1] * 2 + [0] * 8)

@@ -1,4 +1,4 @@
-"""Halves of a decoder layer: the same values and gradients as torch's own steps."""
+"""The fused parts of a decoder layer have the values and gradients of torch operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def grown(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def compare(ours: Any, plain: Any, inputs: list[torch.Tensor], *rest: Any) -> None:
-    """Both functions on equal inputs, and pulled back by the same gradients."""
+    """Compares values and gradients of two functions."""
     results = []
     for function in (ours, plain):
         mine = [x.detach().clone().requires_grad_() for x in inputs]

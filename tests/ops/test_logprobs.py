@@ -1,4 +1,4 @@
-"""Chunked log-probs and entropies against the naive float64 way, forward, backward and in memory."""
+"""Chunked log-probs and entropies against a float64 reference; gradients and memory."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_frozen_head_gets_no_gradient_but_passes_it_on():
 
 
 def test_bfloat16_keeps_float32_sums():
-    """The normaliser over a wide vocabulary is summed in float32: bfloat16 would be off by tenths."""
+    """The softmax denominator is summed in float32; in bfloat16 it would be off by tenths."""
     case = Case(16, 5000, 8)
     hidden, weight = case.hidden.bfloat16(), case.weight.bfloat16()
     actual, entropy = linear_log_probs(
@@ -137,7 +137,7 @@ def test_bfloat16_keeps_float32_sums():
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor any operation makes."""
+    """Returns the size of the largest tensor of any operation."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Packed maps equal the plain ones, hold the weight as it was when packed, and round rows alike."""
+"""Packed layers equal plain ones, copy the weight, and round all rows alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows laid end to end: what is fed, which position predicts which token, and the way back."""
+"""Packed rows: inputs, the position that predicts each target, and unpacking."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAD = 0
 
 
 def padded(rows, prompt_width=None, response_width=None):
-    """[(prompt, response, mask)] to the four tensors `pack_rows` takes."""
+    """Returns the four tensors of `pack_rows` for [(prompt, response, mask)]."""
     width = prompt_width or max(len(p) for p, _, _ in rows)
     length = response_width or max(len(r) for _, r, _ in rows)
     prompts = torch.full((len(rows), width), PAD)
@@ -59,7 +59,7 @@ def test_only_tokens_the_policy_wrote_are_targets(share):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data(), share=st.booleans())
 def test_every_target_is_predicted_by_the_token_before_it_at_its_position(data, share):
-    """With unique token ids the pack can be read back completely."""
+    """With unique token ids, the original rows can be read from the pack."""
     count = data.draw(st.integers(1, 5))
     fresh = iter(range(1, 1000))
     prompts = [[next(fresh) for _ in range(data.draw(st.integers(1, 4)))] for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Attention over packed segments against a slow one: one query at a time, float64."""
+"""Attention over packed segments, against a float64 reference with one query at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
 def tokens_of(roots, children):
-    """For every packed token: the packed positions it may see, nearest last."""
+    """Returns, per packed token, the packed positions that it attends to, nearest last."""
     starts = [sum(roots[:i]) for i in range(len(roots))]
     visible = []
     for start, length in zip(starts, roots, strict=True):

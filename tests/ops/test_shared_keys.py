@@ -1,4 +1,4 @@
-"""Keys of shared prompts laid out before each response, and their gradients summed back."""
+"""Keys of shared prompts are repeated before each response; their gradients are summed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel attends over packed rows: that of an installed package, or torch's own."""
+"""The kernel for packed rows: that of an installed package, or torch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fresh() -> Iterator[None]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, capability: int = 9) -> list[str]:
-    """A package whose kernel is plain torch, under the names that flash-attn's has."""
+    """A package with flash-attn's names whose kernel is plain torch."""
     used: list[str] = []
 
     def kernel(

@@ -41,7 +41,7 @@ class Threads:
 
 
 def over_ranks(monkeypatch, ranks, run):
-    """The results of `run(group)` on every rank."""
+    """Returns the results of `run(group)` on every rank."""
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None):
         group.all_reduce(tensor, op)
@@ -58,7 +58,7 @@ def rule(options, bias):
 
 
 def sharded(case, options, group):
-    """One rank's results with this rank's gradients of its rows of the head."""
+    """Returns one rank's results and gradients."""
     first = shard_start(len(case.weight), group)
     last = first + -(-len(case.weight) // group.size())
     leaves = [

@@ -1,4 +1,4 @@
-"""One row through the tool loop with an interaction, over a scripted engine."""
+"""A fixture that runs one row through the tool loop with an interaction."""
 
 from __future__ import annotations
 

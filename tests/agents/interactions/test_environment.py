@@ -1,4 +1,4 @@
-"""Environments with `reset` and `step`, played by the tool loop."""
+"""Environments with `reset` and `step` in the tool loop."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_text_that_a_template_refuses_ends_the_talk_and_is_counted(
     play: Callable[..., Any], talks: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picky = (
-        "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('bad words') }}{% endif %}"
+        "{% for m in messages %}{% if 'bad' in m.content %}"
+        "{{ raise_exception('bad words') }}{% endif %}"
         "{{ m.role[0] + ':' + m.content + '|' }}{% endfor %}a:"
     )
     monkeypatch.setattr(tokenizer, "chat_template", picky)

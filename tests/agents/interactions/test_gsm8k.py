@@ -1,4 +1,4 @@
-"""The teacher: wrong answers get another try, the right one ends the talk."""
+"""A wrong answer gets another try; the right answer ends the conversation."""
 
 from __future__ import annotations
 

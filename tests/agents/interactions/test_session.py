@@ -1,4 +1,4 @@
-"""A talk with a simulated user: bounded verbs, and failures that end the talk but not the run."""
+"""An interaction session: methods have deadlines, and failures end only the conversation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VERBS = ("start_interaction", "generate_response", "calculate_score", "finalize_
 
 
 class User(BaseInteraction):
-    """Answers "more" with score 0.5; fails in the one verb it is told to, in the way it is told to."""
+    """Replies "more" with score 0.5; may fail in one method."""
 
     def __init__(self, verb: str = "", how: str = "") -> None:
         super().__init__({"name": "teacher"})
@@ -90,7 +90,7 @@ def test_an_answer_has_no_longer_than_the_trajectory_has_left() -> None:
 
 
 class Tells(BaseInteraction):
-    """Answers what it is given."""
+    """Returns the given reply and score."""
 
     def __init__(self, answer: Any, score: Any = 0.0) -> None:
         super().__init__({"name": "teacher"})

@@ -1,4 +1,4 @@
-"""Environments of verifiers, played by the tool loop; they run where verifiers is installed."""
+"""Environments of the package verifiers in the tool loop, if it is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [
 
 
 class Patient(vf.MultiTurnEnv):
-    """Asks again until the answer is right; `boom` is an error of the environment."""
+    """Asks again until the answer is right; the answer `boom` raises."""
 
     async def env_response(self, messages, state, **kwargs):
         if messages[-1].content == "boom":

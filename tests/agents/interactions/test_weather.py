@@ -1,4 +1,4 @@
-"""The user who asks for the weather is content once a tool was asked."""
+"""The weather interaction scores 1 if a tool was called."""
 
 from __future__ import annotations
 

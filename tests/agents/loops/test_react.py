@@ -1,4 +1,4 @@
-"""ReAct and a row's own `tool_config`, over a scripted engine."""
+"""The ReAct loop and a row's `tool_config`, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HERMES = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}<
 def play(
     runner: Callable[..., Any], rows: Callable[..., DataProto], tokenizer: Any, tmp_path: Path
 ) -> Callable[..., Any]:
-    """`play(lines, *overrides, **columns)`: one row through the loop; prompt, response, facts."""
+    """`play(lines, *overrides, **columns)` returns prompt, response, fields, batch."""
     (tmp_path / "tools.yaml").write_text(TOOLS)
 
     def go(

@@ -1,4 +1,4 @@
-"""The search loop over a scripted engine and a real retriever; and two real steps of GRPO."""
+"""The search loop with a scripted engine and a real retriever; two real steps of GRPO."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def retriever(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Retriever]:
 
 @pytest.fixture
 def play(runner: Callable[..., Any], rows: Any, tokenizer: Any, retriever: Retriever) -> Play:
-    """`play(lines, *overrides)`: one row through the loop; engine and batch come back."""
+    """`play(lines, *overrides)` runs one row through the loop and returns engine and batch."""
 
     def go(lines: list[Any], *overrides: str) -> tuple[ScriptedRollout, DataProto]:
         engine = ScriptedRollout(lines, tokenizer=tokenizer)
@@ -52,7 +52,7 @@ def play(runner: Callable[..., Any], rows: Any, tokenizer: Any, retriever: Retri
 
 
 def text(tokenizer: Any, batch: DataProto, mask: int | None = None) -> str:
-    """The response, or its part that the policy (1) or the environment (0) wrote."""
+    """Returns the response text, or its part with this mask value."""
     length = batch.batch["responses"].shape[1]
     inside = batch.batch["attention_mask"][0, -length:].bool()
     if mask is not None:
@@ -186,7 +186,7 @@ def test_the_first_closed_action_counts(turn: str, action: Action | None) -> Non
 
 
 def test_two_steps_of_grpo_with_a_real_retriever(tmp_path: Path, retriever: Retriever) -> None:
-    """Some tokens are whole actions, so that a random policy searches and answers; keys are Search-R1's."""
+    """Some tokens are whole actions, so that a random policy searches and answers."""
     from hone.config import load_config
     from hone.tracking import read_metrics
     from hone.trainer.main_ppo import run

@@ -1,4 +1,4 @@
-"""The tool loop over a scripted engine: turns, masks, limits; and one real run of the trainer."""
+"""The tool loop with a scripted engine: turns, masks, limits; one real run of the trainer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 def play(
     runner: Callable[..., Any], rows: Rows, tokenizer: Any, files: dict[str, str]
 ) -> Callable[..., Any]:
-    """`play(lines, *overrides, **columns)`: one row through the loop; engine and batch come back."""
+    """`play(lines, *overrides, **columns)` runs one row and returns engine and batch."""
 
     def go(lines: list[str], *overrides: str, **columns: Any) -> tuple[ScriptedRollout, DataProto]:
         engine = ScriptedRollout(lines, tokenizer=tokenizer)
@@ -64,7 +64,7 @@ def play(
 
 
 def text_with_mask(tokenizer: Any, batch: DataProto, value: int) -> str:
-    """The response's text where the mask has a value."""
+    """Returns the response text with this mask value."""
     kept = (batch.batch["response_mask"][0] == value) & batch.batch["attention_mask"][
         0, -batch.batch["responses"].shape[1] :
     ].bool()
@@ -322,7 +322,7 @@ def test_a_prompt_too_long_with_its_tools_is_cut_as_the_data_say(
 def test_a_real_run_calls_its_tool_and_learns_only_from_what_it_wrote(
     tmp_path: Path, files: dict[str, str]
 ) -> None:
-    """GRPO over rows like gsm8k's with a tool; one token of the vocabulary is a whole call."""
+    """GRPO with a tool; some tokens of the vocabulary are whole calls."""
     import pyarrow.parquet as pq
 
     from hone.config import load_config

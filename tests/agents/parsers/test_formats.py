@@ -1,4 +1,4 @@
-"""The calls of other models' formats, and verl's side of a parser."""
+"""The call formats of other models, and verl's parser interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in model text: JSON between the tags, and an error for everything that only looks like one."""
+"""Calls are JSON between tags; anything else between the tags is a call with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calculator answers arithmetic, and nothing else."""
+"""The calculator evaluates arithmetic only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's programs run in the sandbox, and only there."""
+"""The model's programs run only in the sandbox."""
 
 from __future__ import annotations
 

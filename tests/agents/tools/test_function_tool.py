@@ -1,4 +1,4 @@
-"""Function tools: every form of the decorator, what the schema says, what a function may return."""
+"""Function tools: forms of the decorator, schemas, and return values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def no_tools_before() -> Iterator[None]:
 
 
 def called(function: Function, **arguments: Any) -> CallResult:
-    """What the model reads of a call, with its reward and metrics."""
+    """Returns the response, the reward and the metrics of a call."""
     tool = tool_of(function, description="d")
     return normalize_function_tool_return(asyncio.run(tool.call(arguments)))
 

@@ -1,4 +1,4 @@
-"""The answer checker: 1 when right, and asking again without improving costs a little."""
+"""The tool scores 1 for a right answer; a call without improvement has a small penalty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools from a YAML list and from decorated functions; what is wrong with a list is said."""
+"""Tools from a YAML list and from decorated functions, and errors in such lists."""
 
 from __future__ import annotations
 

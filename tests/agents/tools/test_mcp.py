@@ -87,7 +87,7 @@ def listed(folder: Path, settings: dict[str, Any], *names: str) -> dict[str, Any
 
 
 def answers(tools: dict[str, Any], *calls: ToolCall) -> tuple[list[str], int]:
-    """What the model reads of calls, one after the other, each in an event loop of its own."""
+    """Returns the answers of calls, each made in a new event loop, and the failures."""
     session = ToolSession(tools, AgentData([], [1], "r", {}), CallLimits(9, None, 60.0, str))
     texts = [text for call in calls for text in asyncio.run(session.run_calls([call]))]
     return texts, session.record.failures

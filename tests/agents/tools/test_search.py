@@ -1,4 +1,4 @@
-"""Questions go to the retrieval service; its passages come back as text."""
+"""The search tool sends questions to the service and returns its passages as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every call gets an answer: made, refused, late or failed; and what happened is kept in order."""
+"""Every call gets an answer and is recorded in order, also refused, late and failed calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hone.agents.tools.session import CallLimits, ToolSession
 
 
 class Echo(BaseTool):
-    """Says `text` after `wait` seconds; keeps who was created and released."""
+    """Returns `text` after `wait` seconds; records created and released instances."""
 
     def __init__(self) -> None:
         self.alive: dict[str, dict[str, Any]] = {}
@@ -168,7 +168,7 @@ class Unspeakable(Exception):
 
 
 class OwnExit(BaseException):
-    """No Exception: `except Exception` lets it through."""
+    """A BaseException, which `except Exception` does not catch."""
 
 
 ERRORS: dict[str, BaseException] = {
@@ -184,7 +184,7 @@ ERRORS: dict[str, BaseException] = {
 
 
 class Faulty(Echo):
-    """Fails in the one verb it is told to, in the way it is told to."""
+    """Fails in one method: raises, hangs, …"""
 
     def __init__(self, verb: str, how: str) -> None:
         super().__init__()

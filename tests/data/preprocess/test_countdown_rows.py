@@ -22,7 +22,7 @@ from hone.data.rows import DataError
 
 
 def is_solvable(numbers: tuple[int, ...], target: int) -> bool:
-    """Every way to join two values into one, until one is left: slow, and sees all of them."""
+    """Returns whether a solution exists, by trying all expressions."""
 
     def search(values: tuple[Fraction, ...]) -> bool:
         if len(values) == 1:
@@ -43,7 +43,7 @@ def is_solvable(numbers: tuple[int, ...], target: int) -> bool:
 
 
 def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
-    """The value of an expression and the numbers in it, by walking its syntax tree."""
+    """Returns the value of an expression and its numbers, from its syntax tree."""
     used: list[int] = []
 
     def walk(node: ast.expr) -> Fraction:
