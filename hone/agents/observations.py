@@ -188,9 +188,8 @@ def render_with_observation(
         if len(ids) <= limit:
             return ids, text
         tokens = tokens or _encode(text, tokenizer)
-        count = (
-            max(len(tokens) - (len(ids) - limit), 0) if attempt < _TRUNCATION_ATTEMPTS - 1 else 0
-        )
+        is_last = attempt == _TRUNCATION_ATTEMPTS - 1
+        count = 0 if is_last else max(len(tokens) - (len(ids) - limit), 0)
         tokens = truncate(tokens, count, side)
         text = clean_text(tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
         ids = _render_ending_with(text, prompt, render)

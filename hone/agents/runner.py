@@ -286,9 +286,9 @@ class LoopRunner:
         """Runs the loops; raises the first failure, or AgentLoopFailed after `limit_s`."""
         group_of = {row: group for group in groups if not group.aborted for row in group.rows}
         tasks: dict[int, asyncio.Task[None]] = {}
-        for row, group in sorted(group_of.items(), key=lambda item: item[0]):
-            tasks[row] = asyncio.create_task(self._run_trajectory(group, row, jobs[row]))
-            group.tasks.append(tasks[row])
+        for row in sorted(group_of):
+            tasks[row] = asyncio.create_task(self._run_trajectory(group_of[row], row, jobs[row]))
+            group_of[row].tasks.append(tasks[row])
         if not tasks:
             return
         try:

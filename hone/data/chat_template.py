@@ -210,8 +210,8 @@ class _CpuWatcher:
             self._has_calls.wait()
             time.sleep(_POLL_S)
             with self._lock:
-                for thread, end in self._limits.items():
-                    if _cpu_seconds(thread) > end:
+                for thread, limit in self._limits.items():
+                    if _cpu_seconds(thread) > limit:
                         interrupt(ctypes.c_ulong(thread), ctypes.py_object(_Interrupt))
                         self._sent.add(thread)
                 if not self._limits:

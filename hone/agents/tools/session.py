@@ -83,7 +83,7 @@ class ToolSession:
         self._tools = tools
         self.agent_data = agent_data
         self._limits = limits
-        self._instances: dict[str, str] = {}
+        self._instances: dict[str, tuple[BaseTool, str]] = {}
         self._num_calls = 0
         self.record = ToolRecord()
 
@@ -151,7 +151,7 @@ class ToolSession:
             return created[0] if isinstance(created, tuple) else created
 
         try:
-            self._instances[name] = await self._with_deadline(name, run())
+            self._instances[name] = tool, await self._with_deadline(name, run())
         except _ToolFailed as failure:
             return self._error_answer(str(failure), failure.timed_out)
         return None
@@ -177,9 +177,8 @@ class ToolSession:
         kwargs = dict(self._kwargs_of(call.name, "execute_kwargs"))
         if _accepts(tool.execute, "agent_data"):
             kwargs["agent_data"] = self.agent_data
-        return normalize_tool_return(
-            await tool.execute(self._instances[call.name], arguments, **kwargs)
-        )
+        _, instance_id = self._instances[call.name]
+        return normalize_tool_return(await tool.execute(instance_id, arguments, **kwargs))
 
     async def _with_deadline(self, name: str, work: Coroutine[None, None, T]) -> T:
         """Returns the result of a tool's method; raises _ToolFailed on an error or a timeout."""
@@ -205,17 +204,17 @@ class ToolSession:
     async def scores(self) -> dict[str, float]:
         """Returns each tool's score; a tool that fails scores 0, and the failure is counted."""
         scores: dict[str, float] = {}
-        for name, instance in self._instances.items():
+        for name, (tool, instance_id) in self._instances.items():
             try:
-                scores[name] = await self._with_deadline(name, self._score(name, instance))
+                scores[name] = await self._with_deadline(name, self._score(tool, name, instance_id))
             except _ToolFailed as failure:
                 scores[name] = 0.0
                 self._count_failure(name, failure)
         return scores
 
-    async def _score(self, name: str, instance: str) -> float:
+    async def _score(self, tool: BaseTool, name: str, instance_id: str) -> float:
         kwargs = self._kwargs_of(name, "calc_reward_kwargs")
-        score = float(await self._stateful_tool(name).calc_reward(instance, **kwargs))
+        score = float(await tool.calc_reward(instance_id, **kwargs))
         if not math.isfinite(score):
             raise ValueError(f"calc_reward returned {score}")
         return score
@@ -223,21 +222,14 @@ class ToolSession:
     async def release(self) -> None:
         """Releases the state of every tool, also after failures."""
         while self._instances:
-            name, instance = self._instances.popitem()
+            name, (tool, instance_id) = self._instances.popitem()
             try:
-                await self._with_deadline(name, self._release(name, instance))
+                await self._with_deadline(name, self._release(tool, name, instance_id))
             except _ToolFailed as failure:
                 self._count_failure(name, failure)
 
-    async def _release(self, name: str, instance: str) -> None:
-        kwargs = self._kwargs_of(name, "release_kwargs")
-        await self._stateful_tool(name).release(instance, **kwargs)
-
-    def _stateful_tool(self, name: str) -> BaseTool:
-        tool = self._tools[name]
-        if isinstance(tool, FunctionTool):
-            raise TypeError(f"{name} is a function and has no state")
-        return tool
+    async def _release(self, tool: BaseTool, name: str, instance_id: str) -> None:
+        await tool.release(instance_id, **self._kwargs_of(name, "release_kwargs"))
 
     def _count_failure(self, name: str, failure: _ToolFailed) -> None:
         self.record.failures += 1
