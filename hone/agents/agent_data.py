@@ -1,6 +1,6 @@
-"""The state of one trajectory of the tool loop, under verl's names; tools can read it as `agent_data`.
+"""The state of one trajectory of the tool loop, under verl's names; tools get it as `agent_data`.
 
-Images, video and audio are not supported. `AgentState` only lists verl's states; this loop uses none.
+Images, video and audio are not supported. `AgentState` is here for imports only.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from enum import Enum
 
 from torch import Tensor
 
+from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.data.prompts import Message
 from hone.rollout.contract import TokenOutput
 from hone.types import Row, Settings
 
 
 class AgentState(Enum):
-    """What a trajectory waits for."""
+    """verl's states of a trajectory."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -28,7 +29,7 @@ class AgentState(Enum):
 
 @dataclass
 class AgentData:
-    """The trajectory so far."""
+    """The messages, tokens and rewards of a trajectory so far."""
 
     messages: list[Message]
     """The conversation as text, for tools and interactions; the model reads only token ids."""
@@ -42,25 +43,25 @@ class AgentData:
     response_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     spans: list[Message] = field(default_factory=list)
-    """Role, token count and mask per turn; a model turn may also have `calls`, `score`, `reward`."""
+    """Role, token count and mask per turn; a model turn may have `calls`, `score`, `reward`."""
     assistant_turns: int = 0
     user_turns: int = 0
     """Turns of tools and of the simulated user."""
     turn_scores: list[float] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
     turn_rewards: list[Row] = field(default_factory=list)
-    """Rewards per turn from tools and interactions: `name`, `reward`, and the turn's last `token`."""
+    """Rewards of tools and interactions: `name`, `reward`, and the turn's last `token`."""
     extra_fields: Row = field(default_factory=dict)
     """Values that tools set here become columns of the batch."""
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
     stop_reason: str | None = None
     routed_experts: Tensor | None = None
-    """The experts of all tokens up to the last model turn that recorded them."""
+    """[tokens, layers, k] of all tokens up to the last model turn that recorded experts."""
     later_tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "cached": 0})
     """Prompt tokens of the turns after the first, and how many of them were prefix-cache hits."""
 
     def add_turn(self, output: TokenOutput) -> None:
-        """Appends a model turn."""
+        """Appends the tokens of a model turn."""
         if self.assistant_turns and output.cached_tokens is not None:
             self.later_tokens["prompt"] += len(self.prompt_ids)
             self.later_tokens["cached"] += output.cached_tokens
@@ -83,6 +84,22 @@ class AgentData:
         self.turn_rewards.append({"name": name, "reward": reward, "token": token})
         for turn in self.spans[-1:]:
             turn["reward"] = turn.get("reward", 0.0) + reward
+
+    def to_output(self, metrics: AgentLoopMetrics, extra_fields: Row) -> AgentLoopOutput:
+        """Returns the trajectory as the output of an agent loop."""
+        start = len(self.prompt_ids) - len(self.response_mask)
+        return AgentLoopOutput(
+            prompt_ids=self.prompt_ids[:start],
+            response_ids=self.prompt_ids[start:],
+            response_mask=self.response_mask,
+            response_logprobs=self.response_logprobs,
+            versions=self.versions,
+            num_turns=self.assistant_turns + self.user_turns + 1,
+            metrics=metrics,
+            stop_reason=self.stop_reason,
+            routed_experts=self.routed_experts,
+            extra_fields=extra_fields,
+        )
 
     def _append(
         self,

@@ -1,6 +1,6 @@
 """Collates trajectories into one batch: prompts padded on the left, responses on the right.
 
-Each rank collates its own rows; `join_ranks` joins them into the batch that a single rank would make.
+Each rank collates its own rows; `join_ranks` concatenates them to the batch of a single rank.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LOOP_SCORE = reward_column("agent")
 
 def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) -> DataProto:
     """Pads the trajectories to the longest prompt and the longest response, and stacks them."""
-    width = max(len(o.prompt_ids) for o in outputs)
-    length = max(len(o.response_ids) for o in outputs)
-    in_prompt = np.arange(-width, 0) >= -_lengths([o.prompt_ids for o in outputs])
-    in_response = np.arange(length) < _lengths([o.response_ids for o in outputs])
-    prompts = _filled(in_prompt, [o.prompt_ids for o in outputs], pad_token_id, np.int64)
-    responses = _filled(in_response, [o.response_ids for o in outputs], pad_token_id, np.int64)
-    response_mask = _filled(in_response, [o.response_mask for o in outputs], 0, np.int64)
+    prompt_len = max(len(o.prompt_ids) for o in outputs)
+    response_len = max(len(o.response_ids) for o in outputs)
+    in_prompt = np.arange(-prompt_len, 0) >= -_lengths([o.prompt_ids for o in outputs])
+    in_response = np.arange(response_len) < _lengths([o.response_ids for o in outputs])
+    prompts = _padded(in_prompt, [o.prompt_ids for o in outputs], pad_token_id, np.int64)
+    responses = _padded(in_response, [o.response_ids for o in outputs], pad_token_id, np.int64)
+    response_mask = _padded(in_response, [o.response_mask for o in outputs], 0, np.int64)
     attention_mask = torch.from_numpy(np.concatenate([in_prompt, in_response], 1)).long()
     tensors = {
         "prompts": prompts,
@@ -43,37 +43,37 @@ def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) ->
     }
     log_probs = [o.response_logprobs for o in outputs if o.response_logprobs is not None]
     if len(log_probs) == len(outputs):
-        written = _filled(in_response, log_probs, 0.0, np.float32)
-        tensors["rollout_log_probs"] = _of_policy(written, response_mask)
+        padded = _padded(in_response, log_probs, 0.0, np.float32)
+        tensors["rollout_log_probs"] = _zero_outside_mask(padded, response_mask)
     if any(o.routed_experts is not None for o in outputs):
-        tensors["routed_experts"] = _experts(outputs, width, length)
-    scored = sum(o.reward_score is not None for o in outputs)
-    _all_or_none_scored(scored, len(outputs))
-    if scored:
-        own = [float(o.reward_score or 0.0) for o in outputs]
-        tensors[LOOP_SCORE] = _on_last_policy_token(own, response_mask)
-    return DataProto.from_dict(tensors=tensors, non_tensors=_facts(outputs))
+        tensors["routed_experts"] = _routed_experts(outputs, prompt_len, response_len)
+    num_scored = sum(o.reward_score is not None for o in outputs)
+    _check_all_or_none(num_scored, len(outputs))
+    if num_scored:
+        scores = [float(o.reward_score or 0.0) for o in outputs]
+        tensors[LOOP_SCORE] = _on_last_policy_token(scores, response_mask)
+    return DataProto.from_dict(tensors=tensors, non_tensors=_object_columns(outputs))
 
 
 def input_ids(batch: DataProto) -> Tensor:
-    """[B, P+T] prompts followed by responses."""
+    """Returns [B, P+T]: prompts followed by responses."""
     return torch.cat([batch.batch["prompts"], batch.batch["responses"]], 1)
 
 
 def position_ids(batch: DataProto) -> Tensor:
-    """[B, P+T] each token's position in its row, from 0; 0 in the padding."""
+    """Returns [B, P+T]: each token's position in its row, from 0; 0 in the padding."""
     positions: Tensor = (batch.batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     return positions
 
 
 DERIVED = {"input_ids": input_ids, "position_ids": position_ids}
-"""Columns that are derived from others: computed where they are read, and never sent."""
+"""Columns that are computed from others where they are read, and never sent."""
 
 
 def with_verl_columns(batch: DataProto) -> DataProto:
-    """Adds the further columns that code written for verl reads: ids, positions, `rm_scores`."""
-    for name, make in DERIVED.items():
-        write(batch, name, make(batch))
+    """Adds columns that code written for verl reads: `input_ids`, `position_ids`, `rm_scores`."""
+    for name, compute in DERIVED.items():
+        write(batch, name, compute(batch))
     if batch.has_column(LOOP_SCORE):
         write(batch, "rm_scores", batch.column(LOOP_SCORE))
     return batch
@@ -82,10 +82,10 @@ def with_verl_columns(batch: DataProto) -> DataProto:
 def join_ranks(group: object, results: Sequence[DataProto]) -> DataProto:
     """Concatenates the batches that the ranks of a worker group collated.
 
-    A rank's columns depend on its rows, so they are made equal: sharding must not change the columns.
+    A rank's columns depend on its rows, so columns that only some ranks have are filled or dropped.
     """
     batches = fill_object_columns(results)
-    _all_or_none_scored(sum(b.has_column(LOOP_SCORE) for b in batches), len(batches))
+    _check_all_or_none(sum(b.has_column(LOOP_SCORE) for b in batches), len(batches))
     if not all(b.has_column("rollout_log_probs") for b in batches):
         for batch in batches:
             batch.batch.pop("rollout_log_probs", None)
@@ -97,36 +97,40 @@ def join_ranks(group: object, results: Sequence[DataProto]) -> DataProto:
     return DataProto.concat(equal_widths(batches))
 
 
-def _experts(outputs: Sequence[AgentLoopOutput], width: int, length: int) -> Tensor:
-    """[B, P+T, layers, k] the experts that the rollout recorded."""
+def _routed_experts(
+    outputs: Sequence[AgentLoopOutput], prompt_len: int, response_len: int
+) -> Tensor:
+    """Returns [B, P+T, layers, k]: the experts that the rollout recorded."""
     recorded = [o.routed_experts for o in outputs]
     shape = next(experts.shape[1:] for experts in recorded if experts is not None)
-    column = torch.full((len(outputs), width + length, *shape), NOT_RECORDED, dtype=torch.int16)
+    column = torch.full(
+        (len(outputs), prompt_len + response_len, *shape), NOT_RECORDED, dtype=torch.int16
+    )
     for row, (output, experts) in enumerate(zip(outputs, recorded, strict=True)):
         if experts is not None:
-            # A loop may have cut the end of its response.
-            start, end = width - len(output.prompt_ids), width + len(output.response_ids)
+            # A loop may have truncated its response.
+            start, end = prompt_len - len(output.prompt_ids), prompt_len + len(output.response_ids)
             column[row, start:end][: len(experts)] = experts[: end - start]
     return column
 
 
-def _all_or_none_scored(scored: int, of: int) -> None:
-    # The message has no counts: a rank knows only its own, and it must not depend on the rank count.
-    if 0 < scored < of:
+def _check_all_or_none(num_scored: int, total: int) -> None:
+    # The message has no counts, because it must not depend on the number of ranks.
+    if 0 < num_scored < total:
         raise BadTrajectory(
             "only some trajectories have a reward_score; the others would count as 0: "
             "either every agent loop of a batch scores its trajectories, or none does"
         )
 
 
-def _of_policy(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Sets log-probs to zero outside the policy's tokens."""
-    absent = (log_probs.isnan() & (mask != 0)).nonzero()
-    if len(absent):
-        row, token = absent[0].tolist()
+def _zero_outside_mask(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Returns the log-probs with 0 where the mask is 0."""
+    missing = (log_probs.isnan() & (mask != 0)).nonzero()
+    if len(missing):
+        row, token = missing[0].tolist()
         raise BadTrajectory(
-            f"trajectory {row} has no number among its response_logprobs at token {token}, which its "
-            "response_mask says the policy wrote; give the log-prob the engine returned for it"
+            f"trajectory {row} has a NaN in response_logprobs at token {token}, where its "
+            "response_mask is 1; give the log-prob that the engine returned"
         )
     return log_probs.where(mask != 0, 0.0)
 
@@ -139,7 +143,7 @@ def _on_last_policy_token(values: Sequence[float], mask: Tensor) -> Tensor:
 
 
 def turn_rewards(batch: DataProto, name: str) -> Tensor:
-    """[B, T] the reward that a tool or interaction gave each turn, on the turn's last token."""
+    """Returns [B, T]: the rewards of a tool or interaction per turn, on the turn's last token."""
     scores = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
     for row, rewards in enumerate(batch.non_tensor_batch.get("turn_rewards", ())):
         for entry in rewards or ():
@@ -149,38 +153,38 @@ def turn_rewards(batch: DataProto, name: str) -> Tensor:
 
 
 def trajectory_rewards(batch: DataProto, name: str) -> Tensor:
-    """[B, T] the reward that a tool or interaction gave the trajectory, on the last policy token."""
-    given = batch.non_tensor_batch.get("reward_scores", [None] * len(batch))
-    scores = [float((row or {}).get(name, 0.0)) for row in given]
+    """Returns [B, T]: a tool's or interaction's final score, on the last policy token."""
+    rows = batch.non_tensor_batch.get("reward_scores", [None] * len(batch))
+    scores = [float((row or {}).get(name, 0.0)) for row in rows]
     return _on_last_policy_token(scores, batch.batch["response_mask"])
 
 
-def _facts(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
-    facts: dict[str, list[Any]] = {
+def _object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
+    columns: dict[str, list[Any]] = {
         "num_turns": [o.num_turns for o in outputs],
         "stop_reason": [o.stop_reason for o in outputs],
         "versions": [list(o.versions) if o.versions is not None else None for o in outputs],
     }
     for name in sorted({key for o in outputs for key in o.extra_fields}):
-        facts[name] = [o.extra_fields.get(name) for o in outputs]
-    return {name: object_array(values) for name, values in facts.items()}
+        columns[name] = [o.extra_fields.get(name) for o in outputs]
+    return {name: object_array(values) for name, values in columns.items()}
 
 
 def _lengths(rows: Sequence[Sized]) -> np.ndarray:  # [N, 1]
     return np.array([[len(row)] for row in rows])
 
 
-def _filled(
+def _padded(
     inside: np.ndarray,  # [N, W] true where a row's values go
     rows: Sequence[Sequence[float]],
     pad: float,
     dtype: type,
 ) -> Tensor:
-    """Writes the rows' values to the true positions, and `pad` elsewhere."""
-    room = inside.sum(1, keepdims=True)
-    if len(wrong := (_lengths(rows) != room).nonzero()[0]):
+    """Returns [N, W] with the rows' values at the true positions, and `pad` elsewhere."""
+    lengths = inside.sum(1, keepdims=True)
+    if len(wrong := (_lengths(rows) != lengths).nonzero()[0]):
         row = int(wrong[0])
-        raise BadTrajectory(f"row {row} has {len(rows[row])} values for {int(room[row, 0])} places")
+        raise BadTrajectory(f"row {row} has {len(rows[row])} values for {lengths[row, 0]} tokens")
     out: np.ndarray = np.full(inside.shape, pad, dtype)
-    out[inside] = np.fromiter(chain.from_iterable(rows), dtype, count=int(room.sum()))
+    out[inside] = np.fromiter(chain.from_iterable(rows), dtype, count=int(lengths.sum()))
     return torch.from_numpy(out)

@@ -1,8 +1,7 @@
-"""The agent-loop contract: a loop is `async run(sampling_params, **row) -> AgentLoopOutput` (or a list).
+"""The agent-loop contract: `async run(sampling_params, **row) -> AgentLoopOutput`, or a list.
 
-A single turn is the simplest loop, so all rollouts take the same path. A loop gets token ids and a small
-client of the rollout engine; generated text is never tokenised again. Names and signatures are verl's.
-Images, video and audio are not supported; a loop that returns them is refused.
+A loop gets token ids and a client of the rollout engine; generated text is never tokenised again.
+Names and signatures are verl's. Images, video and audio are not supported.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ LOOPS: Table[Callable[..., AgentLoopBase]] = Table(
     },
 )
 
-_PER_TOKEN = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "versions")
+_TOKEN_FIELDS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "versions")
 
 
 @dataclass
@@ -60,7 +59,7 @@ class AgentLoopMetrics:
 
 @dataclass
 class AgentLoopOutput:
-    """One trajectory: `response_mask` is 1 where the policy wrote, 0 for tool and environment tokens."""
+    """One trajectory: `response_mask` is 1 for sampled tokens and 0 for observations."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -78,41 +77,41 @@ class AgentLoopOutput:
     mm_processor_output: Sequence[Row] | None = None
 
     def __post_init__(self) -> None:
-        for name in _PER_TOKEN:
+        for name in _TOKEN_FIELDS:
             if hasattr(value := getattr(self, name), "tolist"):  # a tensor or an array
                 setattr(self, name, value.tolist())
 
     def as_dict(self) -> Row:
-        """Returns the trajectory as batch columns under verl's names, without fields that are None."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        """Returns the trajectory as verl's batch columns, without fields that are None."""
+        fields = {name: value for name, value in vars(self).items() if value is not None}
         columns: Row = {
-            "prompts": torch.tensor(given.pop("prompt_ids"), dtype=torch.int64),
-            "responses": torch.tensor(given.pop("response_ids"), dtype=torch.int64),
-            "response_mask": torch.tensor(given.pop("response_mask"), dtype=torch.int64),
+            "prompts": torch.tensor(fields.pop("prompt_ids"), dtype=torch.int64),
+            "responses": torch.tensor(fields.pop("response_ids"), dtype=torch.int64),
+            "response_mask": torch.tensor(fields.pop("response_mask"), dtype=torch.int64),
         }
-        if "response_logprobs" in given:
-            columns["rollout_log_probs"] = torch.tensor(given.pop("response_logprobs"))
-        if "reward_score" in given:
+        if "response_logprobs" in fields:
+            columns["rollout_log_probs"] = torch.tensor(fields.pop("response_logprobs"))
+        if "reward_score" in fields:
             scores = torch.zeros(len(columns["responses"]))
-            scores[-1] = given.pop("reward_score")
+            scores[-1] = fields.pop("reward_score")
             columns["rm_scores"] = scores
-        extra = copy.copy(given.pop("extra_fields"))
+        extra = copy.copy(fields.pop("extra_fields"))
         for name in ("teacher_ids", "teacher_logprobs"):
             if name in extra:
                 columns[name] = extra.pop(name)
-        return {**columns, **given, "extra_fields": extra}
+        return {**columns, **fields, "extra_fields": extra}
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """Token ids of a trajectory after a turn was appended."""
+    """The token ids of a trajectory after a turn was appended."""
 
     token_ids: list[int]
     appended_token_count: int
 
 
 class DictConfigWrap(Generic[C]):
-    """Wraps a config so that `hydra.utils.instantiate` passes it unchanged; its keys stay readable."""
+    """Wraps a config so that `hydra.utils.instantiate` passes it unchanged."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -137,7 +136,7 @@ class ServerManager:
     def __init__(
         self, engine: RolloutEngine, *, seed: int, max_tokens: int, max_model_len: int | None = None
     ) -> None:
-        """`max_model_len` limits prompt plus response of a request: the response ends there."""
+        """`max_model_len` limits the tokens of prompt plus response of each request."""
         self._engine = engine
         self._seed = seed
         self._max_tokens = max_tokens
@@ -157,13 +156,13 @@ class ServerManager:
         priority: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
-        """Returns one completion; `on_tokens` receives tokens as they are sampled. `priority` is ignored."""
-        most = self._max_tokens
+        """Returns one completion; `on_tokens` gets the tokens as they are sampled."""
+        max_tokens = self._max_tokens
         if self._max_model_len is not None:
-            most = min(most, self._max_model_len - len(prompt_ids))
-            if most < 1:  # earlier turns fill the context
+            max_tokens = min(max_tokens, self._max_model_len - len(prompt_ids))
+            if max_tokens < 1:  # earlier turns fill the context
                 return TokenOutput([], stop_reason=StopReason.LENGTH)
-        sampling = Sampling.from_mapping(sampling_params, max_tokens=most, seed=self._seed)
+        sampling = Sampling.from_mapping(sampling_params, max_tokens=max_tokens, seed=self._seed)
         media = {"image": image_data, "video": video_data, "audio": audio_data}
         return await self._engine.generate(
             prompt_ids,
@@ -175,7 +174,7 @@ class ServerManager:
 
 
 class AgentLoopBase(ABC):
-    """Base of every loop; a new instance is made for each trajectory."""
+    """Base class of agent loops; each trajectory gets a new instance."""
 
     _class_initialized = False
 
@@ -190,16 +189,16 @@ class AgentLoopBase(ABC):
         dataset_config: DataConfig | None = None,
         **kwargs: JsonValue,
     ) -> None:
-        config = _unwrapped(trainer_config)
+        config = _unwrap(trainer_config)
         self.config = config
         self.rollout_config = config.actor_rollout_ref.rollout
-        self.data_config = _unwrapped(data_config or dataset_config or config.data)
+        self.data_config = _unwrap(data_config or dataset_config or config.data)
         self.dataset_config = self.data_config
         self.dataset_cls = dataset_cls
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
-        self.request_id = uuid4().hex  # the loop runner writes the row's `trajectory_id`
+        self.request_id = uuid4().hex  # the loop runner sets the row's `trajectory_id`
         self.apply_chat_template_kwargs = self.data_config.get("apply_chat_template_kwargs") or {}
         self.prompt_length: int = self.rollout_config.prompt_length
         self.response_length: int = self.rollout_config.response_length
@@ -214,28 +213,26 @@ class AgentLoopBase(ABC):
         processor: Callable[..., Row] | None,
         **kwargs: JsonValue,
     ) -> None:
-        """Called for every instance; check `_class_initialized` to prepare the class only once."""
+        """Runs for every instance; test `_class_initialized` to initialize the class only once."""
         cls._class_initialized = True
 
     @cached_property
     def system_prompt(self) -> list[int]:
-        """The token ids that the chat template writes before the first turn without a system message."""
+        """The token ids of the system prompt that the chat template adds by itself."""
         return initialize_system_prompt(self.tokenizer, **self.apply_chat_template_kwargs)
 
     def response_limit(self, prompt_tokens: int) -> int:
-        """Returns the maximum response to a prompt of this length: all turns, of tools and users too."""
+        """Returns the maximum number of response tokens, observations included."""
         return self.rollout_config.response_limit(prompt_tokens)
 
     def prompt_ids(self, row: Settings, tools: Sequence[Settings] | None = None) -> list[int]:
-        """Returns the prompt's token ids: those of the dataset, or the prompt rendered with `tools`."""
-        ready = row.get("prompt_ids")
-        return (
-            list(ready)
-            if ready is not None and not tools
-            else self._rendered(row["raw_prompt"], tools)
-        )
+        """Returns the dataset's token ids of the prompt, or renders the prompt with `tools`."""
+        ids = row.get("prompt_ids")
+        if ids is not None and not tools:
+            return list(ids)
+        return self._render(row["raw_prompt"], tools)
 
-    def _rendered(self, prompt: str | list[Message], tools: Sequence[Settings] | None) -> list[int]:
+    def _render(self, prompt: str | list[Message], tools: Sequence[Settings] | None) -> list[int]:
         return render_prompt(
             prompt,
             self.tokenizer,
@@ -246,13 +243,13 @@ class AgentLoopBase(ABC):
 
     async def process_vision_info(self, messages: list[Message]) -> Row:
         """Returns the `images` and `videos` of the messages; without a processor there are none."""
-        read = getattr(self.dataset_cls, "process_vision_info", None)
-        if self.processor is None or read is None:
+        process = getattr(self.dataset_cls, "process_vision_info", None)
+        if self.processor is None or process is None:
             return {}
         patch = getattr(getattr(self.processor, "image_processor", None), "patch_size", 14)
-        found = await read(messages, image_patch_size=patch, config=self.data_config)
-        pairs = zip(("images", "videos"), found, strict=False)
-        return {name: media for name, media in pairs if media is not None}
+        media = await process(messages, image_patch_size=patch, config=self.data_config)
+        pairs = zip(("images", "videos"), media, strict=False)
+        return {name: value for name, value in pairs if value is not None}
 
     process_multi_modal_info = process_vision_info
 
@@ -267,11 +264,11 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """Returns the token ids of the messages with the generation prompt; `tools` are schemas.
 
-        `remove_system_prompt` drops what the template writes before the first turn, to append turns.
+        `remove_system_prompt` drops the template's own system prompt, to append turns.
         """
         if images or videos or audios:
-            raise PromptError("images, videos and audio are not rendered here; give text alone")
-        ids = self._rendered(messages, tools)
+            raise PromptError("images, videos and audio are not supported; give text only")
+        ids = self._render(messages, tools)
         return ids[len(self.system_prompt) :] if remove_system_prompt else ids
 
     async def ct_build_initial_tokens(
@@ -283,7 +280,7 @@ class AgentLoopBase(ABC):
         audios: Sequence[Row] | None = None,
         mm_inputs_out: Row | None = None,
     ) -> list[int]:
-        """`apply_chat_template`, truncated from the left to `rollout.prompt_length` ids."""
+        """Returns `apply_chat_template`, truncated on the left to `rollout.prompt_length` ids."""
         ids = await self.apply_chat_template(messages, tools, images, videos, audios=audios)
         return ids[max(len(ids) - self.prompt_length, 0) :]
 
@@ -325,7 +322,7 @@ class AgentLoopBase(ABC):
         return merged, [*response_mask, *[1] * count], log_probs
 
     def problems(self) -> Iterable[str]:
-        """Returns problems that would stop this loop; called once before training begins."""
+        """Returns errors that would stop this loop; called once before training."""
         return ()
 
     @abstractmethod
@@ -334,16 +331,16 @@ class AgentLoopBase(ABC):
     ) -> AgentLoopOutput | Sequence[AgentLoopOutput]:
         """Returns the trajectory of one data row; `kwargs` are the row's columns.
 
-        A list is a trajectory of several rows of the batch, in the order in which they were written.
+        A list is one trajectory that becomes several rows of the batch, in the order of the list.
         """
 
 
-def _unwrapped(config: C | DictConfigWrap[C]) -> C:
+def _unwrap(config: C | DictConfigWrap[C]) -> C:
     return config.config if isinstance(config, DictConfigWrap) else config
 
 
 def register(agent_name: str) -> Callable[[L], L]:
-    """Decorator that registers a loop under the name that rows give in `agent_name`."""
+    """Decorator that registers a loop as `agent_name`."""
     return LOOPS.register(agent_name)
 
 

@@ -1,8 +1,7 @@
-"""Runs agent loops in an event loop in a separate thread, while the engine decodes.
+"""Runs agent loops in the event loop of a separate thread, while the engine decodes.
 
-A `Driven` engine decodes in the thread that waits for the loops. After it has answered requests, it
-waits until the loops have submitted their next ones. So the batches, and with them the last bits of every
-result, do not depend on thread timing, unless a loop waits for an external service.
+A `Driven` engine decodes in the caller's thread, and after each answer waits for the loops' next
+requests, so that batches do not depend on thread timing unless a loop awaits an external service.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _SETTLE_HOPS = 16
-"""Event-loop iterations (a few µs each) for loops to submit requests; a tool call takes nine."""
+"""Event-loop iterations (a few µs each) in which loops submit requests; a tool call takes nine."""
 _SETTLE_TIMEOUT_S = 5.0
 """If an agent loop blocks the event loop for longer, decoding continues without it."""
-_LOOK_S = 0.001
-"""Poll interval while the loops settle: the event loop may have ended."""
+_POLL_S = 0.001
+"""Interval at which `settle` checks whether the event loop has ended."""
 LOOPS_GRACE_S = 30.0
-"""Seconds that agent loops may take to end after decoding stops, and again after cancellation."""
+"""Seconds that agent loops get to end after decoding stops, and again after cancellation."""
 
 
 def run_beside(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
-    """Returns the result of the work; a `Driven` engine decodes in this thread until the work ends."""
+    """Returns the result of the work; a `Driven` engine decodes in this thread until then."""
     if not isinstance(engine, Driven):
         return run_coroutine(work)
     loops = LoopThread(work, engine.notify)
     loops.start()
 
-    def until() -> bool:
+    def is_done() -> bool:
         loops.settle()
         return loops.outcome.done()
 
     try:
-        engine.drive(until)
+        engine.drive(is_done)
         loops.end_after_decoding()
     except BaseException:  # e.g. Ctrl-C: end the loops first, so that tools are released
         loops.cancel()
@@ -76,14 +75,14 @@ class LoopThread(Generic[T]):
         return self._running.call_soon(call, *args, **kwargs)
 
     def settle(self) -> None:
-        """Lets loops that got an answer submit their next requests."""
+        """Waits until loops that got an answer have submitted their next requests."""
         self._settled = settled = threading.Event()
         if not self.call_soon(_after_hops, _SETTLE_HOPS, settled):
             return
-        looks = round(_SETTLE_TIMEOUT_S / _LOOK_S)
-        if not any(settled.wait(_LOOK_S) or self.outcome.done() for _ in range(looks)):
+        polls = round(_SETTLE_TIMEOUT_S / _POLL_S)
+        if not any(settled.wait(_POLL_S) or self.outcome.done() for _ in range(polls)):
             log.warning(
-                "an agent loop has blocked its event loop for %.0f s; decoding goes on without it",
+                "an agent loop has blocked its event loop for %.0f s; decoding continues without",
                 _SETTLE_TIMEOUT_S,
             )
 
@@ -95,12 +94,12 @@ class LoopThread(Generic[T]):
         return bool(wait([self.outcome], timeout=seconds).done)
 
     def end_after_decoding(self) -> None:
-        """Cancels loops that do not end although every request has been answered."""
+        """Waits for the loops after the last answer, and cancels loops that do not end."""
         if self.wait(LOOPS_GRACE_S):
             return
         self.cancel()
         if not self.wait(LOOPS_GRACE_S):
-            raise RolloutError("decoding has stopped, but the agent loops that asked did not end")
+            raise RolloutError("decoding has stopped, but the agent loops did not end")
 
 
 def _after_hops(hops: int, settled: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""Checks a loop's output while the loop's name is still known, so that errors can name the loop."""
+"""Checks the output of an agent loop; error messages name the loop."""
 
 from __future__ import annotations
 
@@ -12,46 +12,44 @@ from hone.protocol.rows import same
 from hone.text import shown
 from hone.types import Settings
 
-MEASURED = ("generate_sequences", "tool_calls", "num_preempted")
+LOOP_METRICS = ("generate_sequences", "tool_calls", "num_preempted")
 """Metrics that any loop may return; missing ones are 0."""
-COLLATED = (
+RESERVED_COLUMNS = (
     *("prompts", "responses", "response_mask", "attention_mask", "input_ids", "position_ids"),
     *("rollout_log_probs", "rm_scores", "reward/agent", "num_turns", "stop_reason", "versions"),
     "trajectory_row",
 )
-"""Columns that are built from the other fields of an output."""
+"""Columns that `collate_outputs` builds from the other fields of an output."""
 
 
 class BadTrajectory(ValueError):
     """A loop returned an output that cannot be collated."""
 
 
-def check_output(output: Any, name: str, *, row: Settings, vocabulary: int | None) -> None:
-    """Raises on an invalid output, naming the loop; a wrong mask would train on the wrong tokens."""
+def check_output(output: Any, name: str, *, row: Settings, vocab_size: int | None) -> None:
+    """Raises BadTrajectory on an invalid output."""
     if not isinstance(output, AgentLoopOutput):
         raise BadTrajectory(
-            f"agent loop {name!r} returned {shown(output)}; return an AgentLoopOutput, or a list of "
-            "at least one"
+            f"agent loop {name!r} returned {shown(output)}; return an AgentLoopOutput, or a list "
+            "of at least one"
         )
-    for problem in _problems(output, row, vocabulary):
+    for problem in _problems(output, row, vocab_size):
         raise BadTrajectory(f"agent loop {name!r} returned {problem}")
 
 
-def measured(output: AgentLoopOutput) -> dict[str, float]:
-    """Returns the loop's metrics by name."""
+def metric_values(output: AgentLoopOutput) -> dict[str, float]:
+    """Returns the values of `LOOP_METRICS` by name."""
     metrics = output.metrics
     values = vars(metrics) if isinstance(metrics, AgentLoopMetrics) else dict(metrics)
-    return {name: values.get(name, 0.0) for name in MEASURED}
+    return {name: values.get(name, 0.0) for name in LOOP_METRICS}
 
 
-def _problems(output: AgentLoopOutput, row: Settings, vocabulary: int | None) -> Iterator[str]:
+def _problems(output: AgentLoopOutput, row: Settings, vocab_size: int | None) -> Iterator[str]:
     tokens = len(output.response_ids)
     for field in ("response_mask", "response_logprobs", "versions"):
         value = getattr(output, field)
         if value is not None and len(value) != tokens:
-            yield (
-                f"{tokens} response_ids but {len(value)} {field}; they must have one entry per token"
-            )
+            yield (f"{tokens} response_ids but {len(value)} {field}; give one entry per token")
     if len(output.prompt_ids) == 0 or tokens == 0:
         yield "an empty prompt or response"
     mask = list(output.response_mask)
@@ -59,41 +57,41 @@ def _problems(output: AgentLoopOutput, row: Settings, vocabulary: int | None) ->
         yield "a response_mask with values other than 0, 1"
     for field, ids in (("prompt_ids", output.prompt_ids), ("response_ids", output.response_ids)):
         low, high = min(ids), max(ids)
-        if low < 0 or (vocabulary is not None and high >= vocabulary):
-            known = "0 and up" if vocabulary is None else f"0 to {vocabulary - 1}"
-            yield f"{field} from {low} to {high}; the model knows {known}"
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            valid_ids = "0 and up" if vocab_size is None else f"0 to {vocab_size - 1}"
+            yield f"{field} from {low} to {high}; the model knows {valid_ids}"
     if (experts := output.routed_experts) is not None and experts.dim() != 3:
         yield f"routed_experts of shape {tuple(experts.shape)}; give [tokens, layers, k], or None"
     if output.reward_score is not None and not _is_finite(output.reward_score):
         yield (
-            f"reward_score={output.reward_score!r}; give a finite number, or None in every loop where "
-            "the reward function scores"
+            f"reward_score={output.reward_score!r}; give a finite number, or None in every loop "
+            "if the reward function scores"
         )
     if not isinstance(output.stop_reason, str | None):
         yield f"stop_reason={shown(output.stop_reason)}; give text or None"
     if not _is_finite(output.num_turns):
         yield f"num_turns={shown(output.num_turns)}; give a number"
-    for name, number in measured(output).items():
+    for name, number in metric_values(output).items():
         if not _is_finite(number):
             yield f"metrics[{name!r}]={number!r}; give a number, or leave it out"
     yield from _extra_field_problems(output, row)
 
 
 def _extra_field_problems(output: AgentLoopOutput, row: Settings) -> Iterator[str]:
-    """A loop may copy a column of its row, but not change it or write a reserved column."""
+    """Yields extra fields that change a column of the row or write a reserved column."""
     for field, value in output.extra_fields.items():
         column = COLUMNS.get(field)
         owner = ""
         if field in row:
             owner = "" if same(row[field], value) else "a column of the data row"
-        elif field in COLLATED:
-            owner = "made of the output's other fields"
+        elif field in RESERVED_COLUMNS:
+            owner = "built from the output's other fields"
         elif column is not None and column.step not in ("generate", "prompts"):
             owner = f"written by the step {column.step!r}"
         elif field.startswith("reward/"):
             owner = "written by the step 'score'"
         if owner:
-            yield f"extra_fields[{field!r}], but the column {field!r} is {owner}; choose another name"
+            yield f"extra_fields[{field!r}], but the column {field!r} is {owner}; rename it"
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""The loop runner: runs one agent loop per row, all rows concurrently, and returns the trajectories.
+"""The loop runner: runs the agent loops of all rows concurrently and returns the trajectories.
 
-It owns the thread of the event loop. The engine decodes in the caller's thread inside `run_until`, or in
-a background thread after `start`. trajectory.py runs a single loop.
+The loops run in the event loop of a separate thread. The engine decodes in the caller's thread in
+`run_until`, or in a background thread after `start`.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ class LoopRunner:
         run_seed: int,
         vocabulary: int | None = None,
     ) -> None:
-        """Without `vocabulary` (the vocabulary size), token ids are only checked for their sign."""
+        """`vocabulary` is its size; without it, token ids are only checked to be non-negative."""
         self._engine = engine
-        self._trajectories = TrajectoryMaker(config, engine, tokenizer, run_seed, vocabulary)
+        self._trajectory_maker = TrajectoryMaker(config, engine, tokenizer, run_seed, vocabulary)
         self._deadlines = PhaseDeadlines(
             config.trainer.phase_deadline_floor_s, config.trainer.phase_deadline_factor
         )
-        # Guards the fields below and is notified of every change.
-        self._changed = threading.Condition()
+        # Guards the fields below; notified of every change.
+        self._condition = threading.Condition()
         self._groups: list[_Group] = []  # submitted and not yet returned, in submission order
         self._ready: list[_Group] = []  # the finished ones of `_groups`, in finish order
         self._submissions = 0
-        self._playing = 0  # submissions with running loops
-        self._plays: set[asyncio.Task[None]] = set()
+        self._active_submissions = 0  # submissions with running loops
+        self._submission_tasks: set[asyncio.Task[None]] = set()
         self._loops: LoopThread[bool] | None = None  # ends when no submission is running
         self._idle = asyncio.Event()  # ends `_loops`
         self._failure: Exception | None = None
-        self._driver: threading.Thread | None = None
+        self._decode_thread: threading.Thread | None = None
         self._settling = False
         self._closed = False
 
@@ -90,10 +90,10 @@ class LoopRunner:
 
         `meta_info["sampling_params"]` holds the sampling parameters.
         """
-        jobs = self._trajectories.jobs(rows)
-        with self._changed:
+        jobs = self._trajectory_maker.jobs(rows)
+        with self._condition:
             if self._closed:
-                raise AgentLoopFailed("the loop runner is closed; build another")
+                raise AgentLoopFailed("the loop runner is closed; create a new one")
             self._raise_failure()
             self._submissions += 1
             groups: dict[str, _Group] = {}
@@ -101,22 +101,22 @@ class LoopRunner:
                 uid = job.row["uid"]
                 groups.setdefault(uid, _Group(uid, self._submissions)).rows.append(index)
             self._groups += groups.values()
-            if self._loops is None or self._playing == 0:
+            if self._loops is None or self._active_submissions == 0:
                 self._idle = asyncio.Event()
                 self._loops = LoopThread(self._idle.wait(), self._notify)
                 self._loops.start()
-            self._playing += 1
+            self._active_submissions += 1
             self._loops.call_soon(self._start, list(groups.values()), jobs)
             return self._submissions
 
     def finished(self, n_groups: int | None = None, wait_s: float = 0.0) -> list[FinishedGroup]:
         """Returns finished groups in finish order, each of them once.
 
-        Waits up to `wait_s` seconds for `n_groups` groups (None: all), and returns at most that many.
+        Waits up to `wait_s` seconds for `n_groups` groups (None: all); returns at most that many.
         """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._all_ended() or (n_groups is not None and self._are_ready(n_groups)),
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._all_ended() or (n_groups is not None and self._has_ready(n_groups)),
                 wait_s,
             )
             self._raise_failure()
@@ -128,21 +128,21 @@ class LoopRunner:
 
     def ready(self) -> int:
         """Returns the number of groups that `finished` would return without waiting."""
-        with self._changed:
+        with self._condition:
             return len(self._ready)
 
     def pending(self) -> list[str]:
         """Returns the uids that were submitted and not yet returned, in submission order."""
-        with self._changed:
+        with self._condition:
             return [group.uid for group in self._groups]
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Decodes in this thread until `done()` is true or no loop is running."""
-        if self._driver is not None:
-            raise RuntimeError("run_until decodes in this thread, but `start` made one that does")
+        if self._decode_thread is not None:
+            raise RuntimeError("run_until cannot decode: the thread of `start` already does")
 
         def ended() -> bool:
-            with self._changed:
+            with self._condition:
                 return self._all_ended() or (self._failure is None and done())
 
         def until() -> bool:
@@ -155,90 +155,90 @@ class LoopRunner:
                 if not ended():  # the engine stopped and every request got an error
                     self._end_loops()
             else:
-                with self._changed:
-                    self._changed.wait_for(ended)
+                with self._condition:
+                    self._condition.wait_for(ended)
         except BaseException:  # e.g. Ctrl-C: end the loops first, so that tools are released
             self.abort()
             self._wait_for_loops()
             self._failure = None
             raise
-        with self._changed:
+        with self._condition:
             all_ended = self._all_ended()
         if all_ended:
             self._wait_for_loops()  # also ends tasks that the loops left running
-        with self._changed:
+        with self._condition:
             self._raise_failure()
 
     def start(self) -> None:
         """Starts a decode thread, so that `submit` and `finished` return immediately."""
         engine = self._engine
-        if self._driver is not None or not isinstance(engine, Driven):
+        if self._decode_thread is not None or not isinstance(engine, Driven):
             return
 
         def until() -> bool:
             self._settle()
             return self._closed
 
-        self._driver = threading.Thread(
+        self._decode_thread = threading.Thread(
             target=engine.drive, args=(until,), name="hone-decode", daemon=True
         )
-        self._driver.start()
+        self._decode_thread.start()
 
     def abort(self, uids: Collection[str] | None = None) -> None:
         """Cancels the loops of these groups (None: all); `finished` never returns the groups."""
-        with self._changed:
-            dropped = [g for g in self._groups if uids is None or g.uid in uids]
-            for group in dropped:
+        with self._condition:
+            aborted = [g for g in self._groups if uids is None or g.uid in uids]
+            for group in aborted:
                 group.aborted = True
             self._groups = [g for g in self._groups if not g.aborted]
             self._ready = [g for g in self._ready if not g.aborted]
             if self._loops is not None:
-                self._loops.call_soon(_cancel, dropped)
+                self._loops.call_soon(_cancel, aborted)
         self._notify()
 
     def close(self) -> None:
-        """Aborts all groups and ends the threads; the engine's owner closes the engine."""
-        with self._changed:
+        """Aborts all groups and ends the threads; does not close the engine."""
+        with self._condition:
             self._closed = True
         self.abort()
         self._wait_for_loops()
-        if self._driver is not None:
-            self._driver.join(timeout=LOOPS_GRACE_S)
+        if self._decode_thread is not None:
+            self._decode_thread.join(timeout=LOOPS_GRACE_S)
 
-    def _are_ready(self, n_groups: int) -> bool:
+    def _has_ready(self, n_groups: int) -> bool:
         return self._failure is None and len(self._ready) >= n_groups
 
     def _all_ended(self) -> bool:
-        """Returns whether all loops have ended."""
-        if self._playing and self._loops is not None and self._loops.outcome.done():
+        """Returns whether all loops have ended; notes a failure if their event loop ended first."""
+        if self._active_submissions and self._loops is not None and self._loops.outcome.done():
             self._failure = self._failure or AgentLoopFailed(
                 f"the event loop of the agent loops ended: {self._loops.outcome.exception()!r}"
             )
-            self._playing = 0
-        return self._playing == 0
+            self._active_submissions = 0
+        return self._active_submissions == 0
 
     def _raise_failure(self) -> None:
-        """Raises the first failure, if any; it ended all loops, so all submitted groups are dropped."""
+        """Raises the first failure, if any; once all loops have ended, also drops all groups."""
         failure = self._failure
         if failure is not None:
-            if self._playing == 0:
+            if self._active_submissions == 0:
                 self._failure, self._groups, self._ready = None, [], []
             raise failure
 
     # -- threads -------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Lets the loops submit their next requests after the engine has answered."""
-        with self._changed:
+        """Waits until the loops have submitted their next requests after the engine's answers."""
+        with self._condition:
             loops, self._settling = self._loops, True
         if loops is not None:
             loops.settle()
-        with self._changed:
+        with self._condition:
             self._settling = False  # from here on, changes notify the engine
 
     def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        with self._condition:
+            self._condition.notify_all()
             settling = self._settling
         if not settling and isinstance(self._engine, Driven):
             self._engine.notify()
@@ -247,7 +247,7 @@ class LoopRunner:
         """Waits for the loops after decoding has stopped, then cancels those that did not end."""
         if self._wait_for_loops():
             return
-        with self._changed:
+        with self._condition:
             self._failure = self._failure or AgentLoopFailed(
                 f"decoding has stopped, and {len(self._groups) - len(self._ready)} groups of agent "
                 "loops did not end"
@@ -262,33 +262,33 @@ class LoopRunner:
     # -- in the event loop ---------------------------------------------------------------------
 
     def _start(self, groups: list[_Group], jobs: list[Job]) -> None:
-        play = asyncio.get_running_loop().create_task(self._play(groups, jobs))
-        self._plays.add(play)
-        play.add_done_callback(self._plays.discard)
+        task = asyncio.get_running_loop().create_task(self._run_submission(groups, jobs))
+        self._submission_tasks.add(task)
+        task.add_done_callback(self._submission_tasks.discard)
 
-    async def _play(self, groups: list[_Group], jobs: list[Job]) -> None:
-        """Runs the loops of one submission until they end or any submission fails."""
+    async def _run_submission(self, groups: list[_Group], jobs: list[Job]) -> None:
+        """Runs the loops of one submission; its first failure cancels all submissions."""
         try:
             with self._deadlines.measured(_PHASE) as limit_s:
-                await self._end_in_time(groups, jobs, limit_s)
+                await self._run_loops(groups, jobs, limit_s)
         except Exception as error:
-            with self._changed:
+            with self._condition:
                 self._failure = self._failure or error
                 _cancel(self._groups)
         finally:
-            with self._changed:
-                self._playing -= 1
-                if self._playing == 0:
+            with self._condition:
+                self._active_submissions -= 1
+                if self._active_submissions == 0:
                     self._idle.set()
             self._notify()
 
-    async def _end_in_time(self, groups: list[_Group], jobs: list[Job], limit_s: float) -> None:
-        """Runs the loops; the first failure or the time limit ends the submission."""
+    async def _run_loops(self, groups: list[_Group], jobs: list[Job], limit_s: float) -> None:
+        """Runs the loops; raises the first failure, or AgentLoopFailed after `limit_s`."""
         group_of = {row: group for group in groups if not group.aborted for row in group.rows}
         tasks: dict[int, asyncio.Task[None]] = {}
-        for row, group in sorted(group_of.items(), key=lambda item: item[0]):
-            tasks[row] = asyncio.create_task(self._trajectory(group, row, jobs[row]))
-            group.tasks.append(tasks[row])
+        for row in sorted(group_of):
+            tasks[row] = asyncio.create_task(self._run_trajectory(group_of[row], row, jobs[row]))
+            group_of[row].tasks.append(tasks[row])
         if not tasks:
             return
         try:
@@ -302,17 +302,17 @@ class LoopRunner:
         for task in tasks.values():
             if task in done and not task.cancelled():
                 task.result()
-        late = [group_of[row].uid for row, task in tasks.items() if task not in done]
-        if late:
+        late_uids = [group_of[row].uid for row, task in tasks.items() if task not in done]
+        if late_uids:
             raise AgentLoopFailed(
-                f"{len(late)} of {len(tasks)} agent loops had not ended after {limit_s:g} s, the "
-                f"first on row uid={late[0]}; give what it waits for a deadline of its own "
+                f"{len(late_uids)} of {len(tasks)} agent loops had not ended after {limit_s:g} s, "
+                f"the first on row uid={late_uids[0]}; set a deadline on what it awaits "
                 f"(asyncio.wait_for), or {self._deadlines.advice(_PHASE)}"
             )
 
-    async def _trajectory(self, group: _Group, row: int, job: Job) -> None:
-        outputs = await self._trajectories.make(job)
-        with self._changed:
+    async def _run_trajectory(self, group: _Group, row: int, job: Job) -> None:
+        outputs = await self._trajectory_maker.make(job)
+        with self._condition:
             group.outputs[row] = outputs
             complete = len(group.outputs) == len(group.rows) and not group.aborted
             if complete:

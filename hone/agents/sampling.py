@@ -21,7 +21,7 @@ def training_sampling(rollout: SamplingConfig) -> Row:
 
 
 def validation_sampling(rollout: RolloutConfig) -> Row:
-    """Returns the `sampling_params` of validation: greedy unless `do_sample`, stops as in training."""
+    """Returns the `sampling_params` of validation: greedy unless `val_kwargs.do_sample`."""
     val_kwargs = rollout.val_kwargs
     return training_sampling(rollout) | {
         "temperature": val_kwargs.temperature if val_kwargs.samples else 0.0,

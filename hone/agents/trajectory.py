@@ -1,6 +1,6 @@
-"""Runs one row through its agent loop, with a seed per trajectory.
+"""Runs the agent loop of one row, with a seed per trajectory.
 
-The seed is derived from (run seed, uid, sample index), so that the tokens of a row do not depend on the
+The seed is derived from (run seed, uid, sample index), so that a row's tokens do not depend on the
 other rows of the batch.
 """
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hone.agents.bounded import bounded
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput, ServerManager
+from hone.agents.deadline import run_with_deadline
 from hone.agents.loops.listing import LoopFactory, LoopNames, build_loop
-from hone.agents.output_check import MEASURED, check_output, measured
+from hone.agents.output_check import LOOP_METRICS, check_output, metric_values
 from hone.config import PPOTrainerConfig
 from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 class TrajectoryMaker:
-    """Makes trajectories from rows, with a new loop instance for each."""
+    """Runs the agent loop of each row in a new instance."""
 
     def __init__(
         self,
@@ -45,20 +45,20 @@ class TrajectoryMaker:
         engine: RolloutEngine,
         tokenizer: Tokenizer,
         run_seed: int,
-        vocabulary: int | None,
+        vocab_size: int | None,
     ) -> None:
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer
         self._run_seed = run_seed
-        self._vocabulary = vocabulary
+        self._vocabulary = vocab_size
         self._names = LoopNames(config.actor_rollout_ref.rollout)
 
     def jobs(self, rows: DataProto) -> list[Job]:
         """Pairs each row with its loop; raises on an unknown loop name."""
         columns, sampling = rows.non_tensor_batch, rows.meta_info["sampling_params"]
-        given = columns.get("agent_name", [None] * len(rows))
-        names = [self._names.of_row(name) for name in given]
+        agent_names = columns.get("agent_name", [None] * len(rows))
+        names = [self._names.of_row(name) for name in agent_names]
         factories = {name: self._names.factory(name) for name in set(names)}
         return [
             Job(name, factories[name], dict(sampling), {k: v[i] for k, v in columns.items()})
@@ -66,7 +66,7 @@ class TrajectoryMaker:
         ]
 
     async def make(self, job: Job) -> tuple[AgentLoopOutput, ...]:
-        """Runs the row's loop; a loop may return several outputs for its trajectory."""
+        """Runs the row's loop and returns the outputs of its trajectory, usually one."""
         name, row = job.loop_name, job.row
         rollout = self._config.actor_rollout_ref.rollout
         manager = ServerManager(
@@ -82,13 +82,13 @@ class TrajectoryMaker:
             result: Any = await loop.run(job.sampling, **row)
             outputs = list(result) if isinstance(result, list | tuple) and result else [result]
             for output in outputs:
-                check_output(output, name, row=row, vocabulary=self._vocabulary)
+                check_output(output, name, row=row, vocab_size=self._vocabulary)
             return outputs
 
         try:
             # A cancelled loop gets the time of one tool call to release its tools.
             grace_s = rollout.multi_turn.tool_timeout_s
-            outputs = await bounded(trajectory(), None, grace_s=grace_s)
+            outputs = await run_with_deadline(trajectory(), None, grace_s=grace_s)
         except Exception as error:
             raise AgentLoopFailed(
                 f"agent loop {name!r} failed on row uid={row['uid']} sample {row['sample_index']}: "
@@ -100,32 +100,29 @@ class TrajectoryMaker:
                 output.reward_score = 0.0  # the score of a trajectory is the sum over its rows
             # Columns that the loop copied from its row are already in the batch.
             output.extra_fields = {k: v for k, v in output.extra_fields.items() if k not in row}
-        return tuple(_cut(output, rollout.response_length) for output in outputs)
+        return tuple(_truncate_response(output, rollout.response_length) for output in outputs)
 
 
-def _cut(output: AgentLoopOutput, longest: int) -> AgentLoopOutput:
-    """Truncates the response to `max_response_length`."""
-    if len(output.response_ids) <= longest:
+def _truncate_response(output: AgentLoopOutput, max_tokens: int) -> AgentLoopOutput:
+    """Truncates the response to `max_tokens`."""
+    if len(output.response_ids) <= max_tokens:
         return output
-    output.response_ids = output.response_ids[:longest]
-    output.response_mask = output.response_mask[:longest]
-    if output.response_logprobs is not None:
-        output.response_logprobs = output.response_logprobs[:longest]
-    if output.versions is not None:
-        output.versions = output.versions[:longest]
+    for name in ("response_ids", "response_mask", "response_logprobs", "versions"):
+        values = getattr(output, name)
+        setattr(output, name, values if values is None else values[:max_tokens])
     return output
 
 
 def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
-    """Returns min, max and mean of the loop metrics under verl's names, summed in the given order."""
-    measurements = [measured(o) for o in outputs]
+    """Returns min, max and mean of the loop metrics under verl's names."""
+    measurements = [metric_values(o) for o in outputs]
     summary: dict[str, float] = {}
-    for name in MEASURED:
+    for name in LOOP_METRICS:
         values = np.array([float(m[name]) for m in measurements])
         for statistic in ("min", "max", "mean"):
             summary[f"timing_s/agent_loop/{name}/{statistic}"] = float(getattr(values, statistic)())
-    own = [o.metrics for o in outputs if isinstance(o.metrics, AgentLoopMetrics)]
-    if later := sum(metrics.later_prompt_tokens for metrics in own):
-        cached = sum(metrics.later_cached_tokens for metrics in own)
+    metrics = [o.metrics for o in outputs if isinstance(o.metrics, AgentLoopMetrics)]
+    if later := sum(m.later_prompt_tokens for m in metrics):
+        cached = sum(m.later_cached_tokens for m in metrics)
         summary["rollout/prefix_cache_hit/later_turns"] = cached / later
     return summary

@@ -1,7 +1,7 @@
-"""Trajectories of several rows: an agent loop may return a list of outputs, in the order it wrote them.
+"""Trajectories of several rows: an agent loop may return a list of outputs, one batch row each.
 
-The column `trajectory_row` is a row's place in its trajectory (None is 0); a batch without such
-trajectories does not have it. The rows of a trajectory are adjacent until rows are dealt to ranks.
+The column `trajectory_row` is the row's index in its trajectory (None is 0); a batch without such
+trajectories does not have it. The rows of a trajectory are adjacent until dispatch to ranks.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ TRAJECTORY_ROW = "trajectory_row"
 
 
 def row_per_output(rows: DataProto, row_of: Sequence[int]) -> DataProto:
-    """Repeats the submitted rows of a group for each output; `row_of` has each output's row."""
+    """Repeats the submitted rows of a group per output; `row_of[i]` is the row of output i."""
     if len(row_of) == len(rows):
         return rows
-    seen: Counter[int] = Counter()
-    places = []
+    counts: Counter[int] = Counter()
+    positions = []
     for row in row_of:
-        places.append(seen[row])
-        seen[row] += 1
+        positions.append(counts[row])
+        counts[row] += 1
     repeated = rows.select_idxs([row - row_of[0] for row in row_of])
-    write(repeated, TRAJECTORY_ROW, object_array(places))
+    write(repeated, TRAJECTORY_ROW, object_array(positions))
     return repeated
 
 
 def trajectory_numbers(batch: DataProto) -> Tensor | None:
-    """[B] the number of each row's trajectory; None if every row is a trajectory."""
-    places = batch.non_tensor_batch.get(TRAJECTORY_ROW)
-    return None if places is None else torch.tensor([not place for place in places]).cumsum(0) - 1
+    """Returns [B]: the number of each row's trajectory; None if every row is a trajectory."""
+    positions = batch.non_tensor_batch.get(TRAJECTORY_ROW)
+    if positions is None:
+        return None
+    return torch.tensor([not position for position in positions]).cumsum(0) - 1
 
 
 def last_rows(batch: DataProto) -> Tensor | None:
-    """[N] the last row of each trajectory; None if every row is a trajectory."""
+    """Returns [N]: the last row of each trajectory; None if every row is a trajectory."""
     numbers = trajectory_numbers(batch)
     return None if numbers is None else numbers.bincount().cumsum(0) - 1
 
 
 def is_last_row(batch: DataProto) -> np.ndarray:
-    """[B] bool: the row is the last of its trajectory."""
+    """Returns [B] bool: whether the row is the last of its trajectory."""
     last = last_rows(batch)
     mask = np.full(len(batch), last is None)
     if last is not None:
@@ -56,13 +58,13 @@ def is_last_row(batch: DataProto) -> np.ndarray:
 
 
 def of_trajectories(batch: DataProto, column: np.ndarray) -> np.ndarray:
-    """[B] → [N]: the values of the trajectories' last rows."""
+    """[B] → [N]: Returns the values of the trajectories' last rows."""
     last = last_rows(batch)
     return column if last is None else column[last.numpy()]
 
 
 def totals(batch: DataProto, per_row: Tensor) -> Tensor:
-    """[B] → [N]: sums over the rows of each trajectory."""
+    """[B] → [N]: Returns the sums over the rows of each trajectory."""
     numbers = trajectory_numbers(batch)
     if numbers is None:
         return per_row

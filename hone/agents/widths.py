@@ -10,46 +10,45 @@ from torch import Tensor
 from hone.protocol import DataProto
 from hone.protocol.rows import fill_object_columns
 
-_WHOLE_ROW = ("attention_mask",)
 NOT_RECORDED = -1
-"""In `routed_experts`, in place of the experts of a token that the rollout has not computed."""
+"""Fills `routed_experts` for tokens that the rollout did not compute."""
 
 
 def concat_padded(batches: Sequence[DataProto]) -> DataProto:
     """Concatenates batches at the largest width; padding has attention 0 and mask 0.
 
-    A loop's column that only some batches have is None elsewhere; a score function's column is dropped.
+    A loop's column that only some batches have is None elsewhere; a reward function's is dropped.
     """
     extras = {name for b in batches for name in b.meta_info.get("reward_extra_names", [])}
-    widened = fill_object_columns(equal_widths(batches), leave=extras)
-    shared = set.intersection(*(set(b.column_names()) for b in widened))
+    padded = fill_object_columns(equal_widths(batches), leave=extras)
+    common = set.intersection(*(set(b.column_names()) for b in padded))
     pieces = [
         b.select(
-            batch_keys=[n for n in b.batch.keys() if n in shared],  # noqa: SIM118
-            non_tensor_batch_keys=[n for n in b.non_tensor_batch if n in shared],
+            batch_keys=[n for n in b.batch.keys() if n in common],  # noqa: SIM118
+            non_tensor_batch_keys=[n for n in b.non_tensor_batch if n in common],
             meta_info_keys=[],
         )
-        for b in widened
+        for b in padded
     ]
     joined = DataProto.concat(pieces)
     joined.meta_info = dict(batches[-1].meta_info)
     extra_names = joined.meta_info.get("reward_extra_names", [])
-    joined.meta_info["reward_extra_names"] = [name for name in extra_names if name in shared]
-    facts = {name for b in batches for name in b.meta_info.get("loop_facts", [])}
-    joined.meta_info["loop_facts"] = sorted(facts & shared)
+    joined.meta_info["reward_extra_names"] = [name for name in extra_names if name in common]
+    loop_columns = {name for b in batches for name in b.meta_info.get("loop_facts", [])}
+    joined.meta_info["loop_facts"] = sorted(loop_columns & common)
     return joined
 
 
 def equal_widths(batches: Sequence[DataProto]) -> list[DataProto]:
     """Pads each batch to the largest width."""
-    width = max(b.batch["prompts"].shape[1] for b in batches)
-    length = max(b.batch["responses"].shape[1] for b in batches)
-    return [_widen(b, width, length) for b in batches]
+    prompt_width = max(b.batch["prompts"].shape[1] for b in batches)
+    response_width = max(b.batch["responses"].shape[1] for b in batches)
+    return [_pad(b, prompt_width, response_width) for b in batches]
 
 
-def _widen(batch: DataProto, width: int, length: int) -> DataProto:
-    left = width - batch.batch["prompts"].shape[1]
-    right = length - batch.batch["responses"].shape[1]
+def _pad(batch: DataProto, prompt_width: int, response_width: int) -> DataProto:
+    left = prompt_width - batch.batch["prompts"].shape[1]
+    right = response_width - batch.batch["responses"].shape[1]
     if left == 0 and right == 0:
         return batch
     tensors: dict[str, Tensor] = {}
@@ -58,7 +57,7 @@ def _widen(batch: DataProto, width: int, length: int) -> DataProto:
             tensors[name] = values
         elif name == "prompts":
             tensors[name] = F.pad(values, (left, 0))
-        elif name in _WHOLE_ROW:
+        elif name == "attention_mask":
             tensors[name] = F.pad(values, (left, right))
         elif name == "routed_experts":  # [B, P+T, layers, k]
             tensors[name] = F.pad(values, (0, 0, 0, 0, left, right), value=NOT_RECORDED)

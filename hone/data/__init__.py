@@ -1,4 +1,4 @@
-"""Datasets, prompts and batches; names are imported on first use to keep `import hone.data` light."""
+"""Datasets, prompts and batches; names are imported on first use."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NAMES = {
     "samplers": "AbstractCurriculumSampler AbstractSampler",
     "sft": "MultiTurnSFTDataset SFTDataset",
 }
-_WHERE = {name: f"hone.data.{file}" for file, names in _NAMES.items() for name in names.split()}
+_MODULES = {name: f"hone.data.{file}" for file, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted(_WHERE)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

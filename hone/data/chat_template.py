@@ -1,7 +1,7 @@
-"""Renders chat templates, which are code of a model folder, within time, memory and text limits.
+"""Renders chat templates, which are third-party code, within limits on time, memory and text.
 
-A template is first tried in a subprocess. Then it is rendered here, where a watcher thread interrupts
-a call that exceeds its CPU time.
+A new template is rendered once in a subprocess. Later renderings run here, where a watcher thread
+interrupts a call that exceeds its CPU time.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from hone.types import Settings
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-RENDER_S = 10.0
+RENDER_CPU_S = 10.0
 """CPU seconds per rendering."""
 TRIAL_BYTES = 1 << 31
 MAX_CHARACTERS = 1 << 26
 """Maximum characters per rendering."""
-_TRIAL_WAIT_S = 120.0
-"""Wall-clock limit of a trial: it takes a tenth of a second, but the machine may be busy."""
-_INTERVAL_S = 0.25
-_ARRIVAL_S = 0.1
-"""Seconds to wait for a sent interrupt, which arrives with the next line of Python."""
+_TRIAL_TIMEOUT_S = 120.0
+"""Wall-clock limit of the subprocess; it usually takes a tenth of a second."""
+_POLL_S = 0.25
+_INTERRUPT_WAIT_S = 0.1
+"""Seconds to wait for an interrupt that was sent; it is raised at the next line of Python."""
 
 _trial_lock = threading.Lock()
-_verdicts: dict[str, str | None] = {}
-"""Template -> its fault or None, for the templates tried in this process."""
+_template_faults: dict[str, str | None] = {}
+"""Template -> its fault or None, for the templates rendered in this process."""
 
 
 class BrokenTemplate(ValueError):
-    """Raised for a chat template that does not terminate or exceeds a limit; it can render no row."""
+    """Raised for a chat template that does not terminate or exceeds a limit on any row."""
 
 
-def _broken(tokenizer: Tokenizer, what: str) -> BrokenTemplate:
+def _broken_template(tokenizer: Tokenizer, fault: str) -> BrokenTemplate:
     name = getattr(tokenizer, "name_or_path", None) or "the tokenizer"
     return BrokenTemplate(
-        f"the chat template of {name} {what}; repair it, or give another one "
+        f"the chat template of {name} {fault}; repair it, or give another one "
         "(actor_rollout_ref.model.custom_chat_template; data.chat_template in hone sft)"
     )
 
@@ -63,16 +63,16 @@ def apply_template(
     tokenize: bool,
     **options: Any,
 ) -> str | list[int]:
-    """Calls `tokenizer.apply_chat_template` within the limits; returns text, or ids if `tokenize` is true."""
+    """Calls `tokenizer.apply_chat_template` within the limits."""
     template = _template_of(tokenizer, tools, options)
     if template is not None:
         with _trial_lock:
-            if template not in _verdicts:
+            if template not in _template_faults:
                 special = getattr(tokenizer, "special_tokens_map", {})
                 variables = {**special, **options, "messages": messages, "tools": tools}
-                _verdicts[template] = _try_template(template, variables)
-        if (fault := _verdicts[template]) is not None:
-            raise _broken(tokenizer, fault)
+                _template_faults[template] = _find_fault(template, variables)
+        if (fault := _template_faults[template]) is not None:
+            raise _broken_template(tokenizer, fault)
 
     def render() -> str | list[int]:
         return tokenizer.apply_chat_template(
@@ -84,19 +84,19 @@ def apply_template(
         )
 
     try:
-        rendered = run_limited(render, RENDER_S)
-    except Overdue:
-        raise _broken(tokenizer, _no_end()) from None
+        rendered = run_limited(render, RENDER_CPU_S)
+    except CpuTimeExceeded:
+        raise _broken_template(tokenizer, _timeout_fault()) from None
     if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
-        raise _broken(tokenizer, _too_large())
+        raise _broken_template(tokenizer, _size_fault())
     return rendered
 
 
-def _no_end() -> str:
-    return f"does not end within {RENDER_S:g} s of computing"
+def _timeout_fault() -> str:
+    return f"does not end within {RENDER_CPU_S:g} s of computing"
 
 
-def _too_large() -> str:
+def _size_fault() -> str:
     return (
         f"writes more than {MAX_CHARACTERS:,} characters, or needs more than "
         f"{TRIAL_BYTES >> 20:,} MiB of memory"
@@ -110,18 +110,18 @@ def _template_of(
         return None
     try:
         template = tokenizer.get_chat_template(options.get("chat_template"), tools)
-    except (ValueError, TypeError):  # the rendering raises the error
+    except (ValueError, TypeError):  # the rendering raises it again
         return None
     return template if isinstance(template, str) else None
 
 
-def _try_template(template: str, variables: Settings) -> str | None:
-    """Tries a template in a subprocess and returns its fault or None."""
+def _find_fault(template: str, variables: Settings) -> str | None:
+    """Renders a template in a subprocess and returns its fault or None."""
     task = {
         "path": sys.path,
         "template": template,
         "variables": clean_values(variables),
-        "seconds": RENDER_S,
+        "seconds": RENDER_CPU_S,
         "bytes": TRIAL_BYTES,
         "characters": MAX_CHARACTERS,
     }
@@ -131,106 +131,106 @@ def _try_template(template: str, variables: Settings) -> str | None:
             input=json.dumps(task).encode(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            timeout=_TRIAL_WAIT_S,
+            timeout=_TRIAL_TIMEOUT_S,
             check=False,
         ).returncode
     except (OSError, subprocess.TimeoutExpired) as error:
-        logger.warning("the chat template could not be tried beforehand: %s", error)
+        logger.warning("the chat template could not be tested in a subprocess: %s", error)
         return None
     if status == -signal.SIGPROF:
-        return _no_end()
+        return _timeout_fault()
     if status == template_trial.TOO_LARGE:
-        return _too_large()
+        return _size_fault()
     return f"crashes its interpreter (signal {-status})" if status < 0 else None
 
 
-class Overdue(Exception):
+class CpuTimeExceeded(Exception):
     """Raised when a call exceeds its CPU time."""
 
 
 class _Interrupt(BaseException):
-    """Raised in the thread of an overdue call; a BaseException, so that the call does not catch it."""
+    """Interrupts a call; a BaseException, so that the call does not catch it."""
 
 
 def run_limited(call: Callable[[], T], seconds: float) -> T:
-    """Returns the result of the call; raises Overdue after `seconds` of CPU time."""
+    """Returns the result of the call; raises CpuTimeExceeded after `seconds` of CPU time."""
     thread = threading.get_ident()
-    has_arrived = False
+    is_interrupted = False
     try:
-        _watch.begin(thread, seconds)
+        _watcher.begin(thread, seconds)
         return call()
     except _Interrupt:
-        has_arrived = True
-        raise Overdue(f"not done after {seconds:g} s") from None
+        is_interrupted = True
+        raise CpuTimeExceeded(f"not done after {seconds:g} s") from None
     finally:
-        _let_arrive(thread, has_arrived)
+        _stop_watching(thread, is_interrupted)
 
 
-def _let_arrive(thread: int, has_arrived: bool) -> None:
-    """Ends the watch and receives a sent interrupt here, because Python cannot withdraw it."""
-    was_sent = has_arrived
+def _stop_watching(thread: int, is_interrupted: bool) -> None:
+    """Stops watching; waits for an interrupt that was sent, because Python cannot withdraw it."""
+    is_sent = is_interrupted
     while True:
         try:
-            was_sent = _watch.end(thread) or was_sent
-            until = time.monotonic() + _ARRIVAL_S
-            while was_sent and not has_arrived and time.monotonic() < until:
+            is_sent = _watcher.end(thread) or is_sent
+            deadline = time.monotonic() + _INTERRUPT_WAIT_S
+            while is_sent and not is_interrupted and time.monotonic() < deadline:
                 pass
             return
         except _Interrupt:
-            has_arrived = True
+            is_interrupted = True
 
 
-class _Watch:
+class _CpuWatcher:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ends: dict[int, float] = {}
+        self._limits: dict[int, float] = {}
         self._sent: set[int] = set()
-        self._busy = threading.Event()
+        self._has_calls = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, thread: int, seconds: float) -> None:
         with self._lock:
-            self._ends[thread] = _computing_s(thread) + seconds
+            self._limits[thread] = _cpu_seconds(thread) + seconds
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hone-watch", daemon=True)
                 self._thread.start()
-        self._busy.set()
+        self._has_calls.set()
 
     def end(self, thread: int) -> bool:
         """Stops interrupts to a thread; returns whether one was sent."""
         with self._lock:
-            self._ends.pop(thread, None)
-            was_sent = thread in self._sent
+            self._limits.pop(thread, None)
+            is_sent = thread in self._sent
             self._sent.discard(thread)
-        return was_sent
+        return is_sent
 
     def _run(self) -> None:
         interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
         while True:
-            self._busy.wait()
-            time.sleep(_INTERVAL_S)
+            self._has_calls.wait()
+            time.sleep(_POLL_S)
             with self._lock:
-                for thread, end in self._ends.items():
-                    if _computing_s(thread) > end:
+                for thread, limit in self._limits.items():
+                    if _cpu_seconds(thread) > limit:
                         interrupt(ctypes.c_ulong(thread), ctypes.py_object(_Interrupt))
                         self._sent.add(thread)
-                if not self._ends:
-                    self._busy.clear()
+                if not self._limits:
+                    self._has_calls.clear()
 
 
-def _computing_s(thread: int) -> float:
-    """Returns the CPU seconds of a thread, or wall-clock time if the system does not count them."""
+def _cpu_seconds(thread: int) -> float:
+    """Returns the CPU seconds of a thread, or wall-clock time if the system has no such clock."""
     if hasattr(time, "pthread_getcpuclockid"):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
 
 
-_watch = _Watch()
+_watcher = _CpuWatcher()
 
 
 def _after_fork() -> None:
-    global _watch
-    _watch = _Watch()
+    global _watcher
+    _watcher = _CpuWatcher()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,9 +1,7 @@
-"""`hone data check FILE`: reports the content of a data file and its problems.
+"""`hone data check FILE`: reports the content of a data file, errors (exit status 1) and warnings.
 
-Errors (exit 1): an unreadable or empty file, bad rows, ground truths missing in some rows, data sources
-without a scorer, rows on which the given scorer fails, unknown agent loops, prompts longer than a given
-limit. Warnings: duplicate prompts, prompts longer than the default limit. Files for supervised
-training are recognized by their columns and need an answer instead of a ground truth.
+Files for supervised training are recognized by their columns; their rows need an answer, and no
+ground truth.
 """
 
 from __future__ import annotations
@@ -27,19 +25,19 @@ from hone.text import shown
 from hone.tokenizer import Tokenizer
 from hone.types import Row
 
-SHOWN = 5
-MEASURED = 8
-"""Prompts up to this multiple of data.max_prompt_length are measured; longer ones are only counted."""
+MAX_SHOWN = 5
+MAX_LENGTH_FACTOR = 8
+"""Longer prompts than this multiple of data.max_prompt_length are not tokenised completely."""
 MESSAGES = MultiTurnDataConfig.messages_key
-_RESPONSES = ("response", SFTDataConfig.response_key)
-_ANSWERS = {*_RESPONSES, "chosen", "rejected"}
+_RESPONSE_COLUMNS = ("response", SFTDataConfig.response_key)
+_ANSWER_COLUMNS = {*_RESPONSE_COLUMNS, "chosen", "rejected"}
 BAR_WIDTH = 40
 Score = Callable[[Row], float | str]
-"""Returns the score of a row's ground truth as the response, or the scorer's error."""
+"""Maps a row to the score of its ground truth as the response, or to the scorer's error."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """The kind of a data file, recognized by its columns."""
 
     settings: DataConfig
@@ -50,20 +48,23 @@ class Kind:
     """The response column of a supervised file without conversations."""
 
 
-def kind_of_file(columns: Collection[str], settings: DataConfig) -> Kind:
+def kind_of_file(columns: Collection[str], settings: DataConfig) -> FileKind:
     """Returns the kind of a file with these columns."""
     names, key = set(columns), settings.prompt_key
-    is_answered = bool(names & _ANSWERS) and not names & {"reward_model", settings.reward_fn_key}
+    has_answers = bool(names & _ANSWER_COLUMNS) and not names & {
+        "reward_model",
+        settings.reward_fn_key,
+    }
     if key not in names:
         if MESSAGES in names:
             key = MESSAGES
-        elif is_answered and SFTDataConfig.prompt_key in names:
+        elif has_answers and SFTDataConfig.prompt_key in names:
             key = SFTDataConfig.prompt_key
-    response = next((name for name in _RESPONSES if name in names), None)
-    has_response = is_answered and key != MESSAGES
-    return Kind(
+    response = next((name for name in _RESPONSE_COLUMNS if name in names), None)
+    has_response = has_answers and key != MESSAGES
+    return FileKind(
         dataclasses.replace(settings, prompt_key=key),
-        key == MESSAGES or is_answered,
+        key == MESSAGES or has_answers,
         response if has_response else None,
     )
 
@@ -84,60 +85,60 @@ def check_file(
         settings = dataclasses.replace(settings, max_prompt_length=max_prompt_length)
     path = os.path.expanduser(os.fspath(path))
     if not os.path.isfile(path):
-        what = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
-        return 1, f"error: {path} {what}"
-    bad = BadRows("skip")
+        reason = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
+        return 1, f"error: {path} {reason}"
+    bad_rows = BadRows("skip")
     try:
-        file = read_file(path, bad)
+        file = read_file(path, bad_rows)
         if file is None:
-            return 1, "\n".join(f"error: {message}" for message in bad.examples)
+            return 1, "\n".join(f"error: {message}" for message in bad_rows.examples)
         kind = kind_of_file(next(iter(file.scan()), {}), settings)
-        check = _Check(kind, known_loops, tokenizer, score, bad)
-        check.read(file)
+        check = _Check(kind, known_loops, tokenizer, score, bad_rows)
+        check.check_rows(file)
     except (DataError, BrokenTemplate) as error:
         return 1, f"error: {error}"
     errors, warnings = [*check.errors(known_sources)], [*check.warnings()]
-    if tokenizer is not None and check.overlong:
+    if tokenizer is not None and check.overlong_rows:
         message = (
-            f"{len(check.overlong):,} prompts have more than data.max_prompt_length="
-            f"{settings.max_prompt_length} tokens (rows {_some(check.overlong)})"
+            f"{len(check.overlong_rows):,} prompts have more than data.max_prompt_length="
+            f"{settings.max_prompt_length} tokens (rows {_examples(check.overlong_rows)})"
         )
         (warnings if max_prompt_length is None else errors).append(message)
-    bad_rows = f" ({_counted(bad.total, 'bad row')})" if bad.total else ""
+    bad_rows_text = f" ({_plural(bad_rows.total, 'bad row')})" if bad_rows.total else ""
     report = [
         f"{file.path}: {check.rows:,} rows",
-        *check.described(),
+        *check.summary_lines(),
         *(f"warning: {message}" for message in warnings),
         *(f"error: {message}" for message in errors),
-        *(f"  {message}" for message in bad.examples[:SHOWN]),
-        f"{_counted(len(errors), 'error')}{bad_rows}, {_counted(len(warnings), 'warning')}",
+        *(f"  {message}" for message in bad_rows.examples[:MAX_SHOWN]),
+        f"{_plural(len(errors), 'error')}{bad_rows_text}, {_plural(len(warnings), 'warning')}",
     ]
     return (1 if errors else 0), "\n".join(report)
 
 
 @dataclass
 class _Check:
-    kind: Kind
+    kind: FileKind
     known_loops: Collection[str]
     tokenizer: Tokenizer | None
     score: Score | None
-    bad: BadRows
+    bad_rows: BadRows
     rows: int = 0
     columns: dict[str, Counter[str]] = field(default_factory=dict)
     sources: Counter[str] = field(default_factory=Counter)
-    ruled: set[str] = field(default_factory=set)
-    """Sources with a row that needs a rule-based scorer."""
+    rule_sources: set[str] = field(default_factory=set)
+    """Data sources with a row that needs a rule-based scorer."""
     lengths: list[int] = field(default_factory=list)
     scores: Counter[float] = field(default_factory=Counter)
     """Score of the ground truth -> number of rows."""
-    unscored: dict[int, str] = field(default_factory=dict)
+    score_errors: dict[int, str] = field(default_factory=dict)
     """Row number -> the scorer's error."""
     prompts: dict[str, list[int]] = field(default_factory=dict)
     """Prompt hash -> the numbers of its rows."""
-    overlong: list[int] = field(default_factory=list)
+    overlong_rows: list[int] = field(default_factory=list)
     without_truth: list[int] = field(default_factory=list)
 
-    def read(self, file: FileRows) -> None:
+    def check_rows(self, file: FileRows) -> None:
         settings = self.kind.settings
         check = SchemaCheck(settings.prompt_key, settings.prompt_format)
         for index, row in enumerate(file.scan()):
@@ -146,23 +147,23 @@ class _Check:
                 self.columns.setdefault(name, Counter())[kind_of(value)] += 1
             problem = check.problem(row) or self._answer_problem(row) or self._loop_problem(row)
             if problem is not None:
-                self.bad.report(problem.reason, f"{file.where(index)}: {problem}")
+                self.bad_rows.report(problem.reason, f"{file.where(index)}: {problem}")
                 continue
             number, prompt = int(file.numbers[index]), row[settings.prompt_key]
-            self.prompts.setdefault(self._identity(row), []).append(number)
+            self.prompts.setdefault(self._prompt_hash(row), []).append(number)
             if not self.kind.supervised:
-                self._read_reward(row, number)
+                self._check_reward(row, number)
             try:
                 self.lengths.append(self._length(prompt))
                 if self.lengths[-1] > settings.max_prompt_length:
-                    self.overlong.append(number)
+                    self.overlong_rows.append(number)
             except PromptTooLong:
-                self.overlong.append(number)
+                self.overlong_rows.append(number)
             except PromptError as error:
-                self.bad.report("cannot be rendered", f"{file.where(index)}: {error}")
+                self.bad_rows.report("cannot be rendered", f"{file.where(index)}: {error}")
 
     def _answer_problem(self, row: Row) -> Problem | None:
-        """Returns the problem that `hone sft` would report for a row without targets."""
+        """Returns the problem of a supervised row without targets."""
         if self.kind.settings.prompt_key == MESSAGES:
             if any(message["role"] == "assistant" for message in as_messages(row[MESSAGES])):
                 return None
@@ -177,7 +178,7 @@ class _Check:
         )
 
     def _loop_problem(self, row: Row) -> Problem | None:
-        """Returns the problem that `hone train` would report for the row's agent loop."""
+        """Returns the problem of a row with an unknown agent loop."""
         name = row.get("agent_name")
         if not name or self.kind.supervised or name in self.known_loops:
             return None
@@ -186,17 +187,17 @@ class _Check:
             hint = "a row names a loop, never a place to import one from"
         return Problem("unknown agent loop", f"agent_name={shown(name)} is not known: {hint}")
 
-    def _read_reward(self, row: Row, number: int) -> None:
+    def _check_reward(self, row: Row, number: int) -> None:
         source = str(row.get(self.kind.settings.reward_fn_key))
         self.sources[source] += 1
         reward = row.get("reward_model") or {}
         if reward.get("style") == "model":
             return
-        self.ruled.add(source)
+        self.rule_sources.add(source)
         if self.score is not None:
             outcome = self.score(row)
             if isinstance(outcome, str):
-                self.unscored[number] = outcome
+                self.score_errors[number] = outcome
             else:
                 self.scores[outcome] += 1
             return
@@ -204,15 +205,15 @@ class _Check:
         if reward.get("ground_truth") in (None, "") and not has_tests:
             self.without_truth.append(number)
 
-    def _identity(self, row: Row) -> str:
-        """Hashes a prompt with its images and, in supervised rows, its answers."""
+    def _prompt_hash(self, row: Row) -> str:
+        """Returns a hash of the prompt, its images and, in supervised rows, its answers."""
         settings = self.kind.settings
         column = row.get(settings.image_key)
         images = [
             image.get("path") or hash(image.get("bytes")) if isinstance(image, dict) else image
             for image in (column if isinstance(column, list) else ())
         ]
-        answers = [row.get(name) for name in sorted(_ANSWERS) if self.kind.supervised]
+        answers = [row.get(name) for name in sorted(_ANSWER_COLUMNS) if self.kind.supervised]
         parts = [row[settings.prompt_key], images, answers]
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -225,7 +226,7 @@ class _Check:
                 self.tokenizer,
                 settings.prompt_format,
                 template_kwargs=settings.apply_chat_template_kwargs,
-                max_tokens=MEASURED * settings.max_prompt_length,
+                max_tokens=MAX_LENGTH_FACTOR * settings.max_prompt_length,
             )
             return len(ids)
         contents = [message["content"] for message in as_messages(prompt)]
@@ -237,25 +238,25 @@ class _Check:
         )
 
     def errors(self, is_known: Callable[[str], bool] | None) -> Iterator[str]:
-        for reason, count in sorted(self.bad.counts.items()):
+        for reason, count in sorted(self.bad_rows.counts.items()):
             yield f"{count:,} rows: {reason}"
         if 0 < len(self.without_truth) < sum(self.sources.values()):
             yield (
                 f"{len(self.without_truth):,} rows have no reward_model.ground_truth"
-                f" (rows {_some(self.without_truth)}) and others do"
+                f" (rows {_examples(self.without_truth)}) and others do"
             )
         if is_known is not None:
-            unknown = [repr(name) for name in sorted(self.ruled) if not is_known(name)]
+            unknown = [repr(name) for name in sorted(self.rule_sources) if not is_known(name)]
             if unknown:
                 yield (
                     f"no scorer knows data_source {', '.join(unknown)}; rename it, or name your"
                     " score function: --reward FILE.py (in a run, custom_reward_function.path)"
                 )
-        if self.unscored:
-            first = next(iter(self.unscored))
+        if self.score_errors:
+            first = next(iter(self.score_errors))
             yield (
-                f"{len(self.unscored):,} rows cannot be scored (rows {_some(self.unscored)}); "
-                f"row {first}: {self.unscored[first]}"
+                f"{len(self.score_errors):,} rows cannot be scored (rows "
+                f"{_examples(self.score_errors)}); row {first}: {self.score_errors[first]}"
             )
 
     def warnings(self) -> Iterator[str]:
@@ -264,18 +265,19 @@ class _Check:
                 "no row has reward_model.ground_truth: only a reward model or a"
                 " custom_reward_function can score these"
             )
-        if repeated := [numbers for numbers in self.prompts.values() if len(numbers) > 1]:
-            extra = sum(len(numbers) - 1 for numbers in repeated)
-            yield f"{extra:,} rows repeat an earlier prompt (such as rows {_some(repeated[0])})"
+        if duplicates := [numbers for numbers in self.prompts.values() if len(numbers) > 1]:
+            count = sum(len(numbers) - 1 for numbers in duplicates)
+            rows = _examples(duplicates[0])
+            yield f"{count:,} rows repeat an earlier prompt (such as rows {rows})"
 
-    def described(self) -> Iterator[str]:
+    def summary_lines(self) -> Iterator[str]:
         yield "columns:"
         width = max(map(len, self.columns), default=0)
         for name, kinds in self.columns.items():
             missing_rows = self.rows - sum(kinds.values()) + kinds["null"]
-            present = " or ".join(kind for kind in sorted(kinds) if kind != "null") or "null"
+            kinds_text = " or ".join(kind for kind in sorted(kinds) if kind != "null") or "null"
             missing = f", missing in {missing_rows:,}" if missing_rows else ""
-            yield f"  {name:<{width}}  {present}{missing}"
+            yield f"  {name:<{width}}  {kinds_text}{missing}"
         if self.kind.supervised:
             yield "for supervised training: the rows hold their answers"
         else:
@@ -283,30 +285,31 @@ class _Check:
             yield from (f"  {name}: {count:,}" for name, count in self.sources.most_common())
         if self.scores:
             counts = sorted(self.scores.items(), reverse=True)
-            score_counts = ", ".join(f"{score:g} in {count:,}" for score, count in counts[:SHOWN])
-            remainder = f" and {len(counts) - SHOWN} values more" if len(counts) > SHOWN else ""
-            yield f"score of the ground truth itself: {score_counts}{remainder} rows"
+            parts = [f"{score:g} in {count:,}" for score, count in counts[:MAX_SHOWN]]
+            others = len(counts) - MAX_SHOWN
+            remainder = f" and {others} values more" if others > 0 else ""
+            yield f"score of the ground truth itself: {', '.join(parts)}{remainder} rows"
         yield from histogram(self.lengths, "characters" if self.tokenizer is None else "tokens")
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _some(numbers: Iterable[int]) -> str:
+def _examples(numbers: Iterable[int]) -> str:
     names = [str(number) for number in numbers]
-    return ", ".join(names if len(names) <= SHOWN else [*names[:SHOWN], "…"])
+    return ", ".join(names if len(names) <= MAX_SHOWN else [*names[:MAX_SHOWN], "…"])
 
 
 def histogram(lengths: list[int], unit: str, buckets: int = 8) -> list[str]:
-    """Formats prompt lengths as equal buckets with bars."""
+    """Formats lengths as a histogram of equal buckets."""
     if not lengths:
         return []
     low, high = min(lengths), max(lengths)
     step = max(-(-(high - low + 1) // buckets), 1)
     counts = Counter((length - low) // step for length in lengths)
-    middle = sorted(lengths)[len(lengths) // 2]
-    lines = [f"prompt length in {unit}: shortest {low:,}, median {middle:,}, longest {high:,}"]
+    median = sorted(lengths)[len(lengths) // 2]
+    lines = [f"prompt length in {unit}: shortest {low:,}, median {median:,}, longest {high:,}"]
     for bucket in range(max(counts) + 1):
         start, count = low + bucket * step, counts[bucket]
         bar = "#" * round(BAR_WIDTH * count / max(counts.values()))

@@ -1,7 +1,7 @@
 """Tokenizes a conversation and builds the loss mask over the assistant's turns.
 
-Only the chat template defines how a turn opens and closes. Both are found by comparing renderings
-that differ only in the text of one turn.
+Where a turn begins and ends in the template's output is found by comparing renderings that differ
+only in the text of one turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hone.types import Settings
 Encoded = tuple[list[int], list[int]]  # (input_ids, loss_mask), of equal length
 
 PROBES = ("0", "1")
-"""Two texts without a common token: whatever their renderings share comes from the template."""
+"""Two texts without a common token: tokens that their renderings share are the template's."""
 
 
 def encode_conversation(
@@ -29,50 +29,49 @@ def encode_conversation(
 ) -> Encoded:
     """Returns ids and loss mask; the targets are the assistant's tokens and its end-of-turn token.
 
-    A missing end token is added (`_Template.missing_end`). If the template rewrites earlier turns, for
-    example drops their thinking, the separate turns differ from the full rendering. That is an error
-    unless `ignore_mismatch` is set, which concatenates the turns as written.
+    It is an error if the template changes earlier turns, for example drops their thinking;
+    `ignore_mismatch` then concatenates the turns as if each were the last.
     """
     template = _Template(messages, tokenizer, tools, template_kwargs, max_tokens)
-    # A segment ends with an assistant turn, because before it a template may still change its output
-    # (for example, close a block of tool results after the last one).
+    # A segment ends with an assistant turn, because a template may render the turns before it
+    # together (for example, several tool results in one block).
     stops = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
-    last_answer = stops[-1] if stops else 0
-    if last_answer < len(messages):
+    last_assistant_stop = stops[-1] if stops else 0
+    if last_assistant_stop < len(messages):
         stops.append(len(messages))
     rendered: list[int] = []
     ids: list[int] = []
     mask: list[int] = []
-    between: list[int] = []
+    separator: list[int] = []
     for start, stop in zip([0, *stops], stops, strict=False):
         context, turns = list(messages[:start]), list(messages[start:stop])
         segment = template.after_context(rendered, context, turns)
         if segment is None:
             if not ignore_mismatch:
                 raise PromptError(
-                    f"the chat template renders what stands before turn {stop} otherwise once that"
+                    f"the chat template renders the turns before turn {stop} differently once that"
                     " turn follows (earlier thinking dropped?); split the conversation into one row"
                     " per turn, or set data.ignore_input_ids_mismatch=true to learn the turns as"
                     " written"
                 )
-            segment = template.by_itself(context, turns)
+            segment = template.without_context(context, turns)
         rendered += segment.ids
         end: list[int] = []
         if turns[-1]["role"] == "assistant":
-            end = template.missing_end(is_last=stop >= last_answer)
+            end = template.missing_end(is_last=stop >= last_assistant_stop)
         ids += segment.ids + end
         mask += [0] * (len(segment.ids) - segment.targets) + [1] * (segment.targets + len(end))
-        between = segment.between
-    return ids + between, mask + [0] * len(between)
+        separator = segment.separator
+    return ids + separator, mask + [0] * len(separator)
 
 
 class _Segment(NamedTuple):
     ids: list[int]
     """Token ids from the end of the previous assistant turn to the end of this one."""
     targets: int
-    """Number of trailing ids that are the assistant's."""
-    between: list[int]
-    """Tokens after the end of the turn, often a newline; they are never targets."""
+    """Number of ids at the end that are the assistant's."""
+    separator: list[int]
+    """Tokens after the end of the turn, often a newline; never targets."""
 
 
 class _Template:
@@ -88,108 +87,110 @@ class _Template:
         self._max_tokens = max_tokens
         self._tools = tools
         self._kwargs = dict(template_kwargs or {})
-        self._roles_in_parts = {m["role"] for m in messages if isinstance(m["content"], list)}
+        self._typed_roles = {m["role"] for m in messages if isinstance(m["content"], list)}
         roles = [message["role"] for message in messages]
-        self._ending: list[int] = []
-        self._between: list[int] = []
+        self._end_tokens: list[int] = []
+        self._separator: list[int] = []
         if "assistant" in roles:
-            before_first = messages[: roles.index("assistant")]
-            self._ending, self._between = self._closing(before_first)
+            context = messages[: roles.index("assistant")]
+            self._end_tokens, self._separator = self._split_closing(context)
 
     def missing_end(self, *, is_last: bool) -> list[int]:
-        """Returns the tokenizer's end token if the template closes the assistant's turn without it.
+        """Returns the tokenizer's end token if the template ends the assistant's turn without it.
 
-        If the template closes turns with nothing, every turn gets the token: the model must learn to stop
-        after any turn. If it closes them with words or another token, only the last turn gets it, so that
-        earlier turns match generation. No other target ever follows that closing, so the model learns to
-        predict the end token after every one.
+        Every turn gets it if the template writes nothing at the end of a turn. Otherwise only the
+        last turn does, so that earlier turns match generation.
         """
         eos = self._tokenizer.eos_token_id
-        if eos is None or eos in self._ending:
+        if eos is None or eos in self._end_tokens:
             return []
-        return [int(eos)] if is_last or not self._ending else []
+        return [int(eos)] if is_last or not self._end_tokens else []
 
     def after_context(
         self, before: list[int], context: list[Message], turns: list[Message]
     ) -> _Segment | None:
-        """Returns the turns after `before`, the rendered context; None if the template changes it."""
+        """Returns the turns after `before`, the rendered context; None if the context changes."""
         ids = self._render([*context, *turns])
         start = len(before)
         if ids[:start] != before:
             return None
         if turns[-1]["role"] != "assistant":
             return _Segment(ids[start:], 0, [])
-        begin = self._answer_start(context + turns[:-1], ids)
-        return None if begin is None or begin < start else self._segment(ids, start, begin)
+        answer_start = self._answer_start(context + turns[:-1], ids)
+        if answer_start is None or answer_start < start:
+            return None
+        return self._segment(ids, start, answer_start)
 
-    def by_itself(self, context: list[Message], turns: list[Message]) -> _Segment:
-        """Returns the turns as rendered after any answer, independent of the actual context."""
+    def without_context(self, context: list[Message], turns: list[Message]) -> _Segment:
+        """Returns the turns as rendered after a probe conversation instead of the context."""
         before: list[Message] = []
         start = 0
         if not context:
             ids = self._render(turns)
         else:
             user = self._turn("user", "-")
-            before, other = ([user, self._turn("assistant", text)] for text in PROBES)
+            before, second = ([user, self._turn("assistant", text)] for text in PROBES)
             ids = self._render([*before, *turns])
-            # Later turns may change how an answer is rendered, but never what follows its text.
-            start = len(ids) - _shared_end(ids, self._render([*other, *turns]))
-            start += _shared_start(self._ending, ids[start:])
+            # Later turns may change the rendering of an answer, but not of the text after it.
+            start = len(ids) - _common_suffix(ids, self._render([*second, *turns]))
+            start += _common_prefix(self._end_tokens, ids[start:])
         if turns[-1]["role"] != "assistant":
             return _Segment(ids[start:], 0, [])
         before_answer = before + turns[:-1]
-        begin = self._answer_start(before_answer, ids)
-        return self._segment(
-            ids, start, self._header(before_answer, ids) if begin is None else begin
-        )
+        answer_start = self._answer_start(before_answer, ids)
+        if answer_start is None:
+            answer_start = self._first_difference(before_answer, ids)
+        return self._segment(ids, start, answer_start)
 
-    def _segment(self, ids: list[int], start: int, begin: int) -> _Segment:
+    def _segment(self, ids: list[int], start: int, answer_start: int) -> _Segment:
         end = len(ids)
-        if self._between and ids[-len(self._between) :] == self._between:
-            end -= len(self._between)
-        return _Segment(ids[start:end], max(0, end - begin), ids[end:])
+        if self._separator and ids[-len(self._separator) :] == self._separator:
+            end -= len(self._separator)
+        return _Segment(ids[start:end], max(0, end - answer_start), ids[end:])
 
     def _answer_start(self, context: list[Message], ids: list[int]) -> int | None:
-        """Returns the first index of the assistant's tokens; None if an answer changes the context."""
+        """Returns the index of the assistant's first token; None if it changes the context."""
         if all(message["role"] == "system" for message in context):
-            return self._header(context, ids)  # many templates reject a generation prompt here
-        opened = self._render(context, open_turn=True)
-        begin = _shared_start(opened, ids)
-        if begin < len(opened) and begin < _shared_start(opened, self._render(context)):
-            return None
-        return begin
+            # Many templates reject a generation prompt here.
+            return self._first_difference(context, ids)
+        with_header = self._render(context, open_turn=True)
+        answer_start = _common_prefix(with_header, ids)
+        if answer_start == len(with_header):
+            return answer_start
+        context_length = _common_prefix(with_header, self._render(context))
+        return None if answer_start < context_length else answer_start
 
-    def _header(self, context: Sequence[Message], ids: list[int]) -> int:
-        """Returns the index of an answer: the length of the common prefix of two different answers."""
-        one, other = self._probe_answers(context)
-        return min(_shared_start(one, other), _shared_start(one, ids))
+    def _first_difference(self, context: Sequence[Message], ids: list[int]) -> int:
+        """Returns the index of the first token in which two probe answers differ."""
+        first, second = self._probe_answers(context)
+        return min(_common_prefix(first, second), _common_prefix(first, ids))
 
-    def _closing(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
-        """Returns the tokens that end a turn and those that the template writes after them."""
-        one, other = self._probe_answers(context)
-        if one == other:
+    def _split_closing(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
+        """Returns the tokens that end a turn, and the template's tokens after them."""
+        first, second = self._probe_answers(context)
+        if first == second:
             raise PromptError(
-                "the chat template leaves out what the assistant says; use one that shows it"
+                "the chat template omits the assistant's text; use one that renders it"
                 " (data.chat_template)"
             )
-        closing = one[len(one) - _shared_end(one, other) :]
+        closing = first[len(first) - _common_suffix(first, second) :]
         eos = self._tokenizer.eos_token_id
-        ends = [at + 1 for at, token in enumerate(closing) if token == eos]
-        if not ends:  # another token or plain words
+        end_indices = [index + 1 for index, token in enumerate(closing) if token == eos]
+        if not end_indices:  # the template ends a turn with another token or with words
             words = (bool(self._tokenizer.decode([token]).strip()) for token in closing)
-            ends = [at + 1 for at, is_word in enumerate(words) if is_word]
+            end_indices = [index + 1 for index, is_word in enumerate(words) if is_word]
         # Whitespace ends a turn only if the tokenizer has no end token.
-        end = ends[-1] if ends else len(closing) if eos is None else 0
+        end = end_indices[-1] if end_indices else len(closing) if eos is None else 0
         return closing[:end], closing[end:]
 
     def _probe_answers(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
         answers = (self._turn("assistant", text) for text in PROBES)
-        one, other = (self._render([*context, answer]) for answer in answers)
-        return one, other
+        first, second = (self._render([*context, answer]) for answer in answers)
+        return first, second
 
     def _turn(self, role: str, text: str) -> Message:
-        in_parts = role in self._roles_in_parts
-        return {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
+        is_typed = role in self._typed_roles
+        return {"role": role, "content": [{"type": "text", "text": text}] if is_typed else text}
 
     def _render(self, messages: Sequence[Message], open_turn: bool = False) -> list[int]:
         return render_prompt(
@@ -201,11 +202,11 @@ class _Template:
         )
 
 
-def _shared_start(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns the length of the common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _shared_end(one: Sequence[int], other: Sequence[int]) -> int:
-    return _shared_start(one[::-1], other[::-1])
+def _common_suffix(first: Sequence[int], second: Sequence[int]) -> int:
+    return _common_prefix(first[::-1], second[::-1])

@@ -26,7 +26,7 @@ def dataset_class(config: DataConfig, is_train: bool = True) -> Callable[..., Da
     if not (isinstance(cls, type) and hasattr(cls, "__getitem__") and hasattr(cls, "__len__")):
         raise DataError(
             f"data.custom_cls: {custom.name or custom.path} must be a class"
-            " with __len__ and __getitem__ (a subclass of hone.data.RLHFDataset is the easy way)"
+            " with __len__ and __getitem__, such as a subclass of hone.data.RLHFDataset"
         )
     return cls
 
@@ -86,23 +86,19 @@ def class_of(
 def create_sft_dataset(
     data_paths: Files, data_config: SFTDataConfig, tokenizer: Tokenizer, max_samples: int = -1
 ) -> Dataset:
-    """Creates the SFT dataset; data.multiturn.enable defaults to whether the file has the messages column."""
-    custom, turns = data_config.custom_cls, data_config.multiturn
-    is_multi_turn = turns.enable
-    if custom.path:
-        cls = load_object(custom.path, custom.name, "data.custom_cls")
-    else:
-        if is_multi_turn is None:
-            file = read_file(expand_files(data_paths)[0], BadRows("skip"))
-            is_multi_turn = file is not None and turns.messages_key in file[0]
-        cls = MultiTurnSFTDataset if is_multi_turn else SFTDataset
+    """Creates the SFT dataset; by default, a file with a messages column is multi-turn."""
+    is_multi_turn = data_config.multiturn.enable
+    if is_multi_turn is None and not data_config.custom_cls.path:
+        file = read_file(expand_files(data_paths)[0], BadRows("skip"))
+        is_multi_turn = file is not None and data_config.multiturn.messages_key in file[0]
+    cls = class_of(data_config, MultiTurnSFTDataset if is_multi_turn else SFTDataset)
     return cls(data_paths, tokenizer, data_config, max_samples=max_samples)
 
 
 def create_rl_sampler(
     data_config: DataConfig, dataset: Dataset, run_seed: int | None = None
 ) -> Sampler | None:
-    """Creates the user's sampler or a weighted mixture; returns None for the loader's default order."""
+    """Creates the user's sampler or a weighted mixture; None is the loader's default order."""
     custom, weights = data_config.sampler, data_config.dataset_weights
     if custom is not None and custom.class_path:
         if weights:
@@ -140,7 +136,7 @@ def create_train_loader(
 def create_val_loader(
     data_config: DataConfig, dataset: Dataset, run_seed: int | None = None
 ) -> PromptLoader:
-    """Creates the validation loader, which keeps the last partial batch; the default is one batch."""
+    """Creates the validation loader, which keeps the last partial batch."""
     return PromptLoader(
         dataset,
         data_config.val_batch_size or len(dataset),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.data import DataConfig
 from hone.data.files import is_non_local
-from hone.data.hub import as_frame
+from hone.data.hub import as_hf_dataset
 from hone.data.prompts import (
     Message,
     Prompt,
@@ -28,7 +28,7 @@ from hone.data.prompts import (
     truncate,
     without_nulls,
 )
-from hone.data.question_answer import in_verls_schema
+from hone.data.question_answer import to_verl_schema
 from hone.data.reading import rows_of, settings_of
 from hone.data.rows import (
     BadRows,
@@ -54,22 +54,22 @@ logger = logging.getLogger(__name__)
 
 SINGLE_TURN_AGENT = "single_turn_agent"
 WholePrompt: TypeAlias = Callable[[Row], tuple[Prompt, Tools | None] | None]
-"""Maps a row to the prompt and tools that its agent loop renders; None leaves the prompt unchanged."""
+"""Maps a row to the prompt and tools of its agent loop; None leaves the prompt unchanged."""
 
 
 class RLHFDataset:
     """Prompt rows from files or dicts; `dataset[i]` is one row as a dict.
 
-    A row contains raw_prompt, prompt_ids (truncated to data.max_prompt_length), data_source, reward_model,
-    extra_info, agent_name (None if the data has none), tools_kwargs, interaction_kwargs, index, and all
-    other columns of the file unchanged. A subclass may override verl's methods _download,
+    A row contains raw_prompt, prompt_ids (truncated to data.max_prompt_length), data_source,
+    reward_model, extra_info, agent_name (None by default), tools_kwargs, interaction_kwargs, index,
+    and all other columns of the file. A subclass may override verl's methods _download,
     _read_files_and_tokenize, maybe_filter_out_long_prompts and _build_messages.
     """
 
     store: RowStore
     whole_prompt: WholePrompt | None = None
-    """What an agent loop makes of a row's prompt; set by `render_with`."""
-    _frame: Dataset | None = None
+    """Adds what agent loops add to prompts, such as instructions; set by `render_with`."""
+    _hf_dataset: Dataset | None = None
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class RLHFDataset:
             positions = self._filter_overlong(positions)
         self.positions = positions
         if len(positions) != len(self.store):
-            self._frame = None  # rebuilt from the remaining rows
+            self._hf_dataset = None  # rebuilt from the remaining rows
         if self.bad_rows.total:
             counts = sorted(self.bad_rows.counts.items())
             logger.warning(
@@ -128,21 +128,21 @@ class RLHFDataset:
         return row
 
     def raw_row(self, index: int) -> Row:
-        """Returns the row as it is in its file, or as on_batch_end returned it."""
+        """Returns the row of the file, or one that on_batch_end added."""
         if index < len(self.positions):
             return self.store[self.positions[index]]
         return self.added[index - len(self.positions)]
 
     def render_with(self, whole_prompt: WholePrompt) -> None:
-        """Renders, counts and filters prompts with what their agent loops add, such as instructions."""
+        """Renders, counts and filters the prompts again with what their agent loops add."""
         self.whole_prompt, self._lengths = whole_prompt, None
         if self.settings.filter_overlong_prompts:
             self.positions = self._filter_overlong(self.positions)
-            self._frame = None
+            self._hf_dataset = None
             self.__dict__.pop("fingerprint", None)
 
     def prompt_lengths(self) -> Iterator[int | PromptError]:
-        """Yields the tokens of each prompt before truncation, or the error that prevents its rendering."""
+        """Yields the number of tokens of each prompt before truncation, or its rendering error."""
         if self._lengths is not None and not self.added:
             return iter(self._lengths)
         return self._count_tokens(map(self.raw_row, range(len(self))), self._max_tokens)
@@ -153,7 +153,7 @@ class RLHFDataset:
         return f"row {index - len(self.positions)} added by on_batch_end"
 
     def key(self, index: int) -> tuple[str, int]:
-        """Returns (dataset name, row number), from which the uid is made."""
+        """Returns (dataset name, row number), from which the uid is derived."""
         if index < len(self.positions):
             return self.store.key(self.positions[index])
         return f"{self.store.fingerprint}+added", index - len(self.positions)
@@ -171,7 +171,7 @@ class RLHFDataset:
         return positions_fingerprint(self.store, self.positions)
 
     def on_batch_end(self, batch: DataProto) -> Sequence[Row] | None:
-        """Called with the batch after each step; returned rows are drawn from the next epoch on."""
+        """Returns rows to add from the next epoch on; called with the batch after each step."""
         return None
 
     def append(self, rows: Sequence[Row]) -> None:
@@ -210,8 +210,8 @@ class RLHFDataset:
                 f"{type(self).__name__}._read_files_and_tokenize sets no self.dataframe"
             )
         if self._overrides("_build_messages"):
-            takes_key = "key" in inspect.signature(self._build_messages).parameters
-            key = {"key": self.prompt_key} if takes_key else {}
+            accepts_key = "key" in inspect.signature(self._build_messages).parameters
+            key = {"key": self.prompt_key} if accepts_key else {}
             self.dataframe = [
                 {**row, self.prompt_key: self._build_messages(dict(row), **key)}
                 for row in self.store.scan()
@@ -226,7 +226,7 @@ class RLHFDataset:
     def _read_files_and_tokenize(self) -> None:
         """Reads `self.data_files`; an override must set `self.dataframe`."""
         store = read_rows(self.data_files, self.bad_rows)
-        self.store = in_verls_schema(store, self.prompt_key)
+        self.store = to_verl_schema(store, self.prompt_key)
         if self._overrides("maybe_filter_out_long_prompts"):
             self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
@@ -240,19 +240,21 @@ class RLHFDataset:
 
     @property
     def dataframe(self) -> Dataset:
-        """The rows as a Hugging Face dataset (a list without that package); assignment replaces the rows."""
-        if self._frame is None:
-            is_read = hasattr(self, "positions")
-            rows = [self.raw_row(i) for i in range(len(self))] if is_read else self.store.scan()
-            self._frame = as_frame(list(rows))
-        return self._frame
+        """The rows as a Hugging Face dataset, or a list without `datasets`; can be assigned."""
+        if self._hf_dataset is None:
+            is_initialized = hasattr(self, "positions")
+            rows = (
+                [self.raw_row(i) for i in range(len(self))] if is_initialized else self.store.scan()
+            )
+            self._hf_dataset = as_hf_dataset(list(rows))
+        return self._hf_dataset
 
     @dataframe.setter
     def dataframe(self, data: Dataset) -> None:
         rows = rows_of(data)
         if not rows:
             raise DataError(f"self.dataframe of {type(self).__name__} has no rows: {type(data)}")
-        self._frame = data
+        self._hf_dataset = data
         self.store = read_rows(rows, self.bad_rows)
 
     def _overrides(self, name: str) -> bool:
@@ -277,11 +279,11 @@ class RLHFDataset:
 
     def _filter_overlong(self, positions: list[int]) -> list[int]:
         """Returns the positions of prompts that fit; counts and logs the others."""
-        limit, in_use = self.max_prompt_length, set(positions)
-        of_loops = ("tool_config", "extra_info") if self.whole_prompt else ()
-        scan = enumerate(self.store.scan((self.prompt_key, "agent_name", *of_loops)))
-        rows = (row for position, row in scan if position in in_use)
-        short, lengths = [], []
+        limit, used = self.max_prompt_length, set(positions)
+        loop_columns = ("tool_config", "extra_info") if self.whole_prompt else ()
+        indexed_rows = enumerate(self.store.scan((self.prompt_key, "agent_name", *loop_columns)))
+        rows = (row for position, row in indexed_rows if position in used)
+        fitting, lengths = [], []
         for position, length in zip(positions, self._count_tokens(rows, limit), strict=True):
             if isinstance(length, PromptTooLong) or (isinstance(length, int) and length > limit):
                 self.overlong_rows += 1
@@ -289,18 +291,18 @@ class RLHFDataset:
                 message = f"{self.store.where(position)}: {length}"
                 self.bad_rows.report("cannot be rendered", message)
             else:
-                short.append(position)
+                fitting.append(position)
                 lengths.append(length)
-        if not short:
+        if not fitting:
             raise DataError(
                 f"all {len(positions)} prompts have more than data.max_prompt_length="
                 f"{limit} tokens; raise it"
             )
         if self.overlong_rows:
             message = "%d of %d prompts have more than %d tokens and were left out"
-            logger.info(message, len(positions) - len(short), len(positions), limit)
+            logger.info(message, len(positions) - len(fitting), len(positions), limit)
         self._lengths = lengths
-        return short
+        return fitting
 
     def _count_tokens(
         self, rows: Iterable[Row], max_tokens: int | None
@@ -337,8 +339,7 @@ class RLHFDataset:
         row["raw_prompt"] = prompt
         if self.prompt_key != "raw_prompt":
             del row[self.prompt_key]
-        extra_info = row.get("extra_info") or {}
-        row["extra_info"] = extra_info
+        row["extra_info"] = row.get("extra_info") or {}
         row["data_source"] = row.get("data_source") or "unknown"
         row["reward_model"] = row.get("reward_model") or {}
         row["agent_name"] = row.get("agent_name")
@@ -356,16 +357,16 @@ def loop_argument(row: Row, name: str) -> Row:
 def with_typed_parts(
     messages: Sequence[Message], row: Row, image_key: str, video_key: str
 ) -> list[Message]:
-    """Splits `<image>` and `<video>` in the text into typed parts; their counts must match the row."""
+    """Splits `<image>` and `<video>` in text into typed parts; their counts must match the row."""
     media_counts: Counter[str] = Counter()
     typed_messages: list[Message] = []
     for message in messages:
         parts = message["content"]
         if isinstance(parts, str):
-            pieces = re.split("<(image|video)>", parts)  # text and media kinds alternate
+            text_and_kinds = re.split("<(image|video)>", parts)  # text and media kinds alternate
             parts = [
                 {"type": piece} if i % 2 else {"type": "text", "text": piece}
-                for i, piece in enumerate(pieces)
+                for i, piece in enumerate(text_and_kinds)
                 if piece
             ]
         media = [part["type"] for part in parts if part.get("type") in ("image", "video")]
@@ -379,13 +380,13 @@ def with_typed_parts(
             raise PromptError(f"column {key!r} is a list, got {shown(column)}")
         if column and media_counts[kind] != len(column):
             raise PromptError(
-                f"the prompt names <{kind}> {media_counts[kind]} times, the row holds {len(column)} of them"
+                f"the prompt has {media_counts[kind]} <{kind}>, column {key!r} has {len(column)}"
             )
     return typed_messages
 
 
 def load_tool_schemas(config: DataConfig) -> list[Settings] | None:
-    """Loads the tool schemas of data.tool_config_path, which the chat template shows to the model."""
+    """Loads the tool schemas of data.tool_config_path for the chat template."""
     path = config.tool_config_path
     if not path:
         return None

@@ -1,4 +1,4 @@
-"""The base of datasets that are encoded before training: columns of numbers per row, cached in memory."""
+"""Base class of datasets whose rows are encoded to token ids before training and cached."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ THREADS = 4
 BLOCK_ROWS = 256
 CACHED_TOKENS = 100_000_000
 """Encoded tokens cached in memory; further rows are encoded again when they are read."""
-_TYPES = {"loss_mask": "b", "labels": "f", "margin": "d"}
+_ARRAY_TYPES = {"loss_mask": "b", "labels": "f", "margin": "d"}
 """Array types of the encoded columns; token ids and counts are integers."""
 
 EncodedRow = dict[str, list[Any]]
 """Columns of one row, such as `input_ids` and `loss_mask`."""
 
 
-class Unlearnable(PromptError):
-    """Raised for a row that can be rendered but not trained on; it is counted under `reason`."""
+class UntrainableRow(PromptError):
+    """Raised for a row without anything to train on; counted under `reason`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class Unlearnable(PromptError):
 
 
 class EncodedDataset:
-    """Rows that a subclass checks and encodes; bad ones stop the run or are skipped before its first step."""
+    """Rows that a subclass checks and encodes; bad rows raise or are skipped before training."""
 
     config: PackedDataConfig
 
@@ -65,17 +65,17 @@ class EncodedDataset:
             self.template_kwargs["chat_template"] = config.chat_template
         self.max_length, self.truncation = config.max_length, config.truncation
         self.max_tokens = config.max_length if config.truncation == "error" else None
-        """Token limit of a row if longer rows are rejected; None if they are truncated."""
-        usable = []
+        """Token limit of a row; None if longer rows are truncated."""
+        valid_positions = []
         for position, row in enumerate(self.store.scan()):
             try:
                 self.check(row)
-                usable.append(position)
+                valid_positions.append(position)
             except PromptError as error:
                 self._report(position, getattr(error, "reason", "not in the schema"), error)
         shuffle, seed = config.shuffle, config.seed
         self.positions = sample_positions(
-            self._any(usable), max_samples, shuffle=shuffle, seed=seed
+            self._require_rows(valid_positions), max_samples, shuffle=shuffle, seed=seed
         )
         self._cache: dict[int, dict[str, array[Any]]] = {}
 
@@ -87,7 +87,7 @@ class EncodedDataset:
         raise NotImplementedError
 
     def encoded(self, row: Row) -> EncodedRow:
-        """Returns the columns of a row, truncated; raises PromptError if it cannot be trained on."""
+        """Returns the truncated columns of a row; raises PromptError on a bad row."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -103,10 +103,10 @@ class EncodedDataset:
         return row
 
     def encode_all(self, on_rows: Callable[[int], None] | None = None) -> None:
-        """Encodes all rows now, so that a bad one stops the run, or is skipped, before the first step."""
+        """Encodes all rows, so that bad ones raise or are skipped before the first step."""
         if all(position in self._cache for position in self.positions):
             return  # an earlier stage of the run has encoded them
-        good: list[int] = []
+        encoded_positions: list[int] = []
         cached_tokens = 0
         # The first row is encoded alone, because a tokenizer may set its options on first use.
         self._encode_position(self.positions[0])
@@ -119,16 +119,16 @@ class EncodedDataset:
                     if isinstance(row, PromptError):
                         self._report(position, getattr(row, "reason", "cannot be rendered"), row)
                         continue
-                    good.append(position)
+                    encoded_positions.append(position)
                     cached_tokens += max(map(len, row.values()))
                     if cached_tokens <= CACHED_TOKENS:
                         self._cache[position] = {
-                            name: array(_TYPES.get(name, "i"), values)
+                            name: array(_ARRAY_TYPES.get(name, "i"), values)
                             for name, values in row.items()
                         }
                 if on_rows is not None:
                     on_rows(len(block))
-        self.positions = self._any(good)
+        self.positions = self._require_rows(encoded_positions)
 
     def key(self, index: int) -> tuple[str, int]:
         """Returns (dataset name, row number) for the loader's uid."""
@@ -141,7 +141,7 @@ class EncodedDataset:
 
     def refuse_too_long(self, tokens: int) -> None:
         if tokens > self.max_length and self.truncation == "error":
-            raise Unlearnable(
+            raise UntrainableRow(
                 "too long",
                 f"the row has {tokens} tokens, data.max_length={self.max_length}; raise it, or set"
                 " data.truncation=left|right",
@@ -156,7 +156,7 @@ class EncodedDataset:
     def _report(self, position: int, reason: str, error: PromptError) -> None:
         self.bad_rows.report(reason, f"{self.store.where(position)}: {error}")
 
-    def _any(self, positions: list[int]) -> list[int]:
+    def _require_rows(self, positions: list[int]) -> list[int]:
         if not positions:
             raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
         return positions

@@ -1,4 +1,4 @@
-"""File operations on local and remote paths (`s3://…`, `hdfs://…`, … through fsspec), under verl's names."""
+"""File operations on local and remote paths (`s3://`, …, with fsspec), under verl's names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _REMOTE = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def is_non_local(path: StrPath) -> bool:
-    """Whether a path names a remote store, such as `s3://bucket/folder`."""
+    """Returns whether a path is remote, such as `s3://bucket/folder`."""
     return _REMOTE.match(str(path)) is not None
 
 
 def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
     """Returns the file system of a remote path and the path inside it.
 
-    Without the package s3fs, pyarrow serves `s3://`, with the credentials of the environment and the server
-    that `AWS_ENDPOINT_URL` names. Without Java, the package hdfs-native serves `hdfs://`.
+    Without the package s3fs, pyarrow reads `s3://` from the server of `AWS_ENDPOINT_URL`. Without
+    Java, the package hdfs-native reads `hdfs://`.
     """
     import fsspec
 
@@ -36,7 +36,7 @@ def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
             try:
                 return fsspec.filesystem("s3"), path
             except ImportError:
-                return _s3_of_pyarrow(), path
+                return _pyarrow_s3(), path
         system, path = fsspec.core.url_to_fs(str(url))
         return system, str(path)
     except (ImportError, ValueError) as error:
@@ -45,7 +45,7 @@ def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
         if "libjvm" not in str(error) and "libhdfs" not in str(error):
             raise
         try:
-            return _hdfs_without_java(str(url))
+            return _native_hdfs(str(url))
         except ImportError:
             raise OSError(
                 f"{url} cannot be opened: pip install hdfs-native, or Java and Hadoop's libhdfs "
@@ -53,14 +53,14 @@ def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
             ) from error
 
 
-def _hdfs_without_java(url: str) -> tuple[AbstractFileSystem, str]:
+def _native_hdfs(url: str) -> tuple[AbstractFileSystem, str]:
     from hdfs_native.fsspec import HdfsFileSystem
 
     system = HdfsFileSystem(**HdfsFileSystem._get_kwargs_from_urls(url))
     return system, str(system._strip_protocol(url))
 
 
-def _s3_of_pyarrow() -> AbstractFileSystem:
+def _pyarrow_s3() -> AbstractFileSystem:
     from fsspec.implementations.arrow import ArrowFSWrapper
     from pyarrow.fs import S3FileSystem
 
@@ -90,28 +90,28 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """Returns a local path; copies a remote file or folder once per version. Model names stay unchanged."""
+    """Returns a local path; copies a remote file or folder once per version."""
     if not is_non_local(src):
         return str(src)
     cache = Path(cache_dir or os.path.join(tempfile.gettempdir(), f"hone-remote-{os.getuid()}"))
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     if cache_dir is None and (cache.is_symlink() or cache.stat().st_uid != os.getuid()):
         raise OSError(f"{cache} belongs to another user; set TMPDIR to a folder of your own")
-    version = ",".join(f"{name} {facts}" for name, facts in sorted(_versions(src).items()))
+    version = ",".join(f"{name} {key}" for name, key in sorted(_file_versions(src).items()))
     target = Path(get_local_temp_path(src, cache / md5_encode(version)))
     if always_recopy:
         shutil.rmtree(target.parent, ignore_errors=True)
     if not target.exists():
         target.parent.parent.mkdir(exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=target.parent.parent))
+        partial_copy = Path(tempfile.mkdtemp(dir=target.parent.parent))
         try:
-            copy(src, part / target.name)
-            part.rename(target.parent)
+            copy(src, partial_copy / target.name)
+            partial_copy.rename(target.parent)
         except OSError:
-            if not target.exists():  # otherwise another process was first
+            if not target.exists():  # another process may have copied it first
                 raise
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(partial_copy, ignore_errors=True)
     return str(target)
 
 
@@ -119,7 +119,7 @@ copy_local_path_from_hdfs = copy_to_local
 
 
 def remote_files(url: StrPath) -> dict[str, str]:
-    """Returns the files below a remote path by their relative name; a file alone has the name ''."""
+    """Returns relative name -> path of the files under a remote path; the name of a file is ''."""
     system, root = file_system(url)
     root = root.rstrip("/")
     if system.isfile(root):
@@ -129,20 +129,20 @@ def remote_files(url: StrPath) -> dict[str, str]:
     return {path.lstrip("/").removeprefix(prefix): path for path in paths}
 
 
-def _versions(url: StrPath) -> dict[str, str]:
-    """Returns a text per file that changes with its content."""
+def _file_versions(url: StrPath) -> dict[str, str]:
+    """Returns relative name -> version key of the files under a remote path."""
     system, _ = file_system(url)
     files = remote_files(url)
     if not files:
-        raise FileNotFoundError(f"there is nothing at {url}")
+        raise FileNotFoundError(f"there is no file at {url}")
     return {name: system.ukey(path) for name, path in files.items()}
 
 
 def glob_remote(pattern: str) -> list[str]:
     """Returns the remote paths that match a pattern, with their scheme."""
     system, path = file_system(pattern)
-    start = pattern.removesuffix(path)  # scheme and host
-    return sorted(f"{start}{match}" for match in system.glob(path))
+    scheme_and_host = pattern.removesuffix(path)
+    return sorted(f"{scheme_and_host}{match}" for match in system.glob(path))
 
 
 def copy(src: StrPath, dst: StrPath) -> bool:
@@ -156,7 +156,7 @@ def copy(src: StrPath, dst: StrPath) -> bool:
         system, _ = file_system(src)
         for name, path in remote_files(src).items():
             if ".." in name.split("/"):
-                raise OSError(f"{src} has a file whose name leads out of it: {name!r}")
+                raise OSError(f"{src} has a file name outside its folder: {name!r}")
             local = os.path.join(dst, *name.split("/")) if name else str(dst)
             Path(local).parent.mkdir(parents=True, exist_ok=True)
             system.get_file(path, local)
@@ -172,8 +172,8 @@ def copy(src: StrPath, dst: StrPath) -> bool:
 def upload(source: Path, url: str, last: str | None = None) -> None:
     """Copies a local file or folder to a remote path.
 
-    Stores without an atomic rename need a file that says that the others are whole: `last` is deleted there
-    first and written after them.
+    `last` is the file that marks a folder as complete: it is deleted first and written last,
+    because remote stores have no atomic rename.
     """
     system, root = file_system(url)
     if source.is_file():
@@ -201,10 +201,10 @@ def makedirs(name: StrPath, mode: int = 0o777, exist_ok: bool = False) -> None:
 
 
 def exists(path: StrPath) -> bool:
-    """Whether a file or folder exists."""
+    """Returns whether a file or folder exists."""
     if is_non_local(path):
-        system, inside = file_system(path)
-        return bool(system.exists(inside))
+        system, path_in_system = file_system(path)
+        return bool(system.exists(path_in_system))
     return os.path.exists(path)
 
 
@@ -215,13 +215,13 @@ def local_mkdir_safe(path: StrPath) -> str:
 
 
 def resolve_config_path(config_path: str) -> str:
-    """Resolves a relative path against the working directory, then against the package's parent folder."""
+    """Resolves a relative path in the working directory, then in the package's parent folder."""
     if os.path.isabs(config_path):
         return config_path
-    places = (Path.cwd(), Path(__file__).resolve().parents[2])
-    for place in places:
-        if (place / config_path).exists():
-            return str(place / config_path)
+    roots = (Path.cwd(), Path(__file__).resolve().parents[2])
+    for root in roots:
+        if (root / config_path).exists():
+            return str(root / config_path)
     raise FileNotFoundError(
-        f"{config_path!r} is neither in {places[0]} nor in {places[1]}; give an absolute path"
+        f"{config_path!r} is neither in {roots[0]} nor in {roots[1]}; give an absolute path"
     )

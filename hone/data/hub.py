@@ -21,19 +21,19 @@ def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:
             " give --source_dir, a folder with its files"
         ) from error
     try:
-        loaded = datasets.load_dataset(name, config) if config else datasets.load_dataset(name)
+        splits = datasets.load_dataset(name, config) if config else datasets.load_dataset(name)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{name} could not be read from the hub: {error}; give --source_dir, a folder with its"
             " files, where there is no network"
         ) from error
     return {
-        split: [{column: _encode(value) for column, value in row.items()} for row in rows]
-        for split, rows in loaded.items()
+        split: [{column: _encode_images(value) for column, value in row.items()} for row in rows]
+        for split, rows in splits.items()
     }
 
 
-def as_frame(rows: list[Row]) -> Any:
+def as_hf_dataset(rows: list[Row]) -> Any:
     """Converts rows to a `datasets.Dataset`; returns the list if the package is not installed."""
     try:
         import datasets
@@ -42,10 +42,10 @@ def as_frame(rows: list[Row]) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-def _encode(value: _T) -> _T | Row | list[Any]:
-    """Encodes decoded images as {bytes, path} again, as in parquet."""
+def _encode_images(value: _T) -> _T | Row | list[Any]:
+    """Converts decoded images back to {bytes, path}, as in parquet."""
     if isinstance(value, list):
-        return [_encode(item) for item in value]
+        return [_encode_images(item) for item in value]
     if hasattr(value, "save") and hasattr(value, "size"):
         buffer = io.BytesIO()
         value.save(buffer, format="PNG")

@@ -1,4 +1,4 @@
-"""An endless loader of prompt batches; the seed sets its order, which resumes exactly from a checkpoint."""
+"""An endless, seeded loader of prompt batches that resumes exactly from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE_VERSION = 1
 
 
 class Dataset(Protocol):
-    """The dataset interface of the loader; `RLHFDataset` offers more (key, state, on_batch_end)."""
+    """The methods that the loader needs; `key`, `state_dict` and `on_batch_end` are optional."""
 
     def __len__(self) -> int: ...
 
@@ -34,7 +34,7 @@ class Dataset(Protocol):
 
 
 class LoaderState(TypedDict):
-    """The position of a loader in plain values."""
+    """The state of a loader in plain values; `past` has the rows of each finished epoch."""
 
     version: int
     order: str
@@ -48,17 +48,17 @@ class LoaderState(TypedDict):
 
 
 def row_uid(dataset: str, row: int, epoch: int, occurrence: int) -> str:
-    """Returns 16 hex characters that identify this use of a row, the same when a run is replayed."""
+    """Returns 16 hex characters that identify a draw of a row, the same when a run is replayed."""
     text = f"{dataset}\x1f{row}\x1f{epoch}\x1f{occurrence}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def collate_fn(rows: Sequence[Row]) -> Batch:
-    """Collates rows into object arrays; a column that a row lacks is None there."""
+    """Collates rows into object arrays; missing values are None."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: np.empty(len(rows), dtype=object) for name in names}
     for name, column in columns.items():
-        for index, row in enumerate(rows):  # one by one, so that numpy keeps lists of equal length
+        for index, row in enumerate(rows):  # assigned one by one, or numpy would nest lists
             column[index] = row.get(name)
     return columns
 
@@ -81,8 +81,8 @@ class PromptLoader:
         self.drop_last = drop_last
         default = Shuffled(seed) if shuffle else Ordered()
         self.sampler: Sampler = sampler if sampler is not None else default
-        self._order = str(getattr(self.sampler, "name", type(self.sampler).__qualname__))
-        self._past: list[int] = []  # length of each finished epoch
+        self._order_name = str(getattr(self.sampler, "name", type(self.sampler).__qualname__))
+        self._past_epoch_rows: list[int] = []
         self._counts: Counter[int]  # draws of each row in this epoch
         self._indices: Iterator[int] | None
         self._start_epoch(0)
@@ -90,7 +90,7 @@ class PromptLoader:
             logger.warning(
                 "%s learns from batches but has no state_dict(): a resumed run will not draw the"
                 " rows that an uninterrupted one would",
-                self._order,
+                self._order_name,
             )
 
     @property
@@ -105,11 +105,10 @@ class PromptLoader:
     def next_batch(self) -> Batch:
         """Returns the next batch; starts the next epoch when this one is exhausted."""
         if self._is_epoch_over():
-            self._past.append(self._epoch_rows)
+            self._past_epoch_rows.append(self._epoch_rows)
             self._start_epoch(self.epoch + 1)
         if self._indices is None:
-            # A sampler restored at the end of an epoch may first yield the empty rest of that epoch; its
-            # next pass is the new epoch.
+            # A sampler restored at the end of an epoch may yield the empty rest of that epoch.
             indices = self._iterate_epoch(self.epoch)
             if (first := next(indices, None)) is not None:
                 self._indices = chain([first], indices)
@@ -119,13 +118,13 @@ class PromptLoader:
         drawn = [int(index) for index in islice(self._indices, size)]
         if len(drawn) < size:
             raise DataError(
-                f"the sampler {self._order} ended after {self._drawn + len(drawn)} rows,"
-                f" its length says {self._epoch_rows}"
+                f"the sampler {self._order_name} ended after {self._drawn + len(drawn)} rows,"
+                f" but its length is {self._epoch_rows}"
             )
         batch = self._collate(drawn, self.epoch, self._counts)
         self._drawn += size
         if self._is_epoch_over():
-            self._end_pass()
+            self._finish_pass()
         return batch
 
     def one_epoch(self) -> Iterator[Batch]:
@@ -140,28 +139,28 @@ class PromptLoader:
         """Passes a finished batch to sampler and dataset; returns the number of added rows."""
         if hasattr(self.sampler, "update"):
             self.sampler.update(batch)
-        hook = getattr(self.dataset, "on_batch_end", None)
-        rows = hook(batch) if hook is not None else None
+        callback = getattr(self.dataset, "on_batch_end", None)
+        rows = callback(batch) if callback is not None else None
         if not rows:
             return 0
         if isinstance(self.sampler, Mixture):
             raise DataError(
                 "on_batch_end added rows, but data.dataset_weights gives them no share; unset it"
             )
-        dataset, before = self.dataset, len(self.dataset)
-        assert hasattr(dataset, "append"), "a data set with the hook has it"
+        dataset, old_length = self.dataset, len(self.dataset)
+        assert hasattr(dataset, "append"), "a data set with on_batch_end has append"
         dataset.append(rows)
-        return len(dataset) - before
+        return len(dataset) - old_length
 
     def state_dict(self) -> LoaderState:
-        """Returns the state in plain values, from which drawing continues after the last row."""
+        """Returns the state in plain values."""
         sampler = self.sampler if isinstance(self.sampler, Stateful) else None
         return {
             "version": STATE_VERSION,
-            "order": self._order,
+            "order": self._order_name,
             "epoch": self.epoch,
             "drawn": self._drawn,
-            "past": list(self._past),
+            "past": list(self._past_epoch_rows),
             "epoch_rows": self._epoch_rows,
             "counts": None if sampler is None else sorted(self._counts.items()),
             "sampler": None if sampler is None else sampler.state_dict(),
@@ -169,20 +168,20 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Continues from a state of `state_dict`, also with another batch size."""
+        """Continues from a state; the batch size may differ."""
         if state["version"] != STATE_VERSION:
             raise DataError(f"loader state has version {state['version']}, not {STATE_VERSION}")
-        if state["order"] != self._order:
+        if state["order"] != self._order_name:
             raise DataError(
                 f"the checkpoint drew its rows by {state['order']}, this run by"
-                f" {self._order}; keep data.shuffle, data.seed, data.dataset_weights and"
+                f" {self._order_name}; keep data.shuffle, data.seed, data.dataset_weights and"
                 " data.sampler as they were"
             )
         if state["dataset"] is not None and isinstance(self.dataset, Stateful):
             self.dataset.load_state_dict(state["dataset"])
         self.epoch = state["epoch"]
         self._drawn = state["drawn"]
-        self._past = list(state["past"])
+        self._past_epoch_rows = list(state["past"])
         self._epoch_rows = state["epoch_rows"]
         if state["sampler"] is not None and isinstance(self.sampler, Stateful):
             self.sampler.load_state_dict(state["sampler"])
@@ -191,12 +190,12 @@ class PromptLoader:
             return
         # Replay the draws without reading rows. Built-in orders need only the current epoch.
         if not hasattr(self.sampler, "epoch_order"):
-            for epoch, rows in enumerate(self._past):
+            for epoch, rows in enumerate(self._past_epoch_rows):
                 _exhaust(self._iterate_epoch(epoch), rows)
         self._indices = self._iterate_epoch(self.epoch)
         self._counts = Counter(islice(self._indices, self._drawn))
         if self._is_epoch_over():
-            self._end_pass()
+            self._finish_pass()
 
     def _iterate_epoch(self, epoch: int) -> Iterator[int]:
         if hasattr(self.sampler, "epoch_order"):
@@ -206,8 +205,8 @@ class PromptLoader:
         return iter(self.sampler)
 
     def _is_epoch_over(self) -> bool:
-        left = self._epoch_rows - self._drawn
-        return left <= 0 or (self.drop_last and left < self.batch_size)
+        remaining = self._epoch_rows - self._drawn
+        return remaining <= 0 or (self.drop_last and remaining < self.batch_size)
 
     def _start_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -221,33 +220,35 @@ class PromptLoader:
         if self.batch_size < 1:
             raise DataError(f"the batch size is {self.batch_size}; it must be at least 1")
         if self._epoch_rows == 0:
-            raise DataError(f"the sampler {self._order} or the data set has no rows")
+            raise DataError(f"the sampler {self._order_name} or the data set has no rows")
         if self.batches_per_epoch == 0:
             raise DataError(
                 f"the data set has {self._epoch_rows} rows, fewer than one batch of"
                 f" {self.batch_size} (data.train_batch_size); use at most {self._epoch_rows}"
             )
 
-    def _end_pass(self) -> None:
-        """Exhausts the sampler's pass, so that its state is never in the middle of an epoch."""
+    def _finish_pass(self) -> None:
+        """Exhausts the sampler's iterator, so that its state is at the end of an epoch."""
         if self._indices is not None:
             _exhaust(self._indices, self._epoch_rows - self._drawn)
         self._indices = None
 
     def _collate(self, indices: Sequence[int], epoch: int, counts: Counter[int]) -> Batch:
-        places = []
+        index_uids = []
         for index in indices:
             name, number = type(self.dataset).__qualname__, index
             if hasattr(self.dataset, "key"):
                 name, number = self.dataset.key(index)
-            places.append((index, row_uid(str(name), int(number), epoch, counts[index])))
+            index_uids.append((index, row_uid(str(name), int(number), epoch, counts[index])))
             counts[index] += 1
-        return self.rows_again(places)
+        return self.rows_again(index_uids)
 
-    def rows_again(self, places: Sequence[tuple[int, str]]) -> Batch:
-        """Returns the batch of the rows with these indices and uids."""
-        return collate_fn([{**self.dataset[i], "uid": u, "dataset_index": i} for i, u in places])
+    def rows_again(self, index_uids: Sequence[tuple[int, str]]) -> Batch:
+        """Returns the batch of these (row index, uid) pairs."""
+        return collate_fn(
+            [{**self.dataset[i], "uid": u, "dataset_index": i} for i, u in index_uids]
+        )
 
 
 def _exhaust(indices: Iterator[int], rows: int) -> None:
-    deque(islice(indices, rows + 1), maxlen=0)  # +1 lets the pass end
+    deque(islice(indices, rows + 1), maxlen=0)  # +1 ends the iterator

@@ -1,7 +1,7 @@
-"""Pairs of a preferred and a rejected response to one prompt, for reward models.
+"""Pairs of a chosen and a rejected response to one prompt, for reward models.
 
-Both sequences are encoded as the policy's prompt, then the response and the end token, the tokens that
-`RewardModelWorker` reads in RL; the model is scored at the last one.
+Both sequences are encoded as in RL: the policy's prompt, the response and the end token, at which
+the model's score is read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.sft import PairDataConfig
-from hone.data.encoded import EncodedDataset, EncodedRow, Unlearnable, refuse_hostile_text
+from hone.config.reward_training import PairDataConfig
+from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, refuse_hostile_text
 from hone.data.prompts import (
     Message,
     PromptError,
@@ -25,7 +25,7 @@ from hone.data.prompts import (
 from hone.text import shown
 from hone.types import Row
 
-_TURN = re.compile(r"\n\n(Human|Assistant):")
+_TURN_START = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def opening(self) -> str:
-        """The first user turn; pairs that share it belong to one fold of a cross-validation."""
+        """The first user turn; cross-validation keeps pairs with the same one in one fold."""
         if isinstance(self.prompt, str):
             return self.prompt
         return next((str(m["content"]) for m in self.prompt if m["role"] == "user"), "")
@@ -49,13 +49,13 @@ class Pair:
 class PairDataset(EncodedDataset):
     """Rows of `prompt`, `chosen` and `rejected`, or of two whole dialogues.
 
-    `dataset[i]` is {"input_ids", "rejected_ids", "prompt_tokens", "margin"}; the last two hold one number.
+    `dataset[i]` is {"input_ids", "rejected_ids", "prompt_tokens", "margin"}.
     """
 
     config: PairDataConfig
 
     def pair(self, row: Row) -> Pair:
-        """Returns the pair of a row; raises PromptError if the row is none."""
+        """Returns the pair of a row; raises PromptError on a bad row."""
         config = self.config
         chosen, rejected = row.get(config.chosen_key), row.get(config.rejected_key)
         for key, value in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
@@ -64,38 +64,41 @@ class PairDataset(EncodedDataset):
                 raise PromptError(f"column {key!r} is missing or empty; the row has {columns}")
         prompt = row.get(config.prompt_key)
         if prompt is None and row.get("conversations") is not None:
-            prompt = [_sharegpt(turn) for turn in row["conversations"]]
+            prompt = [_as_message(turn) for turn in row["conversations"]]
         if prompt is None:
-            (prompt, better), (before, worse) = _dialogue(chosen), _dialogue(rejected)
-            if prompt != before:
+            prompt, chosen_text = _split_dialogue(chosen)
+            rejected_prompt, rejected_text = _split_dialogue(rejected)
+            if prompt != rejected_prompt:
                 raise PromptError("the two dialogues differ before their last turn")
         else:
-            better, worse = _response(chosen), _response(rejected)
+            chosen_text, rejected_text = _response(chosen), _response(rejected)
             prompt = prompt if isinstance(prompt, str) else as_messages(prompt)
         margin = row.get(config.margin_key)
         if margin is not None and (isinstance(margin, bool) or not _is_number(margin)):
             raise PromptError(f"column {config.margin_key!r} is a number, got {shown(margin)}")
-        return Pair(prompt, better, worse, float(margin or 0.0))
+        return Pair(prompt, chosen_text, rejected_text, float(margin or 0.0))
 
     def check(self, row: Row) -> None:
         refuse_hostile_text(row)
         pair = self.pair(row)
         refuse_unknown_roles(as_messages(pair.prompt))
         if not pair.chosen.strip() or not pair.rejected.strip():
-            raise Unlearnable("empty response", "a response of the pair is empty")
+            raise UntrainableRow("empty response", "a response of the pair is empty")
         if pair.chosen.strip() == pair.rejected.strip():
-            raise Unlearnable("tie", "the two responses of the pair are the same")
+            raise UntrainableRow("tie", "the two responses of the pair are the same")
         if self.config.drop_duplicates:
-            self._refuse_repeated(pair)
+            self._check_duplicate(pair)
 
-    def _refuse_repeated(self, pair: Pair) -> None:
-        earlier: set[tuple[str, str, str]] = self.__dict__.setdefault("_earlier", set())
+    def _check_duplicate(self, pair: Pair) -> None:
+        pairs_seen: set[tuple[str, str, str]] = self.__dict__.setdefault("_earlier", set())
         key = (str(pair.prompt), pair.chosen.strip(), pair.rejected.strip())
-        if key in earlier:
-            raise Unlearnable("duplicate", "an earlier row has the same pair")
-        if (key[0], key[2], key[1]) in earlier:
-            raise Unlearnable("contradiction", "an earlier row has the pair in the opposite order")
-        earlier.add(key)
+        if key in pairs_seen:
+            raise UntrainableRow("duplicate", "an earlier row has the same pair")
+        if (key[0], key[2], key[1]) in pairs_seen:
+            raise UntrainableRow(
+                "contradiction", "an earlier row has the pair in the opposite order"
+            )
+        pairs_seen.add(key)
 
     def encoded(self, row: Row) -> EncodedRow:
         pair = self.pair(row)
@@ -112,11 +115,11 @@ class PairDataset(EncodedDataset):
             tokenise(text, self.tokenizer, self.max_tokens) + end
             for text in (pair.chosen, pair.rejected)
         )
-        longest = max(len(chosen), len(rejected))
-        self.refuse_too_long(len(prompt) + longest)
-        prompt = prompt[max(0, len(prompt) + longest - self.max_length) :]
+        response_length = max(len(chosen), len(rejected))
+        self.refuse_too_long(len(prompt) + response_length)
+        prompt = prompt[max(0, len(prompt) + response_length - self.max_length) :]
         if not prompt or not chosen or not rejected:
-            raise Unlearnable(
+            raise UntrainableRow(
                 "too long", f"no prompt is left within data.max_length={self.max_length} tokens"
             )
         return {
@@ -132,13 +135,13 @@ def _response(value: Any) -> str:
     if isinstance(value, (list, tuple)) and value:
         value = value[-1]
     if isinstance(value, Mapping):
-        value = _sharegpt(value)["content"]
+        value = _as_message(value)["content"]
     if not isinstance(value, str):
         raise PromptError(f"a response is text or a message with text, got {shown(value)}")
     return value
 
 
-def _sharegpt(turn: object) -> Message:
+def _as_message(turn: object) -> Message:
     """Returns a message of {role, content} or {from, value}."""
     if not isinstance(turn, Mapping):
         raise PromptError(f"a turn is an object with role and content, got {shown(turn)}")
@@ -147,20 +150,20 @@ def _sharegpt(turn: object) -> Message:
     return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
 
 
-def _dialogue(value: Any) -> tuple[list[Message], str]:
-    """Splits a dialogue into the turns before the last and the text of the last, which is the response.
+def _split_dialogue(value: Any) -> tuple[list[Message], str]:
+    """Splits a dialogue into the turns before the response, and the response.
 
-    A dialogue is a list of messages, or text with "\\n\\nHuman:" and "\\n\\nAssistant:" before its turns.
+    A dialogue is a list of messages, or text with "\\n\\nHuman:" and "\\n\\nAssistant:".
     """
     if not isinstance(value, str):
-        messages = [_sharegpt(turn) for turn in as_messages(value)]
+        messages = [_as_message(turn) for turn in as_messages(value)]
     else:
-        before, *parts = _TURN.split(value)
+        intro, *parts = _TURN_START.split(value)
         pairs = zip(parts[::2], parts[1::2], strict=True)
-        messages = [{"role": _ROLES[who], "content": text.strip()} for who, text in pairs]
-        if before.strip() or not messages or messages[0]["role"] != "user":
+        messages = [{"role": _ROLES[speaker], "content": text.strip()} for speaker, text in pairs]
+        if intro.strip() or not messages or messages[0]["role"] != "user":
             raise PromptError(
-                f"there is no prompt, and the text is no dialogue that begins with Human: {shown(value)}"
+                f"without a prompt, the text must be a dialogue from Human: on, got {shown(value)}"
             )
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise PromptError("a dialogue without a prompt ends with the assistant's response")

@@ -38,43 +38,43 @@ class Recipe:
     builder: Builder | None
     """Builds rows from a source; None if the dataset is only generated."""
     summary: str
-    fixed: Settings = field(default_factory=dict)
-    """Builder arguments of this variant."""
+    preset: Settings = field(default_factory=dict)
+    """Builder arguments that the recipe sets."""
     generator: Builder | None = None
     """Generates rows if no source is given."""
     writes_examples: bool = False
     """Whether the first row of each split is also written as JSON."""
 
 
-def _rows(upstream: Upstream, make: MakeRow, summary: str, examples: bool = False) -> Recipe:
+def _row_recipe(upstream: Upstream, make: MakeRow, summary: str, examples: bool = False) -> Recipe:
     """Returns a recipe with one row per record."""
     return Recipe(lambda source: source.rows(upstream, make), summary, writes_examples=examples)
 
 
-def _gsm8k(kind: str, summary: str) -> Recipe:
-    return _rows(maths.GSM8K, partial(maths.gsm8k_row, kind=kind), summary)
+def _gsm8k_recipe(kind: str, summary: str) -> Recipe:
+    return _row_recipe(maths.GSM8K, partial(maths.gsm8k_row, kind=kind), summary)
 
 
-def _arithmetic(name: str, operations: str, what: str) -> Recipe:
-    fixed = {"name": name, "operations": tuple(operations)}
-    return Recipe(None, f"{what} up to 999 (generated)", fixed, arithmetic.tinyzero_splits)
+def _arithmetic_recipe(name: str, operations: str, what: str) -> Recipe:
+    preset = {"name": name, "operations": tuple(operations)}
+    return Recipe(None, f"{what} up to 999 (generated)", preset, arithmetic.tinyzero_splits)
 
 
 RECIPES: dict[str, Recipe] = {
-    "gsm8k": _gsm8k("plain", "grade-school maths"),
-    "gsm8k_multiturn_w_tool": _gsm8k("tool", "gsm8k with the calc_gsm8k_reward tool"),
-    "gsm8k_tool_agent_loop": _gsm8k("agent_loop", "the same, run by tool_agent"),
-    "gsm8k_multiturn_w_interaction": _gsm8k("interaction", "gsm8k with a simulated user"),
-    "gsm8k_multiturn_sft": _gsm8k("conversation", "gsm8k as conversations for SFT"),
-    "math": _rows(maths.MATH, maths.math_row, "competition maths", examples=True),
+    "gsm8k": _gsm8k_recipe("plain", "grade-school maths"),
+    "gsm8k_multiturn_w_tool": _gsm8k_recipe("tool", "gsm8k with the calc_gsm8k_reward tool"),
+    "gsm8k_tool_agent_loop": _gsm8k_recipe("agent_loop", "the same, run by tool_agent"),
+    "gsm8k_multiturn_w_interaction": _gsm8k_recipe("interaction", "gsm8k with a simulated user"),
+    "gsm8k_multiturn_sft": _gsm8k_recipe("conversation", "gsm8k as conversations for SFT"),
+    "math": _row_recipe(maths.MATH, maths.math_row, "competition maths", examples=True),
     "countdown": Recipe(
         countdown.splits,
         "make a target from numbers (generated, or upstream's)",
         generator=countdown.generated_splits,
     ),
-    "multiply": _arithmetic("multiply", "*", "products of numbers"),
-    "arithmetic": _arithmetic("arithmetic", "+-*", "sums, differences, products"),
-    "hellaswag": _rows(
+    "multiply": _arithmetic_recipe("multiply", "*", "products of numbers"),
+    "arithmetic": _arithmetic_recipe("arithmetic", "+-*", "sums, differences, products"),
+    "hellaswag": _row_recipe(
         preferences.HELLASWAG, preferences.hellaswag_row, "choose the ending of a text"
     ),
     "full_hh_rlhf": Recipe(preferences.hh_rlhf, "preferences as sft, rm and rl rows"),
@@ -99,10 +99,12 @@ RECIPES: dict[str, Recipe] = {
         name: Recipe(maths.benchmark, f"maths problems of {name}", {"name": name})
         for name in maths.BENCHMARKS
     },
-    "humaneval": _rows(programs.HUMANEVAL, programs.humaneval_row, "complete a function"),
+    "humaneval": _row_recipe(programs.HUMANEVAL, programs.humaneval_row, "complete a function"),
     "mbpp": Recipe(programs.mbpp_splits, "write a function"),
-    "leetcode": _rows(programs.LEETCODE, programs.leetcode_row, "contest problems with assertions"),
-    "taco": _rows(programs.TACO, programs.taco_row, "contest problems with input and output"),
+    "leetcode": _row_recipe(
+        programs.LEETCODE, programs.leetcode_row, "contest problems with assertions"
+    ),
+    "taco": _row_recipe(programs.TACO, programs.taco_row, "contest problems with input and output"),
 }
 
 ALIASES = {
@@ -132,8 +134,8 @@ def find_recipe(name: str) -> Recipe:
     recipe = RECIPES.get(ALIASES.get(name, name))
     if recipe is None:
         raise DataError(
-            f"no data set is called {name!r}.{proposal(name, [*RECIPES, *ALIASES])} `hone data prepare` "
-            f"lists all {len(RECIPES)}, such as gsm8k, math and countdown"
+            f"no data set is called {name!r}.{proposal(name, [*RECIPES, *ALIASES])} "
+            f"`hone data prepare` lists all {len(RECIPES)}, such as gsm8k, math and countdown"
         )
     return recipe
 
@@ -146,7 +148,7 @@ def prepare(
     hub: bool = False,
     **options: Any,
 ) -> Report:
-    """Builds a dataset and writes `<split>.parquet` files; without a source, it is generated if possible."""
+    """Builds a dataset from a source, or generates it, and writes `<split>.parquet` files."""
     recipe = find_recipe(name)
     if source_dir is not None and hub:
         raise DataError("give either a source folder or the hub, not both")
@@ -154,25 +156,25 @@ def prepare(
     builder = recipe.generator if is_generated else recipe.builder
     if builder is None:
         raise DataError("this data set is generated; leave out the source folder and the hub")
-    known = _options(recipe, builder)
-    if unknown := [key for key in options if key not in known]:
-        names = ", ".join(known) or "none"
+    option_names = _options(recipe, builder)
+    if unknown := [key for key in options if key not in option_names]:
+        names = ", ".join(option_names) or "none"
         raise DataError(f"{name} has no option {', '.join(unknown)}; it has {names}")
     for key, value in options.items():
         if key.endswith("_size") and value is not None and value < 1:
-            raise DataError(f"{name}: --{key} {value} is no number of rows; give 1 or more")
-    arguments = {**recipe.fixed, **options}
+            raise DataError(f"{name}: --{key} {value} must be 1 or more rows")
+    arguments = {**recipe.preset, **options}
     if not is_generated:
         arguments["source"] = Source(source_dir)
     splits = builder(**arguments)
-    return Report(name, _write(splits, Path(local_dir).expanduser(), recipe.writes_examples))
+    return Report(name, _write_splits(splits, Path(local_dir).expanduser(), recipe.writes_examples))
 
 
-def _write(splits: Splits, folder: Path, writes_examples: bool) -> dict[str, int]:
+def _write_splits(splits: Splits, folder: Path, writes_examples: bool) -> dict[str, int]:
     row_counts: dict[str, int] = {}
     for split, rows in splits.items():
         if not rows:
-            raise DataError(f"split {split!r} came out empty; nothing was written for it")
+            raise DataError(f"split {split!r} has no rows; nothing was written for it")
         path = folder / f"{split}.parquet"
         write_parquet(rows, path)
         row_counts[str(path)] = len(rows)
@@ -184,10 +186,10 @@ def _write(splits: Splits, folder: Path, writes_examples: bool) -> dict[str, int
 
 
 def _options(recipe: Recipe, builder: Builder) -> Mapping[str, inspect.Parameter]:
-    """Returns the builder's keyword arguments that the recipe does not fix."""
+    """Returns the builder's keyword arguments that the recipe does not set."""
     parameters = inspect.signature(builder).parameters.values()
-    free = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in recipe.fixed]
-    return {parameter.name: parameter for parameter in free}
+    keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return {p.name: p for p in keywords if p.name not in recipe.preset}
 
 
 def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentParser:
@@ -225,7 +227,7 @@ def prepare_from_arguments(
 
 
 def script(name: str, arguments: Sequence[str] | None = None) -> str:
-    """Returns the output of examples/data_preprocess/NAME.py; exits with the message of a data error."""
+    """Returns the output of examples/data_preprocess/NAME.py; exits on a DataError."""
     try:
         return str(prepare_from_arguments(name, arguments))
     except DataError as error:

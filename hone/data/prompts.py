@@ -25,23 +25,23 @@ Tools: TypeAlias = Sequence[Settings]
 """Tool schemas that a chat template shows to the model."""
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython", "observation")
-"""The roles of chat templates; any other role is treated as a misspelling."""
+"""The roles of chat templates; any other role is an error."""
 TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation"}
-"""Template options that affect tokenization; with them, the tokenizer itself returns the ids."""
+"""Template options that affect tokenization, so that the tokenizer itself returns the ids."""
 Rendered = str | list[int]
 """A rendered prompt: text, or ids if only the tokenizer can produce them."""
-BATCH = 64
+COUNT_BATCH = 64
 PROBE = "What is 6 × 7?\n<think> 42 </think>"
 FAR_CHARACTERS = 32
-"""Characters per allowed token beyond which a text is tokenised in parts."""
+"""Characters per allowed token beyond which the start of a text is tokenised first."""
 
 
 class PromptError(ValueError):
-    """Raised for a prompt that cannot be rendered, with the reason and a remedy."""
+    """Raised for a prompt that cannot be rendered."""
 
 
 class PromptTooLong(PromptError):
-    """Raised for a text far beyond the limit, before all of it is tokenised."""
+    """Raised for a text far longer than the limit, before all of it is tokenised."""
 
     reason = "too long"
 
@@ -97,7 +97,7 @@ def refuse_unknown_roles(messages: Sequence[Message]) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Removes the null entries that parquet adds, which a template must not see."""
+    """Removes the null entries that parquet adds to objects."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -113,7 +113,7 @@ def render_prompt(
     template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Returns the token ids of a prompt; raises PromptTooLong if it is far longer than `max_tokens`."""
+    """Returns the token ids of a prompt; raises PromptTooLong far beyond `max_tokens`."""
     text = prompt_text(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
     return tokenise(text, tokenizer, max_tokens) if isinstance(text, str) else text
 
@@ -121,18 +121,18 @@ def render_prompt(
 def initialize_system_prompt(
     tokenizer: Tokenizer, **apply_chat_template_kwargs: JsonValue
 ) -> list[int]:
-    """Returns the tokens that the chat template writes before the first turn; the name is verl's."""
+    """Returns the token ids of the template's own system prompt; the name is verl's."""
     return extract_system_prompt_and_generation(tokenizer, **apply_chat_template_kwargs)[0]
 
 
 def extract_system_prompt_and_generation(
     tokenizer: Tokenizer, **apply_chat_template_kwargs: JsonValue
 ) -> tuple[list[int], list[int]]:
-    """Returns the tokens before the first turn, and those that open a response; the name is verl's."""
+    """Returns the ids of the system prompt and of the generation prompt; the name is verl's."""
     turn = {"role": "user", "content": ""}
 
-    def render(count: int, opens: bool) -> list[int]:
-        options = {**apply_chat_template_kwargs, "add_generation_prompt": opens}
+    def render(count: int, add_generation_prompt: bool) -> list[int]:
+        options = {**apply_chat_template_kwargs, "add_generation_prompt": add_generation_prompt}
         return render_prompt([turn] * count, tokenizer, template_kwargs=options)
 
     one, two = render(1, False), render(2, False)
@@ -148,9 +148,8 @@ def prompt_text(
 ) -> str | list[int]:
     """Returns the text of a prompt, or its ids if only the tokenizer can produce them.
 
-    `chat` renders the chat template with the generation prompt. Without a template, a plain string is
-    returned unchanged, because a single user turn needs no markup.
-    `raw` returns pre-rendered text (a string, or one message's content) without special tokens.
+    `chat` renders the chat template with the generation prompt; without a template, it returns a
+    plain string unchanged. `raw` returns a pre-rendered string, or the content of one message.
     """
     if prompt_format == "raw":
         return raw_text(raw_prompt)
@@ -172,7 +171,7 @@ def prompt_text(
         for part in message["content"] if isinstance(message["content"], list) else ():
             if part.get("type", "text") != "text":  # the template would drop an image
                 raise PromptError(
-                    f"message {number} has a part of type {shown(part['type'])}; only text is read here"
+                    f"message {number} has a part of type {shown(part['type'])}; give text only"
                 )
     if options.get("continue_final_message"):
         options["add_generation_prompt"] = False
@@ -204,7 +203,7 @@ def raw_text(raw_prompt: Prompt) -> str:
 
 
 def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> list[int]:
-    """Returns the token ids of a text without special tokens; raises PromptTooLong like `render_prompt`."""
+    """Returns the token ids of a text, without added special tokens; see `render_prompt`."""
     if flaw := flaw_of(text, allow_nul=True):
         raise PromptError(f"the text of the row {flaw}")
     length = FAR_CHARACTERS * ((max_tokens or 0) + 64)
@@ -220,12 +219,12 @@ def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> 
 
 
 def is_far_too_long(text: str, max_tokens: int) -> bool:
-    """Whether a text is so long that its beginning is tokenised first."""
+    """Returns whether the start of a text should be tokenised first, to check its length."""
     return len(text) > FAR_CHARACTERS * (max_tokens + 64)
 
 
 def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
-    """Truncates to `max_length` ids: `left` drops the start, `right` the end, `middle` the middle."""
+    """Truncates to `max_length` ids; `truncation` is what is dropped: left, right or middle."""
     heads = {"left": 0, "right": max_length, "middle": max_length // 2, "error": 0}
     if truncation not in heads:
         raise PromptError(
@@ -245,46 +244,46 @@ def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
 def token_counts(
     prompts: Iterable[Callable[[], Rendered]], tokenizer: Tokenizer, max_tokens: int | None = None
 ) -> Iterator[int | PromptError]:
-    """Yields for each prompt, in order, its number of tokens or the error that prevents its rendering.
+    """Yields the number of tokens of each prompt, or its rendering error.
 
-    Prompts are rendered in this thread and tokenised in batches by a thread pool, because tokenizers
-    release the GIL.
+    Prompts are rendered in this thread and tokenised in batches by a thread pool, because
+    tokenizers release the GIL.
     """
-    probe_tokens = len(tokenise(PROBE, tokenizer))  # the first use sets the tokenizer's options
+    probe_tokens = len(tokenise(PROBE, tokenizer))  # the first call sets the tokenizer's options
     backend = getattr(tokenizer, "backend_tokenizer", None)
 
     def count_texts(texts: Sequence[str]) -> list[int]:
         assert backend is not None
         return [len(ids) for ids in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    # If a tokenizer does more than its backend, its own `encode` is called for each text.
-    in_batches = backend is not None and count_texts([PROBE]) == [probe_tokens]
+    # A tokenizer that does more than its backend must encode each text itself.
+    can_batch = backend is not None and count_texts([PROBE]) == [probe_tokens]
 
-    def start(render: Callable[[], Rendered]) -> str | int | PromptError:
+    def render_one(render: Callable[[], Rendered]) -> str | int | PromptError:
         """Returns the token count of a prompt, or its text if it can be counted in a batch."""
         try:
             text = render()
             if isinstance(text, list):
                 return len(text)
             is_long = max_tokens is not None and is_far_too_long(text, max_tokens)
-            if in_batches and not is_long and flaw_of(text, allow_nul=True) is None:
+            if can_batch and not is_long and flaw_of(text, allow_nul=True) is None:
                 return text
             return len(tokenise(text, tokenizer, max_tokens))
         except PromptError as error:
             return error
 
-    def finish(batch: Sequence[str | int | PromptError]) -> list[int | PromptError]:
+    def count_batch(batch: Sequence[str | int | PromptError]) -> list[int | PromptError]:
         texts = [item for item in batch if isinstance(item, str)]
         counts = iter(count_texts(texts) if texts else ())
         return [next(counts) if isinstance(item, str) else item for item in batch]
 
-    rest = map(start, prompts)
-    running: deque[Future[list[int | PromptError]]] = deque()
-    threads = usable_cores()
-    with ThreadPoolExecutor(threads, thread_name_prefix="count tokens") as pool:
-        while batch := list(islice(rest, BATCH)):
-            running.append(pool.submit(finish, batch))
-            if len(running) > 2 * threads:
-                yield from running.popleft().result()
-        while running:
-            yield from running.popleft().result()
+    rendered_prompts = map(render_one, prompts)
+    futures: deque[Future[list[int | PromptError]]] = deque()
+    num_threads = usable_cores()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="count tokens") as pool:
+        while batch := list(islice(rendered_prompts, COUNT_BATCH)):
+            futures.append(pool.submit(count_batch, batch))
+            if len(futures) > 2 * num_threads:
+                yield from futures.popleft().result()
+        while futures:
+            yield from futures.popleft().result()

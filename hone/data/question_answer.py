@@ -1,4 +1,4 @@
-"""PURE's layout of rows, {question, answer, data_source?}, in the schema of verl."""
+"""Converts rows of PURE, {question, answer, data_source?}, to verl's schema."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from hone.data.rows import DataError, FileRows, RowStore
 from hone.types import Row
 
 PROMPT_KEY = "question"
-"""The `data.prompt_key` with which files are read in this layout."""
+"""The `data.prompt_key` of files in this layout."""
 INSTRUCTION = (
     'Please reason step by step, separate the steps with "\\n\\n", and put the final answer within '
     "\\boxed{}."
 )
 SOURCE = "numina_olympiads"
-"""Data source of rows without one, which PRIME's rule for mathematics scores, as in PURE."""
+"""Data source of rows without one, as in PURE."""
 
 
-def in_verls_schema(store: RowStore, prompt_key: str) -> RowStore:
-    """Returns the rows with a ground truth and an instruction; files with `reward_model` stay as they are."""
+def to_verl_schema(store: RowStore, prompt_key: str) -> RowStore:
+    """Adds ground truths and an instruction to files without `reward_model`."""
     if prompt_key != PROMPT_KEY:
         return store
-    return RowStore([_converted(file) for file in store.files])
+    return RowStore([_convert_file(file) for file in store.files])
 
 
-def _converted(file: FileRows) -> FileRows:
+def _convert_file(file: FileRows) -> FileRows:
     first = file[0]
     if "answer" not in first or "reward_model" in first:
         return file

@@ -1,4 +1,4 @@
-"""Converts verl's forms of settings and in-memory rows for `RLHFDataset`; holds verl's `collate_fn`."""
+"""Converts configs and in-memory rows for `RLHFDataset`; verl's `collate_fn`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def settings_of(config: DataConfig | Settings) -> DataConfig:
-    """Converts a config in verl's form, which may hold only some keys, to a DataConfig."""
+    """Converts a mapping with some of the keys to a DataConfig."""
     if isinstance(config, DataConfig):
         return config
     names = {field.name for field in dataclasses.fields(DataConfig)}
@@ -24,7 +24,7 @@ def settings_of(config: DataConfig | Settings) -> DataConfig:
 
 
 def rows_of(data: Dataset) -> list[Row] | None:
-    """Returns the rows of a list, Arrow table, Hugging Face dataset or DataFrame; None for other datasets."""
+    """Returns the rows of a list, Arrow table, Hugging Face dataset or DataFrame, else None."""
     if isinstance(data, (list, tuple)):
         return list(data)
     for method in ("to_pylist", "to_list"):
@@ -36,7 +36,7 @@ def rows_of(data: Dataset) -> list[Row] | None:
 
 
 def collate_tensors(data_list: Sequence[Row]) -> Row:
-    """Collates a batch into object arrays and stacks tensor columns; same as verl's `collate_fn`."""
+    """verl's `collate_fn`: object arrays, and tensor columns stacked."""
     import torch
 
     from hone.data.loader import collate_fn

@@ -34,20 +34,20 @@ TRAINING_KEYS = "data.train_files and data.val_files"
 
 
 class DataError(ValueError, AssertionError):
-    """Raised for an unusable data file, row or state; an AssertionError because verl code catches that."""
+    """Raised for a bad data file, row or state; code written for verl catches AssertionError."""
 
 
 class SettingError(DataError):
-    """Raised for an unusable file named in the config; `path` is the value of its key."""
+    """Raised for an unusable file of the config; `path` is the value of its key."""
 
-    def __init__(self, sentence: str, path: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
         self.path = path
 
 
 @dataclass
 class BadRows:
-    """The policy for bad rows (`raise` or `skip`) and the bad rows so far."""
+    """The policy for bad rows (`raise` or `skip`), and the bad rows so far."""
 
     policy: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -80,7 +80,7 @@ class BadRows:
 
 @dataclass(frozen=True)
 class FileRows:
-    """The usable rows of one file; rows of an Arrow table become Python objects when they are read."""
+    """The usable rows of one file; rows of an Arrow table are converted when they are read."""
 
     path: str
     source: pa.Table | list[Row]
@@ -125,7 +125,7 @@ def expand_files(files: Files, keys: str = TRAINING_KEYS) -> list[str]:
     paths: list[str] = []
     for name in names:
         if isinstance(name, Mapping):
-            raise DataError(f"rows and files are mixed in {keys}; give the ones or the others")
+            raise DataError(f"rows and files are mixed in {keys}; give only rows or only files")
         path = os.path.expanduser(os.path.expandvars(os.fspath(name)))
         is_pattern = glob.has_magic(path) and not os.path.exists(path)
         try:
@@ -144,7 +144,7 @@ def expand_files(files: Files, keys: str = TRAINING_KEYS) -> list[str]:
 
 
 def file_fingerprint(path: str) -> str:
-    """Hashes the file's bytes, so that the same data has the same name on every machine."""
+    """Returns a hash of the file's bytes, which is the same on every machine."""
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -153,7 +153,7 @@ def file_fingerprint(path: str) -> str:
 
 
 def positions_fingerprint(store: RowStore, positions: Sequence[int]) -> str:
-    """Hashes the file contents and the positions in use."""
+    """Returns a hash of the file contents and the positions in use."""
     content = store.fingerprint.encode() + array("q", positions).tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -161,7 +161,7 @@ def positions_fingerprint(store: RowStore, positions: Sequence[int]) -> str:
 def sample_positions(
     positions: list[int], count: int, *, shuffle: bool, seed: int | None
 ) -> list[int]:
-    """Returns `count` positions in order, random ones with `shuffle`; all if `count` is not positive."""
+    """Returns `count` positions in order, sampled with `shuffle`; all of them if count <= 0."""
     if not 0 < count < len(positions):
         return positions
     if not shuffle:
@@ -169,19 +169,19 @@ def sample_positions(
     return sorted(random.Random(f"max_samples:{seed}").sample(positions, count))
 
 
-def _parse_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
+def _parse_json_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
     try:
         row = read_json(line)
     except BadText as error:
         flaw = flaw_of(line)
         return None, ("hostile text", flaw) if flaw else ("not json", f"not JSON: {error}")
-    # Only an escape or an undecodable byte (`surrogateescape`) can make the text invalid.
+    # Only an escape or a byte that is not UTF-8 (`surrogateescape`) can make the text invalid.
     if not line.isascii() or "\\u" in line:
-        return _check_text(row)
+        return _with_text_flaw(row)
     return row, None
 
 
-def _check_text(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | None]:
+def _with_text_flaw(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | None]:
     flaw = flaw_of(row, allow_nul=True)
     return row, ("hostile text", flaw) if flaw else None
 
@@ -196,10 +196,10 @@ def _read_json(path: str, bad: BadRows) -> FileRows:
         is_document = path.removesuffix(".gz").endswith(".json")
         text = file.read() if is_document else ""
         if text.lstrip().startswith("["):
-            values = map(_check_text, read_json(text))
+            values = map(_with_text_flaw, read_json(text))
         else:  # a string may contain U+2028, so only "\n" ends a line
             lines = text.split("\n") if is_document else file
-            values = map(_parse_line, (line for line in lines if line.strip()))
+            values = map(_parse_json_line, (line for line in lines if line.strip()))
         for number, (row, flaw) in enumerate(values):
             if flaw is None and not isinstance(row, dict):
                 flaw = "not an object", f"a {type(row).__name__}, not an object of columns"
@@ -212,13 +212,13 @@ def _read_json(path: str, bad: BadRows) -> FileRows:
 
 
 def _read_parquet(path: str, bad: BadRows) -> FileRows:
-    """Reads the rows that Python can represent: UTF-8 text, and times within its range."""
+    """Reads a parquet file; text that is not UTF-8 and times out of range make a row bad."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     # partitioning=None: a folder called `split=train` must not become a column.
     table = pq.read_table(path, partitioning=None)
-    if not any(_contains(kind, pa.types.is_temporal) for kind in table.schema.types):
+    if not any(_has_type(kind, pa.types.is_temporal) for kind in table.schema.types):
         try:
             table.validate(full=True)
             return FileRows(path, table, range(table.num_rows))
@@ -235,9 +235,9 @@ def _read_parquet(path: str, bad: BadRows) -> FileRows:
     return FileRows(path, table.take(numbers), numbers)
 
 
-def _contains(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
-    """Whether a type or one of its nested types passes the test."""
-    return test(kind) or any(_contains(kind.field(i).type, test) for i in range(kind.num_fields))
+def _has_type(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
+    """Returns whether a type or one of its nested types passes the test."""
+    return test(kind) or any(_has_type(kind.field(i).type, test) for i in range(kind.num_fields))
 
 
 def read_file(
@@ -250,8 +250,8 @@ def read_file(
     if not path.endswith(SUFFIXES):
         raise DataError(f"{path}: unknown kind of data file; use one of {', '.join(SUFFIXES)}")
     if not os.path.isfile(path):
-        what = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
-        raise DataError(f"data file {path} {what}; check {keys}")
+        reason = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
+        raise DataError(f"data file {path} {reason}; check {keys}")
     bad_before = bad.total
     read = _read_parquet if path.endswith(".parquet") else _read_json
     try:
@@ -273,11 +273,13 @@ class RowStore:
         self.files = list(files)
         self._starts = [0, *accumulate(map(len, self.files))]
         self._names: list[str] = []
-        copies: Counter[str] = Counter()
-        for file in self.files:  # a file listed twice gets two names, so that uids are unique
-            copy = copies[file.fingerprint]
-            copies[file.fingerprint] += 1
-            self._names.append(f"{file.fingerprint}#{copy}" if copy else file.fingerprint)
+        num_copies: Counter[str] = Counter()
+        for file in self.files:  # a file that is listed twice gets two names, for unique uids
+            copy_number = num_copies[file.fingerprint]
+            num_copies[file.fingerprint] += 1
+            self._names.append(
+                f"{file.fingerprint}#{copy_number}" if copy_number else file.fingerprint
+            )
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -313,7 +315,7 @@ class RowStore:
 
 
 def read_rows(files: Files, bad: BadRows, keys: str = TRAINING_KEYS) -> RowStore:
-    """Reads the rows of all files, or takes the given rows; `keys` are the config keys of the files."""
+    """Reads the rows of all files, or of a list of rows; `keys` are the files' config keys."""
     if not isinstance(files, (str, os.PathLike)):
         rows = [dict(row) for row in files if isinstance(row, Mapping)]
         if rows and len(rows) == len(files):
@@ -339,7 +341,7 @@ def as_table(rows: Sequence[Row]) -> pa.Table:
         values = [row.get(name) for row in rows]
         try:
             column = pa.array(values)
-            if _contains(
+            if _has_type(
                 column.type, lambda kind: pa.types.is_struct(kind) and not kind.num_fields
             ):
                 column = pa.array([_without_empty_structs(value) for value in values])
@@ -353,15 +355,15 @@ def as_table(rows: Sequence[Row]) -> pa.Table:
 
 def _without_empty_structs(value: JsonValue) -> JsonValue:
     if isinstance(value, dict):
-        return {name: _without_empty_structs(inner) for name, inner in value.items()} or None
+        return {name: _without_empty_structs(item) for name, item in value.items()} or None
     if isinstance(value, list):
-        return [_without_empty_structs(inner) for inner in value]
+        return [_without_empty_structs(item) for item in value]
     return value
 
 
 @contextmanager
 def write_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary path that is renamed to `path`, so that a reader never sees a partial file."""
+    """Yields a temporary path and renames it to `path`: readers never see a partial file."""
     target = Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")

@@ -38,9 +38,8 @@ class Shuffled:
 class Mixture:
     """Draws rows from several datasets in given proportions.
 
-    Each draw takes the dataset that is furthest behind its share, so any k consecutive draws contain
-    weight·k rows of each, within one row. Each row of a dataset is drawn once before any is repeated;
-    an exhausted dataset starts over with a new permutation.
+    Each draw takes the dataset that is furthest behind its share. Each row of a dataset is drawn
+    once before any is repeated; an exhausted dataset starts over with a new permutation.
     """
 
     def __init__(
@@ -53,11 +52,13 @@ class Mixture:
     ) -> None:
         if len(groups) != len(weights):
             raise DataError(
-                f"data.dataset_weights has {len(weights)} numbers for {len(groups)} data files; give"
-                " one weight per file of data.train_files"
+                f"data.dataset_weights has {len(weights)} numbers for {len(groups)} data files;"
+                " give one weight per file of data.train_files"
             )
         if any(weight < 0 for weight in weights) or sum(weights) <= 0:
-            raise DataError(f"data.dataset_weights={list(weights)}: not negative, and not all zero")
+            raise DataError(
+                f"data.dataset_weights={list(weights)} has a negative or no positive value"
+            )
         for number, (group, weight) in enumerate(zip(groups, weights, strict=True)):
             if weight > 0 and not group:
                 raise DataError(
@@ -82,7 +83,7 @@ class Mixture:
         return (next(sources[number]) for number in order)
 
     def _rows_from(self, number: int, start: int) -> Iterator[int]:
-        """Yields the rows of one dataset, pass after pass, from the run's `start`-th draw on."""
+        """Yields the rows of one dataset endlessly, from its `start`-th draw in the run on."""
         pass_number, offset = divmod(start, max(len(self.groups[number]), 1))
         while True:
             group = self.groups[number]
@@ -93,7 +94,7 @@ class Mixture:
 
 
 def permutation(values: Sequence[int], seed: str) -> list[int]:
-    """Returns a shuffled copy; `random.Random` with a string seed is stable across Python versions."""
+    """Returns a shuffled copy; a string seed is stable across Python versions."""
     copy = list(values)
     random.Random(seed).shuffle(copy)
     return copy
@@ -116,12 +117,12 @@ Sampler: TypeAlias = Ordered | Shuffled | Mixture | UserSampler
 
 
 class AbstractSampler(ABC):
-    """Base class of a user's sampler (data.sampler.class_path, class_name); one `iter` pass is one epoch.
+    """Base class of a user's sampler (data.sampler.class_path); one `iter` is one epoch.
 
-    A sampler can resume exactly in two ways. If its passes are determined by its initial state (a seed;
-    `set_epoch(n)`, if defined, is called before each pass), the loader replays them. Otherwise define
-    `state_dict()`, which returns plain values, and `load_state_dict(state)`, after which the next `iter`
-    yields the rest of the epoch. A sampler whose `update` changes its order needs the second way.
+    On resume, the loader replays a sampler without state; `set_epoch(n)`, if defined, is called
+    before each epoch. A sampler whose order depends on `update` must define `state_dict()`, which
+    returns plain values, and `load_state_dict(state)`, after which `iter` yields the rest
+    of the epoch.
     """
 
     def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
@@ -136,8 +137,8 @@ class AbstractSampler(ABC):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that is updated with each finished batch; column `dataset_index` holds its row indices."""
+    """A sampler that is updated with each finished batch; `dataset_index` has its row indices."""
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:
-        """Reads scores, advantages or other columns of a finished batch."""
+        """Updates the sampler with the columns of a finished batch."""

@@ -13,12 +13,12 @@ NAMES = ("data_source", "agent_name")
 ARGUMENTS = ("tools_kwargs", "interaction_kwargs", "tool_config")
 OBJECTS = ("reward_model", "extra_info", *ARGUMENTS)
 COLUMNS = (*NAMES, *OBJECTS)
-"""The columns besides the prompt that the check reads."""
+"""The columns that are checked besides the prompt."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a row: the reason under which it is counted, and the message for this row."""
+    """A problem of a row; `reason` is the same for similar problems, to count them."""
 
     reason: str
     message: str
@@ -28,7 +28,7 @@ class Problem:
 
 
 def kind_of(value: JsonValue) -> str:
-    """Returns the JSON kind of a value; rows may differ in number types, but not in kind."""
+    """Returns the JSON type of a value."""
     kinds = ((bool, "boolean"), ((int, float), "number"), (str, "text"), (Mapping, "object"))
     if value is None:
         return "null"
@@ -87,7 +87,7 @@ class SchemaCheck:
 
 
 def text_problem(row: Row, plain: Collection[str]) -> Problem | None:
-    """Returns a problem for invalid Unicode, for deep nesting, and for NUL in the `plain` columns."""
+    """Returns a problem for invalid Unicode, deep nesting, or NUL in the `plain` columns."""
     for name, value in row.items():
         if flaw := flaw_of(value, allow_nul=name not in plain):
             return Problem("hostile text", f"column {clean_text(str(name))!r} {flaw}")
@@ -95,19 +95,19 @@ def text_problem(row: Row, plain: Collection[str]) -> Problem | None:
 
 
 def _type_problems(row: Row) -> Iterator[Problem]:
-    for names, kind, phrase in (
+    for names, kind, expected in (
         (OBJECTS, "object", "an object of fields"),
         (NAMES, "text", "text"),
     ):
         for name in names:
             if (actual := kind_of(row.get(name))) not in (kind, "null"):
-                yield Problem("wrong type", f"column {name!r} is {phrase}, got {actual}")
-    for place, fields in (("", row), ("extra_info.", row.get("extra_info") or {})):
+                yield Problem("wrong type", f"column {name!r} is {expected}, got {actual}")
+    for prefix, fields in (("", row), ("extra_info.", row.get("extra_info") or {})):
         for name in ARGUMENTS:
             arguments = fields.get(name)
-            values = {f"{place}{name}": arguments}
+            values = {f"{prefix}{name}": arguments}
             if name == "tools_kwargs" and isinstance(arguments, Mapping):
-                values |= {f"{place}{name}.{tool}": inner for tool, inner in arguments.items()}
+                values |= {f"{prefix}{name}.{tool}": kwargs for tool, kwargs in arguments.items()}
             for where, value in values.items():
                 if (actual := kind_of(value)) not in ("object", "null"):
                     yield Problem("wrong type", f"{where} is an object of arguments, got {actual}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from hone.config.sft import SFTDataConfig
 from hone.data.conversation import Encoded, encode_conversation
-from hone.data.encoded import EncodedDataset, EncodedRow, Unlearnable, refuse_hostile_text
+from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, refuse_hostile_text
 from hone.data.prompts import (
     Prompt,
     PromptError,
@@ -32,7 +32,7 @@ def encode_single_turn(
     template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
 ) -> Encoded:
-    """Encodes the prompt as rollout renders it, then the response and the end token as targets."""
+    """Encodes the prompt as in rollout, then the response and the end token as targets."""
     prompt_ids = render_prompt(
         prompt, tokenizer, prompt_format, template_kwargs=template_kwargs, max_tokens=max_tokens
     )
@@ -43,7 +43,7 @@ def encode_single_turn(
 
 
 class SFTDataset(EncodedDataset):
-    """Single-turn rows: `prompt_key` and `response_key` name text columns or objects that contain the text.
+    """Single-turn rows; columns `prompt_key` and `response_key` are text or objects with the text.
 
     `dataset[i]` is {"input_ids", "loss_mask"}, two lists of equal length, truncated to max_length.
     """
@@ -52,7 +52,7 @@ class SFTDataset(EncodedDataset):
 
     def encode(self, row: Row) -> Encoded:
         """Returns token ids and mask of one row before truncation."""
-        prompt, response = self._texts(row)
+        prompt, response = self._prompt_and_response(row)
         return encode_single_turn(
             prompt,
             response,
@@ -65,13 +65,13 @@ class SFTDataset(EncodedDataset):
     def check(self, row: Row) -> None:
         """Raises PromptError if the row does not match the schema."""
         refuse_hostile_text(row, self.config.prompt_key, self.config.response_key)
-        prompt, response = self._texts(row)
+        prompt, response = self._prompt_and_response(row)
         refuse_unknown_roles(as_messages(prompt))
         if not isinstance(response, str):
             kind = type(response).__name__
             raise PromptError(f"column {self.config.response_key!r} is text, got {kind}")
 
-    def _texts(self, row: Row) -> tuple[Any, Any]:
+    def _prompt_and_response(self, row: Row) -> tuple[Any, Any]:
         config = self.config
         return (
             look_up(row, config.prompt_key, config.prompt_dict_keys, "data.prompt_key"),
@@ -81,10 +81,10 @@ class SFTDataset(EncodedDataset):
     def encoded(self, row: Row) -> EncodedRow:
         ids, mask = self.encode(row)
         self.refuse_too_long(len(ids))
-        length, how = self.max_length, self.truncation
-        ids, mask = truncate(ids, length, how), truncate(mask, length, how)
-        if 1 not in mask[1:]:  # the first token cannot be predicted: no token precedes it
-            raise Unlearnable(
+        length, side = self.max_length, self.truncation
+        ids, mask = truncate(ids, length, side), truncate(mask, length, side)
+        if 1 not in mask[1:]:  # the first token is never a target
+            raise UntrainableRow(
                 "nothing to learn",
                 f"nothing to learn is left within data.max_length={length} tokens",
             )
@@ -92,7 +92,7 @@ class SFTDataset(EncodedDataset):
 
 
 class MultiTurnSFTDataset(SFTDataset):
-    """Conversations in `messages_key`, with optional columns `tools_key` and `enable_thinking_key`."""
+    """Conversations in `messages_key`; `tools_key` and `enable_thinking_key` are optional."""
 
     def encode(self, row: Row) -> Encoded:
         keys = self.config.multiturn
@@ -143,15 +143,16 @@ def look_up(row: Row, key: str, dict_keys: Sequence[str] | None, setting: str) -
     """Returns column `key`, or a nested field of it; `setting` is the config key of the column."""
     if row.get(key) is None:
         raise PromptError(
-            f"column {key!r} ({setting}) is missing or empty; the row has {', '.join(map(str, row))}"
+            f"column {key!r} ({setting}) is missing or empty; the row has "
+            f"{', '.join(map(str, row))}"
         )
     value = row[key]
     for name in dict_keys or ():
         if not isinstance(value, Mapping) or value.get(name) is None:
-            inside = ", ".join(map(str, value)) if isinstance(value, Mapping) else shown(value)
+            fields = ", ".join(map(str, value)) if isinstance(value, Mapping) else shown(value)
             raise PromptError(
-                f"column {key!r} has no {name!r} ({setting.removesuffix('_key')}_dict_keys); it has "
-                f"{inside}"
+                f"column {key!r} has no {name!r} ({setting.removesuffix('_key')}_dict_keys); it "
+                f"has {fields}"
             )
         value = value[name]
     return value

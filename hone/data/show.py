@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
-from hone.data.check import MESSAGES, Kind, kind_of_file
+from hone.data.check import MESSAGES, FileKind, kind_of_file
 from hone.data.prompts import Prompt, PromptError, Tools, as_messages, render_prompt
 from hone.data.rows import BadRows, DataError, read_file
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
@@ -18,7 +18,7 @@ from hone.text import shown
 from hone.tokenizer import Tokenizer
 from hone.types import JsonValue, Row
 
-_SHORT = 300
+_MAX_CHARS = 300
 """Maximum characters of a column that is neither the prompt nor a target."""
 
 
@@ -30,9 +30,9 @@ def row_numbers(text: str, count: int) -> list[int]:
         if match is None:
             raise DataError(f"--rows {text}: write numbers and ranges, as in 0,3-5")
         numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
-    extra = [number for number in numbers if number >= count]
-    if extra:
-        raise DataError(f"--rows {text}: the file has rows 0 to {count - 1}, so none {extra[0]}")
+    missing = [number for number in numbers if number >= count]
+    if missing:
+        raise DataError(f"--rows {text}: the file has rows 0 to {count - 1}, so none {missing[0]}")
     return numbers
 
 
@@ -53,15 +53,16 @@ def show_file(
     for number in numbers:
         row = file[number]
         try:
-            lines = [*(_supervised if kind.supervised else _prompt)(row, kind, tokenizer, tools)]
+            format_row = _supervised_lines if kind.supervised else _prompt_lines
+            lines = [*format_row(row, kind, tokenizer, tools)]
         except PromptError as error:
             lines = [f"cannot be shown: {error}"]
         blocks.append("\n".join([f"== {file.where(number)}", *lines]))
     return "\n\n".join(blocks)
 
 
-def _prompt(
-    row: Row, kind: Kind, tokenizer: Tokenizer | None, tools: Tools | None
+def _prompt_lines(
+    row: Row, kind: FileKind, tokenizer: Tokenizer | None, tools: Tools | None
 ) -> Iterator[str]:
     settings = kind.settings
     key = settings.prompt_key
@@ -70,28 +71,28 @@ def _prompt(
             f"column {key!r} (--prompt-key) is missing; the row has {', '.join(map(str, row))}"
         )
     if tokenizer is None:
-        yield from _messages(row[key])
+        yield from _message_lines(row[key])
     else:
         options = settings.apply_chat_template_kwargs
         ids = render_prompt(row[key], tokenizer, settings.prompt_format, tools, options)
         limit = settings.max_prompt_length
-        more = f", more than the {limit:,} that fit" if len(ids) > limit else ""
-        yield f"prompt, {len(ids):,} tokens{more}:"
-        yield _indented(tokenizer.decode(ids, skip_special_tokens=False))
+        excess = f", more than the {limit:,} that fit" if len(ids) > limit else ""
+        yield f"prompt, {len(ids):,} tokens{excess}:"
+        yield _indent(tokenizer.decode(ids, skip_special_tokens=False))
     reward = row.get("reward_model") or {}
     if isinstance(reward, Mapping):
-        yield f"ground truth: {shown_value(reward.get('ground_truth'))}"
-    yield from _others(row, key, "reward_model")
+        yield f"ground truth: {format_value(reward.get('ground_truth'))}"
+    yield from _other_columns(row, key, "reward_model")
 
 
-def _supervised(
-    row: Row, kind: Kind, tokenizer: Tokenizer | None, tools: Tools | None
+def _supervised_lines(
+    row: Row, kind: FileKind, tokenizer: Tokenizer | None, tools: Tools | None
 ) -> Iterator[str]:
     """Yields the prompt tokens and each answer, which is the target."""
     key, response = kind.settings.prompt_key, kind.response_key
     if tokenizer is None or (key != MESSAGES and response is None):
-        yield from _messages(row[key])
-        yield from _others(row, key)
+        yield from _message_lines(row[key])
+        yield from _other_columns(row, key)
         return
     config = replace(SFTDataConfig(), prompt_key=key, max_length=1 << 20)
     if response is not None:
@@ -104,29 +105,29 @@ def _supervised(
     while start < len(ids):
         end = next((i for i in range(start, len(ids)) if mask[i] != mask[start]), len(ids))
         text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
-        yield _indented(text, "learnt | " if mask[start] else "       | ")
+        yield _indent(text, "learnt | " if mask[start] else "       | ")
         start = end
-    yield from _others(row, key, response)
+    yield from _other_columns(row, key, response)
 
 
-def _others(row: Row, *shown_columns: str | None) -> Iterator[str]:
+def _other_columns(row: Row, *shown_columns: str | None) -> Iterator[str]:
     for name, value in row.items():
         if name not in shown_columns and value is not None:
-            yield f"{name}: {shown_value(value)}"
+            yield f"{name}: {format_value(value)}"
 
 
-def _messages(prompt: Prompt) -> Iterator[str]:
+def _message_lines(prompt: Prompt) -> Iterator[str]:
     for message in as_messages(prompt):
         content = message["content"]
         yield f"{message['role']}:"
-        yield _indented(content if isinstance(content, str) else shown_value(content))
+        yield _indent(content if isinstance(content, str) else format_value(content))
 
 
-def _indented(text: str, margin: str = "  | ") -> str:
+def _indent(text: str, margin: str = "  | ") -> str:
     return "\n".join(f"{margin}{line}" for line in text.split("\n"))
 
 
-def shown_value(value: JsonValue) -> str:
+def format_value(value: JsonValue) -> str:
     """Formats a value on one line: text unchanged, anything else as JSON, both shortened."""
     if isinstance(value, str):
         text = value.replace("\n", "\\n")
@@ -135,4 +136,4 @@ def shown_value(value: JsonValue) -> str:
             text = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError):
             text = shown(value)
-    return text if len(text) <= _SHORT else f"{text[:_SHORT]}… ({len(text):,} characters)"
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}… ({len(text):,} characters)"

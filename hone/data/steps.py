@@ -1,8 +1,7 @@
 """Solutions with a label per step, for process reward models.
 
-A solution is encoded as the policy's prompt, then every step followed by the one separator token at which
-the step is scored, the tokens that `ProcessRewardModelWorker` reads in RL. Labels are probabilities that a
-step is good; steps without a label are context.
+A solution is encoded as in RL: the policy's prompt, then every step and its separator, at which the
+step is scored. A label is the probability that a step is good; steps without a label are context.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from hone.config.errors import ConfigError
-from hone.config.sft import StepDataConfig
-from hone.data.encoded import EncodedDataset, EncodedRow, Unlearnable, refuse_hostile_text
+from hone.config.reward_training import StepDataConfig
+from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, refuse_hostile_text
 from hone.data.prompts import (
     Prompt,
     PromptError,
@@ -47,7 +46,7 @@ class Solution:
 
 
 def separator_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separator") -> int:
-    """Returns the token of the step separator, which must be one token."""
+    """Returns the token id of a text, which must be one token."""
     text = typed_text(text)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:
@@ -59,7 +58,7 @@ def separator_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separato
 
 @dataclass(frozen=True)
 class StepMark:
-    """What follows each step, and where the step is scored."""
+    """The separator tokens after each step, and where the step is scored."""
 
     tokens: list[int]
     scored: int
@@ -71,30 +70,31 @@ class StepMark:
 def step_mark(
     tokenizer: Tokenizer, separator: str, labels: tuple[str, str] | None, block: str = "data"
 ) -> StepMark:
-    """Returns the separator's tokens, of which a token classifier has one and a causal model any number."""
+    """Returns the separator; that of a token classifier (`labels` is None) must be one token."""
     key = f"{block}.step_separator"
     if labels is None:
         return StepMark([separator_id(tokenizer, separator, key)], 0, None)
     good, bad = (separator_id(tokenizer, label, f"{block}.step_labels") for label in labels)
     tokens = list(map(int, tokenizer.encode(typed_text(separator), add_special_tokens=False)))
-    marks = [i for i, token in enumerate(tokens) if tokenizer.decode([token]).strip()]
+    text_indices = [i for i, token in enumerate(tokens) if tokenizer.decode([token]).strip()]
     if not tokens or good == bad:
         raise ConfigError(
-            f"{key}={separator!r} must have a token, and {block}.step_labels={list(labels)} two of them"
+            f"{key}={separator!r} must have a token, and {block}.step_labels={list(labels)} must "
+            "be two different ones"
         )
-    return StepMark(tokens, marks[-1] if marks else len(tokens) - 1, (bad, good))
+    return StepMark(tokens, text_indices[-1] if text_indices else len(tokens) - 1, (bad, good))
 
 
 def typed_text(text: str) -> str:
-    r"""Returns the text with line breaks for `\n`, which a shell passes on as a backslash and an n."""
+    r"""Replaces a backslash and an n, as a shell passes `\n`, with a line break."""
     return text.replace("\\n", "\n")
 
 
 class StepDataset(EncodedDataset):
     """Rows in one of the layouts of `data.format`.
 
-    `dataset[i]` is {"input_ids", "loss_mask", "labels", "prompt_tokens"}; the mask is 1 at the separators of
-    labelled steps, and `prompt_tokens` holds one number.
+    `dataset[i]` is {"input_ids", "loss_mask", "labels", "prompt_tokens"}; the mask is 1 at the
+    separators of labelled steps, and `prompt_tokens` has one value.
     """
 
     config: StepDataConfig
@@ -129,12 +129,12 @@ class StepDataset(EncodedDataset):
         return rating is not None and (rating != 0 or self.config.neutral_label is not None)
 
     def solution(self, row: Row) -> Solution:
-        """Returns the solution of a row; raises PromptError if the row does not match its layout."""
+        """Returns the solution of a row; raises PromptError on a bad row."""
         layout = _layout(row, self.config)
         if layout is None:
             raise PromptError(
-                f"the columns {', '.join(map(str, row))} are no known layout of labelled steps; have "
-                "prompt, completions and labels, or set data.format"
+                f"the columns {', '.join(map(str, row))} are not a known layout of labelled steps; "
+                "give prompt, completions and labels, or set data.format"
             )
         return LAYOUTS[layout](row, self.config)
 
@@ -143,7 +143,7 @@ class StepDataset(EncodedDataset):
         solution = self.solution(row)
         refuse_unknown_roles(as_messages(solution.prompt))
         if all(label is None for label in solution.labels):
-            raise Unlearnable("nothing to learn", "no step of the row has a label")
+            raise UntrainableRow("nothing to learn", "no step of the row has a label")
 
     def encoded(self, row: Row) -> EncodedRow:
         solution = self.solution(row)
@@ -159,17 +159,17 @@ class StepDataset(EncodedDataset):
             mask += [*[0] * before, int(label is not None), *[0] * after]
             labels += [*[0.0] * before, label or 0.0, *[0.0] * after]
         self.refuse_too_long(len(ids))
-        length, how = self.max_length, self.truncation
-        surplus = max(0, len(ids) - length) if how == "left" else 0
-        ids, mask = truncate(ids, length, how), truncate(mask, length, how)
+        length, side = self.max_length, self.truncation
+        surplus = max(0, len(ids) - length) if side == "left" else 0
+        ids, mask = truncate(ids, length, side), truncate(mask, length, side)
         if 1 not in mask:
-            raise Unlearnable(
+            raise UntrainableRow(
                 "nothing to learn",
                 f"no labelled step is left within data.max_length={length} tokens",
             )
-        kept = labels[surplus:][: len(ids)]
+        labels = labels[surplus:][: len(ids)]
         start = min(max(1, len(prompt) - surplus), mask.index(1) + 1)
-        return {"input_ids": ids, "loss_mask": mask, "labels": kept, "prompt_tokens": [start]}
+        return {"input_ids": ids, "loss_mask": mask, "labels": labels, "prompt_tokens": [start]}
 
     def _render(self, prompt: Prompt) -> list[int]:
         return render_prompt(
@@ -185,7 +185,7 @@ class StepDataset(EncodedDataset):
 
 
 def _layout(row: Row, config: StepDataConfig) -> str | None:
-    """Returns the layout of a row: the configured one, or the one that its columns show."""
+    """Returns the configured layout, or the one that the row's columns have."""
     if config.format != "auto":
         return config.format
     if config.completions_key in row:
@@ -223,7 +223,7 @@ def _prm800k(row: Row, config: StepDataConfig) -> Solution:
 
 
 def _rated_steps(row: Row) -> list[Row]:
-    """Returns the steps of a row of PRM800K's own layout (question, label.steps); any other row unchanged."""
+    """Splits a row of PRM800K's own layout (question, label.steps) into one row per step."""
     parts: list[Row] = []
     before: list[str] = []
     try:
@@ -253,43 +253,44 @@ def _rating_label(rating: object, config: StepDataConfig) -> float | None:
 
 
 def _math_shepherd(row: Row, config: StepDataConfig) -> Solution:
-    """Text with a mark at the end of each step, and the same text with + or - in place of the marks."""
-    text, marked = row.get("input"), row.get("label")
-    if not isinstance(text, str) or not isinstance(marked, str):
+    """Text with STEP_MARK after each step, and the same text with + or - instead of the marks."""
+    text, labelled_text = row.get("input"), row.get("label")
+    if not isinstance(text, str) or not isinstance(labelled_text, str):
         raise PromptError("'input' and 'label' are text in the Math-Shepherd layout")
     *parts, rest = text.split(STEP_MARK)
     if not parts:
         raise PromptError(f"'input' has no {STEP_MARK!r}, which ends a step")
     labels: list[float | None] = []
-    at = 0
+    start = 0
     for number, part in enumerate(parts, start=1):
-        sign = marked[at + len(part) : at + len(part) + 1]
-        if marked[at : at + len(part)] != part or sign not in ("+", "-"):
+        sign = labelled_text[start + len(part) : start + len(part) + 1]
+        if labelled_text[start : start + len(part)] != part or sign not in ("+", "-"):
             raise PromptError(
                 f"'label' differs from 'input' at step {number}; it has the same text, with + or - "
                 f"in place of each {STEP_MARK!r}"
             )
         labels.append(float(sign == "+"))
-        at += len(part) + 1
-    if marked[at:].strip() != rest.strip():
+        start += len(part) + 1
+    if labelled_text[start:].strip() != rest.strip():
         raise PromptError(f"'label' differs from 'input' after the last {STEP_MARK!r}")
-    prompt, first, step = parts[0].partition(_FIRST_STEP)
-    if not first:
+    prompt, heading, step = parts[0].partition(_FIRST_STEP)
+    if not heading:
         raise PromptError(f"'input' has no {_FIRST_STEP!r} that ends the problem")
-    return Solution(prompt.strip(), _texts([first + step, *parts[1:]], "input"), labels)
+    return Solution(prompt.strip(), _texts([heading + step, *parts[1:]], "input"), labels)
 
 
 def _processbench(row: Row, config: StepDataConfig) -> Solution:
     """Steps and the number of the first wrong one (-1 for none); steps after it have no label."""
-    steps, first = _texts(_list(row, "steps"), "steps"), row.get("label")
-    if not isinstance(first, int) or not -1 <= first < len(steps):
+    steps, first_wrong = _texts(_list(row, "steps"), "steps"), row.get("label")
+    if not isinstance(first_wrong, int) or not -1 <= first_wrong < len(steps):
         raise PromptError(
-            f"'label' is the number of the first wrong of {len(steps)} steps, or -1; got {shown(first)}"
+            f"'label' is the number of the first wrong of {len(steps)} steps, or -1; got "
+            f"{shown(first_wrong)}"
         )
-    right = len(steps) if first < 0 else first
-    labels: list[float | None] = [1.0] * right
-    if first >= 0:
-        labels += [0.0, *[None] * (len(steps) - first - 1)]
+    num_right = len(steps) if first_wrong < 0 else first_wrong
+    labels: list[float | None] = [1.0] * num_right
+    if first_wrong >= 0:
+        labels += [0.0, *[None] * (len(steps) - first_wrong - 1)]
     return Solution(row.get("problem"), steps, labels)
 
 
@@ -315,7 +316,7 @@ def _texts(steps: Sequence[Any], key: str) -> list[str]:
         raise PromptError(f"column {key!r} has no steps")
     for number, step in enumerate(steps):
         if not isinstance(step, str) or not step.strip():
-            raise PromptError(f"step {number} of {key!r} is no text or empty: {shown(step)}")
+            raise PromptError(f"step {number} of {key!r} is not text, or is empty: {shown(step)}")
     return list(steps)
 
 

@@ -1,8 +1,8 @@
 """Renders a chat template once in a subprocess with time and memory limits.
 
-Reads the task as JSON from standard input. Exit status: 0 if the rendering ends, with text or an error;
-TOO_LARGE if it exceeds the memory or text limit. The CPU timer kills the process with SIGPROF.
-Runs as a script that imports Jinja and nothing of this package.
+Reads the task as JSON from standard input. Exit status: 0 if the rendering ends, even in an error;
+TOO_LARGE beyond the memory or text limit; the CPU timer kills the process with SIGPROF. The script
+imports Jinja and nothing of this package.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Tensor operations without model or config: masked statistics, groups, balancing, log-probs, packing."""
+"""Tensor operations without model or config: masked statistics, log-probs, packing, attention."""

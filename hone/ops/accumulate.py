@@ -12,7 +12,7 @@ from torch import Tensor
 @torch.no_grad()
 def accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
     """Computes sums[i] += parts[i]."""
-    if _in_one_kernel(sums, parts):
+    if _can_use_kernel(sums, parts):
         from hone.ops.accumulate_triton import add_all
 
         add_all(sums, parts)
@@ -20,8 +20,8 @@ def accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
         torch._foreach_add_(sums, parts)
 
 
-def _in_one_kernel(sums: list[Tensor], parts: list[Tensor]) -> bool:
-    """Whether all tensors are suitable for the kernel's vectorised loads."""
+def _can_use_kernel(sums: list[Tensor], parts: list[Tensor]) -> bool:
+    """Returns whether all tensors are suitable for the kernel's vectorised loads."""
     return len(sums) > 1 and all(
         a.is_cuda
         and a.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The kernel of accumulate.py, with tables of tensor addresses and of the elements per program."""
+"""The GPU kernel of accumulate.py, which gets the addresses of all tensors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _add(  # type: ignore[no-untyped-def]
     part = tl.load(address_ptr + tensors + owner).to(tl.pointer_type(like_ptr.dtype.element_ty))
     total, part = tl.multiple_of(total, 16), tl.multiple_of(part, 16)
     i = tl.multiple_of(first, BLOCK) + tl.arange(0, BLOCK)
-    real = i < count
-    value = tl.load(total + i, real, other=0.0) + tl.load(part + i, real, other=0.0).to(tl.float32)
-    tl.store(total + i, value, real)
+    mask = i < count
+    value = tl.load(total + i, mask, other=0.0) + tl.load(part + i, mask, other=0.0).to(tl.float32)
+    tl.store(total + i, value, mask)
 
 
 def add_all(sums: list[Tensor], parts: list[Tensor]) -> None:
     device = sums[0].device
-    count, owner, first = _shares(tuple(t.numel() for t in sums), device)
+    count, owner, first = _blocks(tuple(t.numel() for t in sums), device)
     addresses = send(torch.tensor([t.data_ptr() for t in (*sums, *parts)]), device)
     _add[(len(owner),)](
         parts[0], addresses, count, owner, first, len(sums), BLOCK=_BLOCK, num_warps=4
@@ -42,11 +42,11 @@ def add_all(sums: list[Tensor], parts: list[Tensor]) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _shares(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _blocks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the size of each tensor, and the tensor and first element of each program."""
     count = torch.tensor(counts)
     blocks = -(-count // _BLOCK)
     owner = torch.arange(len(counts)).repeat_interleave(blocks)
-    before = (blocks.cumsum(0) - blocks).repeat_interleave(blocks)
-    first = (torch.arange(len(owner)) - before) * _BLOCK
+    blocks_before = (blocks.cumsum(0) - blocks).repeat_interleave(blocks)
+    first = (torch.arange(len(owner)) - blocks_before) * _BLOCK
     return count.to(device), owner.to(device), first.to(device)

@@ -1,7 +1,7 @@
 """Attention over padded sequences, and functions that all attention layouts share.
 
-Soft caps and attention sinks, which fused kernels lack, are computed one sequence at a time in float32. The
-backward pass recomputes the scores, so only the scores of one sequence are in memory.
+Fused kernels have no soft caps and sinks; attention with these is computed in float32, one sequence
+at a time. The backward pass recomputes the scores, so only those of one sequence are in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AttentionOptions(NamedTuple):
 
     @property
     def needs_scores(self) -> bool:
-        """Whether fused kernels do not support the options."""
+        """Whether the scores must be computed, because fused kernels do not support the options."""
         return self.softcap is not None or self.sinks is not None
 
 
@@ -81,7 +81,7 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def is_visible(distance: Tensor, window: int | None) -> Tensor:
-    """Whether a query sees a key `distance` tokens before it."""
+    """Returns whether a query may attend to a key `distance` tokens before it."""
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 

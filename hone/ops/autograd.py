@@ -27,4 +27,4 @@ class Context(FunctionCtx):
     plain: Callable[[Tensor], Tensor]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """None is saved as None."""
+        """Saves tensors; None is allowed."""

@@ -1,7 +1,6 @@
-"""Balances sequences of different lengths over ranks and splits them into micro-batches.
+"""Balances sequences of different lengths over ranks, and splits them into micro-batches.
 
-It uses only integers and lists. The caller synchronizes the number of micro-batches over ranks and passes
-it as `at_least`.
+The caller synchronizes the number of micro-batches over the ranks and passes it as `at_least`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Partition = list[int]  # row numbers
 
 
 def calculate_workload(lengths: Sequence[int] | np.ndarray) -> list[int]:
-    """Returns the cost per row in arbitrary units: linear layers cost L, attention L² (for a 7B shape)."""
+    """Returns the relative cost per row of L tokens: linear layers plus attention of a 7B model."""
     return [24576 * int(n) + int(n) ** 2 for n in lengths]
 
 
@@ -30,7 +29,7 @@ def get_seqlen_balanced_partitions(
     lengths = [int(n) for n in seqlen_list]
     if not 1 <= k_partitions <= len(lengths):
         raise ValueError(
-            f"{len(lengths)} sequences cannot be shared out over {k_partitions} partitions; "
+            f"{len(lengths)} sequences cannot be split into {k_partitions} partitions; "
             f"use 1 to {len(lengths)}"
         )
     if equal_size and len(lengths) % k_partitions:
@@ -40,14 +39,14 @@ def get_seqlen_balanced_partitions(
         )
     partitions = _largest_differencing(lengths, k_partitions, equal_size)
     while not all(partitions):  # only rows of length 0 can leave a partition without rows
-        giver = max(partitions, key=len)
-        giver.sort(key=lambda row: -lengths[row])
-        next(part for part in partitions if not part).append(giver.pop())
+        largest = max(partitions, key=len)
+        largest.sort(key=lambda row: -lengths[row])
+        next(part for part in partitions if not part).append(largest.pop())
     return [sorted(part) for part in partitions]
 
 
 def _largest_differencing(lengths: list[int], k: int, equal_size: bool) -> list[Partition]:
-    """Merges the two most uneven states until one is left, pairing the largest part with the smallest."""
+    """Merges the two states with the largest spread until one is left (Karmarkar-Karp)."""
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     if equal_size:
         states = [
@@ -55,14 +54,14 @@ def _largest_differencing(lengths: list[int], k: int, equal_size: bool) -> list[
         ]
     else:
         states = [[(0, [])] * (k - 1) + [(lengths[row], [row])] for row in order]
-    tie = count()  # equal spreads merge in a fixed order
-    heap = [(state[0][0] - state[-1][0], next(tie), state) for state in states]
+    tie_breaker = count()  # equal spreads merge in a fixed order
+    heap = [(state[0][0] - state[-1][0], next(tie_breaker), state) for state in states]
     heapq.heapify(heap)
     while len(heap) > 1:
-        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
         merged.sort(key=lambda part: (part[0], len(part[1])))
-        heapq.heappush(heap, (merged[0][0] - merged[-1][0], next(tie), merged))
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], next(tie_breaker), merged))
     return [rows for _, rows in heap[0][2]]
 
 
@@ -75,8 +74,8 @@ def micro_batches_by_tokens(
 ) -> list[Partition]:
     """Returns the row numbers of micro-batches of at most `max_token_len` tokens each.
 
-    Loads are balanced, and the cheapest come first and last, where a pipeline fills and drains.
-    `at_least` equalizes the count over ranks; `multiple_of` is for pipeline schedules.
+    The token counts are balanced, and the cheapest micro-batches come first and last, where a
+    pipeline fills and drains. `at_least` is a minimum number of micro-batches.
     """
     sizes = [int(n) for n in lengths]
     if sizes and max(sizes) > max_token_len:
@@ -87,11 +86,11 @@ def micro_batches_by_tokens(
     if not sizes:
         return []
     count = _round_up(max(at_least, -(-sum(sizes) // max_token_len), 1), multiple_of)
-    parts = _fit(sizes, max_token_len, count, multiple_of)
-    return _small_large_small(parts, sizes)
+    parts = _fit_budget(sizes, max_token_len, count, multiple_of)
+    return _order_small_large_small(parts, sizes)
 
 
-def _fit(sizes: list[int], budget: int, count: int, multiple_of: int) -> list[Partition]:
+def _fit_budget(sizes: list[int], budget: int, count: int, multiple_of: int) -> list[Partition]:
     def load(part: Partition) -> int:
         return sum(sizes[row] for row in part)
 
@@ -120,13 +119,16 @@ def _first_fit(sizes: list[int], budget: int) -> list[Partition]:
     bins: list[Partition] = []
     free: list[int] = []
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
-        place = next((i for i, room in enumerate(free) if room >= sizes[row]), None)
-        if place is None:
+        index = next(
+            (i for i, left in enumerate(free) if left >= sizes[row]),
+            None,
+        )
+        if index is None:
             bins.append([row])
             free.append(budget - sizes[row])
         else:
-            bins[place].append(row)
-            free[place] -= sizes[row]
+            bins[index].append(row)
+            free[index] -= sizes[row]
     return bins
 
 
@@ -134,17 +136,17 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _small_large_small(parts: list[Partition], sizes: list[int]) -> list[Partition]:
-    cost = calculate_workload(sizes)
-    ordered = sorted((sorted(part) for part in parts), key=lambda p: (sum(cost[r] for r in p), p))
+def _order_small_large_small(parts: list[Partition], sizes: list[int]) -> list[Partition]:
+    costs = calculate_workload(sizes)
+    ordered = sorted((sorted(part) for part in parts), key=lambda p: (sum(costs[r] for r in p), p))
     return ordered[0::2] + ordered[1::2][::-1]
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
     """Returns the inverse permutation of `idx_map`."""
     reverse = [0] * len(idx_map)
-    for place, row in enumerate(idx_map):
-        reverse[row] = place
+    for index, row in enumerate(idx_map):
+        reverse[row] = index
     return reverse
 
 

@@ -1,6 +1,6 @@
 """Collectives of a tensor-parallel group with their gradients.
 
-`copy_to` and `sum_over` are each other's transpose, as are `gather_last` and `split_last`.
+The backward pass of `copy_to` is `sum_over`, and of `gather_last` is `split_last`, and vice versa.
 """
 
 from __future__ import annotations
@@ -15,36 +15,32 @@ Group = dist.ProcessGroup
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Returns x, which all ranks have; its gradient is summed over the ranks."""
-    copied: Tensor = _Copy.apply(x, group)
-    return copied
+    """Returns x, which is equal on all ranks; its gradient is summed over the ranks."""
+    return _Copy.apply(x, group)
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
-    """Returns the sum of the ranks' x; every rank passes its gradient through."""
-    total: Tensor = _Sum.apply(x, group)
-    return total
+    """Returns the sum of x over the ranks; the gradient is unchanged."""
+    return _Sum.apply(x, group)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
-    """Concatenates the ranks' equal parts of the last dimension."""
-    whole: Tensor = _Gather.apply(x, group)
-    return whole
+    """Concatenates the ranks' tensors, of equal shape, in the last dimension."""
+    return _Gather.apply(x, group)
 
 
 def split_last(x: Tensor, group: Group) -> Tensor:
-    """Returns this rank's part of the last dimension of x, which all ranks have."""
-    part: Tensor = _Split.apply(x, group)
-    return part
+    """Returns this rank's part of the last dimension of x, which is equal on all ranks."""
+    return _Split.apply(x, group)
 
 
-def _summed(x: Tensor, group: Group) -> Tensor:
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-def _gathered(x: Tensor, group: Group) -> Tensor:
+def _all_gather(x: Tensor, group: Group) -> Tensor:
     parts = [
         torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
     ]
@@ -52,7 +48,7 @@ def _gathered(x: Tensor, group: Group) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def _part(x: Tensor, group: Group) -> Tensor:
+def _local_part(x: Tensor, group: Group) -> Tensor:
     return x.chunk(group.size(), -1)[group.rank()].contiguous()
 
 
@@ -64,13 +60,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
+        return _all_reduce(gradient, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: Group) -> Tensor:
-        return _summed(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
@@ -81,19 +77,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _gathered(x, group)
+        return _all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return _part(gradient, ctx.group), None
+        return _local_part(gradient, ctx.group), None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _part(x, group)
+        return _local_part(x, group)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.group), None
+        return _all_gather(gradient, ctx.group), None

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: each is a pure function of (seed, position).
+"""Counter-based random numbers: pure functions of (seed, position).
 
 There is no generator state, so a request gets the same numbers in any batch.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def fold_seed(*parts: int | str) -> int:
-    """Hashes any parts (run seed, uid, sample index, …) to a 63-bit seed."""
+    """Returns a 63-bit seed, a hash of the parts (run seed, uid, sample index, …)."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -32,12 +32,12 @@ _MIX2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shifts logically; torch's `>>` keeps the sign."""
+    """Returns the logical shift; torch's `>>` is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Applies the SplitMix64 finaliser, in wrapping int64 arithmetic."""
+    """Returns the SplitMix64 finaliser, in wrapping int64 arithmetic."""
     x = (x ^ _shift_right(x, 30)) * _MIX1
     x = (x ^ _shift_right(x, 27)) * _MIX2
     return x ^ _shift_right(x, 31)

@@ -1,7 +1,7 @@
 """The parts of a decoder layer before and after attention, each as one autograd function.
 
-With one autograd node per operation the host takes as long as the GPU. These functions compute the same
-products and save fewer tensors: the backward pass recomputes norms and gated products.
+One autograd node per operation would take as much host time as GPU time. These functions also save
+fewer tensors: the backward pass recomputes norms and gated products.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def heads_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice, [N, d]
     """Returns rotated queries, rotated keys and values of the normed rows, and the rows.
 
-    Use the returned rows for the residual sum: one kernel then adds both gradients.
+    Use the returned rows in the residual sum, so that one kernel adds both gradients.
     """
     return _Heads.apply(x, *norm, *q, *k, *v, *angles)
 
@@ -57,12 +57,13 @@ def gated_half(x: Tensor, norm: Norm, gate: Tensor, up: Tensor, down: Tensor) ->
 class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, norm: Tensor, eps: float, q: Tensor, q_bias: Tensor | None, k: Tensor,
-        k_bias: Tensor | None, v: Tensor, v_bias: Tensor | None, cos: Tensor, sin: Tensor,
+        ctx: Context, x: Tensor, norm: Tensor, eps: float,
+        q: Tensor, q_bias: Tensor | None, k: Tensor, k_bias: Tensor | None,
+        v: Tensor, v_bias: Tensor | None, cos: Tensor, sin: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         h, scale = norm_forward(x, norm, eps)
         biases = [b for b in (q_bias, k_bias, v_bias) if b is not None]
-        assert len(biases) in (0, 3), "no known family has a bias for some of the parts only"
+        assert len(biases) in (0, 3), "q, k and v all have a bias, or none has"
         qkv = F.linear(h, torch.cat([q, k, v]), torch.cat(biases) if biases else None)
         ctx.save_for_backward(x, norm, scale, q, k, v, cos, sin)
         ctx.eps = eps

@@ -57,7 +57,7 @@ def is_support_ipc() -> bool:
 
 
 def set_expandable_segments(enable: bool) -> None:
-    """Sets whether the CUDA allocator grows its segments; no effect on the CPU."""
+    """Sets the CUDA allocator's `expandable_segments`; no effect on the CPU."""
     if is_cuda_available:
         torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
 

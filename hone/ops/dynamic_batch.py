@@ -50,28 +50,28 @@ def rearrange_micro_batches(
 ) -> tuple[list[TensorDict], list[Partition]]:
     """Returns micro-batches of at most `max_token_len` tokens, and the rows of each.
 
-    Loads are always balanced; groups of `force_group_size` consecutive rows stay together.
+    Token counts are always balanced; groups of `force_group_size` consecutive rows stay together.
     """
     ids = batch["input_ids"]
     counts = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(1)
     lengths = np.asarray(counts.cpu().numpy(), dtype=np.int64)
     if len(lengths) % force_group_size:
-        raise AssertionError(f"{len(lengths)} rows are no multiple of {force_group_size}")
-    of_groups = lengths.reshape(-1, force_group_size).sum(1)
+        raise AssertionError(f"{len(lengths)} rows are not a multiple of {force_group_size}")
+    group_lengths = lengths.reshape(-1, force_group_size).sum(1)
     at_least, multiple = min_num_micro_batch or 1, num_batches_divided_by or 1
     parts = micro_batches_by_tokens(
-        of_groups, max_token_len, at_least=at_least, multiple_of=multiple
+        group_lengths, max_token_len, at_least=at_least, multiple_of=multiple
     )
     if dist.is_initialized() and same_micro_num_in_dp and dp_group is not None:
         count = torch.tensor([len(parts)], device=batch.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=dp_group)
         parts = micro_batches_by_tokens(
-            of_groups, max_token_len, at_least=int(count), multiple_of=multiple
+            group_lengths, max_token_len, at_least=int(count), multiple_of=multiple
         )
     size = force_group_size
     rows = [[g * size + i for g in part for i in range(size)] for part in parts]
-    picked = [index_select_tensor_dict(batch, part) for part in rows]
-    return [piece for piece in picked if piece is not None], rows
+    micro_batches = [index_select_tensor_dict(batch, part) for part in rows]
+    return [micro_batch for micro_batch in micro_batches if micro_batch is not None], rows
 
 
 def prepare_dynamic_batch(
@@ -110,14 +110,14 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Partition]) -> 
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
 ) -> list[Partition]:
-    """Returns partitions of nearly equal cost and equally many groups; rows of a uid stay together."""
+    """Returns partitions of similar cost and equally many groups; rows of a uid stay together."""
     groups: dict[Hashable, Partition] = {}
     for row, uid in enumerate(uid_list):
         groups.setdefault(uid, []).append(row)
     if len(seqlen_list) != len(uid_list) or len(groups) < k_partitions:
         raise AssertionError(
-            f"{len(seqlen_list)} lengths with {len(uid_list)} uids in {len(groups)} groups cannot form "
-            f"{k_partitions} partitions"
+            f"{len(seqlen_list)} lengths with {len(uid_list)} uids in {len(groups)} groups cannot "
+            f"form {k_partitions} partitions"
         )
     costs, members = calculate_workload(seqlen_list), list(groups.values())
     parts = get_seqlen_balanced_partitions(

@@ -1,4 +1,4 @@
-"""silu(gate) · up, with one forward and one backward kernel on a GPU; only the inputs are saved."""
+"""silu(gate) · up, with one forward and one backward kernel on a GPU."""
 
 from __future__ import annotations
 

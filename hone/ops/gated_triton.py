@@ -13,11 +13,11 @@ _BLOCK = 2048
 @triton.jit
 def _forward(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = i < count
-    gate = tl.load(gate_ptr + i, real, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + i, real, other=0.0).to(tl.float32)
+    mask = i < count
+    gate = tl.load(gate_ptr + i, mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + i, mask, other=0.0).to(tl.float32)
     out = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + i, out.to(out_ptr.dtype.element_ty), real)
+    tl.store(out_ptr + i, out.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -25,16 +25,16 @@ def _backward(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, g_ptr, g_gate_ptr, g_up_ptr, out_ptr, count, BLOCK: tl.constexpr
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = i < count
-    gate = tl.load(gate_ptr + i, real, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + i, real, other=0.0).to(tl.float32)
-    g = tl.load(g_ptr + i, real, other=0.0)
+    mask = i < count
+    gate = tl.load(gate_ptr + i, mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + i, mask, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + i, mask, other=0.0)
     s = tl.sigmoid(gate)
     dtype = g.dtype
     g = g.to(tl.float32)
-    tl.store(out_ptr + i, (gate * s * up).to(dtype), real)
-    tl.store(g_up_ptr + i, (g * gate * s).to(dtype), real)
-    tl.store(g_gate_ptr + i, (g * up * s * (1.0 + gate * (1.0 - s))).to(dtype), real)
+    tl.store(out_ptr + i, (gate * s * up).to(dtype), mask)
+    tl.store(g_up_ptr + i, (g * gate * s).to(dtype), mask)
+    tl.store(g_gate_ptr + i, (g * up * s * (1.0 + gate * (1.0 - s))).to(dtype), mask)
 
 
 def silu_gate_forward(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Statistics over groups of rows with the same label (the responses of one prompt).
 
-Labels may be any hashable values. They are converted to integers once; all statistics are scatters over
-the batch, without loops over rows or groups.
+Labels may be any hashable values. They are converted to integers once; statistics are scatter
+operations, without loops over rows or groups.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def factorise(labels: Labels) -> np.ndarray:
     array = labels if isinstance(labels, np.ndarray) else None
     if array is not None and array.dtype.kind in "iufb":
         return np.unique(array, return_inverse=True)[1].astype(np.int64).reshape(-1)
-    # A dictionary numbers the objects, because they may have no order ("a" < 3 raises).
-    seen: dict[Hashable, int] = {}
-    return np.fromiter((seen.setdefault(x, len(seen)) for x in labels), np.int64, len(labels))
+    # np.unique would sort the labels, which may have no order ("a" < 3 raises).
+    ids: dict[Hashable, int] = {}
+    return np.fromiter((ids.setdefault(x, len(ids)) for x in labels), np.int64, len(labels))
 
 
 def first_equal(items: Sequence[Hashable]) -> list[int]:
@@ -36,7 +36,7 @@ def first_equal(items: Sequence[Hashable]) -> list[int]:
 
 
 def factorise_pairs(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns integer ids of the pairs (a_i, b_i) of two factorised columns, and the first row per id."""
+    """Returns integer ids of the pairs (a_i, b_i), and the first row of each id."""
     _, first, ids = np.unique(np.stack([a, b]), axis=1, return_index=True, return_inverse=True)
     return ids.reshape(-1).astype(np.int64), first
 
@@ -74,12 +74,12 @@ class Groups:
         return self._extreme(x, "amin")
 
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Returns the (weighted) mean per group; equal members deviate from it by exactly 0."""
+        """Returns the (weighted) mean per group; exact if all members are equal."""
         anchor = self.max(x)
-        away = x.double() - anchor[self.ids]
+        deviation = x.double() - anchor[self.ids]
         if weights is None:
-            return anchor + self.sum(away) / self.sizes
-        return anchor + self.sum(away * weights) / self.sum(weights).clamp(min=1)
+            return anchor + self.sum(deviation) / self.sizes
+        return anchor + self.sum(deviation * weights) / self.sum(weights).clamp(min=1)
 
     def std(self, x: Tensor) -> Tensor:
         """Returns the unbiased standard deviation per group; 0 for a group of one."""

@@ -1,8 +1,7 @@
 """Log-probabilities and entropies from hidden states, one chunk of tokens at a time.
 
-The full logits [tokens, vocabulary] are never materialized: forward keeps one number per token, backward
-recomputes each chunk. All arithmetic is float32. On a GPU, one fused kernel processes each chunk if the
-head has no bias and no soft cap.
+The full logits [tokens, vocabulary] are never materialized: the backward pass recomputes each
+chunk. All arithmetic is float32. On a GPU, heads without bias and soft cap use a fused kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hone.ops.autograd import Context
 from hone.ops.wide_product import add_product, wide_product
 
 _CHUNK_LOGITS = 2**24
-"""Logits per chunk (64 MiB in float32): enough for full matmul speed, small compared with any model."""
+"""Logits per chunk, 64 MiB in float32: enough for full matmul speed."""
 _GPU_CHUNK_LOGITS = 2**27
 """Logits per chunk of the GPU kernel, whose chunks are multiples of 128 tokens."""
 
@@ -49,7 +48,7 @@ def linear_log_probs(
     """Returns log p(target) and entropy of softmax(logits / temperature), both [M] float32.
 
     Entropies are zero unless `with_entropy`, because they need another pass over the vocabulary.
-    `statistics` replaces the built-in forward of a chunk of hidden states and targets.
+    `statistics(hidden, target)` replaces the forward computation of a chunk.
     """
     fused = hidden.is_cuda and bias is None and softcap is None
     factor = logit_scale / temperature
@@ -81,11 +80,11 @@ def entropy_of(z: Tensor, norm: Tensor) -> Tensor:
     return norm - torch.linalg.vecdot(torch.sub(z, norm[:, None]).exp_(), z)
 
 
-def _chunks(tokens: int, vocabulary: int, *, fused: bool) -> list[slice]:
+def _chunks(tokens: int, vocab_size: int, *, fused: bool) -> list[slice]:
     if fused:
-        size = max(128, _GPU_CHUNK_LOGITS // vocabulary // 128 * 128)
+        size = max(128, _GPU_CHUNK_LOGITS // vocab_size // 128 * 128)
     else:
-        size = max(8, _CHUNK_LOGITS // vocabulary)
+        size = max(8, _CHUNK_LOGITS // vocab_size)
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
 
 
@@ -130,8 +129,8 @@ class LinearLogProbs(torch.autograd.Function):
         compute = statistics or (fused_statistics if fused else plain_statistics)
         parts = _chunks(hidden.shape[0], weight.shape[0], fused=fused)
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        computed = [compute(hidden[part], target[part]) for part in parts] or [(empty,) * 3]
-        log_probs, norm, entropy = (torch.cat(column) for column in zip(*computed, strict=True))
+        chunks = [compute(hidden[part], target[part]) for part in parts] or [(empty,) * 3]
+        log_probs, norm, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
         ctx.save_for_backward(bias, hidden, weight, target, norm, entropy)
         ctx.factor, ctx.softcap, ctx.fused = factor, softcap, fused
         ctx.set_materialize_grads(False)
@@ -195,7 +194,7 @@ def _plain_gradient(
     g_entropy: Tensor | None,
     factor: float,
 ) -> Tensor:
-    """Returns the gradient of the LM head's output, in place: at most two chunk-sized tensors are live."""
+    """Returns the gradient of the head's output, in place: at most two chunks are in memory."""
     # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
     log_p = z.sub_(norm[:, None])
     p = log_p.exp()
@@ -207,8 +206,8 @@ def _plain_gradient(
         if g_log_prob is not None:
             g -= g_log_prob[:, None]
         g *= p
-    if g_log_prob is not None:  # a target of another rank's vocabulary is -1
-        own = g_log_prob.masked_fill(target < 0, 0.0).to(g.dtype)
-        g.scatter_add_(-1, target.clamp(min=0)[:, None], own[:, None])
+    if g_log_prob is not None:  # a target in another rank's shard of the vocabulary is -1
+        g_target = g_log_prob.masked_fill(target < 0, 0.0).to(g.dtype)
+        g.scatter_add_(-1, target.clamp(min=0)[:, None], g_target[:, None])
     g *= factor
     return g if tanh is None else g.mul_(1 - tanh.square())

@@ -1,7 +1,7 @@
 """Statistics over the unmasked entries of a tensor.
 
-Masked entries, even NaN or infinity, change neither values nor gradients, because they are replaced before
-any arithmetic. Masks are converted to booleans.
+Masked entries, even NaN or infinity, change neither values nor gradients: they are replaced before
+any arithmetic.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scales unmasked entries to variance one (and, with `shift_mean`, mean zero); masked ones are 0."""
+    """Scales unmasked entries to variance 1 and, with `shift_mean`, mean 0; masked ones are 0."""
     mean = masked_mean(values, mask)
     white = (masked_fill_zero(values, mask) - mean) * torch.rsqrt(
         masked_var(values, mask) + WHITEN_EPS
@@ -54,7 +54,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def last_true(mask: Tensor) -> Tensor:
-    """Returns the column of the last nonzero entry per row of a mask [B, T], or -1: [B]."""
+    """Returns [B]: the column of the last nonzero entry per row of a mask [B, T], or -1."""
     positions = torch.arange(mask.shape[1] + 1, device=mask.device)
     padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # column 0 means none
     return (padded * positions).argmax(1) - 1

@@ -1,6 +1,6 @@
 """Linear layers for decoding on a CPU, with weights packed in the layout of the matrix library.
 
-A product with few rows spends most of its time on reordering the weight, so this is done once in advance.
+A product with few rows spends most of its time on reordering the weight, so this is done once.
 Processors and dtypes without a packed layout use the plain product.
 """
 
@@ -17,16 +17,16 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-_LIKELY_ROWS = 64
-"""The layout is optimized for products of about this many rows, but works for any number."""
+_TYPICAL_ROWS = 64
+"""The layout is optimized for about this many rows, but works for any number."""
 _MULTIPLES = (1, 4, 8, 16)
-_TRIED_ROWS = 64
-_WIDEST = 1024
-"""Larger weights are tested at this size, which is faster: the code path depends on the rows."""
+_TESTED_ROWS = 64
+_TESTED_SIZE = 1024
+"""Larger weights are tested at this size; the library's code path depends on the rows only."""
 
 
 class PackableLinear(Protocol):
-    """A linear layer y = x Wᵀ + b, optionally with a sum."""
+    """A linear layer y = x Wᵀ + b."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -35,17 +35,17 @@ class PackableLinear(Protocol):
 
 
 def linear_map(weight: Tensor, bias: Tensor | None) -> PackableLinear:
-    """Returns the fastest linear layer; a packed one copies the current weight."""
+    """Returns a packed copy of the layer if supported, else a plain layer."""
     return PackedLinear(weight, bias) if packs(weight) else PlainLinear(weight, bias)
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether this weight can be packed on this machine."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and _library_packs()
+    """Returns whether this weight can be packed on this machine."""
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and _is_packing_supported()
 
 
 @cache
-def _library_packs() -> bool:
+def _is_packing_supported() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     weight, x = torch.eye(16), torch.arange(32.0).view(2, 16)
@@ -63,7 +63,7 @@ class PackedLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = bias
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _LIKELY_ROWS)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_ROWS)
         self._unary = torch.ops.mkldnn._linear_pointwise.default
         self._binary = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -75,7 +75,7 @@ class PackedLinear:
 
 
 class PlainLinear:
-    """One weight [out, in], without a copy, multiplied by torch."""
+    """One weight [out, in], not copied."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -88,12 +88,16 @@ class PlainLinear:
 
 
 def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
-    """Returns the smallest row multiple for which products with these weights [out, in] are batch-invariant.
+    """Returns the smallest multiple of rows for which these weights' products are batch-invariant.
 
-    Products with few rows, or with a few odd rows for one thread, use another code path with other rounding.
-    Decoding pads its rows to this multiple, so that a row's bits do not depend on its batch.
+    The library's code path, and with it the rounding, depends on the number of rows. Decoding pads
+    to this multiple, so that a row's bits do not depend on its batch.
     """
-    shapes = {(min(w.shape[0], _WIDEST), min(w.shape[1], _WIDEST)) for w in weights if w.dim() == 2}
+    shapes = {
+        (min(w.shape[0], _TESTED_SIZE), min(w.shape[1], _TESTED_SIZE))
+        for w in weights
+        if w.dim() == 2
+    }
     threads = torch.get_num_threads()
     multiples = (_row_multiple(*shape, threads, packed) for shape in sorted(shapes))
     return max(multiples, default=_MULTIPLES[-1])
@@ -102,19 +106,19 @@ def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
 @lru_cache(maxsize=256)
 @torch.inference_mode()
 def _row_multiple(outputs: int, inputs: int, threads: int, packed: bool) -> int:
-    """Measures the multiple on this machine."""
+    """Finds the multiple for one shape by a test on this machine."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator)
-    x = torch.randn(_TRIED_ROWS, inputs, generator=generator)
+    x = torch.randn(_TESTED_ROWS, inputs, generator=generator)
     product = linear_map(weight, None) if packed else PlainLinear(weight, None)
     reference = product(x)
     for multiple in _MULTIPLES:
-        counts = range(multiple, _TRIED_ROWS, multiple)
-        if all(torch.equal(product(x[:n]), reference[:n]) for n in counts):
+        row_counts = range(multiple, _TESTED_ROWS, multiple)
+        if all(torch.equal(product(x[:n]), reference[:n]) for n in row_counts):
             return multiple
     log.warning(
-        "products with a [%d, %d] weight round differently for every number of rows on this machine: "
-        "the same request may get other tokens in another batch",
+        "products with a [%d, %d] weight round differently for every number of rows on this "
+        "machine: the same request may get other tokens in another batch",
         outputs,
         inputs,
     )

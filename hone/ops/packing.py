@@ -1,7 +1,7 @@
-"""Packed rows: the training engine's input, and the mapping of its results to the padded batch.
+"""Packs rows for the training engine, and maps its results back to the padded batch.
 
-Batches are padded only on the controller. Packed rows are concatenated; a prompt that several rows share is
-packed once, and their responses are its children. Only tokens that predict a response token have a target.
+Packed rows are concatenated without padding. A prompt that several rows share is packed once, and
+their responses are its children. Only tokens that predict a response token have a target.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hone.ops.transfer import send
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Concatenated token rows, and the place of each predicted token in the padded batch."""
+    """Concatenated token rows, and the position of each target in the padded batch."""
 
     input_ids: Tensor  # [N] int64
     position_ids: Tensor  # [N] int64
@@ -39,9 +39,9 @@ class PackedRows:
     def with_experts(self, experts: Tensor) -> PackedRows:
         """Adds the experts [B, P + T, layers, k] of the padded batch."""
         assert self.places is not None
-        there = self.places >= 0
+        is_packed = self.places >= 0
         packed = experts.new_full((len(self.input_ids), *experts.shape[2:]), -1)
-        packed[self.places[there]] = experts[there]
+        packed[self.places[is_packed]] = experts[is_packed]
         return replace(self, experts=packed)
 
     def padded(self, values: Tensor, padding: float) -> Tensor:
@@ -79,21 +79,21 @@ def pack_rows(
     parts = split_at_response(attention_mask, responses)
     prompt_lengths, response_lengths = (part.sum(1).tolist() for part in parts)
     if any(length == 0 for length in prompt_lengths):
-        raise ValueError("a row has an empty prompt: nothing predicts its first token")
+        raise ValueError("a row has an empty prompt, so no token predicts its response")
     prompts_np, responses_np = prompts.cpu().numpy(), responses.cpu().numpy()
     rows = [
         (
             prompts_np[i, prompt_width - prompt_lengths[i] :],
-            # The last token predicts nothing, so it is not packed.
+            # The last token predicts no target, so it is not packed.
             responses_np[i, : max(response_lengths[i] - 1, 0)],
         )
         for i in range(batch)
     ]
     first = first_equal([prompt.tobytes() for prompt, _ in rows])
-    # The prompt of a single row is not a separate segment: one causal segment is cheaper than two.
-    shared = share_prompts and len(set(first)) < batch
+    # A prompt of only one row is no separate segment: one causal segment is cheaper than two.
+    is_shared = share_prompts and len(set(first)) < batch
     ids, positions, layout, prompt_end, response_start = (
-        _lay_shared(rows, first) if shared else _lay_whole(rows)
+        _pack_shared(rows, first) if is_shared else _pack_whole(rows)
     )
     row, column = (index.cpu() for index in response_mask.nonzero(as_tuple=True))
     row_np, column_np = row.numpy(), column.numpy()
@@ -107,11 +107,11 @@ def pack_rows(
         row,
         column,
         (batch, responses.shape[1]),
-        places=_places(parts, prompt_end, response_start) if with_places else None,
+        places=_packed_positions(parts, prompt_end, response_start) if with_places else None,
     )
 
 
-def _places(
+def _packed_positions(
     parts: tuple[Tensor, Tensor], prompt_end: np.ndarray, response_start: np.ndarray
 ) -> Tensor:  # [B, P + T]
     """Returns the packed position of each token of the padded batch; the last token has none."""
@@ -125,33 +125,33 @@ def _places(
 
 
 def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[int]:
-    """Returns, per row, the prompt tokens shared with the previous row, which a pack computes once."""
+    """Returns, per row, the prompt length if the previous row has the same prompt, else 0."""
     width = prompts.shape[1]
     mask = attention_mask[:, :width]
-    same = (prompts[1:] == prompts[:-1]).all(1) & (mask[1:] == mask[:-1]).all(1)
-    return [0, *(mask[1:].sum(1) * same).tolist()][: len(prompts)]
+    is_same = (prompts[1:] == prompts[:-1]).all(1) & (mask[1:] == mask[:-1]).all(1)
+    return [0, *(mask[1:].sum(1) * is_same).tolist()][: len(prompts)]
 
 
-_Laid = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
+_Packed = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
 """Ids, positions, layout, and per row the end of its prompt and the start of its response."""
 _Rows = list[tuple[np.ndarray, np.ndarray]]
 
 
-def _lay_whole(rows: _Rows) -> _Laid:
+def _pack_whole(rows: _Rows) -> _Packed:
     """Packs each row as one segment of prompt and response."""
     lengths = np.array([len(p) + len(r) for p, r in rows])
     response = np.cumsum(lengths) - lengths + np.array([len(p) for p, _ in rows])
-    ids = np.concatenate([piece for row in rows for piece in row])
+    ids = np.concatenate([part for row in rows for part in row])
     positions = np.concatenate([np.arange(n) for n in lengths])
     return ids, positions, SegmentLayout(lengths.tolist(), []), response - 1, response
 
 
-def _lay_shared(rows: _Rows, first: list[int]) -> _Laid:
+def _pack_shared(rows: _Rows, first: list[int]) -> _Packed:
     """Packs each distinct prompt as a root segment and each response as a child of its prompt."""
-    distinct = sorted(set(first))
-    rank = {row: i for i, row in enumerate(distinct)}
-    parents = np.array([rank[row] for row in first])
-    roots = [rows[row][0] for row in distinct]
+    root_rows = sorted(set(first))
+    root_index = {row: i for i, row in enumerate(root_rows)}
+    parents = np.array([root_index[row] for row in first])
+    roots = [rows[row][0] for row in root_rows]
     root_lengths = np.array([len(p) for p in roots])
     root_end = np.cumsum(root_lengths)
     child_lengths = np.array([len(r) for _, r in rows])

@@ -1,4 +1,4 @@
-"""RMS norm of float32 inputs to the weight's dtype, with one forward and one backward kernel on a GPU."""
+"""RMS norm in the weight's dtype, with one forward and one backward kernel on a GPU."""
 
 from __future__ import annotations
 

@@ -18,19 +18,19 @@ def _forward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
-    real = column < WIDTH
-    at = row * WIDTH + column
-    x = tl.load(x_ptr + at, real, other=0.0).to(tl.float32)
+    mask = column < WIDTH
+    offsets = row * WIDTH + column
+    x = tl.load(x_ptr + offsets, mask, other=0.0).to(tl.float32)
     if ADD:
-        x += tl.load(residual_ptr + at, real, other=0.0).to(tl.float32)
+        x += tl.load(residual_ptr + offsets, mask, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + at, rounded, real)
+        tl.store(sum_ptr + offsets, rounded, mask)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
     if SCALE:
         tl.store(scale_ptr + row, scale)
-    weight = tl.load(weight_ptr + column, real, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, (x * scale * weight).to(out_ptr.dtype.element_ty), real)
+    weight = tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, (x * scale * weight).to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -40,25 +40,25 @@ def _backward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     program = tl.program_id(0)
     i = tl.arange(0, PADDED)
-    real = i < WIDTH
-    weight = tl.load(weight_ptr + i, real, other=0.0).to(tl.float32)
+    mask = i < WIDTH
+    weight = tl.load(weight_ptr + i, mask, other=0.0).to(tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     for row in range(program, rows, tl.num_programs(0)):
-        at = tl.cast(row, tl.int64) * WIDTH + i
+        offsets = tl.cast(row, tl.int64) * WIDTH + i
         scale = tl.load(scale_ptr + row)
-        x = tl.load(x_ptr + at, real, other=0.0).to(tl.float32) * scale
-        g = tl.load(g_ptr + at, real, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offsets, mask, other=0.0).to(tl.float32) * scale
+        g = tl.load(g_ptr + offsets, mask, other=0.0).to(tl.float32)
         total += g * x
         g *= weight
-        along = tl.sum(g * x, 0) / WIDTH
-        g = (g - x * along) * scale
+        projection = tl.sum(g * x, 0) / WIDTH
+        g = (g - x * projection) * scale
         if PLUS:
-            g += tl.load(plus_ptr + at, real, other=0.0).to(tl.float32)
-        tl.store(g_x_ptr + at, g.to(g_x_ptr.dtype.element_ty), real)
-    tl.store(part_ptr + program * WIDTH + i, total, real)
+            g += tl.load(plus_ptr + offsets, mask, other=0.0).to(tl.float32)
+        tl.store(g_x_ptr + offsets, g.to(g_x_ptr.dtype.element_ty), mask)
+    tl.store(part_ptr + program * WIDTH + i, total, mask)
 
 
-def _shape(width: int) -> dict[str, int]:
+def _launch_options(width: int) -> dict[str, int]:
     padded = triton.next_power_of_2(width)
     return {"WIDTH": width, "PADDED": padded, "num_warps": 4 if padded <= 2048 else 8}
 
@@ -69,7 +69,9 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     rows, width = x.shape
     out = torch.empty_like(x, dtype=weight.dtype)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _forward[(rows,)](x, x, weight, out, x, scale, eps, ADD=False, SCALE=True, **_shape(width))
+    _forward[(rows,)](
+        x, x, weight, out, x, scale, eps, ADD=False, SCALE=True, **_launch_options(width)
+    )
     return out, scale
 
 
@@ -82,7 +84,7 @@ def add_rms_norm(
     total = torch.empty_like(x, dtype=torch.float32) if residual is not None else x
     _forward[(rows,)](
         x, x if residual is None else residual, weight, out, total, x, eps,
-        ADD=residual is not None, SCALE=False, **_shape(width),
+        ADD=residual is not None, SCALE=False, **_launch_options(width),
     )  # fmt: skip
     return out, total
 
@@ -99,6 +101,6 @@ def rms_norm_backward(
     part = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _backward[(programs,)](
         x, weight, scale, g, g if plus is None else plus, g_x, part, rows,
-        PLUS=plus is not None, **_shape(width),
+        PLUS=plus is not None, **_launch_options(width),
     )  # fmt: skip
     return g_x, part.sum(0).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, rounded once, with one kernel per direction on a GPU."""
+"""Rotary embedding of queries and keys, with one forward and one backward kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H, D]; [N, D]
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Computes `rotate` with torch operations."""
     first, second = x.float().chunk(2, -1)
-    crossed = torch.cat([-second, first], -1)
-    return (x.float() * cos.float()[:, None] + crossed * sin.float()[:, None]).to(x.dtype)
+    swapped = torch.cat([-second, first], -1)
+    return (x.float() * cos.float()[:, None] + swapped * sin.float()[:, None]).to(x.dtype)
 
 
 def split_rotated(
@@ -43,18 +43,18 @@ def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tens
         from hone.ops import rotary_triton
 
         return rotary_triton.join_gradients(g_q, g_k, g_v, cos, sin)
-    return torch.cat([*(_rotate_back(g, cos, sin) for g in (g_q, g_k)), g_v], 1).flatten(1)
+    return torch.cat([*(_inverse_rotate(g, cos, sin) for g in (g_q, g_k)), g_v], 1).flatten(1)
 
 
-def _rotate_back(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _inverse_rotate(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide, half = g.float(), g.shape[-1] // 2
-    crossed = wide * sin.float()[:, None]
-    crossed = torch.cat([crossed[..., half:], -crossed[..., :half]], -1)
-    return (wide * cos.float()[:, None] + crossed).to(g.dtype)
+    swapped = wide * sin.float()[:, None]
+    swapped = torch.cat([swapped[..., half:], -swapped[..., :half]], -1)
+    return (wide * cos.float()[:, None] + swapped).to(g.dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates on a GPU, as `split_rotated` of queries alone."""
+    """Rotates on a GPU: `split_rotated` without keys and values."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -63,6 +63,6 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        nothing = grads[0][:, :0]
-        g = join_gradients(grads[0], nothing, nothing, *ctx.saved_tensors)
+        empty = grads[0][:, :0]
+        g = join_gradients(grads[0], empty, empty, *ctx.saved_tensors)
         return g.view(grads[0].shape), None, None

@@ -18,28 +18,28 @@ def _rotate_parts(  # type: ignore[no-untyped-def]
     half: tl.constexpr = D // 2
     h = tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, HALF)[None, :]
-    inside = i < half
-    is_q = inside & (h < H)
-    is_k = inside & (h >= H) & (h < H + KV)
-    is_v = inside & (h >= H + KV) & (h < H + 2 * KV)
+    in_half = i < half
+    is_q = in_half & (h < H)
+    is_k = in_half & (h >= H) & (h < H + KV)
+    is_v = in_half & (h >= H + KV) & (h < H + 2 * KV)
     q = q_ptr + (token * H + h) * D + i
     k = k_ptr + (token * KV + h - H) * D + i
     v = v_ptr + (token * KV + h - H - KV) * D + i
     joined = joined_ptr + (token * (H + 2 * KV) + h) * D + i
-    real = inside & (h < H + 2 * KV)
+    in_joined = in_half & (h < H + 2 * KV)
     if BACK:
         a = tl.load(q, is_q, other=0.0) + tl.load(k, is_k, other=0.0)
         a += tl.load(v, is_v, other=0.0)
         b = tl.load(q + half, is_q, other=0.0) + tl.load(k + half, is_k, other=0.0)
         b += tl.load(v + half, is_v, other=0.0)
     else:
-        a = tl.load(joined, real, other=0.0)
-        b = tl.load(joined + half, real, other=0.0)
+        a = tl.load(joined, in_joined, other=0.0)
+        b = tl.load(joined + half, in_joined, other=0.0)
     angle = token * D + i
-    cos_a = tl.load(cos_ptr + angle, inside, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + angle + half, inside, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + angle, inside, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + angle + half, inside, other=0.0).to(tl.float32)
+    cos_a = tl.load(cos_ptr + angle, in_half, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + angle + half, in_half, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + angle, in_half, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + angle + half, in_half, other=0.0).to(tl.float32)
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
     if BACK:
         first = wide_a * cos_a + wide_b * sin_b
@@ -50,8 +50,8 @@ def _rotate_parts(  # type: ignore[no-untyped-def]
     first = tl.where(is_v, a, first.to(a.dtype))
     second = tl.where(is_v, b, second.to(b.dtype))
     if BACK:
-        tl.store(joined, first, real)
-        tl.store(joined + half, second, real)
+        tl.store(joined, first, in_joined)
+        tl.store(joined + half, second, in_joined)
     else:
         tl.store(q, first, is_q)
         tl.store(q + half, second, is_q)

@@ -1,6 +1,6 @@
 """Attention over packed rows: a segment attends to itself and to its parent, if it has one.
 
-16-bit tensors on a GPU use a variable-length kernel. Otherwise segments are padded for the attention call.
+16-bit tensors on a GPU use a variable-length kernel; otherwise, segments are padded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _BiasKey = tuple[int | None, torch.dtype]
 class Padding(NamedTuple):
     """The mapping between packed segments and a padded batch."""
 
-    cells: Tensor  # [S, L] packed position of each cell; padding refers to a real position
-    inverse: Tensor  # [N_s] cell of each packed position
+    cells: Tensor  # [S, L] packed position of each cell; `start` in padding
+    inverse: Tensor  # [N_s] flat cell index of each packed position
     start: int  # first packed position
     regular: bool  # all segments have the same length, so a view suffices
 
@@ -38,14 +38,14 @@ class Padding(NamedTuple):
     def of(
         lengths: list[int], device: torch.device, *, start: int = 0, multiple: int = 1
     ) -> Padding:
-        """Returns the padding of consecutive segments from `start`, to a width that is a multiple."""
+        """Pads consecutive segments from `start`, to a width that is a multiple of `multiple`."""
         n = torch.tensor(lengths)
         width = -(-max(int(n.max()), 1) // multiple) * multiple
-        begin = start + n.cumsum(0) - n
+        starts = start + n.cumsum(0) - n
         offset = torch.arange(width)
-        real = offset < n[:, None]
-        index = torch.where(real, begin[:, None] + offset, start)
-        inverse = real.flatten().nonzero().flatten()
+        is_token = offset < n[:, None]
+        index = torch.where(is_token, starts[:, None] + offset, start)
+        inverse = is_token.flatten().nonzero().flatten()
         return Padding(send(index, device), send(inverse, device), start, bool((n == width).all()))
 
     def pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
@@ -83,7 +83,7 @@ class SegmentLayout:
     @cached_property
     def _children(self) -> Padding | None:
         lengths = [n for _, n in self.children]
-        if not any(lengths):  # one-token responses pack no token
+        if not any(lengths):  # a response of one token has no packed token
             return None
         return Padding.of(lengths, self.device, start=sum(self.root_lengths))
 
@@ -102,7 +102,7 @@ class SegmentLayout:
             keys = self._shared_keys
             return varlen_attention(
                 q,
-                *keys.lay(k, v),
+                *keys.repeat(k, v),
                 keys.cu_queries,
                 keys.cu_keys,
                 keys.longest_query,
@@ -117,12 +117,12 @@ class SegmentLayout:
         return torch.cat([out, self._attend_children(q, k, v, self._children, options)])
 
     def _attend_roots(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        longest, window = self._roots.cells.shape[1], options.window
+        width, window = self._roots.cells.shape[1], options.window
         bias = None
-        if window is not None and window < longest:
+        if window is not None and window < width:
             key = (window, q.dtype)
             if key not in self.root_bias:
-                position = torch.arange(longest, device=q.device)
+                position = torch.arange(width, device=q.device)
                 visible = is_visible(position[:, None] - position, window)
                 self.root_bias[key] = as_bias(visible, q.dtype)
             bias = self.root_bias[key]
@@ -149,23 +149,25 @@ class SegmentLayout:
 
     @cached_property
     def _child_cells(self) -> Tensor:  # [C, P + R]
-        """Returns the packed positions that each child sees: its parent's tokens, then its own."""
+        """The packed positions that each child attends to: its parent's tokens, then its own."""
         assert self._children is not None
         return torch.cat([self._roots.cells[self._parents], self._children.cells], 1)
 
     def _child_bias(
         self, width: int, window: int | None, dtype: torch.dtype
     ) -> Tensor:  # [C, 1, R, P + R]
-        """Returns the mask in which a child sees its parent's tokens and, causally, its own.
+        """Returns the bias of a child: it attends to its parent's tokens and, causally, its own.
 
-        Padded queries also see causal keys, because a fully masked row would be NaN.
+        Padded queries also attend to keys, because the softmax of a fully masked row is NaN.
         """
         lengths = send(torch.tensor(self.root_lengths), self.device)[self._parents]
-        own = torch.arange(width, device=self.device)
-        of_parent = torch.arange(self._roots.cells.shape[1], device=self.device)
-        sees_parent = (of_parent < lengths[:, None])[:, None, :].expand(-1, width, -1)
-        sees_own = is_visible(own[:, None] - own, window).expand(len(lengths), -1, -1)
+        own_positions = torch.arange(width, device=self.device)
+        parent_positions = torch.arange(self._roots.cells.shape[1], device=self.device)
+        sees_parent = (parent_positions < lengths[:, None])[:, None, :].expand(-1, width, -1)
+        sees_own = is_visible(own_positions[:, None] - own_positions, window).expand(
+            len(lengths), -1, -1
+        )
         if window is not None:
-            position = lengths[:, None] + own  # [C, R]
-            sees_parent = sees_parent & (position[:, :, None] - of_parent < window)
+            position = lengths[:, None] + own_positions  # [C, R]
+            sees_parent = sees_parent & (position[:, :, None] - parent_positions < window)
         return as_bias(torch.cat([sees_parent, sees_own], -1), dtype)[:, None]

@@ -1,7 +1,7 @@
 """Repeats the keys and values of shared prompts before each response, for variable-length kernels.
 
-A prompt is computed once for all of its responses; only its keys and values, which are small, are copied
-per response. The gradients of the copies are summed in float32, in a fixed order.
+Queries of a prompt are computed once for all of its responses. The gradients of the copies of keys
+and values are summed in float32, in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hone.ops.transfer import send
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Lengths of queries and keys per segment: roots, then children with the keys of their root first."""
+    """Query and key lengths per segment: roots, then children with their root's keys first."""
 
     cu_queries: Tensor  # [S + 1] int32
     cu_keys: Tensor  # [S + 1] int32
@@ -33,44 +33,46 @@ class SharedKeys:
         root_lengths: list[int], children: list[tuple[int, int]], device: torch.device
     ) -> SharedKeys:
         roots = np.array(root_lengths)
-        begin = np.cumsum(roots) - roots
+        root_starts = np.cumsum(roots) - roots
         parents = np.array([p for p, n in children if n], np.int64)
         child_lengths = np.array([n for _, n in children if n], np.int64)
         queries = np.concatenate([roots, child_lengths])
         keys = np.concatenate([roots, roots[parents] + child_lengths])
-        spans = (
-            _sent(_ends(queries), device),
-            _sent(_ends(keys), device),
+        lengths = (
+            _to_device(_cumulative(queries), device),
+            _to_device(_cumulative(keys), device),
             int(queries.max()),
             int(keys.max()),
         )
         if not len(child_lengths):
-            return SharedKeys(*spans)
-        starts = roots.sum() + np.cumsum(child_lengths) - child_lengths
-        pieces = [np.arange(roots.sum())]
-        for p, start, length in zip(parents, starts, child_lengths, strict=True):
-            pieces.append(np.arange(begin[p], begin[p] + roots[p]))
-            pieces.append(np.arange(start, start + length))
-        source = np.concatenate(pieces)
-        first_use = _ends(np.bincount(source, minlength=queries.sum()))
+            return SharedKeys(*lengths)
+        child_starts = roots.sum() + np.cumsum(child_lengths) - child_lengths
+        key_positions = [np.arange(roots.sum())]
+        for p, start, length in zip(parents, child_starts, child_lengths, strict=True):
+            key_positions.append(np.arange(root_starts[p], root_starts[p] + roots[p]))
+            key_positions.append(np.arange(start, start + length))
+        source = np.concatenate(key_positions)
+        first_use = _cumulative(np.bincount(source, minlength=queries.sum()))
         indices = (source, np.argsort(source, kind="stable"), first_use)
-        return SharedKeys(*spans, *(_sent(index, device) for index in indices))
+        return SharedKeys(*lengths, *(_to_device(index, device) for index in indices))
 
-    def lay(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # [N, KV, D] each -> [M, KV, D]
+    def repeat(
+        self, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:  # [N, KV, D] each -> [M, KV, D]
         if self.source is None:
             return k, v
-        return _Laid.apply(k, v, self.source, self.uses, self.first_use)
+        return _RepeatKeys.apply(k, v, self.source, self.uses, self.first_use)
 
 
-def _ends(lengths: np.ndarray) -> np.ndarray:
+def _cumulative(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _sent(values: np.ndarray, device: torch.device) -> Tensor:
+def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
     return send(torch.from_numpy(values.astype(np.int32)), device)
 
 
-class _Laid(torch.autograd.Function):
+class _RepeatKeys(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, k: Tensor, v: Tensor, source: Tensor, uses: Tensor, first_use: Tensor
@@ -95,6 +97,6 @@ class _Laid(torch.autograd.Function):
 
 def plain_sum(g: Tensor, source: Tensor, tokens: int) -> Tensor:
     """Returns the gradient per token, summed over the copies of its key."""
-    wide = torch.float32 if g.itemsize < 4 else g.dtype
-    total = g.new_zeros(tokens, *g.shape[1:], dtype=wide)
-    return total.index_add_(0, source, g.to(wide)).to(g.dtype)
+    sum_dtype = torch.float32 if g.itemsize < 4 else g.dtype
+    total = g.new_zeros(tokens, *g.shape[1:], dtype=sum_dtype)
+    return total.index_add_(0, source, g.to(sum_dtype)).to(g.dtype)

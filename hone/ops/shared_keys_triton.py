@@ -1,4 +1,4 @@
-"""The GPU kernels of shared_keys.py, which copy keys and values and sum the gradients of the copies."""
+"""GPU kernels of shared_keys.py: copy keys and values, and sum the gradients of the copies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def _gather(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
-    real = i < WIDTH
+    mask = i < WIDTH
     source = tl.load(source_ptr + row).to(tl.int64) * WIDTH
-    tl.store(k_out_ptr + row * WIDTH + i, tl.load(k_ptr + source + i, real), real)
-    tl.store(v_out_ptr + row * WIDTH + i, tl.load(v_ptr + source + i, real), real)
+    tl.store(k_out_ptr + row * WIDTH + i, tl.load(k_ptr + source + i, mask), mask)
+    tl.store(v_out_ptr + row * WIDTH + i, tl.load(v_ptr + source + i, mask), mask)
 
 
 @triton.jit
@@ -27,15 +27,15 @@ def _sum_uses(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
-    real = i < WIDTH
+    mask = i < WIDTH
     k = tl.zeros([PADDED], tl.float32)
     v = tl.zeros([PADDED], tl.float32)
     for use in range(tl.load(first_ptr + token), tl.load(first_ptr + token + 1)):
-        at = tl.load(use_ptr + use).to(tl.int64) * WIDTH + i
-        k += tl.load(k_ptr + at, real, other=0.0).to(tl.float32)
-        v += tl.load(v_ptr + at, real, other=0.0).to(tl.float32)
-    tl.store(k_out_ptr + token * WIDTH + i, k.to(k_out_ptr.dtype.element_ty), real)
-    tl.store(v_out_ptr + token * WIDTH + i, v.to(v_out_ptr.dtype.element_ty), real)
+        offsets = tl.load(use_ptr + use).to(tl.int64) * WIDTH + i
+        k += tl.load(k_ptr + offsets, mask, other=0.0).to(tl.float32)
+        v += tl.load(v_ptr + offsets, mask, other=0.0).to(tl.float32)
+    tl.store(k_out_ptr + token * WIDTH + i, k.to(k_out_ptr.dtype.element_ty), mask)
+    tl.store(v_out_ptr + token * WIDTH + i, v.to(v_out_ptr.dtype.element_ty), mask)
 
 
 def gather(k: Tensor, v: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Copies from host to device without waiting for pending work of the device."""
+"""Copies from host to device without waiting for the device."""
 
 from __future__ import annotations
 

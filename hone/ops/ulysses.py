@@ -1,8 +1,7 @@
-"""Ulysses sequence parallelism: the ranks of a sequence group hold consecutive parts of the packed rows.
+"""Ulysses sequence parallelism: each rank of a sequence group holds a part of the packed tokens.
 
-Everything but attention is computed on a rank's own tokens. Around attention, one exchange gives each rank
-all tokens for its share of the heads, and another one returns its own tokens with all heads. Attention
-therefore sees the whole pack, with shared prompts and masks unchanged.
+Before attention, an all-to-all gives each rank all tokens for its share of the heads; after it,
+another one returns its own tokens with all heads. Layouts and masks are those of the whole pack.
 """
 
 from __future__ import annotations
@@ -41,15 +40,17 @@ class SplitLayout:
         options: AttentionOptions,
     ) -> Tensor:  # [n, H, D]
         size, rank = self.group.size(), self.group.rank()
-        # A key head that several ranks need is repeated; it then has fewer query heads.
+        # A key head that several ranks need is repeated.
         copies = size // math.gcd(k.shape[1], size)
         if copies > 1:
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-        widths = [x.shape[1] // size for x in (q, k, v)]
+        heads_per_rank = [x.shape[1] // size for x in (q, k, v)]
         parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
         heads = torch.cat(parts, 2).transpose(0, 1)  # [size, n, H/size + 2 KV/size, D]
-        # One exchange for all three: the ranks must exchange in the same order in the backward pass too.
-        q, k, v = _Exchange.apply(heads, self.group).flatten(0, 1)[: self.tokens].split(widths, 1)
+        # One all-to-all for all three, because all ranks must use the same order in backward too.
+        q, k, v = (
+            _Exchange.apply(heads, self.group).flatten(0, 1)[: self.tokens].split(heads_per_rank, 1)
+        )
         if options.sinks is not None:
             options = options._replace(sinks=options.sinks.chunk(size)[rank])
         out = self.whole.attend(q, k, v, options)
@@ -60,7 +61,7 @@ class SplitLayout:
 
 @dataclass(frozen=True)
 class SplitRows(PackedRows):
-    """This rank's part of packed rows: its tokens, and the targets that they predict.
+    """This rank's part of packed rows: its tokens, and their targets.
 
     `row` and `column` are those of all ranks' targets, rank by rank; `unpack` gathers their values.
     """
@@ -70,7 +71,7 @@ class SplitRows(PackedRows):
     group: dist.ProcessGroup
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Converts this rank's values to [B, T] on every rank; each rank's gradient is that of its own."""
+        """Converts all ranks' values to [B, T]; a rank gets the gradient of its own values."""
         return super().unpack(_Gather.apply(values, self.counts, self.group))
 
 
@@ -84,17 +85,17 @@ def split_rows(packed: PackedRows, group: dist.ProcessGroup) -> SplitRows:
         torch.nn.functional.pad(x, (0, size * width - tokens))[start : start + width]
         for x in (packed.input_ids, packed.position_ids)
     )
-    owner = packed.source // width
-    order = owner.argsort(stable=True)
-    counts = owner.bincount(minlength=size).tolist()
-    first = sum(counts[:rank])
-    own = order[first : first + counts[rank]]
+    target_rank = packed.source // width
+    order = target_rank.argsort(stable=True)
+    counts = target_rank.bincount(minlength=size).tolist()
+    first_target = sum(counts[:rank])
+    own_targets = order[first_target : first_target + counts[rank]]
     return SplitRows(
         ids,
         positions,
         SplitLayout(packed.layout, tokens, group),  # type: ignore[arg-type]
-        packed.source[own] - start,
-        packed.target[own],
+        packed.source[own_targets] - start,
+        packed.target[own_targets],
         packed.row[order],
         packed.column[order],
         packed.shape,
@@ -122,7 +123,7 @@ class _Exchange(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """Concatenates the values of all ranks.
 
-    Every rank computes the same loss from them, so that each takes only the gradient of its own values.
+    Every rank computes the same loss from them, so each takes only the gradient of its own values.
     """
 
     @staticmethod
@@ -131,8 +132,8 @@ class _Gather(torch.autograd.Function):
     ) -> Tensor:
         ctx.start = sum(counts[: group.rank()])
         ctx.stop = ctx.start + len(values)
-        widest = max(counts)
-        padded = values.new_zeros(widest)
+        max_count = max(counts)
+        padded = values.new_zeros(max_count)
         padded[: len(values)] = values
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=group)

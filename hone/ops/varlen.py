@@ -20,7 +20,7 @@ _PACKAGES = (("flash_attn_interface", 9), ("flash_attn.cute", 9), ("flash_attn",
 
 
 def fits_varlen(q: Tensor) -> bool:
-    """Whether the kernel supports the device, dtype and head dimension of queries [N, H, D]."""
+    """Returns whether the kernel supports device, dtype and head dimension of queries [N, H, D]."""
     return q.is_cuda and q.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
@@ -37,7 +37,7 @@ def varlen_attention(
     window: int | None,
 ) -> Tensor:  # [N, H, D]
     """Computes causal attention; the last query of a sequence is aligned with its last key."""
-    attend = _packaged() or _torch_attention
+    attend = _package_kernel() or _torch_attention
     return attend(q, k, v, cu_q, cu_k, max_q, max_k, scaling, window)
 
 
@@ -45,7 +45,7 @@ def _torch_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
     scaling: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    # The operator of torch.nn.attention.varlen, whose wrapper takes more host time than the call.
+    # The operator behind torch.nn.attention.varlen, whose wrapper takes much host time.
     return torch.ops.aten._flash_attention_forward(
         q, k, v, cu_q, cu_k, max_q, max_k, 0.0, window is None, False,
         scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
@@ -53,26 +53,26 @@ def _torch_attention(
 
 
 @functools.cache
-def _packaged() -> Callable[..., Tensor] | None:
+def _package_kernel() -> Callable[..., Tensor] | None:
     """Returns the kernel of an installed package, or None."""
     major, _ = torch.cuda.get_device_capability()
-    for name, least in _PACKAGES:
-        if major < least:
+    for name, min_capability in _PACKAGES:
+        if major < min_capability:
             continue
         try:
             kernel = importlib.import_module(name).flash_attn_varlen_func
         except ModuleNotFoundError:
             continue
         except (ImportError, OSError, AttributeError) as error:
-            # Built for another torch version, or part of another package.
+            # Built for another torch version, or another package of this name.
             logger.warning("%s is installed but cannot be used here: %s", name, error)
             continue
         logger.info("attention over packed rows: %s", name)
-        return functools.partial(_by_package, kernel)
+        return functools.partial(_package_attention, kernel)
     return None
 
 
-def _by_package(
+def _package_attention(
     kernel: Callable[..., Tensor | tuple[Tensor, ...]],
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
     scaling: float, window: int | None,

@@ -1,7 +1,6 @@
-"""Functions over the ranks of a process group that code written for verl imports, with verl's arguments.
+"""Functions of verl over the ranks of a process group, with verl's names and arguments.
 
-They replace verl's `utils.distributed` and `utils.memory_utils`, and the collectives of
-`utils.torch_functional` and `utils.profiler`.
+From verl's `utils.distributed`, `memory_utils`, `torch_functional` and `profiler`.
 """
 
 from __future__ import annotations
@@ -31,21 +30,23 @@ def distributed_mean_max_min_std(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Returns mean, max, min and std over all ranks; None for those not requested."""
     count = torch.tensor(local_tensor.numel(), device=local_tensor.device)
-    count = _reduced(count, dist.ReduceOp.SUM)
-    mean = _reduced(local_tensor.sum(), dist.ReduceOp.SUM) / count
-    squares = (local_tensor - mean).square().sum()
+    count = _all_reduce(count, dist.ReduceOp.SUM)
+    mean = _all_reduce(local_tensor.sum(), dist.ReduceOp.SUM) / count
+    squared_deviations = (local_tensor - mean).square().sum()
     return (
         mean,
-        _reduced(local_tensor.max(), dist.ReduceOp.MAX) if compute_max else None,
-        _reduced(local_tensor.min(), dist.ReduceOp.MIN) if compute_min else None,
-        (_reduced(squares, dist.ReduceOp.SUM) / (count - 1)).sqrt() if compute_std else None,
+        _all_reduce(local_tensor.max(), dist.ReduceOp.MAX) if compute_max else None,
+        _all_reduce(local_tensor.min(), dist.ReduceOp.MIN) if compute_min else None,
+        (_all_reduce(squared_deviations, dist.ReduceOp.SUM) / (count - 1)).sqrt()
+        if compute_std
+        else None,
     )
 
 
 def distributed_masked_mean(local_tensor: Tensor, local_mask: Tensor) -> Tensor:
     """Returns the mean of the unmasked entries of all ranks."""
-    total = _reduced(masked_sum(local_tensor, local_mask), dist.ReduceOp.SUM)
-    return total / _reduced(local_mask.bool().sum(), dist.ReduceOp.SUM)
+    total = _all_reduce(masked_sum(local_tensor, local_mask), dist.ReduceOp.SUM)
+    return total / _all_reduce(local_mask.bool().sum(), dist.ReduceOp.SUM)
 
 
 def broadcast_dict_tensor(
@@ -90,12 +91,12 @@ def reduce_timing(
     names = sorted(timing_raw)
     seconds = torch.tensor([timing_raw[name] for name in names], device=get_device_name())
     if dist.is_initialized():
-        seconds = _reduced(seconds, reduce_op)
+        seconds = _all_reduce(seconds, reduce_op)
     return dict(zip(names, seconds.tolist(), strict=True))
 
 
 def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
-    """Joins the process group that torchrun describes; returns local rank, rank and world size."""
+    """Joins torchrun's process group; returns local rank, rank and world size."""
     device = get_device_name()
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{get_nccl_backend()}"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_second))
@@ -119,6 +120,6 @@ def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> Non
             torch.cuda.synchronize()
 
 
-def _reduced(value: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-    dist.all_reduce(value, op=how)
+def _all_reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    dist.all_reduce(value, op=op)
     return value

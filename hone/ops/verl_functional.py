@@ -1,7 +1,6 @@
-"""Tensor functions that code written for verl imports, with verl's arguments.
+"""Tensor functions of verl, with verl's names and arguments; the training engine does not use them.
 
-They replace verl's `utils.torch_functional`, `utils.model` and `utils.groupwise`. The training engine does
-not use them: it computes log-probs and entropies from hidden states.
+From verl's `utils.torch_functional`, `utils.model` and `utils.groupwise`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -44,8 +43,6 @@ __all__ = [
     "split_dict_tensor_into_batches",
 ]
 
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 _NEAR_INTEGER = 1e-6
 
 
@@ -67,8 +64,8 @@ def log_probs_from_logits_response(
     input_ids: Tensor, logits: Tensor, response_length: int
 ) -> Tensor:
     """Returns log-probs [B, response_length] of the response, from logits of the whole sequence."""
-    of_response = logits[:, -response_length - 1 : -1]
-    return logprobs_from_logits(of_response, input_ids[:, -response_length:])
+    response_logits = logits[:, -response_length - 1 : -1]
+    return logprobs_from_logits(response_logits, input_ids[:, -response_length:])
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
@@ -102,8 +99,8 @@ def get_response_mask(
     response_id: Tensor, eos_token: int | list[int] = 2, dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """Returns a mask [B, T] that is 1 up to and including the first end-of-sequence token."""
-    ends = torch.isin(response_id, torch.tensor(eos_token, device=response_id.device)).int()
-    return (ends.cumsum(1) - ends == 0).to(dtype)
+    is_end = torch.isin(response_id, torch.tensor(eos_token, device=response_id.device)).int()
+    return (is_end.cumsum(1) - is_end == 0).to(dtype)
 
 
 get_eos_mask = get_response_mask  # verl 0.2's name
@@ -139,14 +136,14 @@ def postprocess_data(
     length = input_ids.shape[-1]
     if length > max_length and truncation == "error":
         raise NotImplementedError(
-            f"{length} tokens are more than max_length={max_length}; set truncation to left, right or "
-            "middle, or raise max_length"
+            f"{length} tokens are more than max_length={max_length}; set truncation to left, "
+            "right or middle, or raise max_length"
         )
     head = {"left": 0, "right": max_length, "middle": max_length // 2}.get(truncation, length)
     if length > max_length:
         rows = torch.arange(length, device=input_ids.device)
-        keep = (rows < head) | (rows >= length - (max_length - head))
-        input_ids, attention_mask = input_ids[:, keep], attention_mask[:, keep]
+        is_kept = (rows < head) | (rows >= length - (max_length - head))
+        input_ids, attention_mask = input_ids[:, is_kept], attention_mask[:, is_kept]
     return (
         pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad),
         pad_sequence_to_length(attention_mask, max_length, 0, left_pad),
@@ -170,16 +167,21 @@ def create_random_mask(
     max_ratio_of_left_padding: float,
     min_ratio_of_valid_token: float = 0,
 ) -> Tensor:
-    """Returns test masks [B, L] with one run of random start and length per row."""
+    """Returns masks [B, L] for tests, each row with one run of ones of random start and length."""
     rows, width = input_ids.shape
-    most, left = int(width * max_ratio_of_valid_token), int(width * max_ratio_of_left_padding)
-    least = max(1, int(width * min_ratio_of_valid_token))
-    if not 0 < least <= most or most + left > width:
-        raise AssertionError(f"{least} to {most} tokens behind up to {left} do not fit {width}")
-    start = torch.from_numpy(np.random.randint(0, left + 1, (rows, 1)))
-    length = torch.from_numpy(np.random.randint(least, most + 1, (rows, 1)))
-    place = torch.arange(width)
-    return ((place >= start) & (place < start + length)).to(input_ids.device, torch.int64)
+    longest, padding = (
+        int(width * max_ratio_of_valid_token),
+        int(width * max_ratio_of_left_padding),
+    )
+    shortest = max(1, int(width * min_ratio_of_valid_token))
+    if not 0 < shortest <= longest or longest + padding > width:
+        raise AssertionError(
+            f"{shortest} to {longest} tokens and padding of {padding} exceed {width}"
+        )
+    start = torch.from_numpy(np.random.randint(0, padding + 1, (rows, 1)))
+    length = torch.from_numpy(np.random.randint(shortest, longest + 1, (rows, 1)))
+    column = torch.arange(width)
+    return ((column >= start) & (column < start + length)).to(input_ids.device, torch.int64)
 
 
 def update_model_config(module_config: PreTrainedConfig, override_config_kwargs: Row) -> None:
@@ -207,7 +209,7 @@ def print_model_size(model: nn.Module, name: str | None = None) -> None:
 
 
 def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:
-    """Returns the generation config of a model, or one derived from its config; None without either."""
+    """Returns the generation config of a model, or one derived from its config, or None."""
     from transformers import AutoConfig, GenerationConfig
 
     try:
@@ -252,18 +254,18 @@ def get_cosine_schedule_with_warmup(
     init_lr_ratio: float | None = None,
     zero_indexed_step: bool = True,
 ) -> LambdaLR:
-    """Returns a schedule with linear warm-up from `init_lr_ratio`, then cosine decay to `min_lr_ratio`."""
-    first = min_lr_ratio if init_lr_ratio is None else init_lr_ratio
+    """Returns a schedule with linear warm-up, then cosine decay to `min_lr_ratio`."""
+    start_factor = min_lr_ratio if init_lr_ratio is None else init_lr_ratio
     length = max(1, num_training_steps - num_warmup_steps)
 
-    def share(step: int) -> float:
+    def lr_factor(step: int) -> float:
         step = step if zero_indexed_step else step + 1
         if step < num_warmup_steps:
-            return first + (1 - first) * step / num_warmup_steps
-        wave = math.cos(2 * math.pi * num_cycles * (step - num_warmup_steps) / length)
-        return max(min_lr_ratio, min_lr_ratio + (1 - min_lr_ratio) * (1 + wave) / 2)
+            return start_factor + (1 - start_factor) * step / num_warmup_steps
+        cosine = math.cos(2 * math.pi * num_cycles * (step - num_warmup_steps) / length)
+        return max(min_lr_ratio, min_lr_ratio + (1 - min_lr_ratio) * (1 + cosine) / 2)
 
-    return LambdaLR(optimizer, share, last_epoch)
+    return LambdaLR(optimizer, lr_factor, last_epoch)
 
 
 def get_wsd_schedule_with_warmup(
@@ -275,20 +277,22 @@ def get_wsd_schedule_with_warmup(
     last_epoch: int = -1,
     stable_ratio: float = 0.9,
 ) -> LambdaLR:
-    """Returns a schedule with linear warm-up, a constant part, then cosine decay to `min_lr_ratio`."""
+    """Returns a schedule with linear warm-up, a constant part, then cosine decay."""
     length = max(0, num_training_steps - num_warmup_steps)
     start = num_warmup_steps + int(length * stable_ratio)
 
-    def share(step: int) -> float:
+    def lr_factor(step: int) -> float:
         if step < num_warmup_steps:
             return step / num_warmup_steps
         if step < start:
             return 1.0
-        done = (step - start) / (num_training_steps - start) if step < num_training_steps else 1.0
-        wave = math.cos(2 * math.pi * num_cycles * done) if done < 1 else -1.0
-        return min_lr_ratio + (1 - min_lr_ratio) * (1 + wave) / 2
+        progress = (
+            (step - start) / (num_training_steps - start) if step < num_training_steps else 1.0
+        )
+        cosine = math.cos(2 * math.pi * num_cycles * progress) if progress < 1 else -1.0
+        return min_lr_ratio + (1 - min_lr_ratio) * (1 + cosine) / 2
 
-    return LambdaLR(optimizer, share, last_epoch)
+    return LambdaLR(optimizer, lr_factor, last_epoch)
 
 
 def as_torch_index(
@@ -310,13 +314,13 @@ def group_mean_std(
     eps: float = 1e-6,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mean, std (variance at least `eps`) and size per group; mean 0 and std 1 for a single row."""
+    """Returns mean, std (at least √eps) and size per group; 0 and 1 for a group of one row."""
     if len(scores.reshape(-1)) != len(gidx.reshape(-1)):
         raise ValueError(f"{scores.numel()} scores for {gidx.numel()} group numbers")
     ids = gidx.reshape(-1).long().to(device)
     groups = Groups(ids, torch.bincount(ids).double())
     values = scores.reshape(-1).to(device)
-    alone = groups.sizes <= 1
-    mean = groups.mean(values).masked_fill(alone, 0.0)
-    std = groups.std(values).clamp(min=math.sqrt(eps)).masked_fill(alone, 1.0)
+    is_single = groups.sizes <= 1
+    mean = groups.mean(values).masked_fill(is_single, 0.0)
+    std = groups.std(values).clamp(min=math.sqrt(eps)).masked_fill(is_single, 1.0)
     return mean.float(), std.float(), groups.sizes.float()

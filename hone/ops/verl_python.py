@@ -1,7 +1,7 @@
-"""Functions on dicts, processes and IP addresses that code written for verl imports.
+"""Functions of verl on dicts, processes and IP addresses, with verl's names and arguments.
 
-They replace verl's `utils.py_functional`, `utils.net_utils`, `utils.import_utils.deprecated` and
-`utils.checkpoint.checkpoint_manager.should_save_ckpt_esi`.
+From verl's `utils.py_functional`, `utils.net_utils`, `utils.import_utils` and
+`utils.checkpoint.checkpoint_manager`.
 """
 
 from __future__ import annotations
@@ -72,19 +72,19 @@ class NestedNamespace(SimpleNamespace):
 @contextmanager
 def temp_env_var(key: str, value: str) -> Iterator[None]:
     """Sets an environment variable in the block."""
-    before = os.environ.get(key)
+    old_value = os.environ.get(key)
     os.environ[key] = value
     try:
         yield
     finally:
-        if before is None:
+        if old_value is None:
             os.environ.pop(key, None)
         else:
-            os.environ[key] = before
+            os.environ[key] = old_value
 
 
 def convert_to_regular_types(obj: Any) -> Any:
-    """Returns OmegaConf containers, tuples and what they hold as dicts and lists."""
+    """Converts OmegaConf containers and tuples, also nested ones, to dicts and lists."""
     from omegaconf import DictConfig, ListConfig
 
     if isinstance(obj, dict | DictConfig):
@@ -95,9 +95,9 @@ def convert_to_regular_types(obj: Any) -> Any:
 
 
 def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
-    """Returns the object that a dotted name means."""
+    """Returns the object with a dotted name."""
     if "." not in fqn:
-        raise ValueError(f"{description} {fqn!r} is no dotted name, as package.module.Class")
+        raise ValueError(f"{description} {fqn!r} is not a dotted name such as package.module.Class")
     return load_object(fqn)
 
 
@@ -112,7 +112,8 @@ def timeout_limit(
             context = multiprocessing.get_context("fork")
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_answer, args=(sender, functools.partial(function, *arguments, **options))
+                target=_send_result,
+                args=(sender, functools.partial(function, *arguments, **options)),
             )
             process.start()
             sender.close()
@@ -140,47 +141,47 @@ def timeout_limit(
     return decorate
 
 
-def _answer(sender: Connection, call: Callable[[], R]) -> None:
-    answer: tuple[R | None, Exception | None]
+def _send_result(sender: Connection, call: Callable[[], R]) -> None:
+    result: tuple[R | None, Exception | None]
     try:
-        answer = (call(), None)
+        result = (call(), None)
     except Exception as error:  # any exception of the function is raised in the caller
-        answer = (None, error)
+        result = (None, error)
     try:
-        sender.send(answer)
+        sender.send(result)
     except Exception as error:  # the result cannot be pickled
-        sender.send((None, RuntimeError(f"{answer!r} cannot leave its process: {error}")))
+        sender.send((None, RuntimeError(f"{result!r} cannot be pickled: {error}")))
 
 
 def deprecated(replacement: str = "") -> Callable[[Function], Function]:
     """Emits a FutureWarning that names the replacement when the function or class is used."""
 
-    def decorate(thing: Function) -> Function:
-        kind, init = ("Class" if isinstance(thing, type) else "Function"), "__init__"
-        text = f"{kind} '{thing.__module__}.{thing.__qualname__}' is deprecated."
+    def decorate(target: Function) -> Function:
+        noun, init = ("Class" if isinstance(target, type) else "Function"), "__init__"
+        text = f"{noun} '{target.__module__}.{target.__qualname__}' is deprecated."
         text += f" Please use '{replacement}' instead." if replacement else ""
-        wrapped = getattr(thing, init) if isinstance(thing, type) else thing
+        wrapped = getattr(target, init) if isinstance(target, type) else target
 
         @functools.wraps(wrapped)
-        def warned(*arguments: JsonValue, **options: JsonValue) -> JsonValue:
+        def with_warning(*arguments: JsonValue, **options: JsonValue) -> JsonValue:
             warnings.warn(text, FutureWarning, stacklevel=2)
             return wrapped(*arguments, **options)
 
-        if not isinstance(thing, type):
-            return warned
-        setattr(thing, init, warned)
-        return thing
+        if not isinstance(target, type):
+            return with_warning
+        setattr(target, init, with_warning)
+        return target
 
     return decorate
 
 
 def is_ipv4(ip_str: str) -> bool:
-    """Whether the text is an IPv4 address."""
+    """Returns whether the text is an IPv4 address."""
     return _ip_version(ip_str) == 4
 
 
 def is_ipv6(ip_str: str) -> bool:
-    """Whether the text is an IPv6 address."""
+    """Returns whether the text is an IPv6 address."""
     return _ip_version(ip_str) == 6
 
 
@@ -194,17 +195,17 @@ def _ip_version(text: str) -> int | None:
 def should_save_ckpt_esi(
     max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0
 ) -> bool:
-    """Returns whether a reserved machine expires before another step and its checkpoint would end.
+    """Returns whether a reserved machine expires before the end of another step and checkpoint.
 
-    Volcengine and SageMaker give the time in an environment variable; without one, nothing expires.
+    Volcengine and SageMaker set the time in an environment variable.
     """
-    needed = max_steps_duration + save_ckpt_duration + redundant_time
+    needed_s = max_steps_duration + save_ckpt_duration + redundant_time
     if expires := os.environ.get("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"):
         try:
-            remaining = float(expires) - time.time()
+            remaining_s = float(expires) - time.time()
         except ValueError:
             return False
-        return max_steps_duration > 0 and 0 < remaining <= needed
+        return max_steps_duration > 0 and 0 < remaining_s <= needed_s
     if expires := os.environ.get("SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"):
-        return int(expires) - time.time() < needed
+        return int(expires) - time.time() < needed_s
     return False

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of a head whose vocabulary is sharded over a group of ranks.
 
-Each rank computes the logits of its rows of the head, one chunk of tokens at a time, and the ranks exchange
-three numbers per token. Backward is that of logprobs.py with the statistics of the whole vocabulary.
+Each rank computes the logits of its rows of the head, one chunk of tokens at a time, and the ranks
+exchange three numbers per token. The backward pass is that of logprobs.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def vocab_parallel_outputs(
     with_sum_pi_squared: bool,
     **rule: Unpack[LogitRule],
 ) -> dict[str, Tensor]:
-    """Returns the outputs of a policy, each [M] float32, from DTensors of the head's weight and bias."""
+    """Returns the outputs of a policy, each [M] float32; weight and bias may be DTensors."""
     start = shard_start(weight.shape[0], group)
     weight, bias = _local(weight), rule["bias"]
     rule["bias"] = None if bias is None else _local(bias)
@@ -65,15 +65,15 @@ def vocab_parallel_log_probs(
     with_entropy: bool = False,
     **rule: Unpack[LogitRule],
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `linear_log_probs` returns for the whole head; `start` is this shard's first token."""
+    """Returns `linear_log_probs` of the whole head; `start` is this shard's first token."""
     bias, softcap = rule["bias"], rule["softcap"]
-    own = target - start
-    own = own.masked_fill((own < 0) | (own >= weight.shape[0]), -1)
+    index = target - start
+    index = index.masked_fill((index < 0) | (index >= weight.shape[0]), -1)
     fused = hidden.is_cuda and bias is None and softcap is None
     factor = rule["logit_scale"] / rule["temperature"]
     hidden = copy_to(hidden, group)
     return VocabParallelLogProbs.apply(
-        hidden, weight, bias, own, factor, softcap, with_entropy, fused, group
+        hidden, weight, bias, index, factor, softcap, with_entropy, fused, group
     )
 
 
@@ -88,30 +88,30 @@ def vocab_parallel_sum_pi_squared(
         z, _ = _logits(hidden[part], weight, rule["bias"], rule["softcap"], factor)
         norm[part] = torch.logsumexp(z, -1)
         squares[part] = torch.softmax(z, -1).square().sum(-1)
-    top = _maximum(norm, group)
-    mass = torch.exp(norm - top)
-    sums = torch.stack([mass, squares * mass.square()])
+    max_norm = _max_over_ranks(norm, group)
+    exp_sum = torch.exp(norm - max_norm)
+    sums = torch.stack([exp_sum, squares * exp_sum.square()])
     dist.all_reduce(sums, group=group)
     return sums[1] / sums[0].square()
 
 
-def _maximum(x: Tensor, group: Group) -> Tensor:
-    top = x.clone()
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    return top
+def _max_over_ranks(x: Tensor, group: Group) -> Tensor:
+    largest = x.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest
 
 
-def _joined(local: Statistics, target: Tensor, group: Group) -> Statistics:
+def _combine_shards(local: Statistics, target: Tensor, group: Group) -> Statistics:
     """Combines the statistics of the shards into those of the whole vocabulary."""
     log_prob, norm, entropy = local
-    top = _maximum(norm, group)
-    mass = torch.exp(norm - top)
-    own = (log_prob + (norm - top)).masked_fill(target < 0, 0.0)
-    sums = torch.stack([mass, own, mass * ((norm - top) - entropy)])
+    max_norm = _max_over_ranks(norm, group)
+    exp_sum = torch.exp(norm - max_norm)
+    target_logit = (log_prob + (norm - max_norm)).masked_fill(target < 0, 0.0)
+    sums = torch.stack([exp_sum, target_logit, exp_sum * ((norm - max_norm) - entropy)])
     dist.all_reduce(sums, group=group)
     total, logit, mean = sums
-    rest = total.log()
-    return logit - rest, top + rest, rest - mean / total
+    log_total = total.log()
+    return logit - log_total, max_norm + log_total, log_total - mean / total
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
@@ -140,10 +140,10 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
         parts = _chunks(hidden.shape[0], weight.shape[0], fused=fused)
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        safe = target.clamp(min=0)
-        computed = [statistics(hidden[part], safe[part]) for part in parts] or [(empty,) * 3]
-        log_prob, norm, entropy = (torch.cat(column) for column in zip(*computed, strict=True))
-        log_prob, norm, entropy = _joined((log_prob, norm, entropy), target, group)
+        safe_target = target.clamp(min=0)
+        chunks = [statistics(hidden[part], safe_target[part]) for part in parts] or [(empty,) * 3]
+        log_prob, norm, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
+        log_prob, norm, entropy = _combine_shards((log_prob, norm, entropy), target, group)
         ctx.save_for_backward(bias, hidden, weight, target, norm, entropy)
         ctx.factor, ctx.softcap, ctx.fused = factor, softcap, fused
         ctx.set_materialize_grads(False)

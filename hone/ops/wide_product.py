@@ -1,7 +1,6 @@
-"""x · Wᵀ with a float32 result, on devices that support it: the final rounding to 16 bits is omitted.
+"""Products of 16-bit matrices with a float32 result, which is not rounded to 16 bits on a GPU.
 
-Logits lose most precision when rounded to 16 bits. The residual stream is rounded once less in rollout and
-trainer, so their log-probs differ less.
+Log-probs of rollout and trainer differ less if logits and residual stream are not rounded.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:  # [M, d], [V, d] -> [M, 
     """Returns x · Wᵀ without gradient."""
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return (x @ weight.t()).float()  # a CPU rounds 16-bit products
+    return (x @ weight.t()).float()  # on a CPU, the product is rounded to 16 bits
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:  # [M, V] float32, [M, K], [K, V]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from hone.agents.agent_data import AgentData
 from hone.agents.loop_thread import run_beside
-from hone.agents.loops.search import STOPS, SearchConversation, client_of
+from hone.agents.loops.search import STOPS, SearchConversation, retrieval_client
 from hone.agents.sampling import training_sampling
 from hone.config.generation import GenerationConfig
 from hone.config.rollout import SamplingConfig
@@ -263,7 +263,7 @@ class Generation:
 
         await SearchConversation(
             self.tokenizer,
-            client_of(search.url, search.topk, search.timeout_s, search.retries),
+            retrieval_client(search.url, search.topk, search.timeout_s, search.retries),
             rollout.response_limit(len(ids)),
             search.max_turns + 1,
             search.max_obs_length,

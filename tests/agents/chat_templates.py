@@ -1,4 +1,4 @@
-"""Chat templates in the manner of model families, written for these tests, and tokenizers that have them."""
+"""Chat templates similar to those of model families, and tokenizers with these templates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ GENERATE = "{% if add_generation_prompt %}"
 
 @dataclass(frozen=True)
 class Family:
-    """A template, its special tokens, the one that ends a model's turn, and what it cannot repeat."""
+    """A template, its special tokens, the end token of a turn, and the roles with drift."""
 
     template: str
     specials: tuple[str, ...]
     end: str
     roles: tuple[str, ...] = ("tool", "user")
     drifts: tuple[str, ...] = ()
-    """Roles before which the thinking of earlier turns is dropped."""
+    """Roles before which the template drops the thinking of earlier turns."""
 
 
 def _each(body: str) -> str:
@@ -29,9 +29,11 @@ def _each(body: str) -> str:
 QWEN_25 = Family(
     _each(
         "{% if m.role == 'tool' %}"
-        "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+        "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+        "{{ '<|im_start|>user' }}{% endif %}"
         "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
-        "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+        "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
+        "{{ '<|im_end|>\\n' }}{% endif %}"
         "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}"
     )
     + GENERATE
@@ -48,7 +50,8 @@ QWEN_3 = Family(
         "{% set said = said.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
         "{{ '<|im_start|>assistant\\n' + said + '<|im_end|>\\n' }}"
         "{% elif m.role == 'tool' %}"
-        "{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}"
+        "{{ '<|im_start|>user\\n<tool_response>\\n' + m.content"
+        " + '\\n</tool_response><|im_end|>\\n' }}"
         "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}"
     )
     + GENERATE
@@ -61,7 +64,8 @@ LLAMA_3 = Family(
     "{{ '<|begin_of_text|>' }}"
     + _each(
         "{% set role = 'ipython' if m.role == 'tool' else m.role %}"
-        "{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}"
+        "{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + m.content | trim"
+        " + '<|eot_id|>' }}"
     )
     + GENERATE
     + "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
@@ -73,7 +77,8 @@ MISTRAL = Family(
     + _each(
         "{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
         "{% elif m.role == 'tool' %}"
-        "{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call before') }}{% endif %}"
+        "{% if not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call before') }}{% endif %}"
         "{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}"
         "{% elif m.tool_calls %}{{ '[TOOL_CALLS]' + m.tool_calls | tojson + '</s>' }}"
         "{% else %}{{ m.content + '</s>' }}{% endif %}"
@@ -86,7 +91,8 @@ GEMMA = Family(
     "{{ '<bos>' }}"
     + _each(
         "{% if m.role == 'tool' %}{{ raise_exception('roles are user and model') }}{% endif %}"
-        "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim"
+        "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n'"
+        " + m.content | trim"
         " + '<end_of_turn>\\n' }}"
     )
     + GENERATE
@@ -132,7 +138,8 @@ GLM_4 = Family(
 )
 GRANITE = Family(
     _each(
-        "{{ '<|start_of_role|>' + ('tool_response' if m.role == 'tool' else m.role) + '<|end_of_role|>'"
+        "{{ '<|start_of_role|>' + ('tool_response' if m.role == 'tool' else m.role)"
+        " + '<|end_of_role|>'"
         " + m.content + '<|end_of_text|>\\n' }}"
     )
     + GENERATE
@@ -160,7 +167,7 @@ def characters(family: Family) -> Any:
 
 
 def merges(family: Family) -> Any:
-    """Byte pairs, so that text may be split in more than one way."""
+    """Byte pairs, so that text may be tokenised in several ways."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

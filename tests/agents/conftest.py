@@ -1,4 +1,4 @@
-"""A small config, rows, and a runner over a scripted engine."""
+"""Fixtures: a small config, rows, and a runner with a scripted engine."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def config() -> Callable[..., PPOTrainerConfig]:
 
 @pytest.fixture
 def rows() -> Callable[..., DataProto]:
-    """Rows of prompts; more columns by keyword."""
+    """Returns rows of prompts; keywords are further columns."""
 
     def build(
         prompts: Sequence[str], sampling: dict[str, Any] | None = None, **columns: Sequence[Any]
     ) -> DataProto:
         n = len(prompts)
-        given: dict[str, np.ndarray] = {
+        arrays: dict[str, np.ndarray] = {
             "uid": object_array([f"u{i}" for i in range(n)]),
             "sample_index": object_array([0] * n),
             "trajectory_id": object_array([f"u{i}-0" for i in range(n)]),
             "raw_prompt": object_array(list(prompts)),
         }
-        given |= {name: object_array(list(values)) for name, values in columns.items()}
-        data = DataProto.from_dict(non_tensors=given)
+        arrays |= {name: object_array(list(values)) for name, values in columns.items()}
+        data = DataProto.from_dict(non_tensors=arrays)
         data.meta_info["sampling_params"] = {"temperature": 1.0, **(sampling or {})}
         return data
 
@@ -63,13 +63,15 @@ def rows() -> Callable[..., DataProto]:
 
 
 class CollatingRunner(LoopRunner):
-    """Gives the batch that the trainer would make of its trajectories."""
+    """Returns the batch that the trainer would collate."""
 
     def run(self, rows: DataProto) -> DataProto:
         self.submit(rows)
         self.run_until(lambda: False)  # until no loop runs
-        found = {i: o for g in self.finished() for i, o in zip(g.rows, g.outputs, strict=True)}
-        outputs = [found[i] for i in sorted(found)]
+        output_of_row = {
+            i: o for g in self.finished() for i, o in zip(g.rows, g.outputs, strict=True)
+        }
+        outputs = [output_of_row[i] for i in sorted(output_of_row)]
         batch = collate_outputs(outputs, pad_token_id=TOKENIZER.pad_token_id)
         batch.meta_info["metrics"] = loop_metrics(outputs)
         return batch

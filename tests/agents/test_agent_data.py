@@ -9,9 +9,9 @@ from hone.rollout.contract import StopReason, TokenOutput
 
 
 def test_a_turn_without_experts_keeps_those_of_the_turns_before() -> None:
-    talk = AgentData([], [1, 2], "a", {})
+    agent_data = AgentData([], [1, 2], "a", {})
     experts = torch.zeros(3, 2, 1)
-    talk.add_turn(TokenOutput([5, 6], [0.0, 0.0], [0, 0], routed_experts=experts))
-    talk.add_turn(TokenOutput([], stop_reason=StopReason.LENGTH))
-    assert talk.routed_experts is experts
-    assert talk.stop_reason == "length"
+    agent_data.add_turn(TokenOutput([5, 6], [0.0, 0.0], [0, 0], routed_experts=experts))
+    agent_data.add_turn(TokenOutput([], stop_reason=StopReason.LENGTH))
+    assert agent_data.routed_experts is experts
+    assert agent_data.stop_reason == "length"

@@ -1,4 +1,4 @@
-"""From trajectories to one padded batch."""
+"""Trajectories are collated into one padded batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_log_probs_are_left_out_unless_every_trajectory_has_them() -> None:
 
 
 def test_a_loops_own_score_stands_on_the_last_policy_token() -> None:
-    """Environment tokens may follow it."""
+    """Environment tokens may follow the last policy token."""
     pair = [
         trajectory(1, [1, 1, 0, 0], reward_score=0.5),
         trajectory(1, [1, 0, 1], reward_score=-2.0),
@@ -89,8 +89,8 @@ def test_no_scores_give_no_column() -> None:
 
 def test_extra_fields_become_columns_with_none_where_a_loop_gave_none() -> None:
     pair = [trajectory(1, [1], extra_fields={"tool": ["x", "y"]}), trajectory(1, [1])]
-    facts = collate_outputs(pair, pad_token_id=PAD).non_tensor_batch
-    assert facts["tool"].tolist() == [["x", "y"], None]
+    columns = collate_outputs(pair, pad_token_id=PAD).non_tensor_batch
+    assert columns["tool"].tolist() == [["x", "y"], None]
 
 
 def test_log_probs_may_be_tensors_or_arrays() -> None:
@@ -102,8 +102,8 @@ def test_log_probs_may_be_tensors_or_arrays() -> None:
     assert columns["rollout_log_probs"].tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
 
 
-def on_two_ranks(rows: Sequence[AgentLoopOutput], cut: int) -> DataProto:
-    ranks = [collate_outputs(part, pad_token_id=PAD) for part in (rows[:cut], rows[cut:])]
+def on_two_ranks(rows: Sequence[AgentLoopOutput], split: int) -> DataProto:
+    ranks = [collate_outputs(part, pad_token_id=PAD) for part in (rows[:split], rows[split:])]
     return join_ranks(None, ranks)
 
 
@@ -114,10 +114,10 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("cut", [1, 2])
-def test_two_ranks_make_the_columns_that_one_makes(cut: int) -> None:
-    """Loops that say different things, on whichever rank their rows are."""
-    one, two = collate_outputs(MIXED, pad_token_id=PAD), on_two_ranks(MIXED, cut)
+@pytest.mark.parametrize("split", [1, 2])
+def test_two_ranks_make_the_columns_that_one_makes(split: int) -> None:
+    """The columns do not depend on the ranks of the rows."""
+    one, two = collate_outputs(MIXED, pad_token_id=PAD), on_two_ranks(MIXED, split)
     assert set(two.column_names()) == set(one.column_names())
     for name in one.column_names():
         assert same(two.column(name), one.column(name)), name
@@ -131,13 +131,13 @@ def test_two_ranks_keep_log_probs_and_scores_that_all_have() -> None:
     assert joined["reward/agent"].tolist() == [[0.5], [2.0]]
 
 
-@pytest.mark.parametrize("cut", [1, 2])
-def test_mixed_scores_are_refused_in_the_same_words_on_one_rank_and_on_two(cut: int) -> None:
+@pytest.mark.parametrize("split", [1, 2])
+def test_mixed_scores_are_refused_in_the_same_words_on_one_rank_and_on_two(split: int) -> None:
     rows = [trajectory(1, [1], reward_score=s) for s in (1.0, None, None)]
     with pytest.raises(BadTrajectory) as one:
         collate_outputs(rows, pad_token_id=PAD)
     with pytest.raises(BadTrajectory) as two:
-        on_two_ranks(rows, cut)
+        on_two_ranks(rows, split)
     assert str(two.value) == str(one.value)
 
 
@@ -153,23 +153,23 @@ def test_a_missing_log_prob_of_the_policy_is_refused(absent: float | None) -> No
         trajectory(1, [1], response_logprobs=[-1.0]),
         trajectory(1, [1, 0, 1], response_logprobs=[-1.0, -1.0, absent]),
     ]
-    with pytest.raises(BadTrajectory, match=r"trajectory 1 has no number .* at token 2"):
+    with pytest.raises(BadTrajectory, match=r"trajectory 1 has a NaN .* at token 2"):
         collate_outputs(pair, pad_token_id=PAD)
 
 
 def test_values_of_another_length_than_the_response_are_refused_and_not_moved() -> None:
     pair = [trajectory(1, [1, 1, 1]), trajectory(1, [1])]
     pair[0].response_mask, pair[1].response_mask = [1], [1, 1, 1]
-    with pytest.raises(BadTrajectory, match="row 0 has 1 values for 3 places"):
+    with pytest.raises(BadTrajectory, match="row 0 has 1 values for 3 tokens"):
         collate_outputs(pair, pad_token_id=PAD)
 
 
 def test_experts_stand_at_their_tokens_and_a_cut_response_loses_the_last() -> None:
     experts = torch.arange(8).view(4, 1, 2)
     whole = AgentLoopOutput([5, 6], [7, 8, 9], [1, 1, 1], routed_experts=experts)
-    cut = AgentLoopOutput([5], [7, 8], [1, 1], routed_experts=experts)
+    split = AgentLoopOutput([5], [7, 8], [1, 1], routed_experts=experts)
     none = AgentLoopOutput([5], [7], [1])
-    column = collate_outputs([whole, cut, none], pad_token_id=0).batch["routed_experts"]
+    column = collate_outputs([whole, split, none], pad_token_id=0).batch["routed_experts"]
     assert column[..., 0].squeeze(-1).tolist() == [
         [0, 2, 4, 6, -1],
         [-1, 0, 2, 4, -1],

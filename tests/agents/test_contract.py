@@ -12,7 +12,7 @@ from hone.rollout.contract import Sampling, StopReason, TokenOutput
 
 
 class Counting:
-    """Says as many tokens as it may."""
+    """Generates as many tokens as allowed."""
 
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, *_: Any, **__: Any

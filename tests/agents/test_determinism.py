@@ -1,4 +1,4 @@
-"""A two-turn loop over the threaded native engine: two runs agree to the last bit."""
+"""Two runs of a two-turn loop with the native engine agree bit for bit."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_order_and_slots_change_no_token(play: Callable[..., DataProto]) -> None
     first = play(64, ROWS)
     order = np.random.default_rng(0).permutation(ROWS).tolist()
     other = play(5, order)
-    for place, i in enumerate(order):
+    for position, i in enumerate(order):
         ours, theirs = (
             b.batch["responses"][row][
                 b.batch["attention_mask"][row, -b.batch["responses"].shape[1] :].bool()
             ]
-            for b, row in ((first, i), (other, place))
+            for b, row in ((first, i), (other, position))
         )
         assert ours.tolist() == theirs.tolist()

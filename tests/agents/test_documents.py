@@ -1,5 +1,5 @@
-"""The agents of the users' documents, each two steps of training: GSM8K with tool and interaction, ReAct,
-`math_expression`, rows with `tool_config`, the score that counts calls, and the loop of the agents page."""
+"""The agents of the documentation, each in two steps of training: GSM8K with tool and interaction,
+ReAct, `math_expression`, rows with `tool_config`, and the loop of docs/agents.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ tools:
 """
 AGENT_REWARD = '''
 def compute_agent_reward(data_source, solution_str, ground_truth, extra_info):
-    """The score of the task, less a tenth for each call beyond the third."""
+    """Returns the task's score minus a tenth for each call after the third."""
     task_reward = 1.0 if ground_truth in solution_str else 0.0
     num_tool_calls = extra_info.get("num_tool_calls", 0)
     return task_reward + -0.1 * max(0, num_tool_calls - 3) - 0.01 * num_tool_calls
@@ -51,7 +51,7 @@ CALLS = (
     ),
     *(f"#### {n}" for n in range(40, 56)),
 )
-"""Words of the tokenizer: a random policy calls tools and gives answers."""
+"""Tokens that are whole calls and answers, so that a random policy uses them."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[dict[str, Any]]]:
-    """Two GRPO steps over rows; the rollout file's rows of the first."""
+    """Runs two GRPO steps; returns the rows of the first rollout file."""
     from hone.trainer.main_ppo import main
 
     monkeypatch.chdir(ROOT)
@@ -104,15 +104,15 @@ def train(
 
 
 def gsm8k_rows(script: str, folder: Path) -> Path:
-    """The training file that a script of the documents makes of eight problems."""
+    """Returns the training file that a documented script makes of eight problems."""
     lines = [{"question": f"{n}*7?", "answer": f"It is {n * 7}.\n#### {n * 7}"} for n in range(8)]
     source = folder / "source" / "gsm8k"
     source.mkdir(parents=True)
     for split in ("train", "test"):
         (source / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     program = ROOT / "examples" / "data_preprocess" / f"{script}.py"
-    places = ["--local_dir", str(folder), "--source_dir", str(source.parent)]
-    subprocess.run([sys.executable, str(program), *places], check=True)
+    arguments = ["--local_dir", str(folder), "--source_dir", str(source.parent)]
+    subprocess.run([sys.executable, str(program), *arguments], check=True)
     return folder / "train.parquet"
 
 
@@ -136,8 +136,8 @@ def test_gsm8k_with_the_tool_agent_and_step_rewards(
         assert row["score"] == pytest.approx(rule + 2.0 * turn)
     for row in called:
         (first, *_) = json.loads(row["turns"])
-        given = row["reward/turn/calc_gsm8k_reward"]
-        assert given[first["tokens"] - 1] == pytest.approx(first.get("reward", 0.0))
+        turn_rewards = row["reward/turn/calc_gsm8k_reward"]
+        assert turn_rewards[first["tokens"] - 1] == pytest.approx(first.get("reward", 0.0))
         assert first["mask"] == 1
 
 

@@ -1,4 +1,4 @@
-"""Which thread decodes changes no bit: the caller's or one of the runner's own, loops of 1, 2 and 5 turns."""
+"""Decoding in the caller's thread and in the runner's thread gives the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 120.0
 
 
 class TurnsLoop(AgentLoopBase):
-    """As many turns as the row says; odd prompts write longer turns than even ones."""
+    """Runs the number of turns in the row; odd prompts get longer turns."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         prompt, response, mask, log_probs = self.prompt_ids(row), [], [], []
@@ -42,7 +42,7 @@ class TurnsLoop(AgentLoopBase):
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop has a name while a test of this file runs."""
+    """Registers the loop during the tests of this file."""
     monkeypatch.setitem(LOOPS.entries, "turns_for_test", TurnsLoop)
 
 
@@ -92,20 +92,20 @@ def submission(rows: Callable[..., DataProto]) -> Callable[[int], DataProto]:
 
 
 def bits(groups: list[FinishedGroup]) -> dict[str, list[Any]]:
-    """Tokens, masks and log-probs of each group."""
+    """Returns tokens, masks and log-probs of each group."""
     return {
         group.uid: [(o.response_ids, o.response_mask, o.response_logprobs) for o in group.outputs]
         for group in groups
     }
 
 
-def taken(runner: LoopRunner, groups: int) -> list[FinishedGroup]:
-    """So many groups of a runner that has a thread of its own, a few at a time."""
-    found: list[FinishedGroup] = []
+def wait_for_groups(runner: LoopRunner, groups: int) -> list[FinishedGroup]:
+    """Waits for this many groups of a runner with a decode thread, a few at a time."""
+    finished: list[FinishedGroup] = []
     deadline = time.monotonic() + DEADLINE_S
-    while len(found) < groups and time.monotonic() < deadline:
-        found += runner.finished(1, 5.0)
-    return found
+    while len(finished) < groups and time.monotonic() < deadline:
+        finished += runner.finished(1, 5.0)
+    return finished
 
 
 @pytest.mark.parametrize("turns", [1, 2, 5])
@@ -119,8 +119,8 @@ def test_both_drivers_give_the_same_bits(
     with running() as apart:
         apart.start()
         apart.submit(submission(turns))
-        found = bits(taken(apart, len(PROMPTS)))
-    assert found == expected
+        finished = bits(wait_for_groups(apart, len(PROMPTS)))
+    assert finished == expected
     assert len(expected) == len(PROMPTS)
 
 
@@ -142,7 +142,7 @@ def test_submissions_that_overlap_give_what_they_give_one_by_one(
         apart.start()
         for turns in (2, 5, 1):
             apart.submit(submission(turns))
-        assert bits(taken(apart, 3 * len(PROMPTS))) == expected
+        assert bits(wait_for_groups(apart, 3 * len(PROMPTS))) == expected
 
 
 def test_the_rest_goes_on_after_some_groups_were_taken(
@@ -154,8 +154,8 @@ def test_the_rest_goes_on_after_some_groups_were_taken(
         expected = bits(runner.finished())
     with running() as runner:
         runner.submit(submission(2))
-        found: list[FinishedGroup] = []
+        finished: list[FinishedGroup] = []
         while runner.pending():
             runner.run_until(lambda: runner.ready() >= 1)
-            found += runner.finished(1)
-    assert bits(found) == expected
+            finished += runner.finished(1)
+    assert bits(finished) == expected

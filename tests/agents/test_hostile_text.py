@@ -1,4 +1,4 @@
-"""Hostile text through the tool loop's parts: every call is answered, and nothing raises."""
+"""Hostile text in the tool loop: every call is answered, and nothing raises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hone.agents.agent_data import AgentData
 from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.session import InteractionSession
-from hone.agents.observations import cut_text, cut_tokens, observation_ids
+from hone.agents.observations import observation_ids, truncate_text, truncate_tokens
 from hone.agents.parsers.contract import ToolCall, ToolParser
 from hone.agents.parsers.json_calls import HermesToolParser
 from hone.agents.runner import LoopRunner
@@ -70,21 +70,21 @@ def graph() -> Any:
 TOOLS: dict[str, Tool] = {f.__name__: tool_of(f) for f in (echo, fail, graph)}
 
 
-def session() -> ToolSession:
-    def cut(text: str) -> str:
-        return cut_tokens(cut_text(text, 100, "middle"), TOKENIZER, 50, "right")
+def make_session() -> ToolSession:
+    def truncate(text: str) -> str:
+        return truncate_tokens(truncate_text(text, 100, "middle"), TOKENIZER, 50, "right")
 
-    return ToolSession(TOOLS, AgentData([], [1], "r", {}), CallLimits(99, None, 60.0, cut))
+    return ToolSession(TOOLS, AgentData([], [1], "r", {}), CallLimits(99, None, 60.0, truncate))
 
 
 @settings(max_examples=40, deadline=None)
 @given(TURN)
 def test_every_call_of_hostile_text_is_answered(pieces: list[str]) -> None:
     calls = HermesToolParser().calls("".join(pieces))
-    talk = session()
-    answers = asyncio.run(talk.answer(calls))
-    assert len(answers) == len(calls) == len(talk.facts.outputs)
-    json.dumps(talk.facts.outputs, ensure_ascii=False).encode("utf-8")
+    session = make_session()
+    answers = asyncio.run(session.run_calls(calls))
+    assert len(answers) == len(calls) == len(session.record.outputs)
+    json.dumps(session.record.outputs, ensure_ascii=False).encode("utf-8")
     observation_ids(
         [{"role": "tool", "content": answer} for answer in answers],
         TOKENIZER,
@@ -103,12 +103,12 @@ def test_what_a_simulated_user_says_is_cleaned(text: str, how: str) -> None:
                 raise ValueError(text)
             return False, text, 0.0, {}
 
-    async def talk() -> str | None:
+    async def first_reply() -> str | None:
         user = InteractionSession(User({}), {}, 60.0)
         await user.start(60.0)
         return await user.reply([], 60.0)
 
-    reply = asyncio.run(talk())
+    reply = asyncio.run(first_reply())
     assert (reply is None) == (how == "raise")
     (reply or "").encode("utf-8")
 
@@ -148,9 +148,9 @@ def test_a_policy_cannot_stop_a_run_with_a_tool_call(
         "data.max_prompt_length=4000",
         "data.prompt_format=chat",
     ).run(rows(["a"]))
-    said = TOKENIZER.decode(batch.batch["responses"][0])
+    text = TOKENIZER.decode(batch.batch["responses"][0])
     assert turns == []
-    assert said.count("done") == 1
+    assert text.count("done") == 1
 
 
 class Raising(ToolParser):
@@ -175,4 +175,4 @@ def test_a_parser_that_raises_makes_a_failed_call(
         "data.prompt_format=chat",
     ).run(rows(["a"]))
     assert list(batch.non_tensor_batch["tool_failures"]) == [1]
-    assert "cannot be read" in batch.non_tensor_batch["tool_outputs"][0][0]["text"]
+    assert "cannot be parsed" in batch.non_tensor_batch["tool_outputs"][0][0]["text"]

@@ -1,4 +1,4 @@
-"""What tools and users say as tokens: the glue between turns is the template's, and nothing is lost."""
+"""Tool and user turns as tokens equal the template's rendering of the conversation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from agents.chat_templates import FAMILIES, characters, merges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.agents.observations import Drift, cut_text, cut_tokens, drifts, observation_ids
+from hone.agents.observations import Drift, drifts, observation_ids, truncate_text, truncate_tokens
 from hone.data.prompts import PromptError, render_prompt
 from hone.models.tiny import character_tokenizer
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TOOL = [{"role": "tool", "content": "42"}]
@@ -22,9 +23,9 @@ TOOL = [{"role": "tool", "content": "42"}]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    made = character_tokenizer(words=("<|im_start|>", "<|im_end|>"))
-    made.chat_template = CHATML
-    return made
+    chatml_tokenizer = character_tokenizer(words=("<|im_start|>", "<|im_end|>"))
+    chatml_tokenizer.chat_template = CHATML
+    return chatml_tokenizer
 
 
 def ids(tokenizer: Any, last: str, chat: bool = True, messages: Any = TOOL) -> list[int]:
@@ -45,11 +46,13 @@ def test_a_turn_that_ended_without_it_gets_the_whole_glue(tokenizer: Any) -> Non
 def test_prompt_turn_and_observation_are_what_the_template_makes_of_the_whole_talk(
     tokenizer: Any,
 ) -> None:
-    talk = [{"role": "user", "content": "6*7?"}]
-    said = tokenizer.encode("let me ask<|im_end|>", add_special_tokens=False)
-    grown = [*render_prompt(talk, tokenizer), *said, *ids(tokenizer, "<|im_end|>")]
-    whole = render_prompt([*talk, {"role": "assistant", "content": "let me ask"}, *TOOL], tokenizer)
-    assert grown == whole
+    messages = [{"role": "user", "content": "6*7?"}]
+    turn = tokenizer.encode("let me ask<|im_end|>", add_special_tokens=False)
+    appended = [*render_prompt(messages, tokenizer), *turn, *ids(tokenizer, "<|im_end|>")]
+    rendered = render_prompt(
+        [*messages, {"role": "assistant", "content": "let me ask"}, *TOOL], tokenizer
+    )
+    assert appended == rendered
 
 
 def test_without_a_template_answers_stand_in_tags(tokenizer: Any) -> None:
@@ -69,32 +72,34 @@ def test_a_template_that_knows_no_tools_says_so() -> None:
         ids(strict, "x")
     forgetful = character_tokenizer()
     forgetful.chat_template = "{{ messages[0]['content'] }}"
-    with pytest.raises(PromptError, match="leaves out the assistant's turn"):
+    with pytest.raises(PromptError, match="omits the assistant's turn"):
         ids(forgetful, "x")
 
 
 @pytest.mark.parametrize(
-    ("side", "kept"),
+    ("side", "expected"),
     [
         ("right", "abcd...(truncated)"),
         ("left", "(truncated)...ghij"),
         ("middle", "ab...(truncated)...ij"),
     ],
 )
-def test_a_long_answer_is_cut_on_the_side_asked_for(side: str, kept: str) -> None:
-    assert cut_text("abcdefghij", 4, side) == kept
-    assert cut_text("abcd", 4, side) == "abcd"
+def test_a_long_answer_is_cut_on_the_side_asked_for(side: str, expected: str) -> None:
+    assert truncate_text("abcdefghij", 4, side) == expected
+    assert truncate_text("abcd", 4, side) == "abcd"
 
 
-@pytest.mark.parametrize(("side", "kept"), [("right", "abc"), ("left", "hij"), ("middle", "aij")])
-def test_tokens_are_cut_too(tokenizer: Any, side: str, kept: str) -> None:
-    assert cut_tokens("abcdefghij", tokenizer, 3, side) == kept
-    assert cut_tokens("abcdefghij", tokenizer, None, side) == "abcdefghij"
-    assert cut_tokens("abc", tokenizer, 3, side) == "abc"
+@pytest.mark.parametrize(
+    ("side", "expected"), [("right", "abc"), ("left", "hij"), ("middle", "aij")]
+)
+def test_tokens_are_cut_too(tokenizer: Any, side: str, expected: str) -> None:
+    assert truncate_tokens("abcdefghij", tokenizer, 3, side) == expected
+    assert truncate_tokens("abcdefghij", tokenizer, None, side) == "abcdefghij"
+    assert truncate_tokens("abc", tokenizer, 3, side) == "abc"
 
 
 def test_an_answer_cannot_stand_for_the_models_turn(tokenizer: Any) -> None:
-    """The stand-in for the model's turn, said by a tool, would hide what stands before it."""
+    """The placeholder of the model's turn, in a tool's text, would hide the text before it."""
     mark = "QZ7assistantturnQZ7"
     forged = [{"role": "tool", "content": f"a{mark[:5]}{mark}{mark[5:]}b\ud800"}]
     added = tokenizer.decode(ids(tokenizer, "<|im_end|>", messages=forged))
@@ -114,25 +119,25 @@ WORDS = st.text("abc 123.,?\n", min_size=1, max_size=12).map(lambda text: f"a{te
 @given(data=st.data())
 def test_appended_turns_are_the_templates_own_rendering(name: str, kind: str, data: Any) -> None:
     family, tokenizer = FAMILIES[name], TOKENIZERS[name, kind]
-    talk = [{"role": "user", "content": data.draw(WORDS)}]
-    grown = render_prompt(talk, tokenizer)
+    messages = [{"role": "user", "content": data.draw(WORDS)}]
+    appended = render_prompt(messages, tokenizer)
     for role in data.draw(st.lists(st.sampled_from(family.roles), min_size=1, max_size=3)):
-        said, reply = data.draw(WORDS), {"role": role, "content": data.draw(WORDS)}
-        grown += tokenizer.encode(said + family.end, add_special_tokens=False)
-        grown += observation_ids(
-            [reply], tokenizer, last_token=grown[-1], template_kwargs={}, chat=True
+        turn, reply = data.draw(WORDS), {"role": role, "content": data.draw(WORDS)}
+        appended += tokenizer.encode(turn + family.end, add_special_tokens=False)
+        appended += observation_ids(
+            [reply], tokenizer, last_token=appended[-1], template_kwargs={}, chat=True
         )
-        talk += [{"role": "assistant", "content": said}, reply]
-    assert tokenizer.decode(grown) == tokenizer.decode(render_prompt(talk, tokenizer))
-    assert grown == render_prompt(talk, tokenizer)
+        messages += [{"role": "assistant", "content": turn}, reply]
+    assert tokenizer.decode(appended) == tokenizer.decode(render_prompt(messages, tokenizer))
+    assert appended == render_prompt(messages, tokenizer)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_template_that_drops_earlier_thinking_is_told(name: str) -> None:
     family, tokenizer = FAMILIES[name], TOKENIZERS[name, "merges"]
     cases = list(drifts(tokenizer, {}, family.roles))
-    told = [case.case for case in cases if isinstance(case, Drift)]
-    assert told == [f"a {role} answers a turn that thinks" for role in family.drifts]
+    drift_cases = [case.case for case in cases if isinstance(case, Drift)]
+    assert drift_cases == [f"a {role} answers a turn that thinks" for role in family.drifts]
     assert len(cases) == 2 * len(family.roles)
 
 

@@ -1,4 +1,4 @@
-"""What a loop may return: every refusal names the loop and what was wrong."""
+"""Invalid outputs of a loop raise an error that names the loop and the problem."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hone.agents.contract import AgentLoopOutput
-from hone.agents.output_check import BadTrajectory, check_output, measured
+from hone.agents.output_check import BadTrajectory, check_output, metric_values
 
 
 def check(row: dict[str, Any] | None = None, **fields: Any) -> None:
-    given: dict[str, Any] = {"prompt_ids": [5], "response_ids": [1, 2], "response_mask": [1, 1]}
-    output = AgentLoopOutput(**(given | fields))
-    check_output(output, "mine", row={"uid": "u0"} if row is None else row, vocabulary=10)
+    defaults: dict[str, Any] = {"prompt_ids": [5], "response_ids": [1, 2], "response_mask": [1, 1]}
+    output = AgentLoopOutput(**(defaults | fields))
+    check_output(output, "mine", row={"uid": "u0"} if row is None else row, vocab_size=10)
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,17 @@ def test_finite_scores_pass(score: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"response_ids": [1, 10]}, "response_ids from 1 to 10; the model knows 0 to 9"),
         ({"response_ids": torch.tensor([-1, 3])}, "response_ids from -1 to 3"),
         ({"prompt_ids": [99999]}, "prompt_ids from 99999 to 99999"),
     ],
 )
-def test_token_ids_the_model_does_not_know_are_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadTrajectory, match=f"loop 'mine' returned {words}"):
+def test_token_ids_the_model_does_not_know_are_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadTrajectory, match=f"loop 'mine' returned {message}"):
         check(**fields)
 
 
@@ -76,21 +78,27 @@ def test_a_measurement_that_is_no_number_is_refused(value: Any) -> None:
 
 def test_a_measurement_left_out_is_zero() -> None:
     output = AgentLoopOutput([5], [1], [1], metrics={"tool_calls": 3})
-    assert measured(output) == {"generate_sequences": 0.0, "tool_calls": 3, "num_preempted": 0.0}
+    assert metric_values(output) == {
+        "generate_sequences": 0.0,
+        "tool_calls": 3,
+        "num_preempted": 0.0,
+    }
 
 
 @pytest.mark.parametrize(
-    ("field", "words"),
+    ("field", "message"),
     [
         ("uid", "a column of the data row"),
-        ("prompts", "made of the output's other fields"),
-        ("versions", "made of the output's other fields"),
+        ("prompts", "built from the output's other fields"),
+        ("versions", "built from the output's other fields"),
         ("advantages", "written by the step 'advantages'"),
         ("reward/rule", "written by the step 'score'"),
     ],
 )
-def test_a_column_that_another_writes_is_refused(field: str, words: str) -> None:
-    with pytest.raises(BadTrajectory, match=f"'mine' returned extra_fields.*'{field}' is {words}"):
+def test_a_column_that_another_writes_is_refused(field: str, message: str) -> None:
+    with pytest.raises(
+        BadTrajectory, match=f"'mine' returned extra_fields.*'{field}' is {message}"
+    ):
         check(extra_fields={field: "x"})
 
 

@@ -1,4 +1,4 @@
-"""The loop runner: seeds, order, which loop a row gets, and what happens to bad ones."""
+"""The loop runner: seeds, order, the loop of a row, and bad loops."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hone.agents.bounded import bounded
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
+from hone.agents.deadline import run_with_deadline
 from hone.agents.loops.single_turn import SingleTurnAgentLoop
 from hone.agents.runner import LoopRunner
 from hone.agents.trajectory import AgentLoopFailed
@@ -26,7 +26,7 @@ Runner = Callable[..., LoopRunner]
 
 
 class FixedLoop(AgentLoopBase):
-    """Answers by itself; what, is for each test to say."""
+    """Returns an output without the engine; each test sets it."""
 
     def __init__(self, *arguments: Any, text: str = "mine", **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -38,7 +38,7 @@ class FixedLoop(AgentLoopBase):
 
 
 class BadLoop(AgentLoopBase):
-    """Returns what the row says it should."""
+    """Returns the output in the row."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         return AgentLoopOutput(**{"prompt_ids": [5], **row["output"]})
@@ -59,7 +59,7 @@ class SlowOrRaising(AgentLoopBase):
 
 
 def here(name: str) -> str:
-    """Where a loop of this file is, and a name under which rows may ask for it."""
+    """Registers a loop of this file and returns its name."""
     LOOPS.add(f"{__file__}:{name}", f"{__file__}:{name}")
     return f"{__file__}:{name}"
 
@@ -73,7 +73,7 @@ def decode(tokenizer: Any, batch: DataProto) -> list[str]:
 
 @pytest.fixture
 def echo(tokenizer: Any) -> ScriptedRollout:
-    """Says the prompt backwards."""
+    """An engine that answers with the reversed prompt."""
     return ScriptedRollout(lambda p: tokenizer.decode(p)[::-1], tokenizer=tokenizer)
 
 
@@ -110,8 +110,8 @@ def test_a_rows_seed_does_not_depend_on_its_neighbours(
 def test_sampling_parameters_and_the_length_limit_reach_the_engine(
     runner: Runner, rows: Rows, echo: ScriptedRollout
 ) -> None:
-    wanted = {"temperature": 0.3, "top_k": 5, "stop": ("#",), "max_tokens": 99}
-    runner(echo).run(rows(["a"], sampling=wanted))
+    sampling = {"temperature": 0.3, "top_k": 5, "stop": ("#",), "max_tokens": 99}
+    runner(echo).run(rows(["a"], sampling=sampling))
     sampling = echo.requests[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.stop) == (0.3, 5, ("#",))
     assert sampling.max_tokens == 12
@@ -218,7 +218,7 @@ def test_a_registered_loop_is_found_by_its_name(
 
 
 @pytest.mark.parametrize(
-    ("output", "words"),
+    ("output", "message"),
     [
         ({"response_ids": [1, 2], "response_mask": [1]}, "2 response_ids but 1 response_mask"),
         (
@@ -245,17 +245,17 @@ def test_a_registered_loop_is_found_by_its_name(
     ],
 )
 def test_a_bad_output_is_refused_with_a_sentence(
-    runner: Runner, rows: Rows, echo: ScriptedRollout, output: dict[str, Any], words: str
+    runner: Runner, rows: Rows, echo: ScriptedRollout, output: dict[str, Any], message: str
 ) -> None:
     data = rows(["a"], agent_name=[here("BadLoop")], output=[output])
-    with pytest.raises(AgentLoopFailed, match=words) as caught:
+    with pytest.raises(AgentLoopFailed, match=message) as caught:
         runner(echo).run(data)
     assert "BadLoop" in str(caught.value)
     assert "uid=u0" in str(caught.value)
 
 
 class Returns(AgentLoopBase):
-    """Returns what is no output."""
+    """Returns something other than an output."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
         good = AgentLoopOutput([5], [1], [1])
@@ -263,7 +263,7 @@ class Returns(AgentLoopBase):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "message"),
     [
         ("nothing", "returned None"),
         ("no_rows", r"returned \[\]"),
@@ -271,9 +271,9 @@ class Returns(AgentLoopBase):
     ],
 )
 def test_what_is_no_output_is_refused_with_a_sentence(
-    runner: Runner, rows: Rows, echo: ScriptedRollout, kind: str, words: str
+    runner: Runner, rows: Rows, echo: ScriptedRollout, kind: str, message: str
 ) -> None:
-    with pytest.raises(AgentLoopFailed, match=f"{words}; return an AgentLoopOutput, or a list"):
+    with pytest.raises(AgentLoopFailed, match=f"{message}; return an AgentLoopOutput, or a list"):
         runner(echo).run(rows(["a"], agent_name=[here("Returns")], kind=[kind]))
 
 
@@ -339,13 +339,13 @@ def test_a_loop_that_cancels_itself_is_named(
 
 
 class Stubborn(AgentLoopBase):
-    """On u0 waits for a call that swallows its cancellation; on u1 fails meanwhile."""
+    """On u0, awaits a call that ignores cancellation; on u1, fails meanwhile."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         if row["uid"] == "u1":
             await asyncio.sleep(0.05)
             raise KeyError("no such tool")
-        await bounded(self.retries(), 0.01, grace_s=3600.0)
+        await run_with_deadline(self.retries(), 0.01, grace_s=3600.0)
         raise AssertionError("it does not end")
 
     async def retries(self) -> None:
@@ -389,10 +389,10 @@ def test_token_ids_beyond_the_models_vocabulary_name_the_loop(
 ) -> None:
     output = {"response_ids": [5, 11], "response_mask": [1, 1]}
     data = rows(["a"], agent_name=[here("BadLoop")], output=[output])
-    knowing = LoopRunner(config(), echo, tokenizer, run_seed=1, vocabulary=11)
-    knowing.submit(data)
+    runner_with_vocab = LoopRunner(config(), echo, tokenizer, run_seed=1, vocabulary=11)
+    runner_with_vocab.submit(data)
     with pytest.raises(AgentLoopFailed, match=r"BadLoop.* from 5 to 11; the model knows 0 to 10"):
-        knowing.run_until(lambda: False)
+        runner_with_vocab.run_until(lambda: False)
 
 
 def test_a_column_of_the_row_that_a_loop_hands_through_is_not_written_again(

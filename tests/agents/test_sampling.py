@@ -1,4 +1,4 @@
-"""How trajectories are drawn, from the configuration."""
+"""Sampling parameters from the configuration."""
 
 from __future__ import annotations
 

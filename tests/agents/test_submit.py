@@ -1,4 +1,4 @@
-"""Submitted groups: what is pending, finished, aborted, and what one loop's failure does to the others."""
+"""Submitted groups: pending, finished, aborted, and failed because of another group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Runner = Callable[..., LoopRunner]
 
 
 class GatedLoop(AgentLoopBase):
-    """Waits for the event of its row; `ended` says which loops were released."""
+    """Waits for the event of its row; `ended` lists the loops that were released."""
 
     ended: list[str] = []  # noqa: RUF012
 
@@ -38,7 +38,7 @@ class GatedLoop(AgentLoopBase):
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop has a name while a test of this file runs."""
+    """Registers the loop during the tests of this file."""
     monkeypatch.setitem(LOOPS.entries, "gated_for_test", GatedLoop)
 
 
@@ -49,7 +49,7 @@ def engine(tokenizer: Any) -> ScriptedRollout:
 
 @pytest.fixture
 def gated(rows: Rows) -> Callable[..., DataProto]:
-    """Rows whose loops wait for their gates."""
+    """Returns rows whose loops wait for their events."""
     GatedLoop.ended.clear()
 
     def build(uids: list[str], gates: list[threading.Event], **columns: list[Any]) -> DataProto:
@@ -77,8 +77,8 @@ def test_groups_come_as_they_end_and_each_once(
     first = loops.submit(gated(["a", "b", "a"], [slow, opened(), slow]))
     second = loops.submit(gated(["c"], [opened()]))
     assert loops.pending() == ["a", "b", "c"]
-    found = [group for _ in range(2) for group in loops.finished(1, 60.0)]
-    assert {(g.uid, g.submission, g.rows) for g in found} == {
+    groups = [group for _ in range(2) for group in loops.finished(1, 60.0)]
+    assert {(g.uid, g.submission, g.rows) for g in groups} == {
         ("b", first, (1,)),
         ("c", second, (0,)),
     }
@@ -168,10 +168,10 @@ def test_a_late_submission_is_named_and_ends_the_others(
 
 
 class StuckEngine(ScriptedRollout):
-    """Is driven, and stops at once, as an engine that failed does; requests get their error."""
+    """A driven engine that stops at once, like one that failed."""
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Nothing decodes."""
+        """Returns without decoding."""
 
     def notify(self) -> None: ...
 
@@ -200,5 +200,5 @@ def test_loops_that_outlive_a_stopped_engine_are_cancelled(
 def test_only_one_thread_is_asked_to_decode(runner: Runner) -> None:
     loops = runner(StuckEngine([]))
     loops.start()
-    with pytest.raises(RuntimeError, match="`start` made one"):
+    with pytest.raises(RuntimeError, match="the thread of `start`"):
         loops.run_until(lambda: True)

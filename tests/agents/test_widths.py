@@ -1,4 +1,4 @@
-"""Batches of different widths side by side."""
+"""Batches of different widths are concatenated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real fast tokenizer of characters with a ChatML template, built on the spot."""
+"""Fixtures: a character tokenizer with a ChatML template, settings, and files."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def plain_tokenizer() -> Any:
-    """Without a chat template."""
+    """A tokenizer without a chat template."""
     return build_tokenizer(None)
 
 
 @pytest.fixture(scope="session")
 def tool_tokenizer() -> Any:
-    """Whose template opens with the first tool's name."""
+    """A tokenizer whose template starts with the first tool's name."""
     return build_tokenizer("{% if tools %}{{ tools[0].function.name }}\n{% endif %}" + CHATML)
 
 
 @pytest.fixture(scope="session")
 def forgetful_tokenizer() -> Any:
-    """Whose template drops `THINK` from every assistant turn but the last message."""
+    """A tokenizer whose template drops `THINK` from all assistant turns but the last."""
     dropped = CHATML.replace(
         "m['content'] +",
         "(m['content'] if loop.last else m['content'].replace('THINK ', '')) +",

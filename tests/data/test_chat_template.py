@@ -1,4 +1,4 @@
-"""A chat template is foreign code: what it may cost, and what is said where it costs more."""
+"""Chat templates are third-party code with limits on time, memory and text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TALK = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renderings may take 0.2 processor seconds; no verdict of another test is known."""
-    monkeypatch.setattr(chat_template, "RENDER_S", 0.2)
-    monkeypatch.setattr(chat_template, "_verdicts", {})
+    """Limits renderings to 0.2 CPU seconds and clears the cache of templates."""
+    monkeypatch.setattr(chat_template, "RENDER_CPU_S", 0.2)
+    monkeypatch.setattr(chat_template, "_template_faults", {})
 
 
 DOUBLING = (
@@ -45,7 +45,7 @@ def test_a_template_without_end_or_measure_is_named(
     template: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "writes more than":
-        monkeypatch.setattr(chat_template, "RENDER_S", 5.0)
+        monkeypatch.setattr(chat_template, "RENDER_CPU_S", 5.0)
         monkeypatch.setattr(chat_template, "TRIAL_BYTES", 1 << 28)
         monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1 << 16)
     tokenizer = build_tokenizer(template)
@@ -66,7 +66,7 @@ def test_a_loop_that_only_some_rows_enter_is_interrupted() -> None:
 
 @pytest.mark.usefixtures("short")
 def test_a_broken_template_is_no_bad_row(config: Any, write_jsonl: Any) -> None:
-    """Skipping the row would try the next one, and the next."""
+    """Skipping the row would only render the next one."""
     path = write_jsonl([{"prompt": "a"}] * 3)
     settings = config(on_bad_row="skip", filter_overlong_prompts=True)
     with pytest.raises(BrokenTemplate):
@@ -89,14 +89,14 @@ def test_a_template_is_tried_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -
     def trial(template: str, variables: Any) -> None:
         tried.append(template)
 
-    monkeypatch.setattr(chat_template, "_verdicts", {})
-    monkeypatch.setattr(chat_template, "_try_template", trial)
+    monkeypatch.setattr(chat_template, "_template_faults", {})
+    monkeypatch.setattr(chat_template, "_find_fault", trial)
     for text in ("a", "b", "c"):
         render_prompt(text, build_tokenizer(CHATML))
     assert tried == [CHATML]
 
 
 def test_a_trial_that_cannot_be_made_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_verdicts", {})
+    monkeypatch.setattr(chat_template, "_template_faults", {})
     monkeypatch.setattr("sys.executable", "/no/such/python")
     assert render_prompt(TALK, build_tokenizer(CHATML))

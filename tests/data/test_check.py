@@ -126,9 +126,9 @@ def test_the_histogram_counts_every_length_once() -> None:
 def test_files_for_supervised_training_are_asked_for_no_ground_truth(
     write_jsonl: Callable[..., str],
 ) -> None:
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     for rows in (
-        [{"messages": talk}, {"messages": [*talk, *talk]}],
+        [{"messages": turns}, {"messages": [*turns, *turns]}],
         [{"question": "a", "answer": "b"}, {"question": "a", "answer": "c"}],
         [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"}],
         [{"prompt": "a", "chosen": "b", "rejected": "c"}],
@@ -137,7 +137,7 @@ def test_files_for_supervised_training_are_asked_for_no_ground_truth(
         assert status == 0, report
         assert "for supervised training" in report
         assert report.endswith("0 errors, 0 warnings")
-    status, report = check_file(write_jsonl([{"messages": talk}, {"messages": []}]))
+    status, report = check_file(write_jsonl([{"messages": turns}, {"messages": []}]))
     assert status == 1
     assert "row 1: column 'messages'" in report
 
@@ -148,14 +148,14 @@ def test_rows_that_supervised_training_refuses_are_errors(write_jsonl: Callable[
     status, report = check_file(write_jsonl(talks))
     assert status == 1
     assert "row 1: column 'messages' has no assistant turn" in report
-    for name, said in (
+    for name, message in (
         ({"question": "a"}, "row 1: column 'answer' is missing"),
         ({"question": "a", "answer": 5}, "row 1: column 'answer' is text, got number"),
         ({"answer": "b"}, "row 1: column 'question' (data.prompt_key) is missing"),
     ):
         status, report = check_file(write_jsonl([{"question": "x", "answer": "y"}, name]))
         assert status == 1
-        assert said in report
+        assert message in report
         assert report.endswith("1 error (1 bad row), 0 warnings")
 
 
@@ -175,9 +175,9 @@ def test_the_count_is_of_findings_and_of_rows_not_of_lines(write_jsonl: Callable
 
 
 def test_a_missing_file_is_told_without_a_word_about_a_runs_settings(tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "no.parquet", "does not exist"), (tmp_path, "is a folder")):
+    for path, message in ((tmp_path / "no.parquet", "does not exist"), (tmp_path, "is a folder")):
         status, report = check_file(path)
-        assert (status, f"error: {path} {said}" in report) == (1, True)
+        assert (status, f"error: {path} {message}" in report) == (1, True)
         assert "data.train_files" not in report
 
 

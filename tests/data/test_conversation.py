@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learnt, under templates that open and close turns differently."""
+"""The loss mask of a conversation, with templates that delimit turns differently."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ TOOL_BLOCK = (
     + "{% if m.role == 'tool' %}"
     + "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '[user]' }}{% endif %}"
     + "{{ '(' + m.content + ')' }}"
-    + "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
-    + "{% else %}"
-    + TURN
-    + "{% endif %}"
-    + OPEN
+    + "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}"
+    "{% endif %}" + "{% else %}" + TURN + "{% endif %}" + OPEN
 )
-"""One block for all results of a turn, closed after the last."""
+"""A template with one block for all tool results of a turn."""
 THINKING = (
     LOOP
     + "{{ '[' + m.role + ']' }}"
@@ -36,7 +33,7 @@ THINKING = (
     + "{{ m.content + '<|im_end|>\n' }}"
     + OPEN
 )
-"""A place to think in the last answer only."""
+"""A template with a thinking block in the last answer only."""
 DEFAULT_SYSTEM = (
     "{% if messages[0].role != 'system' %}{{ '[system]Be kind.<|im_end|>\n' }}"
     "{% elif messages | length == 1 %}{{ raise_exception('a system prompt alone') }}{% endif %}"
@@ -50,7 +47,7 @@ MOVING_SYSTEM = (
     + TURN
     + "{% endfor %}"
 )
-"""Shown before the last user turn, as long as nothing follows it."""
+"""A template that adds text to a user turn if it is the last message."""
 OTHER_END = LOOP + "{{ '[' + m.role + ']' + m.content + '<pad>\n' }}" + OPEN
 WORD_END = LOOP + "{{ '[' + m.role + ']' + m.content + ' END\n' }}" + OPEN
 NEWLINE_END = LOOP + "{{ '[' + m.role + ']' + m.content + '\n' }}" + OPEN
@@ -61,8 +58,8 @@ EOS_AT_THE_VERY_END = (
 )
 
 
-def said(*turns: str) -> list[dict[str, Any]]:
-    """`u:hello` is a user turn, `a:`, `s:` and `t:` the others."""
+def conversation(*turns: str) -> list[dict[str, Any]]:
+    """Returns messages: `u:hello` is a user turn; `a:`, `s:` and `t:` are the other roles."""
     roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
     return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
 
@@ -70,7 +67,7 @@ def said(*turns: str) -> list[dict[str, Any]]:
 def marked(
     tokenizer: Any, messages: list[dict[str, Any]], template: str | None = None, **options: Any
 ) -> str:
-    """The conversation as text, with what is learnt between « and »."""
+    """Returns the conversation as text, with the targets between « and »."""
     kwargs = {} if template is None else {"chat_template": template}
     ids, mask = encode_conversation(messages, tokenizer, template_kwargs=kwargs, **options)
     assert len(ids) == len(mask)
@@ -103,14 +100,14 @@ def test_every_assistant_turn_and_nothing_else_is_learnt(
 
 
 def test_a_tool_turn_is_not_learnt(tokenizer: Any) -> None:
-    messages = said("u:q", "a:call", "t:result", "a:done")
+    messages = conversation("u:q", "a:call", "t:result", "a:done")
     assert learnt(tokenizer, messages) == "call<|im_end|>done<|im_end|>"
 
 
 def test_a_template_that_drops_earlier_thinking_is_refused_or_learnt_as_written(
     forgetful_tokenizer: Any,
 ) -> None:
-    messages = said("u:a", "a:THINK b", "u:c", "a:THINK d")
+    messages = conversation("u:a", "a:THINK b", "u:c", "a:THINK d")
     with pytest.raises(PromptError, match="ignore_input_ids_mismatch"):
         encode_conversation(messages, forgetful_tokenizer)
     ids, _ = encode_conversation(messages, forgetful_tokenizer, ignore_mismatch=True)
@@ -121,7 +118,7 @@ def test_a_template_that_drops_earlier_thinking_is_refused_or_learnt_as_written(
 
 
 def test_turns_joined_as_written_keep_their_heads(tokenizer: Any) -> None:
-    messages = said("u:q", "a:x", "u:rrrr", "a:y", "u:bye")
+    messages = conversation("u:q", "a:x", "u:rrrr", "a:y", "u:bye")
     assert marked(tokenizer, messages, THINKING, ignore_mismatch=True) == (
         "[user]q<|im_end|>\n[assistant]«{think}x<|im_end|>»\n"
         "[user]rrrr<|im_end|>\n[assistant]«{think}y<|im_end|>»\n[user]bye<|im_end|>\n"
@@ -129,7 +126,7 @@ def test_turns_joined_as_written_keep_their_heads(tokenizer: Any) -> None:
 
 
 def test_tool_results_in_a_row_are_one_block(tokenizer: Any) -> None:
-    messages = said("u:q", "a:call", "t:1", "t:2", "a:done")
+    messages = conversation("u:q", "a:call", "t:1", "t:2", "a:done")
     assert marked(tokenizer, messages, TOOL_BLOCK) == (
         "[user]q<|im_end|>\n[assistant]«call<|im_end|>»\n[user](1)(2)<|im_end|>\n"
         "[assistant]«done<|im_end|>»\n"
@@ -139,23 +136,23 @@ def test_tool_results_in_a_row_are_one_block(tokenizer: Any) -> None:
 def test_an_answer_to_nothing_learns_no_header_and_no_default_system_prompt(
     tokenizer: Any,
 ) -> None:
-    assert marked(tokenizer, said("a:hi", "u:q", "a:x"), DEFAULT_SYSTEM) == (
+    assert marked(tokenizer, conversation("a:hi", "u:q", "a:x"), DEFAULT_SYSTEM) == (
         "[system]Be kind.<|im_end|>\n[assistant]«hi<|im_end|>»\n"
         "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"
     )
-    assert marked(tokenizer, said("a:0"), DEFAULT_SYSTEM) == (
+    assert marked(tokenizer, conversation("a:0"), DEFAULT_SYSTEM) == (
         "[system]Be kind.<|im_end|>\n[assistant]«0<|im_end|>»\n"
     )
 
 
 def test_a_system_prompt_alone_need_not_be_renderable(tokenizer: Any) -> None:
-    assert marked(tokenizer, said("s:S", "a:hi"), DEFAULT_SYSTEM) == (
+    assert marked(tokenizer, conversation("s:S", "a:hi"), DEFAULT_SYSTEM) == (
         "[system]S<|im_end|>\n[assistant]«hi<|im_end|>»\n"
     )
 
 
 def test_an_end_token_inside_the_text_does_not_end_the_turn(tokenizer: Any) -> None:
-    messages = said("u:q", "a:x<|im_end|>y")
+    messages = conversation("u:q", "a:x<|im_end|>y")
     assert learnt(tokenizer, messages) == "x<|im_end|>y<|im_end|>"
     assert marked(tokenizer, messages, OTHER_END) == (
         "[user]q<pad>\n[assistant]«x<|im_end|>y<pad><|im_end|>»\n"
@@ -163,7 +160,7 @@ def test_an_end_token_inside_the_text_does_not_end_the_turn(tokenizer: Any) -> N
 
 
 def test_what_follows_the_end_of_a_turn_is_not_learnt(tokenizer: Any) -> None:
-    turns = said("u:q", "a:x", "u:r", "a:y\n")
+    turns = conversation("u:q", "a:x", "u:r", "a:y\n")
     assert marked(tokenizer, turns, WORD_END) == (
         "[user]q END\n[assistant]«x END»\n[user]r END\n[assistant]«y\n END<|im_end|>»\n"
     )
@@ -174,7 +171,7 @@ def test_what_follows_the_end_of_a_turn_is_not_learnt(tokenizer: Any) -> None:
 
 def test_words_that_follow_the_end_token_are_not_learnt(tokenizer: Any) -> None:
     ruled = LOOP + "{{ '[' + m.role + ']' + m.content + '<|im_end|>--\n' }}" + OPEN
-    assert marked(tokenizer, said("u:q", "a:x"), ruled) == (
+    assert marked(tokenizer, conversation("u:q", "a:x"), ruled) == (
         "[user]q<|im_end|>--\n[assistant]«x<|im_end|>»--\n"
     )
 
@@ -182,7 +179,7 @@ def test_words_that_follow_the_end_token_are_not_learnt(tokenizer: Any) -> None:
 def test_a_template_that_closes_turns_with_nothing_gets_the_end_token_at_each(
     tokenizer: Any,
 ) -> None:
-    messages = said("u:q", "a:x", "t:1", "a:", "u:bye")
+    messages = conversation("u:q", "a:x", "t:1", "a:", "u:bye")
     assert marked(tokenizer, messages, NEWLINE_END) == (
         "[user]q\n[assistant]«x<|im_end|>»\n[tool]1\n[assistant]«<|im_end|>»\n[user]bye\n"
     )
@@ -194,7 +191,7 @@ def test_a_template_that_closes_turns_with_nothing_gets_the_end_token_at_each(
 
 def test_one_question_and_answer_as_messages_are_learnt_as_in_two_columns(tokenizer: Any) -> None:
     kwargs = {"chat_template": NEWLINE_END}
-    ids, mask = encode_conversation(said("u:q", "a:x"), tokenizer, template_kwargs=kwargs)
+    ids, mask = encode_conversation(conversation("u:q", "a:x"), tokenizer, template_kwargs=kwargs)
     alike, alike_mask = encode_single_turn("q", "x", tokenizer, "chat", kwargs)
     assert (ids[:-1], mask[:-1]) == (alike, alike_mask)
     assert (tokenizer.decode(ids[-1:]), mask[-1]) == ("\n", 0)
@@ -204,7 +201,7 @@ def test_an_end_token_the_template_lacks_is_put_in_also_where_turns_are_joined_a
     tokenizer: Any,
 ) -> None:
     endless = THINKING.replace("<|im_end|>", "")
-    messages = said("u:q", "a:x", "u:r", "a:y")
+    messages = conversation("u:q", "a:x", "u:r", "a:y")
     assert marked(tokenizer, messages, endless, ignore_mismatch=True) == (
         "[user]q\n[assistant]«{think}x<|im_end|>»\n[user]r\n[assistant]«{think}y<|im_end|>»\n"
     )
@@ -213,11 +210,11 @@ def test_an_end_token_the_template_lacks_is_put_in_also_where_turns_are_joined_a
 def test_white_space_is_learnt_where_nothing_else_can_end_the_turn(tokenizer: Any) -> None:
     endless = copy.deepcopy(tokenizer)
     endless.eos_token = None
-    assert marked(endless, said("u:q", "a:x"), NEWLINE_END) == "[user]q\n[assistant]«x\n»"
+    assert marked(endless, conversation("u:q", "a:x"), NEWLINE_END) == "[user]q\n[assistant]«x\n»"
 
 
 def test_an_end_token_at_the_very_end_is_learnt_with_what_leads_to_it(tokenizer: Any) -> None:
-    assert marked(tokenizer, said("u:q", "a:x"), EOS_AT_THE_VERY_END) == (
+    assert marked(tokenizer, conversation("u:q", "a:x"), EOS_AT_THE_VERY_END) == (
         "[user]q<pad>\n[assistant]«x<pad>\n<|im_end|>»"
     )
 
@@ -225,8 +222,8 @@ def test_an_end_token_at_the_very_end_is_learnt_with_what_leads_to_it(tokenizer:
 def test_a_question_that_reads_otherwise_once_answered_is_refused_and_never_learnt(
     tokenizer: Any,
 ) -> None:
-    messages = said("u:q", "a:x")
-    with pytest.raises(PromptError, match="before turn 2 otherwise"):
+    messages = conversation("u:q", "a:x")
+    with pytest.raises(PromptError, match="before turn 2 differently"):
         marked(tokenizer, messages, MOVING_SYSTEM)
     assert marked(tokenizer, messages, MOVING_SYSTEM, ignore_mismatch=True) == (
         "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"
@@ -235,16 +232,16 @@ def test_a_question_that_reads_otherwise_once_answered_is_refused_and_never_lear
 
 def test_what_generation_opens_and_the_row_leaves_out_changes_nothing(tokenizer: Any) -> None:
     wordy = LOOP + TURN + OPEN.replace("'[assistant]'", "'[assistant]{think}'")
-    assert marked(tokenizer, said("u:q", "a:x"), wordy) == (
+    assert marked(tokenizer, conversation("u:q", "a:x"), wordy) == (
         "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"
     )
-    assert marked(tokenizer, said("u:q", "a:{think}x"), wordy) == (
+    assert marked(tokenizer, conversation("u:q", "a:{think}x"), wordy) == (
         "[user]q<|im_end|>\n[assistant]{think}«x<|im_end|>»\n"
     )
 
 
 def test_turns_after_the_last_answer_are_shown(tokenizer: Any) -> None:
-    messages = said("u:q", "a:x", "u:bye", "u:now")
+    messages = conversation("u:q", "a:x", "u:bye", "u:now")
     ids, mask = encode_conversation(messages, tokenizer)
     assert ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert learnt(tokenizer, messages) == "x<|im_end|>"
@@ -256,12 +253,12 @@ def test_contents_in_parts_are_learnt_alike(tokenizer: Any) -> None:
     parts += "{{ '<|im_end|>\n' }}" + OPEN
     messages = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
-        for message in said("u:q", "a:x")
+        for message in conversation("u:q", "a:x")
     ]
     assert marked(tokenizer, messages, parts) == "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"
 
 
 def test_a_template_that_leaves_answers_out_is_refused(tokenizer: Any) -> None:
     silent = LOOP + "{{ '[' + m.role + ']' }}" + OPEN
-    with pytest.raises(PromptError, match="leaves out what the assistant says"):
-        marked(tokenizer, said("u:q", "a:x"), silent)
+    with pytest.raises(PromptError, match="omits the assistant's text"):
+        marked(tokenizer, conversation("u:q", "a:x"), silent)

@@ -194,7 +194,7 @@ def test_image_marks_become_typed_parts_and_must_match_the_images() -> None:
         {"type": "image"},
         {"type": "text", "text": "this?"},
     ]
-    with pytest.raises(PromptError, match="2 times, the row holds 1"):
+    with pytest.raises(PromptError, match="prompt has 2 <image>, column 'images' has 1"):
         with_typed_parts(messages, {"images": ["a"]}, "images", "videos")
 
 
@@ -213,7 +213,9 @@ def test_a_prompt_with_a_picture_is_named_or_skipped(
 ) -> None:
     picture = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]
     path = write_jsonl([{"prompt": [{"role": "user", "content": "a"}]}, {"prompt": picture}])
-    with pytest.raises(DataError, match="row 1: message 0 has a part of type 'image'; only text"):
+    with pytest.raises(
+        DataError, match="row 1: message 0 has a part of type 'image'; give text only"
+    ):
         RLHFDataset(path, tokenizer, config())[1]
     settings = config(filter_overlong_prompts=True, on_bad_row="skip")
     data = RLHFDataset(path, tokenizer, settings)

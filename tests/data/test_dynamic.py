@@ -46,13 +46,13 @@ def test_a_generator_adds_rows_after_each_batch_and_resumes(
         data = create_rl_dataset(path, settings, tokenizer)
         return create_train_loader(settings, data, 2, run_seed=0)
 
-    def run(loader: Any, batches: int) -> list[Any]:
-        seen = []
-        for _ in range(batches):
+    def run(loader: Any, count: int) -> list[Any]:
+        batches = []
+        for _ in range(count):
             batch = loader.next_batch()
-            seen.append([list(batch["uid"]), [m[0]["content"] for m in batch["raw_prompt"]]])
+            batches.append([list(batch["uid"]), [m[0]["content"] for m in batch["raw_prompt"]]])
             assert loader.on_batch_end(batch) == 1
-        return seen
+        return batches
 
     whole = run(start(), 12)
     stopped = start()

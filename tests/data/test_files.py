@@ -1,4 +1,4 @@
-"""Files under verl's names: local ones stay, remote ones are copied once per version."""
+"""Local files are used in place; remote files are copied once per version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder in memory; local copies go below the test's folder."""
+    """A folder in memory; local copies go to the test's folder."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return f"memory://{request.node.name}"
 
@@ -162,7 +162,7 @@ def test_a_name_that_leads_out_of_the_store_is_not_written(
 ) -> None:
     put(f"{store}/a", "x", tmp_path)
     monkeypatch.setattr(files, "remote_files", lambda url: {"../../out": f"{store}/a"})
-    with pytest.raises(OSError, match="leads out of it"):
+    with pytest.raises(OSError, match="outside its folder"):
         files.copy(store, tmp_path / "deep" / "in")
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""Hostile rows through reading, checking and preparing: only the documented errors come out."""
+"""Hostile rows raise only the documented errors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ LINE = ROW.map(lambda row: json.dumps(row).encode()) | st.binary(max_size=30)
 GOOD = {"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}
 
 
-def told(use: Callable[[], Any]) -> str:
-    """The message of the documented error; any other fails the test."""
+def error_text(use: Callable[[], Any]) -> str:
+    """Returns the message of the documented error; any other error fails the test."""
     try:
         use()
     except DataError as error:
@@ -61,9 +61,9 @@ def test_no_row_breaks_what_reads_it(tokenizer: Any, tmp_path: Path, lines: list
     config = replace(DataConfig(tool_config_path=None), on_bad_row="skip")
     data = RLHFDataset(str(path), tokenizer, config)
     for index in range(len(data)):
-        assert "rows.jsonl, row" in told(lambda index=index: data[index])  # type: ignore[misc]
+        assert "rows.jsonl, row" in error_text(lambda index=index: data[index])  # type: ignore[misc]
     strict = replace(config, on_bad_row="raise")
-    assert "rows.jsonl, row" in told(lambda: RLHFDataset(str(path), tokenizer, strict))
+    assert "rows.jsonl, row" in error_text(lambda: RLHFDataset(str(path), tokenizer, strict))
     supervised = replace(SFTDataConfig(), on_bad_row="skip")
     assert not MultiTurnSFTDataset(str(path), tokenizer, supervised).encode_all()
 
@@ -72,7 +72,7 @@ def test_a_megabyte_is_refused_before_it_is_tokenised(
     tokenizer: Any, config: Callable[..., DataConfig], write_jsonl: Callable[..., str]
 ) -> None:
     path = write_jsonl([{"prompt": "a"}, {"prompt": "x" * 1_000_000}])
-    seen: list[int] = []
+    lengths: list[int] = []
 
     class Counting:
         def __init__(self, inner: Any) -> None:
@@ -82,7 +82,7 @@ def test_a_megabyte_is_refused_before_it_is_tokenised(
             return getattr(self._inner, name)
 
         def encode(self, text: str, **options: Any) -> Any:
-            seen.append(len(text))
+            lengths.append(len(text))
             return self._inner.encode(text, **options)
 
     counting = Counting(tokenizer)
@@ -92,13 +92,13 @@ def test_a_megabyte_is_refused_before_it_is_tokenised(
         RLHFDataset(path, counting, config(max_prompt_length=64))[1]
     report = check_file(path, tokenizer=counting, config=config(max_prompt_length=64))[1]
     assert "1 prompts have more than data.max_prompt_length=64" in report
-    assert max(seen) < 100_000
+    assert max(lengths) < 100_000
 
 
 def test_a_long_text_that_fits_is_kept(
     plain_tokenizer: Any, config: Callable[..., DataConfig], write_jsonl: Callable[..., str]
 ) -> None:
-    """A token may stand for many characters: only a beginning with too many tokens is refused."""
+    """A token may have many characters, so a text is refused only by the tokens of its start."""
 
     class OneToken:
         chat_template = None

@@ -13,7 +13,7 @@ from hone.data.rows import DataError
 
 
 class Picture:
-    """What `datasets` hands out for an image column."""
+    """An image as `datasets` returns it."""
 
     size = (1, 1)
 
@@ -35,17 +35,17 @@ def test_splits_become_plain_rows_and_images_bytes(monkeypatch: pytest.MonkeyPat
 def test_a_data_set_is_read_once_with_its_config(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = []
+    requests = []
 
     def load(*names: str) -> dict[str, list[dict[str, str]]]:
-        asked.append(names)
+        requests.append(names)
         record = {"question": "q", "answer": "#### 1"}
         return {"train": [record], "test": [record]}
 
     pretend(monkeypatch, load)
     report = prepare("gsm8k", local_dir=tmp_path, hub=True)
     assert list(report.rows.values()) == [1, 1]
-    assert asked == [("openai/gsm8k", "main")]
+    assert requests == [("openai/gsm8k", "main")]
 
 
 def test_a_hub_that_cannot_be_reached_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A call that computes for too long is ended; nothing else is touched."""
+"""A call that exceeds its CPU time is interrupted; other threads are not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hone.data.chat_template import Overdue, run_limited
+from hone.data.chat_template import CpuTimeExceeded, run_limited
 
 
 def spin() -> None:
@@ -21,7 +21,7 @@ def test_an_endless_loop_is_ended_in_any_thread() -> None:
     ended: list[str] = []
 
     def work() -> None:
-        with pytest.raises(Overdue):
+        with pytest.raises(CpuTimeExceeded):
             run_limited(spin, 0.05)
         ended.append("yes")
 
@@ -42,18 +42,18 @@ def test_what_a_call_raises_comes_through() -> None:
 
 
 def test_no_interrupt_arrives_after_a_call() -> None:
-    """Calls that end about when they are overdue."""
+    """Calls that end at about their time limit."""
     for _ in range(40):
         try:
             run_limited(lambda: sum(range(10**5)), 1e-9)
-        except Overdue:
+        except CpuTimeExceeded:
             continue
     total = sum(1 for _ in range(10**5))
     assert total == 10**5
 
 
 def test_a_call_leaves_the_interpreter_as_it_was() -> None:
-    """An interrupt that is cleared, and not let arrive, makes a profiled call hang."""
+    """A cleared interrupt would make a profiled call hang."""
     code = (
         "import sys; from hone.data.chat_template import run_limited; f = lambda: 1;"
         "run_limited(f, 1); sys.setprofile(lambda *_: None); f()"

@@ -18,7 +18,7 @@ from hone.data.samplers import AbstractCurriculumSampler, AbstractSampler, Mixtu
 
 
 class Numbers:
-    """The smallest data set: row i holds i; rows may be added."""
+    """A minimal data set: row i contains i; rows may be added."""
 
     def __init__(self, rows: int, grows_by: int = 0) -> None:
         self.rows = list(range(rows))
@@ -44,7 +44,7 @@ class Numbers:
 
 
 class SeededSampler(AbstractSampler):
-    """Keeps its generator over epochs and has no state_dict, like many a user's sampler."""
+    """Keeps its generator over epochs and has no state_dict, like many samplers of users."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
@@ -57,7 +57,7 @@ class SeededSampler(AbstractSampler):
 
 
 class HardFirst(AbstractCurriculumSampler):
-    """Draws the row seen least often, weighted by what update() said; keeps its state."""
+    """Draws the rarest row, weighted by `update`; has state_dict."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
@@ -85,7 +85,7 @@ class HardFirst(AbstractCurriculumSampler):
 
 
 class Remembering(AbstractSampler):
-    """Goes on at the saved place of the saved pass, even where that is the end of it."""
+    """Continues at the saved position of an epoch, even at its end."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
@@ -98,9 +98,9 @@ class Remembering(AbstractSampler):
         begin, self.start = self.start or 0, None
         order = list(range(len(self)))
         random.Random(self.passes).shuffle(order)
-        for place in range(begin, len(self)):
-            self.at = place + 1
-            yield order[place]
+        for position in range(begin, len(self)):
+            self.at = position + 1
+            yield order[position]
 
     def state_dict(self) -> dict[str, Any]:
         return {"passes": self.passes, "at": self.at}
@@ -135,13 +135,13 @@ def make_loader(
     )
 
 
-def run(loader: PromptLoader, batches: int) -> list[list[tuple[int, str, int]]]:
-    seen = []
-    for _ in range(batches):
+def run(loader: PromptLoader, count: int) -> list[list[tuple[int, str, int]]]:
+    batches = []
+    for _ in range(count):
         batch = loader.next_batch()
-        seen.append(list(zip(batch["n"], batch["uid"], batch["dataset_index"], strict=True)))
+        batches.append(list(zip(batch["n"], batch["uid"], batch["dataset_index"], strict=True)))
         loader.on_batch_end(batch)
-    return seen
+    return batches
 
 
 MODES = [
@@ -217,9 +217,9 @@ def test_the_tail_is_dropped_or_kept_as_a_smaller_batch() -> None:
     dropped = make_loader("in order", 7, 3, drop_last=True)
     assert dropped.batches_per_epoch == 2
     assert [len(batch) for batch in run(dropped, 4)] == [3, 3, 3, 3]
-    kept = make_loader("in order", 7, 3, drop_last=False)
-    assert kept.batches_per_epoch == 3
-    assert [len(batch) for batch in run(kept, 4)] == [3, 3, 1, 3]
+    loader = make_loader("in order", 7, 3, drop_last=False)
+    assert loader.batches_per_epoch == 3
+    assert [len(batch) for batch in run(loader, 4)] == [3, 3, 1, 3]
 
 
 def test_one_epoch_leaves_the_loaders_position_alone() -> None:
@@ -258,7 +258,7 @@ def test_a_sampler_that_ends_early_is_named() -> None:
 
     data = Numbers(4)
     loader = PromptLoader(data, 2, shuffle=True, seed=0, drop_last=True, sampler=Short(data, None))
-    with pytest.raises(DataError, match="Short ended after 1 rows, its length says 4"):
+    with pytest.raises(DataError, match="Short ended after 1 rows, but its length is 4"):
         loader.next_batch()
 
 

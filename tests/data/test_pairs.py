@@ -1,4 +1,4 @@
-"""Pairs of responses: how each layout becomes two sequences, and which rows are refused, and why."""
+"""Pairs of responses: the sequences of each layout, and the errors of bad rows."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_truncation_drops_the_start_of_the_prompt_of_both(tokenizer: Any) -> Non
         (PLAIN | {"chosen": 2}, "a response is text or a message with text"),
         (PLAIN | {"margin": "much"}, "column 'margin' is a number"),
         (PLAIN | {"prompt": [{"role": "usr", "content": "1"}]}, "which no chat template knows"),
-        (HH | {"chosen": "2"}, "no dialogue that begins with Human"),
+        (HH | {"chosen": "2"}, "must be a dialogue from Human: on"),
         (HH | {"chosen": HH["chosen"].replace("what?", "why?")}, "differ before their last turn"),
         (HH | {"chosen": HH["chosen"] + "\n\nHuman: ok"}, "ends with the assistant's response"),
     ],
@@ -102,5 +102,5 @@ def test_repeated_and_contradicting_pairs_are_left_out_where_asked(tokenizer: An
     swapped = PLAIN | {"chosen": "3", "rejected": "2"}
     rows = (PLAIN, PLAIN, swapped)
     assert len(dataset(tokenizer, *rows)) == 3
-    kept = dataset(tokenizer, *rows, drop_duplicates=True, on_bad_row="skip")
-    assert kept.bad_rows.counts == {"duplicate": 1, "contradiction": 1}
+    filtered = dataset(tokenizer, *rows, drop_duplicates=True, on_bad_row="skip")
+    assert filtered.bad_rows.counts == {"duplicate": 1, "contradiction": 1}

@@ -60,10 +60,10 @@ def source(tmp_path: Path) -> Path:
             }
         ],
     )
-    talk = "\n\nHuman: hi\n\nAssistant:"
+    dialogue = "\n\nHuman: hi\n\nAssistant:"
     write(
         folder / "hh_rlhf/harmless_base_test.jsonl",
-        [{"chosen": f"{talk} good{i}", "rejected": f"{talk} bad{i}"} for i in range(4)]
+        [{"chosen": f"{dialogue} good{i}", "rejected": f"{dialogue} bad{i}"} for i in range(4)]
         + [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: d"}],
     )
     (folder / "geometry3k/images").mkdir(parents=True)
@@ -122,8 +122,8 @@ def test_gsm8k_variants_carry_what_their_loops_read(source: Path, tmp_path: Path
     }
     assert set(tool["extra_info"]["interaction_kwargs"]) == {"query", "ground_truth"}
     assert first("gsm8k_tool_agent_loop")["agent_name"] == "tool_agent"
-    spoken = first("gsm8k_multiturn_w_interaction")["extra_info"]["interaction_kwargs"]
-    assert (spoken["name"], spoken["ground_truth"]) == ("gsm8k", "1200")
+    interaction = first("gsm8k_multiturn_w_interaction")["extra_info"]["interaction_kwargs"]
+    assert (interaction["name"], interaction["ground_truth"]) == ("gsm8k", "1200")
     messages = first("gsm8k_multiturn_sft")["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"]
 
@@ -216,8 +216,8 @@ def test_mistakes_are_explained(source: Path, tmp_path: Path) -> None:
         ("gsm8k", {"source_dir": source, "hub": True}, "not both"),
         ("gsm8k", {"source_dir": source, "template": "x"}, "has no option template"),
         ("multiply", {"source_dir": source}, "is generated"),
-        ("multiply", {"train_size": -5}, "--train_size -5 is no number of rows"),
-        ("countdown", {"test_size": 0}, "--test_size 0 is no number of rows"),
+        ("multiply", {"train_size": -5}, "--train_size -5 must be 1 or more"),
+        ("countdown", {"test_size": 0}, "--test_size 0 must be 1 or more"),
     ]
     for name, options, message in cases:
         with pytest.raises(DataError, match=message):

@@ -36,9 +36,9 @@ def test_rows_with_a_reward_model_stay_and_worked_solutions_are_refused(
 ) -> None:
     settings = config(prompt_key="question")
     row = {"question": "1+1?", "answer": "so 2", "reward_model": {"ground_truth": "2"}}
-    (kept,) = RLHFDataset(write_jsonl([row]), tokenizer, settings)
-    assert kept["reward_model"] == {"ground_truth": "2"}
-    assert kept["raw_prompt"][0]["content"] == "1+1?"
+    (unchanged,) = RLHFDataset(write_jsonl([row]), tokenizer, settings)
+    assert unchanged["reward_model"] == {"ground_truth": "2"}
+    assert unchanged["raw_prompt"][0]["content"] == "1+1?"
     raw = {"question": "1+1?", "answer": "so\n#### 2"}
     with pytest.raises(DataError, match=r"row 0: 'answer' is a worked solution of GSM8K"):
         RLHFDataset(write_jsonl([raw]), tokenizer, settings)

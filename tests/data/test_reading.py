@@ -1,4 +1,4 @@
-"""verl's overridable steps of a data set: each is called where a subclass writes it."""
+"""A subclass may override verl's methods of a data set."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_config_in_verls_form_needs_a_few_keys_only(file: str) -> None:
 def test_every_step_is_called_where_it_is_overridden(file: str) -> None:
     class Mine(RLHFDataset):
         def _download(self, use_origin_parquet: bool = False) -> None:
-            self.asked = list(self.data_files)
+            self.files_read = list(self.data_files)
             self.data_files = [file]
 
         def _read_files_and_tokenize(self) -> None:
@@ -59,7 +59,7 @@ def test_every_step_is_called_where_it_is_overridden(file: str) -> None:
 
     config = OmegaConf.create({"prompt_format": "raw"})
     data = Mine(["elsewhere.parquet"], TOKENIZER, config)
-    assert data.asked == ["elsewhere.parquet"]
+    assert data.files_read == ["elsewhere.parquet"]
     assert [row["raw_prompt"] for row in (data[i] for i in range(len(data)))] == [
         "0!",
         "11!",

@@ -1,4 +1,4 @@
-"""Where the steps of a response end: in merged tokens, split characters, split separators, tool output."""
+"""The ends of steps: in merged tokens, split characters, split separators, tool output."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_texts_of_tokens_make_up_the_decoded_response(name: str, text: str) -> N
     assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True)
     if name != "characters":
         # Every step boundary of the text is found at a token: the steps are those of the text.
-        found = [step for _, step in pieces(texts)]
-        assert "".join(found) == "".join(texts).replace("\n\n", "")
+        steps = [step for _, step in pieces(texts)]
+        assert "".join(steps) == "".join(texts).replace("\n\n", "")
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
@@ -89,7 +89,7 @@ def test_a_character_over_four_tokens_belongs_to_the_last(name: str) -> None:
 @given(numbers=st.lists(st.integers(0, 400), max_size=30))
 @settings(max_examples=60, deadline=None)
 def test_any_tokens_have_a_text_each(name: str, numbers: list[int]) -> None:
-    """Bytes that are no character, as an untrained policy writes them."""
+    """Random bytes that are not valid characters."""
     tokenizer: Any = TOKENIZERS[name]()
     ids = [n % len(tokenizer) for n in numbers]
     texts = TokenTexts(tokenizer)(ids)

@@ -153,8 +153,13 @@ def test_a_role_that_no_template_knows_is_a_bad_row(tokenizer: Any, column: str)
 
 def test_bad_rows_are_counted_by_reason(tokenizer: Any) -> None:
     good = {"question": "a", "answer": "b"}
-    talk = [{"role": "user", "content": "a"}] * 2
-    rows = [good, {"question": "a"}, {**good, "answer": "b" * 9}, {**good, "question": talk}]
+    conversation = [{"role": "user", "content": "a"}] * 2
+    rows = [
+        good,
+        {"question": "a"},
+        {**good, "answer": "b" * 9},
+        {**good, "question": conversation},
+    ]
     settings = settings_of(prompt_format="raw", max_length=8, on_bad_row="skip")
     data = SFTDataset(None, tokenizer, settings, rows=rows)
     data.encode_all()
@@ -261,18 +266,18 @@ def test_the_kind_of_data_set_follows_from_the_config_or_the_file(
     tokenizer: Any, write_jsonl: Callable[..., str]
 ) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    talk = write_jsonl([{"messages": turns, "question": "q", "answer": "a"}], "talk.jsonl")
+    conversation = write_jsonl([{"messages": turns, "question": "q", "answer": "a"}], "talk.jsonl")
     plain = write_jsonl([{"question": "q", "answer": "a"}], "plain.jsonl")
 
     def kind(path: str, enable: bool | None) -> type:
         chosen = settings_of(multiturn=MultiTurnDataConfig(enable=enable))
         return type(create_sft_dataset(path, chosen, tokenizer))
 
-    assert kind(talk, None) is MultiTurnSFTDataset
+    assert kind(conversation, None) is MultiTurnSFTDataset
     assert kind(plain, None) is SFTDataset
-    assert kind(talk, False) is SFTDataset
+    assert kind(conversation, False) is SFTDataset
     own = settings_of(custom_cls=CustomClassConfig("hone.data.sft", "SFTDataset"))
-    assert type(create_sft_dataset(talk, own, tokenizer)) is SFTDataset
+    assert type(create_sft_dataset(conversation, own, tokenizer)) is SFTDataset
 
 
 def test_a_chat_template_of_ones_own_replaces_the_tokenizers(plain_tokenizer: Any) -> None:
@@ -285,12 +290,12 @@ def test_a_chat_template_of_ones_own_replaces_the_tokenizers(plain_tokenizer: An
 def test_rows_kept_are_the_first_or_a_seeded_draw(tokenizer: Any) -> None:
     rows = [{"question": str(i), "answer": "a"} for i in range(30)]
 
-    def kept(**changes: Any) -> list[int]:
+    def sampled_rows(**changes: Any) -> list[int]:
         settings = settings_of(**changes)
         return SFTDataset(None, tokenizer, settings, max_samples=8, rows=rows).positions
 
-    assert kept(shuffle=False) == list(range(8))
-    assert kept(seed=1) == kept(seed=1) != kept(seed=2)
+    assert sampled_rows(shuffle=False) == list(range(8))
+    assert sampled_rows(seed=1) == sampled_rows(seed=1) != sampled_rows(seed=2)
 
 
 def test_the_loader_serves_supervised_rows_too(

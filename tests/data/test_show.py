@@ -1,4 +1,4 @@
-"""Rows are shown as the model will see them."""
+"""`hone data show` prints rows as the model sees them."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def test_a_prompt_is_shown_with_its_special_tokens_tools_and_ground_truth(
 def test_without_a_tokenizer_messages_are_shown_as_they_stand(
     write_jsonl: Callable[..., str],
 ) -> None:
-    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb"}]
-    text = show_file(write_jsonl([{"prompt": talk}]))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb"}]
+    text = show_file(write_jsonl([{"prompt": messages}]))
     assert "system:\n  | Be brief.\nuser:\n  | a\n  | b" in text
 
 
 def test_what_supervised_training_learns_is_marked(
     write_jsonl: Callable[..., str], tokenizer: Any
 ) -> None:
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    text = show_file(write_jsonl([{"messages": talk}]), tokenizer=tokenizer)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    text = show_file(write_jsonl([{"messages": messages}]), tokenizer=tokenizer)
     assert "learnt | yes<|im_end|>" in text
     assert "       | hi<|im_end|>" in text
     single = show_file(write_jsonl([{"question": "hi", "answer": "yes"}]), tokenizer=tokenizer)

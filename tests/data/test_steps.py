@@ -1,4 +1,4 @@
-"""Labelled steps: how each layout becomes tokens and labels, and which rows are refused, and why."""
+"""Labelled steps: the tokens and labels of each layout, and the errors of bad rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def dataset(tokenizer: Any, *rows: Any, **changes: Any) -> StepDataset:
 
 
 def labelled(tokenizer: Any, row: dict[str, list[Any]]) -> list[tuple[str, float]]:
-    """The text up to each label, and the label."""
+    """Returns the text up to each label, and the label."""
     ids = row["input_ids"]
     return [
         (tokenizer.decode(ids[: i + 1]), label)
@@ -134,11 +134,11 @@ def test_truncation_keeps_the_end_as_the_worker_of_rl_does(tokenizer: Any) -> No
         (TRL | {"labels": [True, float("nan")]}, "a probability from 0 to 1"),
         (TRL | {"labels": [True, "yes"]}, "got 'yes'"),
         (TRL | {"labels": [None, None]}, "no step of the row has a label"),
-        (TRL | {"completions": ["1", " "]}, "step 1 of 'completions' is no text or empty"),
+        (TRL | {"completions": ["1", " "]}, "step 1 of 'completions' is not text, or is empty"),
         (TRL | {"completions": "1"}, "'completions' is a list"),
         (TRL | {"completions": [], "labels": []}, "has no steps"),
         (TRL | {"prompt": None}, "a prompt is a string"),
-        ({"question": "1", "answer": "2"}, "no known layout of labelled steps"),
+        ({"question": "1", "answer": "2"}, "not a known layout of labelled steps"),
         (SHEPHERD | {"label": SHEPHERD["input"]}, "'label' differs from 'input' at step 1"),
         (SHEPHERD | {"label": SHEPHERD["label"] + " more"}, "after the last"),
         ({"input": "no steps", "label": "no steps"}, "which ends a step"),

@@ -1,4 +1,4 @@
-"""Counting on several threads gives what one prompt after another gives, in order."""
+"""Counting tokens in several threads gives the counts of single prompts, in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_counts_equal_those_of_rendering_one_by_one(
     tokenizer: Any, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendering, "usable_cores", lambda: threads)
-    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * rendering.BATCH + 5)]
+    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * rendering.COUNT_BATCH + 5)]
     alone = [len(render_prompt(prompt, tokenizer)) for prompt in prompts]
     assert counts(prompts, tokenizer) == alone
 
@@ -37,11 +37,11 @@ def test_counts_equal_those_of_rendering_one_by_one(
 def test_a_prompt_that_cannot_be_rendered_is_its_own_error_and_no_other_row_s(
     tokenizer: Any,
 ) -> None:
-    found = counts(["a", 5, "b" * 100_000, "\ud800", "c"], tokenizer, max_tokens=10)
-    assert isinstance(found[1], PromptError)
-    assert isinstance(found[2], PromptTooLong)
-    assert isinstance(found[3], PromptError)
-    assert found[0] == found[4] == len(render_prompt("a", tokenizer))
+    results = counts(["a", 5, "b" * 100_000, "\ud800", "c"], tokenizer, max_tokens=10)
+    assert isinstance(results[1], PromptError)
+    assert isinstance(results[2], PromptTooLong)
+    assert isinstance(results[3], PromptError)
+    assert results[0] == results[4] == len(render_prompt("a", tokenizer))
 
 
 def test_a_tokenizer_that_does_more_than_its_backend_is_asked_itself(tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers that split characters over tokens: bytes and merges of bytes, and pieces with byte fallback."""
+"""Tokenizers that split characters into several tokens: byte pairs, and byte fallback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TEXTS = ["step one.\n\nstep two\n\n", "x = 3.\n\nso x", "a\n\nb\n\nc 1 2 3 + = .
 
 
 def byte_level_tokenizer(vocabulary: int = 300) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are bytes and merges of bytes."""
+    """Returns a tokenizer of byte pairs."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE())
@@ -25,7 +25,7 @@ def byte_level_tokenizer(vocabulary: int = 300) -> PreTrainedTokenizerFast:
 
 
 def piece_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of pieces that strips a leading space, and writes unknown characters as bytes."""
+    """Returns a tokenizer with byte fallback that strips a leading space."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = ["<pad>", "<unk>", "</s>", "\n", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789.+="]

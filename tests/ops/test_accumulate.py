@@ -1,4 +1,4 @@
-"""Gradients of 16 bits added to float32 sums."""
+"""16-bit gradients are added to float32 sums."""
 
 from __future__ import annotations
 

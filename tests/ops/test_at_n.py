@@ -1,4 +1,4 @@
-"""What n attempts are worth, against all subsets."""
+"""Best, worst and majority of n attempts, against all subsets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_best_of_all_is_the_largest_and_best_of_one_the_mean():
 
 
 def vote(values, answers):
-    """The slow way: who has most votes, what each of them is worth, shared equally."""
+    """The reference: the mean value of the answers with the most votes."""
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return mean(values)
@@ -83,7 +83,7 @@ def test_majority_is_the_mean_over_all_subsets_in_any_order(attempts, data):
 
 
 def test_a_vote_of_two_is_worth_the_mean():
-    """The right answer comes last: it won no tie when the first seen took them."""
+    """The right answer comes last, so it would lose ties that go to the first answer."""
     values, answers = [0.0, 0.0, 0.0, 1.0], ["a", "b", "c", "right"]
     assert majority_at(values, answers, 2) == pytest.approx(0.25)
 

@@ -1,4 +1,4 @@
-"""Balancing and micro-batches: every row once, loads even, budgets kept."""
+"""Balancing and micro-batches: every row once, similar loads, within the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers by address."""
+"""Counter-based random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MASK = (1 << 64) - 1
 
 
 def python_uniform(seed, position):
-    """SplitMix64's finaliser in unbounded integers."""
+    """The SplitMix64 finaliser with Python integers."""
 
     def mix(x):
         x &= MASK

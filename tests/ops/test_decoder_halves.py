@@ -1,4 +1,4 @@
-"""Halves of a decoder layer: the same values and gradients as torch's own steps."""
+"""The fused parts of a decoder layer have the values and gradients of torch operations."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def grown(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.randn(shape).mul_(0.5).requires_grad_() for shape in shapes]
 
 
-def compare(ours: Any, plain: Any, given: list[torch.Tensor], *rest: Any) -> None:
-    """Both functions on equal inputs, and pulled back by the same gradients."""
+def compare(ours: Any, plain: Any, inputs: list[torch.Tensor], *rest: Any) -> None:
+    """Compares values and gradients of two functions."""
     results = []
     for function in (ours, plain):
-        mine = [x.detach().clone().requires_grad_() for x in given]
+        mine = [x.detach().clone().requires_grad_() for x in inputs]
         out = function(*mine, *rest)
         outs = out if isinstance(out, tuple) else (out,)
         torch.manual_seed(1)
         sum((x * torch.randn(x.shape)).sum() for x in outs).backward()
         results.append([*outs, *(x.grad for x in mine)])
-    for got, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_gated_half_equals_torchs_steps() -> None:
@@ -61,8 +61,10 @@ def test_heads_equal_torchs_steps(biased: bool) -> None:
     def plain(x, norm, q, k, v, *biases):  # type: ignore[no-untyped-def]
         biases = biases or (None, None, None)
         h = plain_rms_norm(x, norm, 1e-5)
-        made = [F.linear(h, w, b).view(ROWS, -1, D) for w, b in zip((q, k, v), biases, strict=True)]
-        return plain_rotate(made[0], cos, sin), plain_rotate(made[1], cos, sin), made[2], x
+        heads = [
+            F.linear(h, w, b).view(ROWS, -1, D) for w, b in zip((q, k, v), biases, strict=True)
+        ]
+        return plain_rotate(heads[0], cos, sin), plain_rotate(heads[1], cos, sin), heads[2], x
 
     heads, kv = HEADS * D, KV_HEADS * D
     shapes = [(ROWS, WIDTH), (WIDTH,), (heads, WIDTH), (kv, WIDTH), (kv, WIDTH)]
@@ -86,17 +88,17 @@ def test_frozen_maps_of_heads_get_no_gradient_and_the_others_theirs(frozen: list
     shapes = [(ROWS, WIDTH), (WIDTH,), (heads, WIDTH), (kv, WIDTH), (kv, WIDTH)]
     names = ["x", "norm", "q", "k", "v", "q_bias", "k_bias", "v_bias"]
     cos, sin = torch.randn(2, ROWS, D)
-    found = []
-    for kept in ([], frozen):
-        given = dict(zip(names, grown(*shapes, (heads,), (kv,), (kv,)), strict=True))
-        for name in kept:
-            given[name].requires_grad_(False)
-        maps = [Linear(given[part], given[f"{part}_bias"]) for part in "qkv"]
-        outs = heads_of(given["x"], Norm(given["norm"], 1e-5), *maps, (cos, sin))
+    results = []
+    for frozen_inputs in ([], frozen):
+        inputs = dict(zip(names, grown(*shapes, (heads,), (kv,), (kv,)), strict=True))
+        for name in frozen_inputs:
+            inputs[name].requires_grad_(False)
+        maps = [Linear(inputs[part], inputs[f"{part}_bias"]) for part in "qkv"]
+        outs = heads_of(inputs["x"], Norm(inputs["norm"], 1e-5), *maps, (cos, sin))
         sum(out.square().sum() for out in outs).backward()
-        found.append({name: x.grad for name, x in given.items()})
+        results.append({name: x.grad for name, x in inputs.items()})
     for name in names:
         if name in frozen:
-            assert found[1][name] is None
+            assert results[1][name] is None
         else:
-            torch.testing.assert_close(found[1][name], found[0][name])
+            torch.testing.assert_close(results[1][name], results[0][name])

@@ -1,4 +1,4 @@
-"""Micro-batches by token count in verl's form: nothing is lost and no budget broken."""
+"""Micro-batches by token count under verl's names: all rows once, within the budget."""
 
 from __future__ import annotations
 

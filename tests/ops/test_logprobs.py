@@ -1,4 +1,4 @@
-"""Chunked log-probs and entropies against the naive float64 way, forward, backward and in memory."""
+"""Chunked log-probs and entropies against a float64 reference; gradients and memory."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def ours(hidden, weight, target, **options):
 
 
 def compare(case, **options):
-    found = case.run(ours, torch.float32, **options)
+    actual = case.run(ours, torch.float32, **options)
     expected = case.run(naive, torch.float64, **options)
-    for mine, truth in zip(found, expected, strict=True):
+    for mine, truth in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine.double(), truth, rtol=2e-5, atol=2e-5)
 
 
@@ -124,20 +124,20 @@ def test_a_frozen_head_gets_no_gradient_but_passes_it_on():
 
 
 def test_bfloat16_keeps_float32_sums():
-    """The normaliser over a wide vocabulary is summed in float32: bfloat16 would be off by tenths."""
+    """The softmax denominator is summed in float32; in bfloat16 it would be off by tenths."""
     case = Case(16, 5000, 8)
     hidden, weight = case.hidden.bfloat16(), case.weight.bfloat16()
-    found, entropy = linear_log_probs(
+    actual, entropy = linear_log_probs(
         hidden, weight, case.target, temperature=1.0, with_entropy=True
     )
-    assert found.dtype == entropy.dtype == torch.float32
+    assert actual.dtype == entropy.dtype == torch.float32
     truth, truth_entropy = naive(hidden.double(), weight.double(), case.target, temperature=1.0)
-    torch.testing.assert_close(found.double(), truth, rtol=0.02, atol=0.03)
+    torch.testing.assert_close(actual.double(), truth, rtol=0.02, atol=0.03)
     torch.testing.assert_close(entropy.double(), truth_entropy, rtol=0.01, atol=0.02)
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor any operation makes."""
+    """Returns the size of the largest tensor of any operation."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ def test_the_sum_of_squared_probabilities_equals_float64(name, chunk, monkeypatc
     monkeypatch.setattr(logprobs, "_CHUNK_LOGITS", chunk)
     options = dict(OPTIONS[name])
     case = Case(21, 37, 8, bias=options.pop("bias", False))
-    found = linear_sum_pi_squared(case.hidden, case.weight, bias=case.bias, **options)
+    actual = linear_sum_pi_squared(case.hidden, case.weight, bias=case.bias, **options)
     bias = case.bias.double() if case.bias is not None else None
     every = [torch.full((21,), v) for v in range(37)]
     log_p = torch.stack(
@@ -185,4 +185,4 @@ def test_the_sum_of_squared_probabilities_equals_float64(name, chunk, monkeypatc
             for v in every
         ]
     )
-    torch.testing.assert_close(found.double(), (2 * log_p).exp().sum(0), rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(actual.double(), (2 * log_p).exp().sum(0), rtol=2e-5, atol=1e-7)

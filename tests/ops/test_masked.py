@@ -1,4 +1,4 @@
-"""Masked statistics against numpy on the kept entries."""
+"""Masked statistics against numpy on the unmasked entries."""
 
 from __future__ import annotations
 

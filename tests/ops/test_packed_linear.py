@@ -1,4 +1,4 @@
-"""Packed maps equal the plain ones, hold the weight as it was when packed, and round rows alike."""
+"""Packed layers equal plain ones, copy the weight, and round all rows alike."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_a_map_equals_the_float64_product(
     bias = torch.randn(outputs) if biased else None
     linear = kind(weight, bias)
     y = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    for found, expected in [
+    for actual, expected in [
         (linear(x), y),
         (linear.plus(x, other), y + other),
     ]:
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_packing

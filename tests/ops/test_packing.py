@@ -1,4 +1,4 @@
-"""Rows laid end to end: what is fed, which position predicts which token, and the way back."""
+"""Packed rows: inputs, the position that predicts each target, and unpacking."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ PAD = 0
 
 
 def padded(rows, prompt_width=None, response_width=None):
-    """[(prompt, response, mask)] to the four tensors `pack_rows` takes."""
+    """Returns the four tensors of `pack_rows` for [(prompt, response, mask)]."""
     width = prompt_width or max(len(p) for p, _, _ in rows)
     length = response_width or max(len(r) for _, r, _ in rows)
     prompts = torch.full((len(rows), width), PAD)
     responses = torch.full((len(rows), length), PAD)
     attention = torch.zeros(len(rows), width + length, dtype=torch.int64)
     mask = torch.zeros(len(rows), length, dtype=torch.int64)
-    for i, (prompt, response, written) in enumerate(rows):
+    for i, (prompt, response, row_mask) in enumerate(rows):
         prompts[i, width - len(prompt) :] = torch.tensor(prompt)
         responses[i, : len(response)] = torch.tensor(response, dtype=torch.int64)
         attention[i, width - len(prompt) : width + len(response)] = 1
-        mask[i, : len(response)] = torch.tensor(written, dtype=torch.int64)
+        mask[i, : len(response)] = torch.tensor(row_mask, dtype=torch.int64)
     return prompts, responses, attention, mask
 
 
@@ -59,7 +59,7 @@ def test_only_tokens_the_policy_wrote_are_targets(share):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data(), share=st.booleans())
 def test_every_target_is_predicted_by_the_token_before_it_at_its_position(data, share):
-    """With unique token ids the pack can be read back completely."""
+    """With unique token ids, the original rows can be read from the pack."""
     count = data.draw(st.integers(1, 5))
     fresh = iter(range(1, 1000))
     prompts = [[next(fresh) for _ in range(data.draw(st.integers(1, 4)))] for _ in range(2)]
@@ -79,7 +79,7 @@ def test_every_target_is_predicted_by_the_token_before_it_at_its_position(data, 
         for c in range(len(response))
         if mask[c]
     ]
-    found = zip(
+    actual = zip(
         packed.row.tolist(),
         packed.column.tolist(),
         packed.target.tolist(),
@@ -87,7 +87,7 @@ def test_every_target_is_predicted_by_the_token_before_it_at_its_position(data, 
         packed.position_ids[packed.source].tolist(),
         strict=True,
     )
-    assert list(found) == expected
+    assert list(actual) == expected
     distinct = {tuple(p) for p, _, _ in rows} if share else [p for p, _, _ in rows]
     assert len(packed.input_ids) == sum(map(len, distinct)) + sum(
         max(len(r) - 1, 0) for _, r, _ in rows
@@ -123,8 +123,8 @@ def test_an_empty_prompt_is_refused():
 
 def test_a_row_shares_its_prompt_with_an_equal_one_before_it() -> None:
     prompts = torch.tensor([[0, 5, 6], [0, 5, 6], [0, 5, 6], [4, 5, 6]])
-    seen = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])
-    assert shared_with_the_row_before(prompts, seen) == [0, 2, 0, 0]
+    attention_mask = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])
+    assert shared_with_the_row_before(prompts, attention_mask) == [0, 2, 0, 0]
 
 
 def test_an_empty_batch_shares_nothing() -> None:

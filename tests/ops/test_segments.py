@@ -1,4 +1,4 @@
-"""Attention over packed segments against a slow one: one query at a time, float64."""
+"""Attention over packed segments, against a float64 reference with one query at a time."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
 def tokens_of(roots, children):
-    """For every packed token: the packed positions it may see, nearest last."""
+    """Returns, per packed token, the packed positions that it attends to, nearest last."""
     starts = [sum(roots[:i]) for i in range(len(roots))]
-    seen = []
+    visible = []
     for start, length in zip(starts, roots, strict=True):
-        seen += [list(range(start, start + i + 1)) for i in range(length)]
+        visible += [list(range(start, start + i + 1)) for i in range(length)]
     at = sum(roots)
     for parent, length in children:
         prompt = list(range(starts[parent], starts[parent] + roots[parent]))
-        seen += [prompt + list(range(at, at + i + 1)) for i in range(length)]
+        visible += [prompt + list(range(at, at + i + 1)) for i in range(length)]
         at += length
-    return seen
+    return visible
 
 
-def slow(q, k, v, seen, window):
+def slow(q, k, v, visible, window):
     rows = []
-    for i, positions in enumerate(seen):
+    for i, positions in enumerate(visible):
         near = positions if window is None else positions[-window:]
         heads = []
         for h in range(HEADS):
@@ -52,10 +52,10 @@ def draw(tokens, seed=0):
 
 def check(roots, children, window):
     layout = SegmentLayout(roots, children)
-    seen = tokens_of(roots, children)
-    ours, theirs = draw(len(seen)), draw(len(seen))
+    visible = tokens_of(roots, children)
+    ours, theirs = draw(len(visible)), draw(len(visible))
     out = layout.attend(*ours, AttentionOptions(0, WIDTH**-0.5, window))
-    expected = slow(*theirs, seen, window)
+    expected = slow(*theirs, visible, window)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     weights = torch.randn(
         out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -96,11 +96,11 @@ def test_any_layout_equals_the_slow_reference(roots, kids, window):
 def test_one_layout_serves_layers_with_different_windows():
     roots, children = [4, 2], [(0, 3), (1, 2)]
     layout = SegmentLayout(roots, children)
-    seen = tokens_of(roots, children)
-    q, k, v = draw(len(seen))
+    visible = tokens_of(roots, children)
+    q, k, v = draw(len(visible))
     for window in (2, None, 3, 2):
         out = layout.attend(q, k, v, AttentionOptions(0, WIDTH**-0.5, window))
-        torch.testing.assert_close(out, slow(q, k, v, seen, window), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(out, slow(q, k, v, visible, window), rtol=1e-10, atol=1e-12)
 
 
 def test_no_gradient_crosses_from_one_row_to_another():

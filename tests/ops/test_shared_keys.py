@@ -1,4 +1,4 @@
-"""Keys of shared prompts laid out before each response, and their gradients summed back."""
+"""Keys of shared prompts are repeated before each response; their gradients are summed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def test_each_response_sees_its_prompt_and_itself() -> None:
     assert keys.cu_keys.tolist() == [0, 2, 5, 10, 13]
     assert (keys.longest_query, keys.longest_keys) == (3, 5)
     k = torch.arange(8.0).view(8, 1, 1)
-    laid, _ = keys.lay(k, k)
-    assert laid.flatten().tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1, 7]
+    repeated, _ = keys.repeat(k, k)
+    assert repeated.flatten().tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1, 7]
 
 
 def test_without_children_keys_stay_where_they_lie() -> None:
     keys = SharedKeys.build([2, 3], [(0, 0)], CPU)
     k = torch.randn(5, 2, 4)
-    laid = keys.lay(k, k)
-    assert laid[0] is k
-    assert laid[1] is k
+    repeated = keys.repeat(k, k)
+    assert repeated[0] is k
+    assert repeated[1] is k
 
 
 def test_a_gradient_is_the_sum_over_all_copies() -> None:
@@ -32,10 +32,10 @@ def test_a_gradient_is_the_sum_over_all_copies() -> None:
     k, v = torch.randn(2, 12, 2, 4, dtype=torch.float64)
     mine = [x.clone().requires_grad_() for x in (k, v)]
     plain = [x.clone().requires_grad_() for x in (k, v)]
-    laid = keys.lay(*mine)
-    pull = torch.randn(2, *laid[0].shape, dtype=torch.float64)
+    repeated = keys.repeat(*mine)
+    pull = torch.randn(2, *repeated[0].shape, dtype=torch.float64)
     assert keys.source is not None
-    for ours, theirs, g in zip(laid, plain, pull, strict=True):
+    for ours, theirs, g in zip(repeated, plain, pull, strict=True):
         ours.backward(g, retain_graph=True)
         theirs[keys.source.long()].backward(g)
     for ours, theirs in zip(mine, plain, strict=True):

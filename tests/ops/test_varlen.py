@@ -1,4 +1,4 @@
-"""Which kernel attends over packed rows: that of an installed package, or torch's own."""
+"""The kernel for packed rows: that of an installed package, or torch's."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LENGTHS = [5, 9]
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    varlen._packaged.cache_clear()
+    varlen._package_kernel.cache_clear()
     yield
-    varlen._packaged.cache_clear()
+    varlen._package_kernel.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, capability: int = 9) -> list[str]:
-    """A package whose kernel is plain torch, under the names that flash-attn's has."""
+    """A package with flash-attn's names whose kernel is plain torch."""
     used: list[str] = []
 
     def kernel(
@@ -63,8 +63,8 @@ def attend(window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     cu = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     left = -1 if window is None else window - 1
     pieces = zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True)
-    wanted = torch.cat([dense(*piece, 0.3, left) for piece in pieces])
-    return varlen_attention(q, k, v, cu, cu, 9, 9, scaling=0.3, window=window), wanted
+    expected = torch.cat([dense(*piece, 0.3, left) for piece in pieces])
+    return varlen_attention(q, k, v, cu, cu, 9, 9, scaling=0.3, window=window), expected
 
 
 @pytest.mark.parametrize("name", ["flash_attn_interface", "flash_attn"])
@@ -73,9 +73,9 @@ def test_an_installed_package_attends(
     monkeypatch: pytest.MonkeyPatch, name: str, window: int | None
 ) -> None:
     used = install(monkeypatch, name)
-    got, wanted = attend(window)
+    got, expected = attend(window)
     assert used == [name]
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
 
 
 def test_a_package_for_newer_gpus_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,4 +100,4 @@ def test_without_a_package_torch_attends(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for name, _ in varlen._PACKAGES:
         monkeypatch.setitem(sys.modules, name, None)
-    assert varlen._packaged() is None
+    assert varlen._package_kernel() is None

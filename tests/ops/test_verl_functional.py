@@ -23,8 +23,10 @@ def test_log_probs_and_entropy_of_logits() -> None:
         F.entropy_from_logits(logits.float()).flatten(),
     )
     torch.testing.assert_close(F.calculate_sum_pi_squared_from_logits(logits), (p * p).sum(-1))
-    cut = logits.masked_fill(torch.arange(5) == 4, -torch.inf)
-    torch.testing.assert_close(F.entropy_from_logits(cut), F.entropy_from_logits(logits[..., :4]))
+    masked_logits = logits.masked_fill(torch.arange(5) == 4, -torch.inf)
+    torch.testing.assert_close(
+        F.entropy_from_logits(masked_logits), F.entropy_from_logits(logits[..., :4])
+    )
     of_response = F.log_probs_from_logits_response(labels, logits, 2)
     torch.testing.assert_close(of_response, F.logprobs_from_logits(logits[:, :2], labels[:, 1:]))
 
@@ -41,8 +43,8 @@ def test_a_response_ends_with_its_first_end_token() -> None:
 def test_rows_are_padded_or_truncated_to_a_length(truncation: str, expected: list[int]) -> None:
     ids, mask = torch.tensor([[1, 2, 3, 4, 5]]), torch.ones(1, 5)
     assert F.postprocess_data(ids, mask, 3, 0, truncation=truncation)[0].tolist() == [expected]
-    padded, kept = F.postprocess_data(ids, mask, 6, 9, truncation=truncation)
-    assert (padded.tolist(), kept.tolist()) == ([[9, 1, 2, 3, 4, 5]], [[0, 1, 1, 1, 1, 1]])
+    padded, padded_mask = F.postprocess_data(ids, mask, 6, 9, truncation=truncation)
+    assert (padded.tolist(), padded_mask.tolist()) == ([[9, 1, 2, 3, 4, 5]], [[0, 1, 1, 1, 1, 1]])
     with pytest.raises(NotImplementedError, match="more than max_length=3"):
         F.postprocess_data(ids, mask, 3, 0)
 

@@ -41,7 +41,7 @@ class Threads:
 
 
 def over_ranks(monkeypatch, ranks, run):
-    """The results of `run(group)` on every rank."""
+    """Returns the results of `run(group)` on every rank."""
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None):
         group.all_reduce(tensor, op)
@@ -58,7 +58,7 @@ def rule(options, bias):
 
 
 def sharded(case, options, group):
-    """One rank's results with this rank's gradients of its rows of the head."""
+    """Returns one rank's results and gradients."""
     first = shard_start(len(case.weight), group)
     last = first + -(-len(case.weight) // group.size())
     leaves = [
@@ -93,20 +93,20 @@ def test_shards_give_what_the_whole_head_gives(monkeypatch, name, vocabulary, ra
     )  # ranks with fewer rows take larger chunks
     options = dict(OPTIONS[name])
     case = Case(tokens=17, vocabulary=vocabulary, width=8, bias=options.pop("bias", False))
-    found = over_ranks(monkeypatch, ranks, lambda group: sharded(case, options, group))
+    results = over_ranks(monkeypatch, ranks, lambda group: sharded(case, options, group))
     exact = case.run(naive, torch.float64, **options)
     whole = case.run(
         lambda *a, **kw: linear_log_probs(*a, with_entropy=True, **kw), torch.float32, **options
     )
     squares = linear_sum_pi_squared(case.hidden, case.weight, **rule(options, case.bias))
-    joined = [torch.cat(column) for column in list(zip(*found, strict=True))[4:]]
-    for rank in found:
+    joined = [torch.cat(column) for column in list(zip(*results, strict=True))[4:]]
+    for rank in results:
         torch.testing.assert_close(rank[2], squares, rtol=1e-5, atol=1e-6)
         ours = [rank[0], rank[1], rank[3], *joined]  # the hidden states' gradient is whole on each
         torch.testing.assert_close(ours[0].double(), exact[0], rtol=1e-6, atol=5e-6)
-        for got, plain, wanted in zip(ours, whole, exact, strict=True):
-            error = (got - wanted).abs().max()  # no larger than that of the whole head in float32
-            assert error < 5 * (plain - wanted).abs().max() + 1e-6
+        for got, plain, expected in zip(ours, whole, exact, strict=True):
+            error = (got - expected).abs().max()  # no larger than that of the whole head in float32
+            assert error < 5 * (plain - expected).abs().max() + 1e-6
 
 
 def test_an_empty_batch_has_empty_results_and_zero_gradients(monkeypatch):

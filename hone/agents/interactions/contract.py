@@ -1,4 +1,4 @@
-"""The interaction contract: a simulated user replies to model turns and may end the conversation."""
+"""The interaction contract: a simulated user replies to model turns and may end the trajectory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Messages = list[Row]
 
 
 class BaseInteraction:
-    """Base of every interaction. One object serves all trajectories, identified by `instance_id`."""
+    """Base class of interactions. One object serves all trajectories, by `instance_id`."""
 
     def __init__(self, config: Settings) -> None:
         self.config = dict(config)
@@ -24,10 +24,8 @@ class BaseInteraction:
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
     ) -> tuple[bool, str, float, Row]:
-        """Returns, after a model turn: (whether to end, the user's reply, the turn's score, metrics)."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say what the user answers (generate_response)"
-        )
+        """Returns (whether to end, reply, score of the turn, metrics) after a model turn."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement generate_response")
 
     async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
         """Returns the score of the finished conversation."""

@@ -1,8 +1,7 @@
-"""Text environments as interactions: `reset` gives the prompt's last message, `step` answers each turn.
+"""Text environments as interactions: classes with `reset(**kwargs)` and `step(text)`.
 
-An environment is any class with `reset(**kwargs)` and `step(text)`, synchronous or async, one object per
-trajectory. `reset` returns an observation or (observation, info); `step` returns (observation, reward,
-done[, info]), Gymnasium's five values, or an object with these three names. Rewards are turn scores.
+`reset` returns an observation or (observation, info). `step` returns (observation, reward,
+done[, info]), Gymnasium's five values, or an object with these three names.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
-from hone.agents.bounded import in_thread
+from hone.agents.deadline import run_in_thread
 from hone.agents.interactions.contract import BaseInteraction, Messages
-from hone.agents.tools.answers import response_of
+from hone.agents.tools.answers import to_tool_response
 from hone.agents.tools.contract import ToolError
 from hone.types import Function, JsonValue, Row, Settings
 
@@ -24,84 +23,86 @@ _TEXT_FIELDS = ("text", "message", "prompt", "content", "output", "echoed_messag
 
 
 class EnvironmentInteraction(BaseInteraction):
-    """Runs environments created by `make(**config)`."""
+    """Runs one environment per trajectory, created by `make(**config)`."""
 
     def __init__(self, make: Callable[..., Any], config: Settings) -> None:
         super().__init__(config)
         self._make = functools.partial(make, **{k: v for k, v in config.items() if k != "name"})
         self._environments: dict[str, Any] = {}
-        self._totals: dict[str, float] = {}
+        self._total_rewards: dict[str, float] = {}
 
     async def start_interaction(  # type: ignore[override]
         self, instance_id: str | None = None, name: str | None = None, **kwargs: JsonValue
     ) -> tuple[str, str]:
-        """Returns the trajectory's id and first observation; `kwargs` are the row's `interaction_kwargs`."""
+        """Returns the id and the first observation; `kwargs` are the row's `interaction_kwargs`."""
         instance_id = instance_id or uuid4().hex
-        environment = await in_thread(self._make)
-        self._environments[instance_id], self._totals[instance_id] = environment, 0.0
+        environment = await run_in_thread(self._make)
+        self._environments[instance_id], self._total_rewards[instance_id] = environment, 0.0
         try:
-            first = await _called(environment.reset, **kwargs)
+            result = await _call(environment.reset, **kwargs)
         except BaseException:
             await self.finalize_interaction(instance_id)
             raise
-        observation = first[0] if isinstance(first, tuple) else getattr(first, "observation", first)
-        return instance_id, _text(observation)
+        observation = (
+            result[0] if isinstance(result, tuple) else getattr(result, "observation", result)
+        )
+        return instance_id, _observation_text(observation)
 
     async def try_once(self) -> None:
-        """Makes an environment and closes it, so that one that cannot be made is known before training."""
+        """Creates an environment and closes it, to raise its errors before training."""
         instance_id = uuid4().hex
-        self._environments[instance_id] = await in_thread(self._make)
+        self._environments[instance_id] = await run_in_thread(self._make)
         await self.finalize_interaction(instance_id)
 
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
     ) -> tuple[bool, str, float, Row]:
         step = self._environments[instance_id].step
-        observation, reward, done = _result(await _called(step, str(messages[-1]["content"])))
-        self._totals[instance_id] += reward
-        return done, _text(observation), reward, {}
+        observation, reward, done = _parse_step(await _call(step, str(messages[-1]["content"])))
+        self._total_rewards[instance_id] += reward
+        return done, _observation_text(observation), reward, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
-        return self._totals[instance_id]
+        return self._total_rewards[instance_id]
 
     async def finalize_interaction(self, instance_id: str, **kwargs: JsonValue) -> None:
-        self._totals.pop(instance_id, None)
+        self._total_rewards.pop(instance_id, None)
         close = getattr(self._environments.pop(instance_id, None), "close", None)
         if close is not None:
-            await _called(close)
+            await _call(close)
 
 
-async def _called(function: Function, *arguments: Any, **kwargs: Any) -> Any:
+async def _call(function: Function, *arguments: Any, **kwargs: Any) -> Any:
     """Calls an environment's method; a synchronous one runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **kwargs)
-    return await in_thread(functools.partial(function, *arguments, **kwargs))
+    return await run_in_thread(functools.partial(function, *arguments, **kwargs))
 
 
-def _result(step: Any) -> tuple[Any, float, bool]:
+def _parse_step(step: Any) -> tuple[Any, float, bool]:
     if not isinstance(step, tuple):
         return step.observation, float(step.reward or 0.0), bool(step.done)
     if len(step) not in (3, 4, 5):
         raise ToolError(
             f"step returned {len(step)} values; return observation, reward, done[, info]"
         )
-    ends = step[2:4] if len(step) == 5 else step[2:3]
-    return step[0], float(step[1] or 0.0), any(map(bool, ends))
+    done_flags = step[2:4] if len(step) == 5 else step[2:3]
+    return step[0], float(step[1] or 0.0), any(map(bool, done_flags))
 
 
-def _text(observation: Any) -> str:
-    """Converts an observation to text; a typed one has its text in one of the usual fields."""
+def _observation_text(observation: Any) -> str:
+    """Converts an observation to text; of an object or dict, the first field of `_TEXT_FIELDS`."""
     fields = (
         observation if isinstance(observation, Mapping) else getattr(observation, "__dict__", {})
     )
     for name in _TEXT_FIELDS:
         if isinstance(value := fields.get(name), str):
             return value
-    return response_of(observation).text or ""
+    return to_tool_response(observation).text or ""
 
 
 class OpenEnvEnvironment:
-    """An OpenEnv server (`pip install openenv-core`) at `base_url`; an action is `{field: text}`."""
+    """A client of the OpenEnv server at `base_url`; an action is `{field: text}`."""
 
     def __init__(self, base_url: str, field: str = "message", **options: JsonValue) -> None:
         try:
@@ -126,7 +127,7 @@ class ReasoningGymEnvironment:
     def __init__(
         self, environment: str, size: int = 500, seed: int = 42, **options: JsonValue
     ) -> None:
-        self._data = _reasoning_gym(environment, size, seed, json.dumps(options, sort_keys=True))
+        self._data = _load_dataset(environment, size, seed, json.dumps(options, sort_keys=True))
         self._entry: Row = {}
 
     def reset(self, index: int = 0, **_: JsonValue) -> str:
@@ -141,7 +142,7 @@ class ReasoningGymEnvironment:
 
 
 @functools.cache
-def _reasoning_gym(name: str, size: int, seed: int, options: str) -> Any:
+def _load_dataset(name: str, size: int, seed: int, options: str) -> Any:
     try:
         import reasoning_gym
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""A teacher for GSM8K: reports a wrong answer (`#### 42`) and lets the model try again.
+"""An interaction for GSM8K: reports a wrong answer (`#### 42`) and lets the model try again.
 
 A row's `interaction_kwargs`: `{name: gsm8k, query, ground_truth}`.
 """
@@ -40,10 +40,10 @@ class Gsm8kInteraction(BaseInteraction):
         return score == 1.0, RIGHT if score == 1.0 else WRONG, score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
-        talk = self._instance_dict[instance_id]
+        state = self._instance_dict[instance_id]
         return gsm8k.compute_score(
-            text_of(talk["response"]),
-            talk["ground_truth"],
+            _content_text(state["response"]),
+            state["ground_truth"],
             method="strict",
             format_score=0.0,
             score=1.0,
@@ -53,8 +53,10 @@ class Gsm8kInteraction(BaseInteraction):
         del self._instance_dict[instance_id]
 
 
-def text_of(content: JsonValue) -> str:
-    """Returns the text of a message content: a string, a list of parts, or None (only tool calls)."""
+def _content_text(content: JsonValue) -> str:
+    """Returns the text of a message content: a string, a list of parts, or None."""
     if isinstance(content, list | tuple):
-        return "".join(text_of(part.get("text")) for part in content if isinstance(part, dict))
+        return "".join(
+            _content_text(part.get("text")) for part in content if isinstance(part, dict)
+        )
     return content if isinstance(content, str) else ""

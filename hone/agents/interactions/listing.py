@@ -1,4 +1,4 @@
-"""The interactions of a run: a YAML list of classes by name.
+"""Loads the interactions of a run from a YAML list:
 
 interaction:
   - name: gsm8k
@@ -7,7 +7,7 @@ interaction:
   - name: maze                        # a class with `reset` and `step` is an environment
     class_name: my_env.py:Maze
   - name: reasoning_gym:leg_counting  # a reasoning-gym dataset by name
-  - name: verifiers:my-env            # an environment of verifiers
+  - name: verifiers:my-env            # an environment of the package verifiers
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hone.plugins import load_object
 def initialize_interactions_from_config(
     interaction_config_file: str,
 ) -> dict[str, BaseInteraction]:
-    """Returns the interactions by the name that rows give in `interaction_kwargs`."""
+    """Returns the interactions by name, as in the rows' `interaction_kwargs`."""
     path = interaction_config_file
     interactions: dict[str, BaseInteraction] = {}
     for entry in read_entries(path, "interaction"):

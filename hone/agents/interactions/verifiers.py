@@ -1,8 +1,7 @@
-"""Environments of verifiers before 0.4 (`MultiTurnEnv` and its subclasses) as reset and step.
+"""Environments of the package verifiers before 0.4 (`MultiTurnEnv`) with `reset` and `step`.
 
-The environment runs its own rollout in a task; the model's answers come from `step`. Its data set gives the
-prompts: `reset(index=3)` is row 3. The reward is the rubric's, given with the last turn. Tools that an
-environment passes to an API (`tool_defs`) are refused, because its calls are not text.
+The environment runs its own rollout in a task; `step` passes it the model's turns. The rubric's
+reward comes with the last turn. `reset(index=3)` is row 3 of its data set.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from typing import Any
 from hone.agents.tools.contract import ToolError
 from hone.types import JsonValue, Row
 
-_loading = threading.Lock()
+_load_lock = threading.Lock()
 _INSTALL = "pip install 'verifiers>=0.1.14,<0.4'"
 
 
 class VerifiersEnvironment:
-    """One rollout of the environment that `verifiers.load_environment(environment, **options)` returns."""
+    """One rollout of the environment `verifiers.load_environment(environment, **options)`."""
 
     def __init__(self, environment: str, **options: JsonValue) -> None:
-        self._environment = _loaded(environment, json.dumps(options, sort_keys=True))
+        self._environment = _load(environment, json.dumps(options, sort_keys=True))
         self._prompts: asyncio.Queue[Sequence[Any] | Row | Exception] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
         self._rollout: asyncio.Task[None] | None = None
@@ -63,7 +62,7 @@ class VerifiersEnvironment:
     async def _answer(self, prompt: Sequence[Any], tools: Sequence[Any] | None) -> str:
         """Returns the model's answer to a prompt of the environment."""
         if tools:
-            raise ToolError("the environment passes tools to an API, and the loop answers in text")
+            raise ToolError("the environment passes tools to an API, which is not supported")
         self._prompts.put_nowait(prompt)
         return await self._answers.get()
 
@@ -75,12 +74,14 @@ class VerifiersEnvironment:
         if isinstance(event, dict):
             return "", event["reward"], True
         messages = [m if isinstance(m, dict) else m.model_dump() for m in event]
-        written = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        new = messages[written[-1] + 1 :] if written else messages
-        return "\n\n".join(_text(message["content"]) for message in new), 0.0, False
+        assistant_turns = [
+            i for i, message in enumerate(messages) if message["role"] == "assistant"
+        ]
+        new = messages[assistant_turns[-1] + 1 :] if assistant_turns else messages
+        return "\n\n".join(_content_text(message["content"]) for message in new), 0.0, False
 
 
-def _text(content: Any) -> str:
+def _content_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "".join(str(part.get("text", "")) for part in content or () if isinstance(part, dict))
@@ -97,7 +98,7 @@ def _client(answer: Any) -> Any:
         model: str,
         sampling_args: Any,
         tools: Any = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> Any:
         text = await answer(prompt, tools)
         message = ResponseMessage(
@@ -111,7 +112,7 @@ def _client(answer: Any) -> Any:
 
 
 @functools.cache
-def _loaded(name: str, options: str) -> Any:
+def _load(name: str, options: str) -> Any:
     try:
         import verifiers
         import verifiers.clients
@@ -119,12 +120,12 @@ def _loaded(name: str, options: str) -> Any:
         raise ToolError(f"verifiers is not installed or too new ({error}): {_INSTALL}") from error
     if not hasattr(verifiers, "load_environment"):
         raise ToolError(f"this verifiers has no load_environment: {_INSTALL}")
-    # An environment installs handlers of its own, which only the main thread may, and which would
-    # replace those of the run.
-    with _loading, unittest.mock.patch("signal.signal"):
+    # Environments install signal handlers, which only the main thread may, and which would replace
+    # those of the run.
+    with _load_lock, unittest.mock.patch("signal.signal"):
         environment = verifiers.load_environment(name, **json.loads(options))
     if getattr(environment, "tool_defs", None):
         raise ToolError(
-            f"the environment {name} passes tools to an API, and the loop answers in text"
+            f"the environment {name} passes tools to an API (tool_defs), which is not supported"
         )
     return environment

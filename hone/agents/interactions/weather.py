@@ -1,4 +1,4 @@
-"""A user who asks for the weather and accepts any tool answer. A row: `{name: weather, query}`."""
+"""An interaction that checks for a tool call; `interaction_kwargs`: `{name: weather, query}`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class WeatherInteraction(BaseInteraction):
 
     def __init__(self, config: Settings) -> None:
         super().__init__(config)
-        self._asked: dict[str, bool] = {}
+        self._used_tool: dict[str, bool] = {}
 
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
     ) -> tuple[bool, str, float, Row]:
         used_tool = any(message.get("role") == "tool" for message in messages)
-        self._asked[instance_id] = used_tool
+        self._used_tool[instance_id] = used_tool
         reply = (
             "Thank you for your weather query!"
             if used_tool
@@ -26,7 +26,7 @@ class WeatherInteraction(BaseInteraction):
         return True, reply, float(used_tool), {}
 
     async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
-        return float(self._asked.get(instance_id, False))
+        return float(self._used_tool.get(instance_id, False))
 
     async def finalize_interaction(self, instance_id: str, **kwargs: JsonValue) -> None:
-        self._asked.pop(instance_id, None)
+        self._used_tool.pop(instance_id, None)

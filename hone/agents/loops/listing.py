@@ -1,7 +1,7 @@
 """Resolves the agent loop of a row; data may name only loops that the configuration allows.
 
 These are the built-in loops, loops registered with `@register`, the YAML list
-`agent_loop_config_path`, and the default loop. Only the configuration may give import paths and files.
+`agent_loop_config_path`, and the default loop.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class LoopNames:
     def __init__(self, rollout: RolloutConfig) -> None:
         self.default = rollout.default_loop
         self._path = rollout.agent.agent_loop_config_path
-        self._listed = _listed(self._path) if self._path else {}
+        self._loop_factories = _loop_factories(self._path) if self._path else {}
 
     def of_row(self, agent_name: object) -> str:
-        """Returns the loop name for a row's `agent_name`; raises PluginError for an unknown name."""
+        """Returns the loop name for a row's `agent_name`; raises PluginError if it is unknown."""
         if agent_name is None or (isinstance(agent_name, str) and not agent_name):
             return self.default
         if not isinstance(agent_name, str):
             raise PluginError(
-                f"agent_name is the name of an agent loop, got {shown(agent_name)}; write text, or "
-                "leave it out for the default loop"
+                f"agent_name must be the name of an agent loop, got {shown(agent_name)}; write "
+                "text, or leave it out for the default loop"
             )
-        if not self._knows(agent_name):
+        if not self._is_known(agent_name):
             names = self._names()
             hint = proposal(agent_name, names)
             raise PluginError(
@@ -65,32 +65,32 @@ class LoopNames:
 
     def factory(self, name: str) -> LoopFactory:
         """Returns the factory of a loop name that `of_row` returned."""
-        if name in self._listed:
-            return self._listed[name]()
+        if name in self._loop_factories:
+            return self._loop_factories[name]()
         return LOOPS.get(name) if name == self.default else LOOPS.get_registered(name)
 
     def _names(self) -> list[str]:
-        return sorted({*LOOPS.names(), *self._listed, self.default})
+        return sorted({*LOOPS.names(), *self._loop_factories, self.default})
 
-    def _knows(self, name: str) -> bool:
+    def _is_known(self, name: str) -> bool:
         return name in self._names() or (self._all_imported and name in self._names())
 
     @cached_property
     def _all_imported(self) -> bool:
         """Imports the modules of configured loops, which may register further names."""
-        for name in (*self._listed, self.default):
+        for name in (*self._loop_factories, self.default):
             self.factory(name)
         return True
 
 
-def _listed(path: str) -> dict[str, Callable[[], LoopFactory]]:
+def _loop_factories(path: str) -> dict[str, Callable[[], LoopFactory]]:
     """Reads the loops of a YAML list: `name`, `_target_` and further constructor arguments."""
     try:
-        listed = read_yaml(path)
+        entries = read_yaml(path)
     except BadText as error:
         raise PluginError(str(error)) from error
     loops: dict[str, Callable[[], LoopFactory]] = {}
-    for entry in listed if isinstance(listed, list) else [listed]:
+    for entry in entries if isinstance(entries, list) else [entries]:
         arguments = {str(k): v for k, v in entry.items()} if isinstance(entry, dict) else {}
         name, target = arguments.pop("name", None), arguments.pop("_target_", None)
         if not name or not target:
@@ -100,9 +100,9 @@ def _listed(path: str) -> dict[str, Callable[[], LoopFactory]]:
 
 
 def _factory(target: str, arguments: Row) -> LoopFactory:
-    """Returns a factory that calls the class with the entry's arguments, like `hydra.utils.instantiate`.
+    """Returns a factory that adds the entry's arguments, like `hydra.utils.instantiate`.
 
-    An argument with a `_target_` is instantiated again for each trajectory.
+    An argument with a `_target_` is instantiated for each trajectory.
     """
     cls = load_object(target)
     if not any(isinstance(value, dict | list) for value in arguments.values()):
@@ -110,5 +110,5 @@ def _factory(target: str, arguments: Row) -> LoopFactory:
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    written = OmegaConf.create(arguments)
-    return lambda **given: cls(**{**instantiate(written), **given})
+    config = OmegaConf.create(arguments)
+    return lambda **kwargs: cls(**{**instantiate(config), **kwargs})

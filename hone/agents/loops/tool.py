@@ -1,7 +1,7 @@
 """The tool loop: model turns alternate with tool answers or with a simulated user's turns.
 
-Tool and user turns are appended as tokens with mask 0. A trajectory ends with a turn without calls, when
-the user ends it, or at a limit of `rollout.multi_turn`. Images in tool answers are not supported.
+Tool and user turns are appended as tokens with mask 0. A trajectory ends with a turn without calls,
+when the interaction ends it, or at a limit of `rollout.multi_turn`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,12 @@ from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.environment import EnvironmentInteraction
 from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.interactions.session import InteractionSession
-from hone.agents.observations import cut_text, cut_tokens, observation_ids, with_observation
+from hone.agents.observations import (
+    observation_ids,
+    render_with_observation,
+    truncate_text,
+    truncate_tokens,
+)
 from hone.agents.parsers.contract import ToolCall, ToolParser
 from hone.agents.tools.contract import ToolError
 from hone.agents.tools.listing import Tool, load_all_tools
@@ -41,17 +46,17 @@ _FORMATS = ("react", "function_calling")
 
 
 class ToolAgentLoop(AgentLoopBase):
-    """Named `tool_agent` in rows; a row's `tool_config` overrides the limits of `rollout.multi_turn`."""
+    """The loop `tool_agent`; a row's `tool_config` overrides the limits of `rollout.multi_turn`."""
 
     default_format: str | None = None
-    """The parser that replaces `multi_turn.format`, if any."""
+    """The parser of a subclass, in place of `multi_turn.format`."""
 
     def __init_subclass__(cls) -> None:
-        steps = sorted(name for name in vars(cls) if name.startswith("_handle_"))
-        if steps:
+        overrides = sorted(name for name in vars(cls) if name.startswith("_handle_"))
+        if overrides:
             raise TypeError(
-                f"{cls.__name__} overrides {steps[0]}, a step of verl's tool loop that is not called "
-                "here; override run, or derive from AgentLoopBase"
+                f"{cls.__name__} overrides {overrides[0]}, a method of verl's tool loop that hone "
+                "does not call; override run, or derive from AgentLoopBase"
             )
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -59,15 +64,15 @@ class ToolAgentLoop(AgentLoopBase):
         limits: MultiTurnConfig = self.config.actor_rollout_ref.rollout.multi_turn
         self.limits = limits
         self.format = self.default_format or limits.format
-        self.tools = _tools(limits.tool_config_path, limits.function_tool_path)
-        self.interactions = _interactions(limits.interaction_config_path)
+        self.tools = _load_tools(limits.tool_config_path, limits.function_tool_path)
+        self.interactions = _load_interactions(limits.interaction_config_path)
         self.parser = ToolParser.get_tool_parser(self.format, self.tokenizer)
-        self._restricted = False
+        self._has_tool_subset = False
 
     def of_row(
         self, tool_config: Settings | None
     ) -> tuple[dict[str, Tool], MultiTurnConfig, ToolParser]:
-        """Returns a row's tools, limits and parser; raises ToolError on an invalid `tool_config`."""
+        """Returns a row's tools, limits and parser; raises ToolError on a bad `tool_config`."""
         options = {name: value for name, value in (tool_config or {}).items() if value is not None}
         if unknown := sorted(set(options) - set(TOOL_CONFIG)):
             raise ToolError(f"tool_config has no {unknown[0]!r}; use {', '.join(TOOL_CONFIG)}")
@@ -79,22 +84,24 @@ class ToolAgentLoop(AgentLoopBase):
                 f"tool_config.available_tools names {shown(missing[0])}; the tools of this run are "
                 f"{', '.join(self.tools) or 'none'}"
             )
-        kind = options.get("tool_format", _FORMATS[self.format != "react"])
-        calls, seconds = options.get("max_tool_calls", 0), options.get("timeout", 1.0)
-        for name, value, holds, rule in (
-            ("tool_format", kind, kind in _FORMATS, " or ".join(_FORMATS)),
-            ("max_tool_calls", calls, isinstance(calls, int) and calls >= 0, "a count"),
-            ("max_tool_calls", calls, not isinstance(calls, bool), "a count"),
-            ("timeout", seconds, isinstance(seconds, int | float) and seconds > 0, "seconds"),
-            ("timeout", seconds, not isinstance(seconds, bool), "seconds"),
+        default_format = "react" if self.format == "react" else "function_calling"
+        tool_format = options.get("tool_format", default_format)
+        if tool_format not in _FORMATS:
+            raise ToolError(
+                f"tool_config.tool_format={shown(tool_format)}; give {' or '.join(_FORMATS)}"
+            )
+        for name, types, low, expected in (
+            ("max_tool_calls", int, -1, "a count"),
+            ("timeout", int | float, 0, "seconds"),
         ):
-            if not holds:
-                raise ToolError(f"tool_config.{name}={shown(value)}; give {rule}")
+            value = options.get(name, 1)
+            if not isinstance(value, types) or isinstance(value, bool) or not value > low:
+                raise ToolError(f"tool_config.{name}={shown(value)}; give {expected}")
         parser = self.parser
-        if kind != _FORMATS[self.format != "react"]:
-            by_template = "hermes" if self.limits.format == "react" else self.limits.format
-            name = "react" if kind == "react" else by_template
-            parser = ToolParser.get_tool_parser(name, self.tokenizer)
+        if tool_format != default_format:
+            template_format = "hermes" if self.limits.format == "react" else self.limits.format
+            parser_name = "react" if tool_format == "react" else template_format
+            parser = ToolParser.get_tool_parser(parser_name, self.tokenizer)
         limits = replace(
             self.limits,
             max_tool_calls=options.get("max_tool_calls", self.limits.max_tool_calls),
@@ -103,7 +110,7 @@ class ToolAgentLoop(AgentLoopBase):
         return {name: self.tools[name] for name in names}, limits, parser
 
     def problems(self) -> Iterator[str]:
-        """Reports environments that cannot be made."""
+        """Yields an error for each environment that cannot be created."""
         for name, interaction in self.interactions.items():
             if isinstance(interaction, EnvironmentInteraction):
                 try:
@@ -112,132 +119,150 @@ class ToolAgentLoop(AgentLoopBase):
                     yield f"the environment {name} cannot be made: {described(error)}"
 
     async def run(self, sampling_params: Row, **row: Any) -> AgentLoopOutput:
-        if row.get("tool_config"):
-            self.tools, self.limits, self.parser = self.of_row(row["tool_config"])
-            self._restricted = row["tool_config"].get("available_tools") is not None
+        if tool_config := row.get("tool_config"):
+            self.tools, self.limits, self.parser = self.of_row(tool_config)
+            self._has_tool_subset = tool_config.get("available_tools") is not None
         seconds = self.limits.trajectory_timeout_s
         deadline = float("inf") if seconds is None else time.monotonic() + seconds
-        user = self._user_of(row)
-        async with AsyncExitStack() as ending:
-            first = None
-            if user is not None:
-                ending.push_async_callback(user.finish)
-                first = await user.start(deadline - time.monotonic())
-            talk = self._begin(row, first, user)
-            talk.turn_scores = user.turn_scores if user else []
-            session = ToolSession(self.tools, talk, self._call_limits())
-            ending.push_async_callback(session.release)
-            await self._converse(talk, session, user, deadline, sampling_params)
+        interaction = self._interaction_session(row)
+        async with AsyncExitStack() as exit_stack:
+            observation = None
+            if interaction is not None:
+                exit_stack.push_async_callback(interaction.finish)
+                observation = await interaction.start(deadline - time.monotonic())
+            agent_data = self._start(row, observation, interaction)
+            agent_data.turn_scores = interaction.turn_scores if interaction else []
+            session = ToolSession(self.tools, agent_data, self._call_limits())
+            exit_stack.push_async_callback(session.release)
+            await self._run_turns(agent_data, session, interaction, deadline, sampling_params)
             scores = await session.scores()
-            if user is not None and (score := await user.score()) is not None:
-                scores[user.name] = score
-        return self._output(talk, session, user, scores)
+            if interaction is not None and (score := await interaction.score()) is not None:
+                scores[interaction.name] = score
+        record = session.record
+        metrics = AgentLoopMetrics(
+            agent_data.seconds["model"],
+            agent_data.seconds["tools"],
+            later_prompt_tokens=agent_data.later_tokens["prompt"],
+            later_cached_tokens=agent_data.later_tokens["cached"],
+        )
+        extra_fields = agent_data.extra_fields | {
+            "tool_outputs": record.outputs,
+            "tool_rewards": agent_data.tool_rewards,
+            "turn_scores": agent_data.turn_scores,
+            "turn_rewards": agent_data.turn_rewards,
+            "timeouts": [*record.timeouts, *(interaction.timeouts if interaction else [])],
+            "tool_call_counts": len(record.outputs),
+            "tool_failures": record.failures + (interaction.failures if interaction else 0),
+            "reward_scores": scores,
+            "turn_spans": agent_data.spans,
+        }
+        return agent_data.to_output(metrics, extra_fields)
 
     def whole_prompt(
         self, prompt: str | list[Message], tool_config: Settings | None = None
     ) -> tuple[str | list[Message], list[Settings]]:
-        """Returns the prompt with the parser's instructions, and the schemas that the template shows."""
+        """Returns the prompt with the parser's instructions, and the chat template's schemas."""
         tools, _, parser = self.of_row(tool_config)
         schemas = [tool.tool_schema for tool in tools.values()]
         if schemas and not parser.in_template:
             return _with_instructions(prompt, parser.instructions(schemas)), []
         return prompt, [schema.model_dump() for schema in schemas]
 
-    def _begin(
-        self, row: Row, first: str | None, user: InteractionSession | None = None
+    def _start(
+        self, row: Row, observation: str | None, interaction: InteractionSession | None
     ) -> AgentData:
-        """Renders the prompt with the parser's instructions and an environment's first observation."""
-        prompt, shown_tools = self.whole_prompt(row["raw_prompt"], row.get("tool_config"))
+        """Renders the prompt, with an environment's first observation if there is one."""
+        prompt, template_tools = self.whole_prompt(row["raw_prompt"], row.get("tool_config"))
         messages = [dict(message) for message in as_messages(prompt)]
-        talk = AgentData(messages, [], row["trajectory_id"], row.get("tools_kwargs") or {})
-        if first is not None and user is not None:
+        agent_data = AgentData(messages, [], row["trajectory_id"], row.get("tools_kwargs") or {})
+        if observation is not None and interaction is not None:
             is_raw = self.data_config.get("prompt_format", "chat") == "raw"
             try:
-                talk.prompt_ids, text = with_observation(
+                agent_data.prompt_ids, text = render_with_observation(
                     raw_text(prompt) if is_raw else messages,
-                    first,
-                    lambda whole: self._rendered(whole, shown_tools or None),
+                    observation,
+                    lambda whole: self._render(whole, template_tools or None),
                     self.tokenizer,
                     self.prompt_length,
                     self.limits.tool_response_truncate_side,
                 )
-                talk.messages.append({"role": "user", "content": text})
-                talk.extra_fields["env/truncated_observations"] = int(text != first)
-                return talk
+                agent_data.messages.append({"role": "user", "content": text})
+                agent_data.extra_fields["env/truncated_observations"] = int(text != observation)
+                return agent_data
             except (PromptError, BrokenTemplate) as error:  # the observation is third-party text
-                user.fail("reset", error)
-        is_ready = prompt is row["raw_prompt"] and not self._restricted
-        ids = (
-            self.prompt_ids(row, shown_tools)
-            if is_ready
-            else self._rendered(prompt, shown_tools or None)
-        )
-        talk.prompt_ids = truncate(ids, self.prompt_length, self.config.data.truncation)
-        return talk
+                interaction.fail("reset", error)
+        if prompt is row["raw_prompt"] and not self._has_tool_subset:
+            ids = self.prompt_ids(row, template_tools)
+        else:
+            ids = self._render(prompt, template_tools or None)
+        agent_data.prompt_ids = truncate(ids, self.prompt_length, self.config.data.truncation)
+        return agent_data
 
-    async def _converse(
+    async def _run_turns(
         self,
-        talk: AgentData,
+        agent_data: AgentData,
         session: ToolSession,
-        user: InteractionSession | None,
+        interaction: InteractionSession | None,
         deadline: float,
         sampling_params: Settings,
     ) -> None:
         while True:
-            text, ids = await self._model_turn(talk, sampling_params)
-            if not ids or self._at_a_limit(talk):
+            text, ids = await self._generate_turn(agent_data, sampling_params)
+            if not ids or self._is_at_limit(agent_data):
                 return
             if time.monotonic() > deadline:
-                session.facts.timeouts.append("trajectory")
+                session.record.timeouts.append("trajectory")
                 return
-            calls = await self._calls(text, ids)
+            calls = await self._parse_calls(text, ids)
             if calls:
-                talk.spans[-1]["calls"] = len(calls)
+                agent_data.spans[-1]["calls"] = len(calls)
                 started = time.perf_counter()
-                answers = await session.answer(calls)
-                talk.seconds["tools"] += time.perf_counter() - started
-                new = [_tool_turn(*pair) for pair in zip(calls, answers, strict=True)]
-            elif user is not None:
-                scored = len(user.turn_scores)
-                reply = await user.reply(talk.messages, deadline - time.monotonic())
-                if len(user.turn_scores) > scored:
-                    talk.spans[-1]["score"] = user.turn_scores[-1]
-                    talk.add_reward(user.name, user.turn_scores[-1])
+                answers = await session.run_calls(calls)
+                agent_data.seconds["tools"] += time.perf_counter() - started
+                new_messages = [_tool_message(*pair) for pair in zip(calls, answers, strict=True)]
+            elif interaction is not None:
+                num_scores = len(interaction.turn_scores)
+                reply = await interaction.reply(agent_data.messages, deadline - time.monotonic())
+                if len(interaction.turn_scores) > num_scores:
+                    agent_data.spans[-1]["score"] = interaction.turn_scores[-1]
+                    agent_data.add_reward(interaction.name, interaction.turn_scores[-1])
                 if reply is None:
                     return
-                new = [{"role": "user", "content": reply}]
+                new_messages = [{"role": "user", "content": reply}]
             else:
                 return
             try:
-                if not self._observe(talk, new, text):
+                if not self._append_observation(agent_data, new_messages, text):
                     return
             except (PromptError, BrokenTemplate) as error:  # the answer is third-party text
                 logger.warning("the answer cannot be rendered: %s", described(error))
-                session.facts.failures += 1
+                session.record.failures += 1
                 return
 
-    async def _calls(self, text: str, ids: Sequence[int]) -> list[ToolCall]:
+    async def _parse_calls(self, text: str, ids: Sequence[int]) -> list[ToolCall]:
         """Returns the calls in the model's text; a parser error becomes one failed call."""
         if not self.tools:
             return []
         try:
             schemas = [tool.tool_schema for tool in self.tools.values()]
-            return list(await self.parser.read(text, ids, schemas))
+            return list(await self.parser.parse(text, ids, schemas))
         except Exception as error:  # a parser may be user code, and the text is untrusted
             logger.warning("the tool-call parser failed: %s", described(error))
-            return [ToolCall("", {}, f"the calls cannot be read: {described(error)}")]
+            return [ToolCall("", {}, f"the calls cannot be parsed: {described(error)}")]
 
-    async def _model_turn(self, talk: AgentData, sampling: Settings) -> tuple[str, list[int]]:
+    async def _generate_turn(
+        self, agent_data: AgentData, sampling: Settings
+    ) -> tuple[str, list[int]]:
         """Generates one model turn; returns its text for the parser and its token ids."""
-        room = self._room(talk)
+        remaining = self._remaining_tokens(agent_data)
         max_tokens = sampling.get("max_tokens")
         started = time.perf_counter()
         output = await self.server_manager.generate(
-            talk.request_id,
-            prompt_ids=list(talk.prompt_ids),
+            agent_data.request_id,
+            prompt_ids=list(agent_data.prompt_ids),
             sampling_params={
                 **sampling,
-                "max_tokens": room if max_tokens is None else min(max_tokens, room),
+                "max_tokens": remaining if max_tokens is None else min(max_tokens, remaining),
                 "stop": (*(sampling.get("stop") or ()), *self.parser.stop),
                 "stop_token_ids": (
                     *(sampling.get("stop_token_ids") or ()),
@@ -245,68 +270,67 @@ class ToolAgentLoop(AgentLoopBase):
                 ),
             },
         )
-        talk.seconds["model"] += time.perf_counter() - started
-        talk.add_turn(output)
-        words = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        talk.messages.append({"role": "assistant", "content": words})
+        agent_data.seconds["model"] += time.perf_counter() - started
+        agent_data.add_turn(output)
+        content = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        agent_data.messages.append({"role": "assistant", "content": content})
         if self.parser.in_template:
             return self.tokenizer.decode(output.token_ids), output.token_ids
-        return words, output.token_ids
+        return content, output.token_ids
 
-    def _room(self, talk: AgentData) -> int:
-        """Returns how many tokens the response may still get."""
-        used = len(talk.response_mask)
-        return self.response_limit(len(talk.prompt_ids) - used) - used
+    def _remaining_tokens(self, agent_data: AgentData) -> int:
+        """Returns the number of tokens left for the response."""
+        used = len(agent_data.response_mask)
+        return self.response_limit(len(agent_data.prompt_ids) - used) - used
 
-    def _at_a_limit(self, talk: AgentData) -> bool:
-        most, most_others = self.limits.max_assistant_turns, self.limits.max_user_turns
+    def _is_at_limit(self, agent_data: AgentData) -> bool:
+        max_turns, max_user_turns = self.limits.max_assistant_turns, self.limits.max_user_turns
         return (
-            self._room(talk) <= 0
-            or (most is not None and talk.assistant_turns >= most)
-            or (most_others is not None and talk.user_turns >= most_others)
+            self._remaining_tokens(agent_data) <= 0
+            or (max_turns is not None and agent_data.assistant_turns >= max_turns)
+            or (max_user_turns is not None and agent_data.user_turns >= max_user_turns)
         )
 
-    def _observe(self, talk: AgentData, new: list[Message], text: str) -> bool:
-        """Appends a tool or user turn; returns false when no tokens are left for an answer."""
-        role, last = str(new[0]["role"]), talk.prompt_ids[-1]
-        messages = new
-        if role == "tool" and not self.parser.in_template:
-            observation = self.parser.observation(text, [message["content"] for message in new])
-            if self.tokenizer.decode([last], skip_special_tokens=True):  # the turn has no end token
-                return self._append(
-                    talk, new, self.tokenizer.encode(observation, add_special_tokens=False)
-                )
+    def _append_observation(
+        self, agent_data: AgentData, messages: list[Message], text: str
+    ) -> bool:
+        """Appends a tool or user turn; returns false if no tokens would be left for an answer."""
+        ids = self._observation_ids(messages, text, agent_data.prompt_ids[-1])
+        if len(ids) >= self._remaining_tokens(agent_data):
+            return False
+        agent_data.add_observation(ids, str(messages[0]["role"]))
+        agent_data.messages += messages
+        return True
+
+    def _observation_ids(self, messages: list[Message], text: str, last_id: int) -> Sequence[int]:
+        """Renders a tool or user turn after a model turn with this text and last token."""
+        if messages[0]["role"] == "tool" and not self.parser.in_template:
+            observation = self.parser.observation(text, [m["content"] for m in messages])
+            if self.tokenizer.decode([last_id], skip_special_tokens=True):  # no end token
+                return self.tokenizer.encode(observation, add_special_tokens=False)
             messages = [{"role": "user", "content": observation.strip()}]
-        ids = observation_ids(
+        return observation_ids(
             messages,
             self.tokenizer,
-            last_token=last,
+            last_token=last_id,
             template_kwargs=self.config.data.apply_chat_template_kwargs,
             chat=self.config.data.prompt_format == "chat",
         )
-        return self._append(talk, new, ids)
-
-    def _append(self, talk: AgentData, new: list[Message], ids: Sequence[int]) -> bool:
-        if len(ids) >= self._room(talk):
-            return False
-        talk.add_observation(ids, str(new[0]["role"]))
-        talk.messages += new
-        return True
 
     def _call_limits(self) -> CallLimits:
         limits = self.limits
         side = limits.tool_response_truncate_side
         chars, tokens = limits.max_tool_response_length, limits.max_observation_tokens
 
-        def cut(text: str) -> str:
-            return cut_tokens(cut_text(text, chars, side), self.tokenizer, tokens, side)
+        def truncate_answer(text: str) -> str:
+            return truncate_tokens(truncate_text(text, chars, side), self.tokenizer, tokens, side)
 
         return CallLimits(
-            limits.max_parallel_calls, limits.max_tool_calls, limits.tool_timeout_s, cut
+            limits.max_parallel_calls, limits.max_tool_calls, limits.tool_timeout_s, truncate_answer
         )
 
-    def _user_of(self, row: Settings) -> InteractionSession | None:
-        """Returns the interaction that the row names, or the only one if it names none."""
+    def _interaction_session(self, row: Settings) -> InteractionSession | None:
+        """Returns a session with the row's interaction, by default the first one."""
         kwargs = row.get("interaction_kwargs") or {}
         if not self.interactions or not kwargs:
             return None
@@ -318,53 +342,15 @@ class ToolAgentLoop(AgentLoopBase):
             )
         return InteractionSession(self.interactions[name], kwargs, self.limits.tool_timeout_s)
 
-    def _output(
-        self,
-        talk: AgentData,
-        session: ToolSession,
-        user: InteractionSession | None,
-        scores: Mapping[str, float],
-    ) -> AgentLoopOutput:
-        facts = session.facts
-        start = len(talk.prompt_ids) - len(talk.response_mask)
-        return AgentLoopOutput(
-            prompt_ids=talk.prompt_ids[:start],
-            response_ids=talk.prompt_ids[start:],
-            response_mask=talk.response_mask,
-            response_logprobs=talk.response_logprobs,
-            versions=talk.versions,
-            num_turns=talk.assistant_turns + talk.user_turns + 1,
-            metrics=AgentLoopMetrics(
-                talk.seconds["model"],
-                talk.seconds["tools"],
-                later_prompt_tokens=talk.later_tokens["prompt"],
-                later_cached_tokens=talk.later_tokens["cached"],
-            ),
-            stop_reason=talk.stop_reason,
-            routed_experts=talk.routed_experts,
-            extra_fields={
-                **talk.extra_fields,
-                "tool_outputs": facts.outputs,
-                "tool_rewards": talk.tool_rewards,
-                "turn_scores": talk.turn_scores,
-                "turn_rewards": talk.turn_rewards,
-                "timeouts": [*facts.timeouts, *(user.timeouts if user else [])],
-                "tool_call_counts": len(facts.outputs),
-                "tool_failures": facts.failures + (user.failures if user else 0),
-                "reward_scores": dict(scores),
-                "turn_spans": talk.spans,
-            },
-        )
-
 
 class ReactAgentLoop(ToolAgentLoop):
-    """Named `react_agent`; the prompt explains the format of Thought, Action and Observation."""
+    """The loop `react_agent`; the prompt explains the format of Thought, Action and Observation."""
 
     default_format = "react"
 
 
 def _with_instructions(prompt: str | list[Message], text: str) -> str | list[Message]:
-    """Adds the instructions after the system message, or before the first message without one."""
+    """Adds the instructions to the system message, or else before the first message."""
     if isinstance(prompt, str):
         return f"{text}\n\n{prompt}"
     messages = [dict(message) for message in as_messages(prompt)]
@@ -376,17 +362,17 @@ def _with_instructions(prompt: str | list[Message], text: str) -> str | list[Mes
     return messages
 
 
-def _tool_turn(call: ToolCall, answer: str) -> Message:
-    named = {} if call.tool_call_id is None else {"tool_call_id": call.tool_call_id}
-    return {"role": "tool", "content": answer, **named}
+def _tool_message(call: ToolCall, answer: str) -> Message:
+    message: Message = {"role": "tool", "content": answer}
+    return message if call.tool_call_id is None else message | {"tool_call_id": call.tool_call_id}
 
 
 @functools.cache
-def _tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, Tool]:
+def _load_tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, Tool]:
     """Loads the tools once per process, since a tool may hold a connection pool."""
     return {tool.name: tool for tool in load_all_tools(tool_config_path, function_tool_path)}
 
 
 @functools.cache
-def _interactions(path: str | None) -> dict[str, BaseInteraction]:
+def _load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     return initialize_interactions_from_config(path) if path else {}

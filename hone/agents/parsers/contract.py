@@ -1,4 +1,4 @@
-"""The parser contract: parses the tool calls in a turn. Model text is untrusted and never executed."""
+"""The parser contract: parses the tool calls of a model turn; the text is untrusted."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hone.text import BadText, read_json
 from hone.tokenizer import Tokenizer
 from hone.types import JsonObject, JsonValue
 
-LONGEST_CALL = 65_536
-"""Most characters of one call; a longer call is refused without parsing."""
+MAX_CALL_CHARS = 65_536
+"""Maximum length of a call; a longer call is refused without parsing."""
 P = TypeVar("P", bound="type[ToolParser]")
 Schemas = Sequence[OpenAIFunctionToolSchema]
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call in the model's text; `error` explains why it cannot be made."""
+    """One call in the model's text; `error` says why it cannot be run."""
 
     name: str
     arguments: Mapping[str, JsonValue]
@@ -45,16 +45,16 @@ class ToolParser:
     """
 
     in_template = True
-    """Whether the chat template renders tools and answers; if not, `instructions` and `observation` do."""
+    """Whether the chat template renders tools and answers; if not, the parser does."""
     stop: tuple[str, ...] = ()
-    """Strings that end a turn so that its calls are made."""
+    """Strings that end a turn so that its calls are run."""
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer = tokenizer
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Returns tokens that end a turn so that its calls are made; none if the model ends it itself."""
+        """Token ids that end a turn so that its calls are run."""
         return []
 
     def calls(self, text: str) -> list[ToolCall]:
@@ -62,7 +62,7 @@ class ToolParser:
         raise NotImplementedError(f"{type(self).__name__} has neither calls nor extract_tool_calls")
 
     def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
-        """Like `calls`, for a parser that needs the tool schemas."""
+        """Returns the calls in the text; overridden by parsers that need the tool schemas."""
         return self.calls(text)
 
     def content(self, text: str) -> str:
@@ -71,24 +71,24 @@ class ToolParser:
 
     def instructions(self, tools: Schemas) -> str:
         """Returns the prompt text about the tools, if the chat template does not render them."""
-        raise NotImplementedError(f"{type(self).__name__} leaves the tools to the chat template")
+        raise NotImplementedError(f"{type(self).__name__} has no instructions")
 
     def observation(self, text: str, answers: Sequence[str]) -> str:
         """Returns the text of the answers, if the chat template does not render them."""
-        raise NotImplementedError(f"{type(self).__name__} leaves answers to the chat template")
+        raise NotImplementedError(f"{type(self).__name__} has no observation")
 
     async def extract_tool_calls(
         self, responses_ids: list[int], tools: Schemas | None = None
     ) -> tuple[str, list[FunctionCall]]:
         """Returns the text without its calls, and the valid calls."""
         if self.tokenizer is None:
-            raise ValueError(f"{type(self).__name__} was made without a tokenizer")
+            raise ValueError(f"{type(self).__name__} needs a tokenizer")
         text = str(self.tokenizer.decode(responses_ids, skip_special_tokens=False))
         calls = [call for call in self.calls_to(tools or (), text) if call.error is None]
         return self.content(text) if calls else text, [as_function_call(call) for call in calls]
 
-    async def read(self, text: str, ids: Sequence[int], tools: Schemas) -> list[ToolCall]:
-        """Returns the calls of a turn, by whichever method the parser implements."""
+    async def parse(self, text: str, ids: Sequence[int], tools: Schemas) -> list[ToolCall]:
+        """Returns the calls of a turn, from `extract_tool_calls` if the parser overrides it."""
         if type(self).extract_tool_calls is ToolParser.extract_tool_calls:
             return self.calls_to(tools, text)
         _, calls = await self.extract_tool_calls(list(ids), list(tools))
@@ -104,20 +104,20 @@ class ToolParser:
         """Returns the parser with this name; raises ValueError if there is none."""
         return PARSERS.get(name)(tokenizer)
 
-    def _token_ids(self, token: str) -> list[int]:
-        """Returns the id of a special token, if the tokenizer has it."""
-        number = None if self.tokenizer is None else self.tokenizer.get_vocab().get(token)
-        return [] if number is None else [number]
+    def _special_token_ids(self, token: str) -> list[int]:
+        """Returns the id of a special token as a list; empty if the tokenizer does not have it."""
+        token_id = None if self.tokenizer is None else self.tokenizer.get_vocab().get(token)
+        return [] if token_id is None else [token_id]
 
 
-class MarkedParser(ToolParser):
-    """Parses calls between two marks; a subclass sets the marks and parses the text between them."""
+class DelimitedParser(ToolParser):
+    """Parses calls between two delimiters, `opening` and `closing`."""
 
     opening: str
     closing: str
 
-    def body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        """Returns the calls in the text between two marks."""
+    def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
+        """Returns the calls in the text between two delimiters."""
         raise NotImplementedError
 
     def calls(self, text: str) -> list[ToolCall]:
@@ -126,7 +126,8 @@ class MarkedParser(ToolParser):
     def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
         calls: list[ToolCall] = []
         for body in between(text, self.opening, self.closing):
-            calls += self.body(body, tools) if len(body) <= LONGEST_CALL else [bad_call(_TOO_LONG)]
+            is_short = len(body) <= MAX_CALL_CHARS
+            calls += self.parse_body(body, tools) if is_short else [bad_call(_TOO_LONG)]
         if text.rfind(self.opening) > text.rfind(self.closing):
             calls.append(bad_call(f"the call is not closed with {self.closing}"))
         return calls
@@ -134,13 +135,13 @@ class MarkedParser(ToolParser):
     def content(self, text: str) -> str:
         parts, start = [], 0
         for body in between(text, self.opening, self.closing):
-            begin = text.index(self.opening, start)
-            parts.append(text[start:begin])
-            start = begin + len(self.opening) + len(body) + len(self.closing)
+            call_start = text.index(self.opening, start)
+            parts.append(text[start:call_start])
+            start = call_start + len(self.opening) + len(body) + len(self.closing)
         return "".join([*parts, text[start:]])
 
 
-_TOO_LONG = f"the call is longer than {LONGEST_CALL} characters"
+_TOO_LONG = f"the call is longer than {MAX_CALL_CHARS} characters"
 
 
 def bad_call(reason: str) -> ToolCall:
@@ -154,9 +155,9 @@ def as_function_call(call: ToolCall) -> FunctionCall:
 
 
 def as_tool_call(name: str, arguments: JsonValue, tool_call_id: str | None = None) -> ToolCall:
-    """Makes a call from a name and an object of arguments, which may be JSON text."""
+    """Returns a call; `arguments` is an object or its JSON text."""
     if isinstance(arguments, str):
-        if len(arguments) > LONGEST_CALL:
+        if len(arguments) > MAX_CALL_CHARS:
             return ToolCall(name, {}, _TOO_LONG)
         try:
             arguments = read_json(arguments, strict=True)
@@ -167,9 +168,9 @@ def as_tool_call(name: str, arguments: JsonValue, tool_call_id: str | None = Non
     return ToolCall(name, arguments, tool_call_id=tool_call_id)
 
 
-def read_call(text: str) -> ToolCall:
-    """Parses a JSON object with `name` and `arguments` (or `parameters`), else returns an error call."""
-    if len(text) > LONGEST_CALL:
+def parse_call(text: str) -> ToolCall:
+    """Parses a JSON object with `name` and `arguments` (or `parameters`)."""
+    if len(text) > MAX_CALL_CHARS:
         return bad_call(_TOO_LONG)
     try:
         data = read_json(text, strict=True)
@@ -181,7 +182,7 @@ def read_call(text: str) -> ToolCall:
 
 
 def between(text: str, opening: str, closing: str) -> Iterator[str]:
-    """Yields the text between each opening mark and the next closing one."""
+    """Yields the text between each opening delimiter and the next closing one."""
     start = text.find(opening)
     while start >= 0:
         end = text.find(closing, start + len(opening))
@@ -191,8 +192,8 @@ def between(text: str, opening: str, closing: str) -> Iterator[str]:
         start = text.find(opening, end + len(closing))
 
 
-def value_of(text: str, kind: JsonValue = None) -> JsonValue:
-    """Parses an argument written as plain text: JSON if possible, unless the schema requires a string."""
+def parse_value(text: str, kind: JsonValue = None) -> JsonValue:
+    """Parses an argument: JSON if possible, unless the schema type `kind` is a string."""
     if text.lower() == "null":
         return None
     if kind == "string":

@@ -1,6 +1,6 @@
-"""Calls in Python syntax, as in Llama 3.2 and 4: the whole turn is `[add(a=1, b="two"), stop()]`.
+"""Parser of calls in Python syntax, as in Llama 3.2 and 4: `[add(a=1, b="two"), stop()]`.
 
-Literals are parsed token by token: nothing is evaluated, and the time is linear in the text length.
+Nothing is evaluated, and the time is linear in the text length.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-from hone.agents.parsers.contract import LONGEST_CALL, ToolCall, ToolParser, bad_call
+from hone.agents.parsers.contract import MAX_CALL_CHARS, ToolCall, ToolParser, bad_call
 from hone.text import MAX_DEPTH
 from hone.types import JsonValue
 
@@ -22,11 +22,12 @@ _TOKEN = re.compile(
 )
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
-_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
+_CONSTANTS |= {"true": True, "false": False, "null": None}
 
 
 class PythonicToolParser(ToolParser):
-    """Named `pythonic`."""
+    """Named `pythonic`; the list of calls is the whole turn."""
 
     def content(self, text: str) -> str:
         return ""
@@ -35,39 +36,39 @@ class PythonicToolParser(ToolParser):
         if not _START.match(text):
             return []
         try:
-            return _Reader(text, text.index("[")).calls()
+            return _CallListParser(text, text.index("[")).calls()
         except ValueError as error:
             return [bad_call(f"the calls are not [NAME(KEY=VALUE, …), …]: {error}")]
 
 
-class _Reader:
-    """Parses a list of calls from the left; raises ValueError if the text is none."""
+class _CallListParser:
+    """A recursive-descent parser of a list of calls; raises ValueError on a syntax error."""
 
     def __init__(self, text: str, start: int) -> None:
-        self._text, self._at = text[: start + LONGEST_CALL], start
+        self._text, self._position = text[: start + MAX_CALL_CHARS], start
         self._kind, self._token = "mark", ""
-        self._next()
+        self._advance()
 
-    def _next(self) -> str:
-        """Returns the current token and reads the next one."""
+    def _advance(self) -> str:
+        """Returns the current token and moves to the next one."""
         token = self._token
-        match = _TOKEN.match(self._text, self._at)
+        match = _TOKEN.match(self._text, self._position)
         self._kind = (match.lastgroup or "") if match else "end"
         self._token = match[self._kind] if match else ""
-        self._at = match.end() if match else self._at
+        self._position = match.end() if match else self._position
         return token
 
-    def _take(self, mark: str) -> None:
+    def _expect(self, mark: str) -> None:
         if self._token != mark or self._kind != "mark":
-            rest = self._text[self._at : self._at + 20]
+            rest = self._text[self._position : self._position + 20]
             raise ValueError(f"{mark!r} is missing before {rest!r}")
-        self._next()
+        self._advance()
 
     def calls(self) -> list[ToolCall]:
-        self._take("[")
+        self._expect("[")
         calls = [self._call()]
         while self._token == ",":
-            self._take(",")
+            self._expect(",")
             calls.append(self._call())
         if self._token != "]":
             raise ValueError("']' is missing")
@@ -76,36 +77,36 @@ class _Reader:
     def _call(self) -> ToolCall:
         if self._kind != "name":
             raise ValueError("a call begins with its name")
-        name = self._next()
+        name = self._advance()
         arguments: dict[str, JsonValue] = {}
-        self._take("(")
+        self._expect("(")
         while self._kind == "name":
-            key = self._next()
-            self._take("=")
+            key = self._advance()
+            self._expect("=")
             if key in arguments:
-                raise ValueError(f"{key} is given twice")
+                raise ValueError(f"the argument {key} is repeated")
             arguments[key] = self._value(0)
             if self._token != ",":
                 break
-            self._take(",")
-        self._take(")")
+            self._expect(",")
+        self._expect(")")
         return ToolCall(name, arguments)
 
     def _value(self, depth: int) -> JsonValue:
         if depth > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
-        kind, token = self._kind, self._next()
-        if kind == "name" and token in _WORDS:
-            return _WORDS[token]
+        kind, token = self._kind, self._advance()
+        if kind == "name" and token in _CONSTANTS:
+            return _CONSTANTS[token]
         if kind == "number":
-            return _number(token)
+            return _parse_number(token)
         if kind == "string":
-            return _ESCAPE.sub(_escaped, token[1:-1])
+            return _ESCAPE.sub(_unescape, token[1:-1])
         if kind == "mark" and token in ("[", "("):
             return self._items(depth, "]" if token == "[" else ")")
         if kind == "mark" and token == "{":
             return self._pairs(depth)
-        raise ValueError(f"{token[:20]!r} is no literal")
+        raise ValueError(f"{token[:20]!r} is not a literal")
 
     def _items(self, depth: int, closing: str) -> list[JsonValue]:
         items: list[JsonValue] = []
@@ -113,31 +114,31 @@ class _Reader:
             items.append(self._value(depth + 1))
             if self._token != ",":
                 break
-            self._take(",")
-        self._take(closing)
+            self._expect(",")
+        self._expect(closing)
         return items
 
     def _pairs(self, depth: int) -> dict[str, JsonValue]:
         pairs: dict[str, JsonValue] = {}
         while self._kind == "string":
             key = str(self._value(depth + 1))
-            self._take(":")
+            self._expect(":")
             pairs[key] = self._value(depth + 1)
             if self._token != ",":
                 break
-            self._take(",")
-        self._take("}")
+            self._expect(",")
+        self._expect("}")
         return pairs
 
 
-def _number(token: str) -> int | float:
+def _parse_number(token: str) -> int | float:
     if not set(token) & set(".eE"):
         return int(token)
     if not math.isfinite(number := float(token)):
-        raise ValueError(f"{token[:20]} is no finite number")
+        raise ValueError(f"{token[:20]} is not a finite number")
     return number
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _unescape(match: re.Match[str]) -> str:
     code = match[1]
     return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPES.get(code, code)

@@ -1,6 +1,6 @@
-"""ReAct: `Thought: … Action: NAME Action Input: {…} Observation: …`, until a `Final Answer:`.
+"""The ReAct parser: `Thought: … Action: NAME Action Input: {…} Observation: …`.
 
-The prompt explains the format; an answer continues the model's text after `Observation:`.
+The prompt explains the format; a tool's answer follows `Observation:` in the model's turn.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hone.agents.parsers.contract import (
 )
 from hone.text import BadText, read_json
 
-ACTION, INPUT, OBSERVATION = "Action:", "Action Input:", "Observation:"
-FINAL = "Final Answer:"
-_LINE = re.compile(rf"(?m)^[ \t]*{ACTION}")
+ACTION, ACTION_INPUT, OBSERVATION = "Action:", "Action Input:", "Observation:"
+FINAL_ANSWER = "Final Answer:"
+_ACTION_LINE = re.compile(rf"(?m)^[ \t]*{ACTION}")
 _FORMAT = """\
 You may use these tools:
 
@@ -37,7 +37,7 @@ Final Answer: the answer"""
 
 
 class ReactToolParser(ToolParser):
-    """Named `react`; one call per turn, with an object of arguments or the text of a single argument."""
+    """Named `react`; one call per turn, with a JSON object or the text of the first parameter."""
 
     in_template = False
     stop = (f"\n{OBSERVATION}",)
@@ -47,26 +47,28 @@ class ReactToolParser(ToolParser):
 
     def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
         text = text.partition(f"\n{OBSERVATION}")[0]
-        starts = [mark.end() for mark in _LINE.finditer(text)] or [text.find(ACTION) + len(ACTION)]
-        start = starts[-1]
-        if ACTION not in text or text.rfind(FINAL) > start:
+        if ACTION not in text:
             return []
-        name, mark, given = text[start:].partition(INPUT)
-        name, given = name.strip(), given.strip()
+        line_ends = [match.end() for match in _ACTION_LINE.finditer(text)]
+        start = line_ends[-1] if line_ends else text.find(ACTION) + len(ACTION)
+        if text.rfind(FINAL_ANSWER) > start:
+            return []
+        name, mark, argument_text = text[start:].partition(ACTION_INPUT)
+        name, argument_text = name.strip(), argument_text.strip()
         if not mark and name.endswith("]"):  # for example `search[a question]`
-            name, _, given = name[:-1].partition("[")
+            name, _, argument_text = name[:-1].partition("[")
         if not name:
-            return [bad_call(f"after {ACTION} stands the name of a tool")]
-        if given.startswith("{"):
-            return [as_tool_call(name, given)]
-        only = next(iter(arguments_schema(name, tools)), None)
-        if not given or only is None:
+            return [bad_call(f"write the name of a tool after {ACTION}")]
+        if argument_text.startswith("{"):
+            return [as_tool_call(name, argument_text)]
+        first_parameter = next(iter(arguments_schema(name, tools)), None)
+        if not argument_text or first_parameter is None:
             return [ToolCall(name, {})]
         try:
-            value = read_json(given, strict=True)
+            value = read_json(argument_text, strict=True)
         except BadText:
-            value = given
-        return [ToolCall(name, {only: value})]
+            value = argument_text
+        return [ToolCall(name, {first_parameter: value})]
 
     def calls(self, text: str) -> list[ToolCall]:
         return self.calls_to((), text)
@@ -83,5 +85,5 @@ class ReactToolParser(ToolParser):
         return _FORMAT.format(tools="\n".join(lines), names=names)
 
     def observation(self, text: str, answers: Sequence[str]) -> str:
-        mark = "" if text.rstrip().endswith(OBSERVATION) else f"\n{OBSERVATION}"
-        return f"{mark} {' '.join(answers)}\nThought:"
+        prefix = "" if text.rstrip().endswith(OBSERVATION) else f"\n{OBSERVATION}"
+        return f"{prefix} {' '.join(answers)}\nThought:"

@@ -1,4 +1,4 @@
-"""Calls with one tag per argument, as in Qwen3-Coder and GLM.
+"""Parsers of calls with one tag per argument: Qwen3-Coder and GLM.
 
 <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
 <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
@@ -7,21 +7,21 @@
 from __future__ import annotations
 
 from hone.agents.parsers.contract import (
+    DelimitedParser,
     FunctionCall,
-    MarkedParser,
     Schemas,
     ToolCall,
     arguments_schema,
     as_function_call,
     bad_call,
     between,
-    value_of,
+    parse_value,
 )
 
-_NO_FUNCTION = "a call is <function=NAME><parameter=KEY>VALUE</parameter></function>"
+_EXPECTED = "a call is <function=NAME><parameter=KEY>VALUE</parameter></function>"
 
 
-class _TaggedParser(MarkedParser):
+class _TaggedParser(DelimitedParser):
     opening, closing = "<tool_call>", "</tool_call>"
 
     def content(self, text: str) -> str:
@@ -31,9 +31,9 @@ class _TaggedParser(MarkedParser):
 class Qwen3XMLToolParser(_TaggedParser):
     """Named `qwen3_coder`; the tool's schema defines which arguments are strings."""
 
-    def body(self, body: str, tools: Schemas) -> list[ToolCall]:
+    def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
         calls = [_qwen3_call(call, tools) for call in between(body, "<function=", "</function>")]
-        return calls or [bad_call(_NO_FUNCTION)]
+        return calls or [bad_call(_EXPECTED)]
 
     def _parse_xml_function_call(
         self, function_call_str: str, tools: Schemas | None
@@ -45,14 +45,14 @@ class Qwen3XMLToolParser(_TaggedParser):
 def _qwen3_call(body: str, tools: Schemas) -> ToolCall:
     name, mark, rest = body.partition(">")
     if not mark:
-        return bad_call(_NO_FUNCTION)
+        return bad_call(_EXPECTED)
     schema = arguments_schema(name, tools)
     arguments = {}
     for part in between(rest, "<parameter=", "</parameter>"):
         key, mark, value = part.partition(">")
         if mark:
             kind = schema.get(key, {}).get("type", "string")
-            arguments[key] = value_of(value.removeprefix("\n").removesuffix("\n"), kind)
+            arguments[key] = parse_value(value.removeprefix("\n").removesuffix("\n"), kind)
     return ToolCall(name, arguments)
 
 
@@ -61,11 +61,11 @@ class GLMToolParser(_TaggedParser):
 
     @property
     def stop_token_ids(self) -> list[int]:
-        return self._token_ids("<|observation|>")
+        return self._special_token_ids("<|observation|>")
 
-    def body(self, body: str, tools: Schemas) -> list[ToolCall]:
+    def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
         keys = between(body, "<arg_key>", "</arg_key>")
         values = between(body, "<arg_value>", "</arg_value>")
         pairs = zip(keys, values, strict=False)
-        arguments = {key.strip(): value_of(value.strip()) for key, value in pairs}
+        arguments = {key.strip(): parse_value(value.strip()) for key, value in pairs}
         return [ToolCall(body.partition("<arg_key>")[0].strip(), arguments)]

@@ -1,1 +1,1 @@
-"""Tools that a model may call in the tool loop: the contract, the YAML list, and the built-in tools."""
+"""Tools of the tool loop: the contract, the YAML list, and the built-in tools."""

@@ -1,6 +1,6 @@
 """Converts the return value of a tool to the text that the model reads, a reward and metrics.
 
-A tool may return text, a ToolResponse, JSON data, or one of these in a tuple with a reward and metrics.
+A tool returns text, a ToolResponse or JSON data, alone or as (answer[, reward[, metrics]]).
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from hone.agents.tools.contract import ToolResponse
 from hone.text import clean_text, clean_values
 from hone.types import JsonValue, Row, Settings
 
-Shown: TypeAlias = "JsonValue | ToolResponse"
-"""Values that can be shown to the model; anything else is converted with `str`."""
-Rewarded: TypeAlias = "tuple[Shown, float | None] | tuple[Shown, float | None, Settings | None]"
-ToolResult: TypeAlias = "Shown | tuple[Shown] | Rewarded"
-Answer: TypeAlias = tuple[ToolResponse, float, Row]
+ToolOutput: TypeAlias = "JsonValue | ToolResponse"
+"""What the model reads; values of other types are converted with `str`."""
+ToolResult: TypeAlias = (
+    "ToolOutput | tuple[ToolOutput] | tuple[ToolOutput, float | None] "
+    "| tuple[ToolOutput, float | None, Settings | None]"
+)
+CallResult: TypeAlias = tuple[ToolResponse, float, Row]
 
 
-def response_of(value: ToolResult) -> ToolResponse:
-    """Converts a result to a ToolResponse: text unchanged, dicts, lists and tuples as JSON, else `str`."""
+def to_tool_response(value: ToolResult) -> ToolResponse:
+    """Converts a result to a ToolResponse: dicts, lists and tuples become JSON."""
     if isinstance(value, ToolResponse):
         return value
     if isinstance(value, str):
@@ -32,17 +34,19 @@ def response_of(value: ToolResult) -> ToolResponse:
     return ToolResponse(text="" if value is None else str(value))
 
 
-def normalize_function_tool_return(result: ToolResult) -> Answer:
+def normalize_function_tool_return(result: ToolResult) -> CallResult:
     """Converts the result of a function tool; a tuple may be (answer, reward[, metrics]).
 
-    A pair of numbers or strings is data, not a reward. Tuples with 0 or more than 3 items are refused.
+    A pair of numbers or strings is data without a reward.
     """
     if isinstance(result, tuple) and not 1 <= len(result) <= 3:
         raise TypeError(
             "a function tool returns (answer,), (answer, reward) or (answer, reward, metrics): a "
             f"tuple of length 1, 2, or 3, got {len(result)}; return a list to show data"
         )
-    return tool_answer(result) if _has_reward(result) else (response_of(result), 0.0, {})
+    if _has_reward(result):
+        return normalize_tool_return(result)
+    return to_tool_response(result), 0.0, {}
 
 
 def _has_reward(result: ToolResult) -> bool:
@@ -57,22 +61,21 @@ def _has_reward(result: ToolResult) -> bool:
     )
 
 
-def _is_number(value: Shown) -> bool:
+def _is_number(value: ToolOutput) -> bool:
     return isinstance(value, int | float) or (hasattr(value, "item") and hasattr(value, "dtype"))
 
 
-def tool_answer(result: ToolResult) -> Answer:
-    """Converts the result of `BaseTool.execute`: (answer, reward, metrics), or the first one or two."""
+def normalize_tool_return(result: ToolResult) -> CallResult:
+    """Converts the result of `BaseTool.execute`: (answer[, reward[, metrics]])."""
     parts = result if isinstance(result, tuple) else (result,)
-    given = parts[1] if len(parts) > 1 else None
-    facts = parts[2] if len(parts) > 2 else None
-    reward = 0.0 if given is None else float(given)
+    metrics = parts[2] if len(parts) > 2 else None
+    reward = float(parts[1]) if len(parts) > 1 and parts[1] is not None else 0.0
     if not math.isfinite(reward):
         raise ValueError(f"the reward of a call is {reward}; give a finite number")
-    return response_of(parts[0]), reward, dict(facts or {})
+    return to_tool_response(parts[0]), reward, dict(metrics or {})
 
 
-def text_of(response: ToolResponse) -> str:
+def response_text(response: ToolResponse) -> str:
     """Returns the text that the model reads."""
     text = response.text
     return clean_text(text if isinstance(text, str) else "" if text is None else str(text))

@@ -1,4 +1,4 @@
-"""`calculator`: evaluates arithmetic without running any code."""
+"""The tool `calculator`: evaluates arithmetic without running code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hone.types import JsonObject, JsonValue, Row
 
 
 class CalculatorTool(BaseTool):
-    """Returns the value of its first parameter; supports + - * / // ** and parentheses."""
+    """Evaluates its first parameter; supports + - * / // ** and parentheses."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return function_schema(
@@ -29,5 +29,5 @@ class CalculatorTool(BaseTool):
         try:
             value = evaluate_compat(text)
         except ExpressionError as error:
-            return ToolResponse(text=f"this is no arithmetic: {error}"), 0.0, {"status": "refused"}
+            return ToolResponse(text=f"this is not arithmetic: {error}"), 0.0, {"status": "refused"}
         return ToolResponse(text=f"{value:.12g}"), 0.0, {"status": "ok"}

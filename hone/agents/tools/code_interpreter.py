@@ -1,13 +1,12 @@
-"""`python`, `code_interpreter`: runs the model's Python in the sandbox and returns what it printed.
+"""The tools `python` and `code_interpreter`: run the model's Python in the sandbox.
 
-Variables persist between the calls of a trajectory (`stateful`, default true): a call first reruns the
-earlier cells, silently and with the same random numbers. Other config: `timeout_s` (wall-clock seconds
-per call) and `memory_mb`. `SandboxFusionTool` has verl's config and runs programs in a remote service.
+Config: `stateful` (default true: a call reruns the trajectory's earlier cells, so that variables
+persist), `timeout_s` (wall-clock seconds per call) and `memory_mb`.
 """
 
 from __future__ import annotations
 
-from hone.agents.bounded import in_thread
+from hone.agents.deadline import run_in_thread
 from hone.agents.tools.contract import (
     BaseTool,
     OpenAIFunctionToolSchema,
@@ -20,7 +19,7 @@ from hone.sandbox.result import Job, SandboxResult, Status
 from hone.sandbox.service import SandboxService
 from hone.types import JsonObject, JsonValue, Row, Settings
 
-_CELLS = """
+_PROGRAM = """
 import ast, contextlib, io, random, sys, traceback
 
 def run(code):
@@ -45,7 +44,7 @@ except Exception as error:
     traceback.print_exception(type(error), error, inside and inside.tb_next)
     sys.exit(1)
 """
-"""The sandbox program of a call: runs the earlier cells, then this one with its last line's value."""
+"""The sandbox program of a call: runs earlier cells, then prints this cell's output and value."""
 
 
 class CodeInterpreterTool(BaseTool):
@@ -71,8 +70,8 @@ class CodeInterpreterTool(BaseTool):
         code = str(next(iter(parameters.values()), ""))
         program = code
         if self._is_stateful:
-            program = _CELLS.format(earlier=self._cells.get(instance_id, []), code=code)
-        result = await in_thread(self.run, code=program)
+            program = _PROGRAM.format(earlier=self._cells.get(instance_id, []), code=code)
+        result = await run_in_thread(self.run, code=program)
         if result.status in (Status.OK, Status.ERROR):
             self._cells.setdefault(instance_id, []).append(code)
         text = "\n".join(part for part in (result.stdout, result.stderr) if part)
@@ -91,7 +90,7 @@ class CodeInterpreterTool(BaseTool):
 
 
 class SandboxFusionTool(CodeInterpreterTool):
-    """verl's SandboxFusionTool: `sandbox_fusion_url`, `rate_limit`, `default_timeout`, `memory_limit_mb`."""
+    """Runs programs in a remote service, with the config of verl's tool of this name."""
 
     stateful = False
 
@@ -102,8 +101,8 @@ class SandboxFusionTool(CodeInterpreterTool):
         url, language = config.get("sandbox_fusion_url"), config.get("default_language", "python")
         if not url or language != "python":
             raise ToolError(
-                f"SandboxFusionTool runs python in the service at sandbox_fusion_url, got {language!r} "
-                f"and {url!r}; `hone sandbox serve` starts a service"
+                "SandboxFusionTool runs python in the service at sandbox_fusion_url, got "
+                f"{language!r} and {url!r}; `hone sandbox serve` starts a service"
             )
         self._memory_mb = config.get("memory_limit_mb", 1024)
         self._service = SandboxService(

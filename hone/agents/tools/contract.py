@@ -1,7 +1,7 @@
 """The tool contract: the OpenAI function schema that the model sees, and the methods of a tool.
 
-A tool has one state per trajectory: `create`, `execute` once per call, `calc_reward` at the end, then
-`release`. The tool loop, not the tool, enforces limits on calls and formats the answers.
+Methods per trajectory: `create`, `execute` once per call, `calc_reward` at the end, `release`.
+The tool loop enforces the limits on calls and formats the answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hone.types import JsonObject, JsonValue, Row, Settings
 
 
 class ToolError(ValueError):
-    """A tool that cannot be loaded or called; the message names the tool and the fix."""
+    """A tool cannot be loaded or called; the message names the tool and the fix."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,24 @@ class ToolResponse:
 
 @dataclass(frozen=True)
 class OpenAIFunctionPropertySchema:
-    """One parameter; other JSON Schema keys are stored in `more`."""
+    """One parameter; other JSON Schema keys are stored in `extra_keys`."""
 
     type: str | list[str] | None = None
     description: str | None = None
     enum: list[JsonValue] | None = None
-    more: Settings = field(default_factory=dict)
+    extra_keys: Settings = field(default_factory=dict)
 
     @staticmethod
     def model_validate(data: Settings) -> OpenAIFunctionPropertySchema:
         data = {} if isinstance(data, bool) else data  # JSON Schema allows true and false
         _require(data, Mapping, "a parameter of a tool schema is an object with a type")
-        own = {name: data[name] for name in ("type", "description", "enum") if name in data}
-        more = {name: value for name, value in data.items() if name not in own}
-        return OpenAIFunctionPropertySchema(**own, more=more)
+        known = {name: data[name] for name in ("type", "description", "enum") if name in data}
+        extra_keys = {name: value for name, value in data.items() if name not in known}
+        return OpenAIFunctionPropertySchema(**known, extra_keys=extra_keys)
 
     def model_dump(self, **_: JsonValue) -> JsonObject:
-        own = {"type": self.type, "description": self.description, "enum": self.enum}
-        return {**{k: v for k, v in own.items() if v is not None}, **self.more}
+        known = {"type": self.type, "description": self.description, "enum": self.enum}
+        return {**{k: v for k, v in known.items() if v is not None}, **self.extra_keys}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class OpenAIFunctionParametersSchema:
 
     @staticmethod
     def model_validate(data: Settings) -> OpenAIFunctionParametersSchema:
-        read = OpenAIFunctionPropertySchema.model_validate
+        validate = OpenAIFunctionPropertySchema.model_validate
         _require(data, Mapping, "a tool schema's `parameters` is an object")
         properties, required = data.get("properties") or {}, data.get("required") or ()
         _require(properties, Mapping, "a tool schema's `properties` is an object")
@@ -77,7 +77,7 @@ class OpenAIFunctionParametersSchema:
         for name in (*properties, *required):
             _require(name, str, "the name of a parameter is text")
         return OpenAIFunctionParametersSchema(
-            properties={k: read(v) for k, v in properties.items()}, required=tuple(required)
+            properties={k: validate(v) for k, v in properties.items()}, required=tuple(required)
         )
 
     def model_dump(self, **_: JsonValue) -> JsonObject:
@@ -119,7 +119,7 @@ class OpenAIFunctionSchema:
 
 @dataclass(frozen=True)
 class OpenAIFunctionToolSchema:
-    """`{"type": "function", "function": {...}}`, read with `model_validate`, written with `model_dump`."""
+    """`{"type": "function", "function": {...}}`, with the methods of a pydantic model."""
 
     function: OpenAIFunctionSchema
     type: str = "function"
@@ -136,8 +136,8 @@ class OpenAIFunctionToolSchema:
         return {"type": self.type, "function": self.function.model_dump()}
 
 
-def _require(value: object, kind: type | UnionType, rule: str) -> None:
-    if not isinstance(value, kind):
+def _require(value: object, expected_type: type | UnionType, rule: str) -> None:
+    if not isinstance(value, expected_type):
         raise ToolError(f"{rule}, got {shown(value)}")
 
 
@@ -169,7 +169,7 @@ class OpenAIFunctionCallSchema:
     def from_openai_function_parsed_schema(
         parsed_schema: OpenAIFunctionParsedSchema,
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """Returns the call, and whether parsing its arguments failed; they are empty then."""
+        """Returns the call and whether parsing failed; its arguments are empty then."""
         try:
             arguments = read_json(parsed_schema.arguments, strict=True)
         except BadText:
@@ -190,7 +190,7 @@ class OpenAIFunctionToolCall:
 
 
 class BaseTool:
-    """Base of every tool. One object serves all trajectories; `instance_id` identifies their state."""
+    """Base class of tools. One object serves all trajectories, by `instance_id`."""
 
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
@@ -200,10 +200,10 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Returns the schema for an entry of the tool list without one."""
+        """Returns the schema, if the entry of the tool list has none."""
         raise ToolError(
-            f"{type(self).__name__} has no schema of its own; give `tool_schema` in the tool list, or "
-            "override get_openai_tool_schema"
+            f"{type(self).__name__} has no schema of its own; give `tool_schema` in the tool list, "
+            "or override get_openai_tool_schema"
         )
 
     async def create(
@@ -215,8 +215,8 @@ class BaseTool:
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Row]:
-        """Runs one call and returns the answer, its reward, and metrics."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what a call does (execute)")
+        """Runs one call; returns the answer, its reward, and metrics."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement execute")
 
     async def calc_reward(self, instance_id: str, **kwargs: JsonValue) -> float:
         """Returns this tool's score of the finished trajectory."""

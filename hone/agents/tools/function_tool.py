@@ -1,4 +1,4 @@
-"""Plain functions as tools: `@function_tool` derives the schema from the signature and the docstring.
+"""Plain functions as tools: `@function_tool` derives the schema from signature and docstring.
 
     @function_tool
     def add(a: float, b: float = 1.0) -> str:
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, overload
 
-from hone.agents.bounded import in_thread
+from hone.agents.deadline import run_in_thread
 from hone.agents.tools.answers import ToolResult
 from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError
 from hone.agents.tools.signature import description_of, parameters_of
@@ -32,14 +32,14 @@ from hone.types import Function, JsonObject, Row, Settings
 
 F = TypeVar("F", bound=Function)
 Schema = OpenAIFunctionToolSchema | Settings
-_TOOL = "__hone_function_tool__"
+_ATTRIBUTE = "__hone_function_tool__"
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class FunctionTool:
-    """A function and its schema. It has no state, so nothing is created or released."""
+    """A function without state, and its schema."""
 
     name: str
     fn: Function
@@ -47,14 +47,14 @@ class FunctionTool:
     is_async: bool = False
 
     async def call(self, parameters: JsonObject) -> ToolResult:
-        """Calls the function; a synchronous one runs in a thread, so that other trajectories continue."""
+        """Calls the function; a synchronous one runs in a thread."""
         call = functools.partial(self.fn, **parameters)
-        result = await call() if self.is_async else await in_thread(call)
+        result = await call() if self.is_async else await run_in_thread(call)
         return await result if inspect.isawaitable(result) else result
 
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
-"""The tools by name; a later file's tool replaces one of the same name. A run uses its file's tools."""
+"""Tools by name; a later file's tool replaces an earlier one of the same name."""
 _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[FunctionTool]] = {}
 
 
@@ -80,22 +80,26 @@ def function_tool(
     `@function_tool(name=…, description=…, schema=…)` all work.
     """
     if callable(name):
-        return _registered(name, None, description, schema)
+        return _register(name, None, description, schema)
     if name is not None and not isinstance(name, str):
         raise ToolError(f"@function_tool takes a name or nothing, got {name!r}")
-    return lambda function: _registered(function, name, description, schema)
+    return lambda function: _register(function, name, description, schema)
 
 
-def _registered(function: F, name: str | None, text: str | None, schema: Schema | None) -> F:
+def _register(function: F, name: str | None, text: str | None, schema: Schema | None) -> F:
     tool = tool_of(function, name, text, schema)
-    taken = FUNCTION_TOOL_REGISTRY.get(tool.name)
-    if taken is not None and taken.fn is not function and _file_of(taken.fn) == _file_of(function):
+    existing = FUNCTION_TOOL_REGISTRY.get(tool.name)
+    if (
+        existing is not None
+        and existing.fn is not function
+        and _module_of(existing.fn) == _module_of(function)
+    ):
         raise ToolError(
             f"the function tool {tool.name!r} is already registered to "
-            f"{_name_of(taken.fn)}; give {_name_of(function)} another name"
+            f"{_name_of(existing.fn)}; give {_name_of(function)} another name"
         )
     FUNCTION_TOOL_REGISTRY[tool.name] = tool
-    setattr(function, _TOOL, tool)
+    setattr(function, _ATTRIBUTE, tool)
     return function
 
 
@@ -105,13 +109,13 @@ def tool_of(
     description: str | None = None,
     schema: Schema | None = None,
 ) -> FunctionTool:
-    """Makes a tool from a function, and derives the name, description and schema that are not given."""
+    """Makes a tool from a function; name, description and schema default to the function's own."""
     if isinstance(schema, OpenAIFunctionToolSchema) and name in (None, schema.function.name):
-        read = schema
+        tool_schema = schema
     else:
-        read = _schema_of(function, name, description, schema)
+        tool_schema = _schema_of(function, name, description, schema)
     is_async = inspect.iscoroutinefunction(function)
-    return FunctionTool(read.function.name, function, read, is_async)
+    return FunctionTool(tool_schema.function.name, function, tool_schema, is_async)
 
 
 def _schema_of(
@@ -120,29 +124,27 @@ def _schema_of(
     if schema is None:
         if not description and not inspect.getdoc(function):
             raise ToolError(
-                f"tool {name or _name_of(function)} has no docstring; say there what it does, and "
-                "under `Args:` what its arguments mean"
+                f"tool {name or _name_of(function)} has no docstring; describe the function there, "
+                "and its arguments under `Args:`"
             )
-        described: Row = {
+        function_data: Row = {
             "name": name or _name_of(function),
             "description": description or description_of(function),
             "parameters": parameters_of(function),
         }
     else:
-        given = (
-            schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else dict(schema)
-        )
-        inner = given.get("function")
-        described = dict(inner) if isinstance(inner, Mapping) else given
-        described["name"] = name or described.get("name") or _name_of(function)
-    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": described})
+        data = schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else dict(schema)
+        inner = data.get("function")
+        function_data = dict(inner) if isinstance(inner, Mapping) else data
+        function_data["name"] = name or function_data.get("name") or _name_of(function)
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function_data})
 
 
 def _name_of(function: Function) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _file_of(function: Function) -> str | None:
+def _module_of(function: Function) -> str | None:
     return getattr(function, "__module__", None)
 
 
@@ -156,14 +158,14 @@ def get_function_tool(name: str) -> FunctionTool:
 
 
 def load_function_tools_from_path(path: str) -> list[FunctionTool]:
-    """Returns the tools of a Python file, which is executed once per process."""
+    """Returns the tools of a Python file; the file is executed once per process."""
     file = Path(path).expanduser()
     if file.suffix == ".py" and not file.is_file():
         raise MissingFile(f"function_tool_path does not exist: {path!r} (looked in {Path.cwd()})")
     key = str(file.resolve()) if file.is_file() else path
     if key not in _LOADED_FUNCTION_TOOL_PATHS:
-        things = vars(load_module(path)).values()
-        tools = [tool for tool in (_tool_on(thing) for thing in things) if tool is not None]
+        values = vars(load_module(path)).values()
+        tools = [tool for tool in (_tool_on(value) for value in values) if tool is not None]
         unique = list({id(tool): tool for tool in tools}.values())
         FUNCTION_TOOL_REGISTRY.update({tool.name: tool for tool in unique})
         if not unique:
@@ -172,6 +174,6 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
     return _LOADED_FUNCTION_TOOL_PATHS[key]
 
 
-def _tool_on(thing: Function) -> FunctionTool | None:
-    tool = getattr(thing, _TOOL, None) if callable(thing) else None
+def _tool_on(value: Function) -> FunctionTool | None:
+    tool = getattr(value, _ATTRIBUTE, None) if callable(value) else None
     return tool if isinstance(tool, FunctionTool) else None

@@ -1,4 +1,4 @@
-"""`calc_gsm8k_reward`: lets the model check its answer before the final one.
+"""The tool `calc_gsm8k_reward`: scores an answer before the model gives the final one.
 
 A row's `tools_kwargs.calc_gsm8k_reward.create_kwargs`: `{ground_truth}`.
 """
@@ -14,7 +14,7 @@ from hone.agents.tools.contract import (
 from hone.rewards.scores.gsm8k import compute_score
 from hone.types import JsonObject, JsonValue, Row, Settings
 
-NO_BETTER = -0.05
+NO_IMPROVEMENT_REWARD = -0.05
 """Reward of a call whose score does not exceed the best earlier one."""
 
 
@@ -23,7 +23,7 @@ class Gsm8kTool(BaseTool):
 
     def __init__(self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema)
-        self._asked: dict[str, Row] = {}
+        self._states: dict[str, Row] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return function_schema(
@@ -36,24 +36,24 @@ class Gsm8kTool(BaseTool):
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: JsonValue
     ) -> tuple[str, ToolResponse]:
         instance_id, response = await super().create(instance_id)
-        self._asked[instance_id] = {"ground_truth": ground_truth, "answer": "", "best": 0.0}
+        self._states[instance_id] = {"ground_truth": ground_truth, "answer": "", "best": 0.0}
         return instance_id, response
 
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Row]:
         answer = parameters.get("answer", "")
-        state = self._asked[instance_id]
+        state = self._states[instance_id]
         state["answer"] = str(answer)
         score = await self.calc_reward(instance_id)
-        reward = 0.0 if score > state["best"] else NO_BETTER
+        reward = 0.0 if score > state["best"] else NO_IMPROVEMENT_REWARD
         state["best"] = max(score, state["best"])
         message = f"Current parsed answer={answer!r} score={score}"
         return ToolResponse(text=message), reward, {"score": score}
 
     async def calc_reward(self, instance_id: str, **kwargs: JsonValue) -> float:
-        state = self._asked[instance_id]
+        state = self._states[instance_id]
         return compute_score(state["answer"], state["ground_truth"], method="flexible")
 
     async def release(self, instance_id: str, **kwargs: JsonValue) -> None:
-        del self._asked[instance_id]
+        del self._states[instance_id]

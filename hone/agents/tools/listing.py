@@ -1,4 +1,4 @@
-"""The tools of a run: a YAML list of classes, and a Python file of decorated functions.
+"""Loads the tools of a run: a YAML list of classes, and a Python file of decorated functions.
 
 tools:
   - class_name: hone.agents.tools.gsm8k.Gsm8kTool
@@ -31,44 +31,44 @@ BUILT_IN = {
     "python": "hone.agents.tools.code_interpreter.CodeInterpreterTool",
     "search": "hone.agents.tools.search.SearchTool",
 }
-"""The classes of the built-in tools, for entries with only a `name`."""
-_SHORT = {"name", "description", "parameters", "config"}
-_MCP = "hone.agents.tools.mcp.MCPBaseTool"
+"""Classes of the built-in tools, for entries without a `class_name`."""
+_BUILT_IN_KEYS = {"name", "description", "parameters", "config"}
+_MCP_CLASS = "hone.agents.tools.mcp.MCPBaseTool"
 _ENVIRONMENTS = {
     "reasoning_gym": "hone.agents.interactions.environment.ReasoningGymEnvironment",
     "verifiers": "hone.agents.interactions.verifiers.VerifiersEnvironment",
 }
-"""The classes of interactions called `<library>:<name>`; the class is made with `name` and the config."""
+"""Classes of interactions called `<library>:<environment>`."""
 Tool: TypeAlias = BaseTool | FunctionTool
-"""A tool: an object with state per trajectory, or a plain function."""
+"""A tool object, or a function without state."""
 
 
 def load_all_tools(
     tool_config_path: str | None = None, function_tool_path: str | None = None
 ) -> list[Tool]:
     """Returns the tools of a YAML list and of a Python file; their names must be unique."""
-    listed = initialize_tools_from_config(tool_config_path) if tool_config_path else []
+    configured = initialize_tools_from_config(tool_config_path) if tool_config_path else []
     functions = load_function_tools_from_path(function_tool_path) if function_tool_path else []
     if function_tool_path and not functions:
         raise ToolError(
             f"{function_tool_path} has no tool; put @function_tool "
             "(hone.tools.function_tool) above a function"
         )
-    both = sorted({tool.name for tool in listed} & {tool.name for tool in functions})
-    if both:
+    duplicates = sorted({tool.name for tool in configured} & {tool.name for tool in functions})
+    if duplicates:
         raise ToolError(
-            f"the function tools {both} collide with tools of {tool_config_path}; give each its own name"
+            f"the function tools {duplicates} collide with tools of {tool_config_path}; rename them"
         )
-    return [*listed, *functions]
+    return [*configured, *functions]
 
 
 def read_entries(path: str, section: str) -> list[Row]:
-    """Returns the list under `section` of a YAML file, each entry with its class."""
+    """Returns the entries under `section` of a YAML file, each with a `class_name`."""
     try:
-        loaded = read_yaml(path)
+        data = read_yaml(path)
     except BadText as error:
         raise ToolError(str(error)) from error
-    entries = loaded.get(section) if isinstance(loaded, Mapping) else None
+    entries = data.get(section) if isinstance(data, Mapping) else None
     if not isinstance(entries, list) or (section == "tools" and not entries):
         raise ToolError(
             f"{path} has no list `{section}:` with entries of `class_name` and `config`"
@@ -77,37 +77,45 @@ def read_entries(path: str, section: str) -> list[Row]:
 
 
 def _with_class(entry: JsonValue, path: str, section: str) -> Row:
-    """Returns an entry with its `class_name`, which may be omitted for a built-in tool."""
-    if isinstance(entry, dict) and entry.get("class_name"):
-        return entry
-    name = entry.get("name") if isinstance(entry, dict) else None
-    if section == "tools" and isinstance(entry, dict) and entry.get("mcp"):
-        return {"class_name": _MCP, **entry}
-    library, _, part = str(name).partition(":")
-    if section == "interaction" and isinstance(entry, dict) and library in _ENVIRONMENTS and part:
-        config = {"environment": part, **_settings(entry, path)}
-        return {**entry, "class_name": _ENVIRONMENTS[library], "config": config}
-    if section != "tools" or not isinstance(entry, dict) or not name:
-        raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
+    """Returns an entry with its `class_name`, which may be omitted for a built-in class."""
+    if isinstance(entry, dict):
+        name = entry.get("name")
+        library, _, environment = str(name).partition(":")
+        if entry.get("class_name"):
+            return entry
+        if section == "tools" and entry.get("mcp"):
+            return {"class_name": _MCP_CLASS, **entry}
+        if section == "tools" and name:
+            return _built_in_tool(entry, path)
+        if section == "interaction" and library in _ENVIRONMENTS and environment:
+            config = {"environment": environment, **_config(entry, path)}
+            return {**entry, "class_name": _ENVIRONMENTS[library], "config": config}
+    raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
+
+
+def _built_in_tool(entry: Row, path: str) -> Row:
+    """Returns the entry of a built-in tool with its class, and with a schema if it has one."""
+    name = entry["name"]
     if not isinstance(name, str) or name not in BUILT_IN:
         raise ToolError(
-            f"{path}: the tool {name!r} has no `class_name`, and only {', '.join(BUILT_IN)} are built "
-            "in; write the class, or a function with @function_tool (multi_turn.function_tool_path)"
+            f"{path}: the tool {name!r} has no `class_name`, and the built-in tools are "
+            f"{', '.join(BUILT_IN)}; write the class, or a function with @function_tool "
+            "(multi_turn.function_tool_path)"
         )
-    if unknown := sorted({str(key) for key in entry} - _SHORT):
+    if unknown := sorted({str(key) for key in entry} - _BUILT_IN_KEYS):
         raise ToolError(
-            f"{path}, {name}: there is no {unknown[0]!r}; use {', '.join(sorted(_SHORT))}"
+            f"{path}, {name}: there is no {unknown[0]!r}; use {', '.join(sorted(_BUILT_IN_KEYS))}"
         )
-    made: Row = {"class_name": BUILT_IN[str(name)], "config": entry.get("config")}
-    if len({*entry} & {"description", "parameters"}) == 0:
-        return made
+    tool: Row = {"class_name": BUILT_IN[name], "config": entry.get("config")}
+    if not {"description", "parameters"} & entry.keys():
+        return tool
     parameters = entry.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise ToolError(f"{path}, {name}: `parameters` maps names to a type and a description")
     if "properties" not in parameters:
         parameters = {"type": "object", "properties": parameters, "required": list(parameters)}
     function = {"name": name, "description": entry.get("description"), "parameters": parameters}
-    return made | {"tool_schema": {"type": "function", "function": function}}
+    return tool | {"tool_schema": {"type": "function", "function": function}}
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
@@ -115,24 +123,26 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     path = tools_config_file
     tools: dict[str, BaseTool] = {}
     for entry in read_entries(path, "tools"):
-        config = _settings(entry, path)
-        kind = config.get("type", "mcp" if entry.get("mcp") else "native")
-        if kind not in ("native", "mcp"):
-            raise ToolError(f"{path}: tool type {kind!r} is not built; use `native` or `mcp`")
+        config = _config(entry, path)
+        tool_type = config.get("type", "mcp" if entry.get("mcp") else "native")
+        if tool_type not in ("native", "mcp"):
+            raise ToolError(
+                f"{path}: tool type {tool_type!r} is not supported; use `native` or `mcp`"
+            )
         cls = load_object(str(entry["class_name"]))
-        if kind == "mcp":
-            made = mcp_tools(cls, config, entry.get("mcp"), path)
+        if tool_type == "mcp":
+            entry_tools = mcp_tools(cls, config, entry.get("mcp"), path)
         else:
             try:
-                made = [cls(config=config, tool_schema=_schema(entry, path))]
+                entry_tools = [cls(config=config, tool_schema=_schema(entry, path))]
             except ToolError:
                 raise
-            except (TypeError, ValueError) as error:  # of the class, or of its settings
+            except (TypeError, ValueError) as error:
                 raise ToolError(f"{path}, {entry['class_name']}: {described(error)}") from error
-        for tool in made:
+        for tool in entry_tools:
             if not hasattr(tool, "execute") or not getattr(tool, "name", None):
                 raise ToolError(
-                    f"{path}: {entry['class_name']} is no tool; derive from "
+                    f"{path}: {entry['class_name']} is not a tool; derive from "
                     "hone.tools.base_tool.BaseTool"
                 )
             if tool.name in tools:
@@ -143,7 +153,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     return list(tools.values())
 
 
-def _settings(entry: Settings, path: str) -> Settings:
+def _config(entry: Settings, path: str) -> Settings:
     config = entry.get("config") or {}
     if not isinstance(config, Mapping):
         raise ToolError(f"{path}: `config` is an object of settings, got {shown(config)}")

@@ -1,12 +1,11 @@
 """Tools of MCP servers, over stdio or streamable HTTP, with the official client (`hone-rl[mcp]`).
 
-The servers are listed in a JSON file (`mcp_servers_config_path`), in the usual format of MCP clients:
+`mcp_servers_config_path` is a JSON file in the usual format of MCP clients:
 
     {"mcpServers": {"files": {"command": "python", "args": ["server.py"]},
                     "web": {"url": "http://localhost:8000/mcp", "auth_token": "…"}}}
 
-Each server's session runs in a separate thread, since several event loops share it. A session that
-failed is reopened at the next call.
+Each server has one session in a separate thread; the next call reopens a session that failed.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from hone.types import JsonObject, JsonValue, Row, Settings
 T = TypeVar("T")
 CONNECT_S = 60.0
 """Seconds for a server to start and list its tools."""
-_REFUSALS = (-32600, -32601, -32602, -32603, -32002)
-"""JSON-RPC error codes that do not end the session."""
+_REQUEST_ERRORS = (-32600, -32601, -32602, -32603, -32002)
+"""JSON-RPC codes of errors of a request, which do not end the session."""
 
 
 class MCPBaseTool(BaseTool):
-    """One tool of an MCP server; override `_parse_tool_result` to change how its result is read."""
+    """One tool of an MCP server; override `_parse_tool_result` to parse its results differently."""
 
     server: McpServer
 
@@ -44,10 +43,10 @@ class MCPBaseTool(BaseTool):
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Row]:
         result = await self.server.call(self.name, parameters)
-        text, facts = self._parse_tool_result(result.content)
+        text, metrics = self._parse_tool_result(result.content)
         if result.is_error:
             raise ToolError(text)
-        return ToolResponse(text=text), 0.0, facts
+        return ToolResponse(text=text), 0.0, metrics
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, Row]:
         """Returns the text of a result's parts, and metrics."""
@@ -69,21 +68,21 @@ class McpServer:
 
     def tools(self) -> list[Any]:
         """Returns the server's tools; raises ToolError if the server cannot be reached."""
-        work = asyncio.run_coroutine_threadsafe(self._tools(), self._loop)
+        work = asyncio.run_coroutine_threadsafe(self._list_tools(), self._loop)
         try:
             return work.result(CONNECT_S)
         except Exception as error:
             work.cancel()
             raise ToolError(
-                f"the MCP server {self._name!r} cannot be asked for its tools: {described(error)}"
+                f"the MCP server {self._name!r} did not list its tools: {described(error)}"
             ) from error
 
     async def call(self, tool: str, arguments: JsonObject) -> Any:
         """Calls a tool; may be awaited in any event loop."""
-        work = self._asked(lambda session: session.call_tool(tool, arguments))
+        work = self._request(lambda session: session.call_tool(tool, arguments))
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    async def _tools(self) -> list[Any]:
+    async def _list_tools(self) -> list[Any]:
         from mcp import ClientSession
         from mcp.types import PaginatedRequestParams
 
@@ -91,7 +90,7 @@ class McpServer:
         cursor: str | None = None
         while True:
             params = PaginatedRequestParams(cursor=cursor)
-            page = await self._asked(functools.partial(ClientSession.list_tools, params=params))
+            page = await self._request(functools.partial(ClientSession.list_tools, params=params))
             tools += page.tools
             cursor = page.next_cursor
             if not cursor:
@@ -99,16 +98,16 @@ class McpServer:
 
     # -- in the server's event loop ------------------------------------------------------------
 
-    async def _asked(self, ask: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    async def _request(self, send: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
         """Sends one request; reopens a session that has ended."""
         from mcp import MCPError
 
         session = await self._open()
         task, closing = self._session, self._closing
         try:
-            return await ask(session)
+            return await send(session)
         except Exception as error:
-            if not isinstance(error, MCPError) or error.code not in _REFUSALS:
+            if not isinstance(error, MCPError) or error.code not in _REQUEST_ERRORS:
                 closing.set()
                 if self._session is task:  # another call may have opened a new one meanwhile
                     self._session = None
@@ -119,12 +118,12 @@ class McpServer:
             if self._session is None or self._session.done():
                 ready: asyncio.Future[Any] = self._loop.create_future()
                 self._closing = asyncio.Event()
-                self._session = self._loop.create_task(self._hold(ready, self._closing))
+                self._session = self._loop.create_task(self._run_session(ready, self._closing))
                 self._ready = ready
         return await asyncio.shield(self._ready)
 
-    async def _hold(self, ready: asyncio.Future[Any], closing: asyncio.Event) -> None:
-        """Opens a session and keeps it open: its context must exit in the task that entered it."""
+    async def _run_session(self, ready: asyncio.Future[Any], closing: asyncio.Event) -> None:
+        """Opens a session until `closing`: its context must exit in the task that entered it."""
         from mcp import ClientSession
 
         try:
@@ -160,17 +159,18 @@ def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any
 def mcp_tools(
     cls: type[MCPBaseTool], config: Settings, mcp: JsonValue, path: str
 ) -> list[MCPBaseTool]:
-    """Returns the tools of the servers named by an entry of the tool list, as objects of `cls`."""
+    """Returns the tools of the MCP servers of one entry of the tool list, as objects of `cls`."""
     try:
         import mcp as _  # noqa: F401
     except ModuleNotFoundError as error:
         raise ToolError(f"{path}: MCP tools need the client: pip install 'hone-rl[mcp]'") from error
     entry: Row = dict(mcp) if isinstance(mcp, dict) else {}
     file = entry.get("mcp_servers_config_path")
-    servers = entry.get("mcpServers") if file is None else _servers(str(file), path)
+    servers = entry.get("mcpServers") if file is None else _read_servers(str(file), path)
     if not isinstance(servers, dict) or not servers:
         raise ToolError(
-            f"{path}: `mcp` names servers by mcp_servers_config_path, or in mcpServers; got {shown(mcp)}"
+            f"{path}: give the servers of `mcp` in mcpServers or mcp_servers_config_path; "
+            f"got {shown(mcp)}"
         )
     selected_names = entry.get("tool_selected_list")
     tools = []
@@ -178,20 +178,22 @@ def mcp_tools(
         if not isinstance(settings, dict) or not {"url", "command"} & settings.keys():
             raise ToolError(f"{path}: the MCP server {name!r} needs a `url` or a `command`")
         server = McpServer(str(name), settings)
-        for offer in server.tools():
-            if selected_names is None or offer.name in selected_names:
-                tools.append(_tool(cls, config, offer, server))
+        for spec in server.tools():
+            if selected_names is None or spec.name in selected_names:
+                tools.append(_make_tool(cls, config, spec, server))
     missing = sorted({*(selected_names or ())} - {tool.name for tool in tools})
     if missing:
         raise ToolError(f"{path}: no MCP server has the tool {missing[0]!r} of tool_selected_list")
     return tools
 
 
-def _tool(cls: type[MCPBaseTool], config: Settings, offer: Any, server: McpServer) -> MCPBaseTool:
+def _make_tool(
+    cls: type[MCPBaseTool], config: Settings, spec: Any, server: McpServer
+) -> MCPBaseTool:
     function = {
-        "name": offer.name,
-        "description": offer.description or "",
-        "parameters": offer.input_schema or {},
+        "name": spec.name,
+        "description": spec.description or "",
+        "parameters": spec.input_schema or {},
     }
     schema = OpenAIFunctionToolSchema.model_validate({"function": clean_values(function)})
     tool = cls(config=config, tool_schema=schema)
@@ -199,7 +201,7 @@ def _tool(cls: type[MCPBaseTool], config: Settings, offer: Any, server: McpServe
     return tool
 
 
-def _servers(file: str, path: str) -> JsonValue:
+def _read_servers(file: str, path: str) -> JsonValue:
     try:
         data = read_json(Path(file).expanduser().read_text())
     except (OSError, BadText) as error:

@@ -1,4 +1,4 @@
-"""`search`: sends the model's queries to a retrieval service such as `hone retrieve serve`.
+"""The tool `search`: sends the model's queries to a retrieval service.
 
 The config has verl's names: `retrieval_service_url`, `topk`, `timeout` (seconds) and `rate_limit`
 (concurrent requests).
@@ -10,7 +10,7 @@ import json
 import threading
 import urllib.request
 
-from hone.agents.bounded import in_thread
+from hone.agents.deadline import run_in_thread
 from hone.agents.tools.contract import (
     BaseTool,
     OpenAIFunctionToolSchema,
@@ -22,7 +22,7 @@ from hone.types import JsonObject, JsonValue, Row, Settings
 
 
 class SearchTool(BaseTool):
-    """Returns `{"result": passages}`: the numbered passages of each query, with --- between queries."""
+    """Returns `{"result": text}` with numbered passages, and --- between queries."""
 
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
@@ -31,7 +31,7 @@ class SearchTool(BaseTool):
         self._url = str(config.get("retrieval_service_url") or "")
         if not self._url.startswith(("http://", "https://")):
             raise ToolError(
-                f"SearchTool: retrieval_service_url={self._url!r} is no URL of a retrieval service"
+                f"SearchTool: retrieval_service_url={self._url!r} is not an http(s) URL"
             )
         self._slots = threading.BoundedSemaphore(int(config.get("rate_limit", 120)))
 
@@ -52,24 +52,24 @@ class SearchTool(BaseTool):
         )
         if not queries or queries != value:
             raise ToolError("query_list must be a list of questions")
-        found = await in_thread(self._passages, queries=queries)
-        text = "\n---\n".join(_as_text(passages) for passages in found)
-        facts: Row = {"query_count": len(queries), "total_results": sum(map(len, found))}
-        shown = json.dumps({"result": text or "No search results found."}, ensure_ascii=False)
-        return ToolResponse(text=shown), 0.0, facts
+        results = await run_in_thread(self._retrieve, queries=queries)
+        text = "\n---\n".join(_format_passages(passages) for passages in results)
+        metrics: Row = {"query_count": len(queries), "total_results": sum(map(len, results))}
+        answer_text = json.dumps({"result": text or "No search results found."}, ensure_ascii=False)
+        return ToolResponse(text=answer_text), 0.0, metrics
 
-    def _passages(self, queries: list[str]) -> list[list[str]]:
+    def _retrieve(self, queries: list[str]) -> list[list[str]]:
         body = {"queries": queries, "topk": self.config.get("topk", 3), "return_scores": True}
         request = urllib.request.Request(
             self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        wait_s = self.config.get("timeout", 30)
-        with self._slots, urllib.request.urlopen(request, timeout=wait_s) as answer:
-            results = json.load(answer)["result"]
+        timeout_s = self.config.get("timeout", 30)
+        with self._slots, urllib.request.urlopen(request, timeout=timeout_s) as response:
+            results = json.load(response)["result"]
         return [[str(hit["document"]["contents"]) for hit in hits] for hits in results]
 
 
-def _as_text(passages: list[str]) -> str:
-    pairs = [passage.partition("\n") for passage in passages]
-    numbered = [f"Doc {i} (Title: {title})\n{text}" for i, (title, _, text) in enumerate(pairs, 1)]
+def _format_passages(passages: list[str]) -> str:
+    parts = [passage.partition("\n") for passage in passages]
+    numbered = [f"Doc {i} (Title: {title})\n{text}" for i, (title, _, text) in enumerate(parts, 1)]
     return "\n\n".join(numbered)

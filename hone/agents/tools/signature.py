@@ -1,7 +1,6 @@
 """Converts a function's signature and docstring to a JSON schema of its parameters.
 
-Types come from annotations, descriptions from an `Args:` section, `:param name:` lines or `Annotated`.
-Parameters cannot be classes or enums, because a model writes JSON.
+Types come from annotations; descriptions from `Args:`, `:param name:` lines or `Annotated`.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ _JSON_TYPES = {
     dict: "object",
     Mapping: "object",
 }
-_ARGUMENTS = re.compile(r"^(args|arguments|parameters|params)\s*:\s*$", re.IGNORECASE)
-_SECTION = re.compile(r"^(returns?|yields?|raises?|examples?|notes?)\s*:\s*$", re.IGNORECASE)
-_ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
-_FIELD = re.compile(r"^\s*:(?:param|parameter|arg)\s+(?:[^:]*\s)?(\w+)\s*:\s*(.*)$")
+_ARGS_HEADING = re.compile(r"^(args|arguments|parameters|params)\s*:\s*$", re.IGNORECASE)
+_OTHER_HEADING = re.compile(r"^(returns?|yields?|raises?|examples?|notes?)\s*:\s*$", re.IGNORECASE)
+_ARGS_ENTRY = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+_PARAM_FIELD = re.compile(r"^\s*:(?:param|parameter|arg)\s+(?:[^:]*\s)?(\w+)\s*:\s*(.*)$")
 
 
 def parameters_of(function: Function) -> Row:
     """Returns the JSON schema of the function's parameters."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        called = function if inspect.isroutine(function) else type(function).__call__
-        hints = get_type_hints(called, include_extras=True)
+        annotated = function if inspect.isroutine(function) else type(function).__call__
+        hints = get_type_hints(annotated, include_extras=True)
         signature = inspect.signature(function)
     except (NameError, TypeError, ValueError) as error:
         raise ToolError(f"tool {name}: its signature cannot be read: {error}") from error
@@ -48,11 +47,12 @@ def parameters_of(function: Function) -> Row:
     for key, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ToolError(
-                f"tool {name}: the variadic parameter *{key} cannot be shown to a model; name every "
-                "parameter"
+                f"tool {name}: the variadic parameter *{key} is not supported; name each one"
             )
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ToolError(f"tool {name}: {key} is positional only; a model names its arguments")
+            raise ToolError(
+                f"tool {name}: {key} is positional only, but a call names its arguments"
+            )
         if key not in hints:
             raise ToolError(
                 f"tool {name}: the argument {key} is missing a type hint; write {key}: str"
@@ -62,8 +62,8 @@ def parameters_of(function: Function) -> Row:
             properties[key]["description"] = texts[key]
         if not properties[key].get("description"):
             raise ToolError(
-                f"tool {name}: there is no description for the argument {key}; the model reads it from "
-                f"a line `{key}: …` under `Args:` in the docstring"
+                f"tool {name}: there is no description for the argument {key}; add a line "
+                f"`{key}: …` under `Args:` in the docstring"
             )
         if parameter.default is parameter.empty:
             required.append(key)
@@ -71,25 +71,28 @@ def parameters_of(function: Function) -> Row:
 
 
 def schema_of_type(hint: Any) -> Row:
-    """Returns the JSON schema of one annotation; a type that JSON lacks becomes a string."""
-    origin, inner = get_origin(hint), get_args(hint)
+    """Returns the JSON schema of an annotation; a type that JSON does not have becomes a string."""
+    origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        texts = [extra for extra in inner[1:] if isinstance(extra, str)]
-        return {**schema_of_type(inner[0]), **({"description": texts[0]} if texts else {})}
+        texts = [extra for extra in args[1:] if isinstance(extra, str)]
+        return {
+            **schema_of_type(args[0]),
+            **({"description": texts[0]} if texts else {}),
+        }
     if origin in (Union, UnionType):
-        options = [part for part in inner if part is not NoneType]
-        return schema_of_type(options[0]) if len(options) == 1 else _one_of(options)
+        members = [part for part in args if part is not NoneType]
+        return schema_of_type(members[0]) if len(members) == 1 else _union_type(members)
     if origin is Literal:
-        values = [value for value in inner if value is not None]
-        return {**_one_of([type(value) for value in values]), "enum": values}
+        values = [value for value in args if value is not None]
+        return {**_union_type([type(value) for value in values]), "enum": values}
     kind = _JSON_TYPES.get(origin or hint, "string")
-    items = [part for part in inner if part is not Ellipsis]
+    items = [part for part in args if part is not Ellipsis]
     if kind == "array" and len(set(items)) == 1:
         return {"type": kind, "items": schema_of_type(items[0])}
     return {"type": kind}
 
 
-def _one_of(hints: Sequence[Any]) -> Row:
+def _union_type(hints: Sequence[Any]) -> Row:
     kinds = list(dict.fromkeys(schema_of_type(hint)["type"] for hint in hints))
     return {"type": kinds[0] if len(kinds) == 1 else kinds}
 
@@ -97,8 +100,8 @@ def _one_of(hints: Sequence[Any]) -> Row:
 def description_of(function: Function) -> str:
     """Returns the docstring without its sections on arguments and results."""
     lines: list[str] = []
-    for line in _docstring(function):
-        if _ARGUMENTS.match(line) or _SECTION.match(line) or line.lstrip().startswith(":"):
+    for line in _docstring_lines(function):
+        if _ARGS_HEADING.match(line) or _OTHER_HEADING.match(line) or line.lstrip().startswith(":"):
             break
         lines.append(line)
     return "\n".join(lines).strip()
@@ -109,19 +112,19 @@ def _argument_texts(function: Function) -> dict[str, str]:
     texts: dict[str, list[str]] = {}
     name: str | None = None
     indent: int | None = None
-    inside = False
-    for line in _docstring(function):
+    in_args = False
+    for line in _docstring_lines(function):
         depth = len(line) - len(line.lstrip())
-        if _ARGUMENTS.match(line):
-            inside, indent, name = True, None, None
-        elif match := _FIELD.match(line):
-            name, inside = match[1], False
+        if _ARGS_HEADING.match(line):
+            in_args, indent, name = True, None, None
+        elif match := _PARAM_FIELD.match(line):
+            name, in_args = match[1], False
             texts[name] = [match[2]]
         elif not line.strip():
-            name = name if inside else None
+            name = name if in_args else None
         elif depth == 0:
-            inside, name = False, None
-        elif inside and (indent is None or depth <= indent) and (match := _ARGUMENT.match(line)):
+            in_args, name = False, None
+        elif in_args and (indent is None or depth <= indent) and (match := _ARGS_ENTRY.match(line)):
             indent = depth
             name = match[1]
             texts[name] = [match[2]]
@@ -130,5 +133,5 @@ def _argument_texts(function: Function) -> dict[str, str]:
     return {key: " ".join(part for part in parts if part) for key, parts in texts.items()}
 
 
-def _docstring(function: Function) -> list[str]:
+def _docstring_lines(function: Function) -> list[str]:
     return (inspect.getdoc(function) or "").splitlines()

@@ -1,1 +1,1 @@
-"""Converts upstream records to rows of the dataset schema, one file per dataset or dataset family."""
+"""Converts upstream records to rows in verl's schema, one file per family of datasets."""

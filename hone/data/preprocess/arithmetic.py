@@ -1,4 +1,4 @@
-"""Generates TinyZero's sums, differences and products: seeded and distinct, with disjoint splits."""
+"""Generates TinyZero's sums, differences and products, with disjoint splits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEMPLATE = (
     "Assistant: Let me solve this step by step.\n<think>"
 )
 MAX_MISSES = 100_000
-"""Consecutive repeated draws after which the range counts as exhausted."""
+"""Number of repeated draws in a row after which generation gives up."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Problem:
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """Identifies a problem; a+b and b+a are the same one, because one reveals the other."""
+        """Identifies a problem; a+b and b+a are the same problem."""
         a, b = (self.a, self.b) if self.operation == "-" else sorted((self.a, self.b))
         return a, self.operation, b
 

@@ -36,7 +36,7 @@ TEMPLATES = {
 
 UPSTREAM = Upstream(("countdown", "Countdown-Tasks-3to4"), "Jiayi-Pan/Countdown-Tasks-3to4")
 MAX_MISSES = 100_000
-"""Consecutive repeated or unusable draws after which the range counts as exhausted."""
+"""Number of unusable draws in a row after which generation gives up."""
 
 Key = tuple[tuple[int, ...], int]
 
@@ -71,11 +71,11 @@ class Ranges:
     def __post_init__(self) -> None:
         if not 2 <= self.min_numbers <= self.max_numbers:
             raise DataError(
-                f"{self.min_numbers} to {self.max_numbers} numbers per problem: need 2 <= least <= most"
+                f"{self.min_numbers} to {self.max_numbers} numbers per problem; 2 <= min <= max"
             )
         if not 0 <= self.min_number <= self.max_number:
             raise DataError(
-                f"numbers from {self.min_number} to {self.max_number}: need 0 <= least <= most"
+                f"numbers from {self.min_number} to {self.max_number}: need 0 <= min <= max"
             )
 
     @property
@@ -112,7 +112,7 @@ def _draw_problem(rng: random.Random, ranges: Ranges) -> CountdownProblem | None
 def generate_problems(
     count: int, *, seed: int, ranges: Ranges, exclude: Collection[Key] = ()
 ) -> list[CountdownProblem]:
-    """Generates `count` distinct solvable problems that are not in `exclude` (e.g. the test set's keys)."""
+    """Generates `count` distinct solvable problems whose keys are not in `exclude`."""
     rng = random.Random(f"countdown:{seed}")
     seen = set(exclude)
     problems: list[CountdownProblem] = []
@@ -153,14 +153,14 @@ def splits(
     test_size: int = 1_024,
     template_type: str = "base",
 ) -> Splits:
-    """Builds rows of upstream's problems; training problems that are also in the test set are dropped."""
+    """Builds rows of upstream's problems; drops training problems that are in the test set."""
     records = source.need(UPSTREAM)
     train = records["train"]
     if "test" in records:
         test = records["test"][:test_size]
     else:
-        cut = min(train_size or len(train), len(train) - test_size)
-        train, test = train[:cut], train[cut : cut + test_size]
+        test_start = min(train_size or len(train), len(train) - test_size)
+        train, test = train[:test_start], train[test_start : test_start + test_size]
     held_out = {problem_key(record["nums"], record["target"]) for record in test}
     train = [r for r in train[:train_size] if problem_key(r["nums"], r["target"]) not in held_out]
     return rows_by_split(

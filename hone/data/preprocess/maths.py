@@ -1,4 +1,4 @@
-"""Math datasets: GSM8K in five forms, MATH, test-only benchmarks, DAPO's problems, and Geometry3K."""
+"""Math datasets: GSM8K in five forms, MATH, benchmarks, DAPO's problems, and Geometry3K."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HASHES = 'Let\'s think step by step and output the final answer after "####".'
 TICKED_HASHES = "Let's think step by step and output the final answer after `####`."
 EXPERT = "You are a math expert. Solve the {task} you are given step by step"
 CHECK = (
-    ". Before you state your final answer, use the `{tool}` tool to check it, and improve the answer"
-    " where the tool says that it is wrong. Put the final answer in "
+    ". Before you state your final answer, use the `{tool}` tool to check it, and improve the"
+    " answer where the tool says that it is wrong. Put the final answer in "
 )
 GSM8K_TOOL = "calc_gsm8k_reward"
 TOOL_SYSTEM = (
@@ -37,7 +37,7 @@ def final_answer(answer: str) -> str:
 
 
 def gsm8k_row(record: Row, split: str, index: int, *, kind: str) -> Row:
-    """Builds a row of kind plain, tool, agent_loop (tools run by tool_agent), interaction or conversation."""
+    """Builds a row of kind plain, tool, agent_loop, interaction or conversation."""
     question, answer = record["question"], record["answer"]
     prompt = f"{question} {HASHES if kind in ('plain', 'conversation') else TICKED_HASHES}"
     if kind == "conversation":
@@ -109,7 +109,7 @@ BENCHMARKS = {
 
 
 def tidy_answer(answer: JsonValue) -> str:
-    """Removes a trailing unit in brackets and a trailing `.0`, as a solver would write the answer."""
+    """Removes a trailing unit in brackets and a trailing `.0`."""
     text = re.sub(r"(?<=\d)\s*\([^()]*\)$", "", str(answer).strip())
     return re.sub(r"^(-?\d+)\.0$", r"\1", text)
 

@@ -1,4 +1,4 @@
-"""HellaSwag (choose one of four endings of a text) and HH-RLHF (choose the better of two replies)."""
+"""HellaSwag (choose one of four endings of a text) and HH-RLHF (pairs of replies)."""
 
 from __future__ import annotations
 

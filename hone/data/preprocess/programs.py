@@ -1,4 +1,4 @@
-"""Programming tasks; tests are stored as JSON text because their shapes differ within one column."""
+"""Programming tasks; tests are JSON text, because their types differ within one column."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hone.data.preprocess.sources import Source, Splits, Upstream, rows_by_split
 from hone.types import JsonValue, Row
 
 ASK = "Write the whole solution in one Python code block (```python)."
-# The scorer replaces this mark with the model's program, in tests that need code before it.
+# The scorer replaces this placeholder with the model's program.
 CODE_MARK = "__CODE__"
 
 HUMANEVAL = Upstream(("humaneval",), "openai/openai_humaneval", splits={"test": ("test",)})

@@ -27,23 +27,23 @@ _ANSWER = (
 )
 SEARCH_PROMPT = (
     "Answer the given question. Each time you receive new information, first reason about it inside"
-    " <think> and </think>. Should you need a fact that you do not know, call the search engine with"
-    " <search> query </search>; what it finds is returned between <information> and </information>."
-    " Search as many times as you want." + _ANSWER
+    " <think> and </think>. Should you need a fact that you do not know, call the search engine"
+    " with <search> query </search>; what it finds is returned between <information> and"
+    " </information>. Search as many times as you want." + _ANSWER
 )
 REASON_PROMPT = "Answer the given question. First reason inside <think> and </think>." + _ANSWER
 TOOL_SYSTEM = (
-    "You answer questions with the help of a search tool. Reason before each call, and call the tool"
-    " as often as you need."
+    "You answer questions with the help of a search tool. Reason before each call, and call the"
+    " tool as often as you need."
 )
 TOOL_PROMPT = (
-    "Answer the given question. You must conduct reasoning inside <think> and </think> each time you"
-    " receive new information. Should you need a fact that you do not know, call the search tool;"
-    " what it finds is returned between <tool_response> and </tool_response>. Search as many times as"
-    " you want." + _ANSWER
+    "Answer the given question. You must conduct reasoning inside <think> and </think> each time"
+    " you receive new information. Should you need a fact that you do not know, call the search"
+    " tool; what it finds is returned between <tool_response> and </tool_response>. Search as many"
+    " times as you want." + _ANSWER
 )
 STYLES = {"search_r1": SEARCH_PROMPT, "reason": REASON_PROMPT, "tool": TOOL_PROMPT}
-"""Style -> prompt: Search-R1's user message, the same without search, and verl's tool-calling form."""
+"""Prompts by style: Search-R1's, without search, and for verl's search tool."""
 
 
 def golden_answers(record: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""One row through the tool loop with an interaction, over a scripted engine."""
+"""A fixture that runs one row through the tool loop with an interaction."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def play(
             f"actor_rollout_ref.rollout.multi_turn.interaction_config_path={tmp_path / 'envs.yaml'}",
             *overrides,
         ).run(rows([prompt or [{"role": "user", "content": "Guess"}]], interaction_kwargs=[kwargs]))
-        facts = {name: column[0] for name, column in batch.non_tensor_batch.items()}
+        fields = {name: column[0] for name, column in batch.non_tensor_batch.items()}
         prompt, response = (tokenizer.decode(batch.batch[n][0]) for n in ("prompts", "responses"))
-        return prompt, response, facts
+        return prompt, response, fields
 
     return go

@@ -1,4 +1,4 @@
-"""Environments with `reset` and `step`, played by the tool loop."""
+"""Environments with `reset` and `step` in the tool loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 
 from hone.agents.interactions.contract import BaseInteraction
-from hone.agents.interactions.environment import EnvironmentInteraction, _result, _text
+from hone.agents.interactions.environment import (
+    EnvironmentInteraction,
+    _observation_text,
+    _parse_step,
+)
 from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.tools.contract import ToolError
 
@@ -48,13 +52,13 @@ def test_what_reset_says_ends_the_prompt_and_steps_answer(
     listed = (
         f"  - name: guess\n    class_name: {tmp_path / 'guess.py'}:Guess\n    config: {{most: 5}}\n"
     )
-    prompt, response, facts = play(listed, ["3", "4", "never"], name="guess", number=4)
+    prompt, response, fields = play(listed, ["3", "4", "never"], name="guess", number=4)
     assert "u:Guess" in prompt
     assert "u:a number from 0 to 5" in prompt
     assert response == "3</s>\nu:higher\na:4</s>"
-    assert facts["turn_scores"] == [-0.1, 1.0]
-    assert facts["reward_scores"] == {"guess": pytest.approx(0.9)}
-    assert [r["token"] for r in facts["turn_rewards"]] == [1, 15]
+    assert fields["turn_scores"] == [-0.1, 1.0]
+    assert fields["reward_scores"] == {"guess": pytest.approx(0.9)}
+    assert [r["token"] for r in fields["turn_rewards"]] == [1, 15]
 
 
 TALKS = """
@@ -83,7 +87,7 @@ def talks(tmp_path: Path) -> str:
 def test_a_first_observation_that_does_not_fit_is_truncated_and_counted(
     play: Callable[..., Any], talks: str, side: str, truncation: str, times: int
 ) -> None:
-    prompt, _, facts = play(
+    prompt, _, fields = play(
         talks,
         ["x"],
         "data.max_prompt_length=100",
@@ -97,15 +101,15 @@ def test_a_first_observation_that_does_not_fit_is_truncated_and_counted(
     assert prompt.startswith("u:Guess\nu:")  # the template and the row's own prompt stay whole
     assert prompt.endswith("\na:")
     assert len(prompt) == 100
-    assert facts["env/truncated_observations"] == 1
-    assert facts["tool_failures"] == 0
+    assert fields["env/truncated_observations"] == 1
+    assert fields["tool_failures"] == 0
 
 
 def test_an_observation_that_fits_is_not_touched(play: Callable[..., Any], talks: str) -> None:
     limit = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=1"
-    prompt, _, facts = play(talks, ["x"], limit, name="talks", text="look", times=3)
+    prompt, _, fields = play(talks, ["x"], limit, name="talks", text="look", times=3)
     assert prompt == "u:Guess\nu:looklooklook\na:"
-    assert facts["env/truncated_observations"] == 0
+    assert fields["env/truncated_observations"] == 0
 
 
 def test_prompts_of_plain_text_and_templates_of_alternate_turns_take_an_observation(
@@ -121,63 +125,64 @@ def test_prompts_of_plain_text_and_templates_of_alternate_turns_take_an_observat
         "{% endfor %}a:"
     )
     monkeypatch.setattr(tokenizer, "chat_template", strict)
-    prompt, _, facts = play(talks, ["x"], limit, name="talks", text="look")
+    prompt, _, fields = play(talks, ["x"], limit, name="talks", text="look")
     assert prompt == "u:Guess\n\nlook|a:"
-    assert facts["tool_failures"] == 0
+    assert fields["tool_failures"] == 0
 
 
 def test_text_that_a_template_refuses_ends_the_talk_and_is_counted(
     play: Callable[..., Any], talks: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picky = (
-        "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('bad words') }}{% endif %}"
+        "{% for m in messages %}{% if 'bad' in m.content %}"
+        "{{ raise_exception('bad words') }}{% endif %}"
         "{{ m.role[0] + ':' + m.content + '|' }}{% endfor %}a:"
     )
     monkeypatch.setattr(tokenizer, "chat_template", picky)
-    prompt, response, facts = play(talks, ["x", "never"], name="talks", text="bad")
+    prompt, response, fields = play(talks, ["x", "never"], name="talks", text="bad")
     assert (prompt, response) == ("u:Guess|a:", "x</s>")
-    assert facts["tool_failures"] == 1
-    _, response, facts = play(talks, ["bad", "never"], name="talks", text="good")
+    assert fields["tool_failures"] == 1
+    _, response, fields = play(talks, ["bad", "never"], name="talks", text="good")
     assert response == "bad</s>"
-    assert facts["tool_failures"] == 1
+    assert fields["tool_failures"] == 1
 
 
 @pytest.mark.parametrize(
-    "words",
+    "kwargs",
     [{"first": None}, {"first": 5}, {"first": ["a"]}, {"function": "x"}, {"instance_id": "x"}],
     ids=str,
 )
 def test_a_start_that_is_no_start_is_a_failure_of_its_trajectory(
-    play: Callable[..., Any], tmp_path: Path, words: dict[str, Any]
+    play: Callable[..., Any], tmp_path: Path, kwargs: dict[str, Any]
 ) -> None:
     (tmp_path / "odd.py").write_text(
         "from hone.agents.interactions.contract import BaseInteraction\n"
         f"{TALKS}\n\nclass Odd(BaseInteraction):\n    start_interaction = say\n"
     )
     listed = f"  - name: odd\n    class_name: {tmp_path / 'odd.py'}:Odd\n"
-    _, response, facts = play(listed, ["x", "never"], name="odd", **words)
+    _, response, fields = play(listed, ["x", "never"], name="odd", **kwargs)
     assert response == "x</s>"
-    assert facts["tool_failures"] >= 1
+    assert fields["tool_failures"] >= 1
 
 
 def test_an_environment_that_fails_ends_the_talk(play: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(GUESS)
     listed = f"  - name: guess\n    class_name: {tmp_path / 'guess.py'}:Guess\n"
-    _, response, facts = play(listed, ["not a number", "never"], name="guess")
+    _, response, fields = play(listed, ["not a number", "never"], name="guess")
     assert response == "not a number</s>"
-    assert facts["tool_failures"] == 1
+    assert fields["tool_failures"] == 1
 
 
 def test_results_are_read_in_every_usual_form() -> None:
     typed = SimpleNamespace(observation=SimpleNamespace(text="hi"), reward=None, done=True)
-    assert _result(("a", 1, False)) == ("a", 1.0, False)
-    assert _result(("a", None, True, {})) == ("a", 0.0, True)
-    assert _result(("a", 1, False, True, {})) == ("a", 1.0, True)
-    observation, reward, done = _result(typed)
-    assert (_text(observation), reward, done) == ("hi", 0.0, True)
-    assert _text({"board": [1]}) == '{"board": [1]}'
+    assert _parse_step(("a", 1, False)) == ("a", 1.0, False)
+    assert _parse_step(("a", None, True, {})) == ("a", 0.0, True)
+    assert _parse_step(("a", 1, False, True, {})) == ("a", 1.0, True)
+    observation, reward, done = _parse_step(typed)
+    assert (_observation_text(observation), reward, done) == ("hi", 0.0, True)
+    assert _observation_text({"board": [1]}) == '{"board": [1]}'
     with pytest.raises(ToolError, match="step returned 2 values"):
-        _result(("a", 1))
+        _parse_step(("a", 1))
 
 
 def test_a_data_set_of_reasoning_gym_is_an_environment_by_its_name(
@@ -186,9 +191,9 @@ def test_a_data_set_of_reasoning_gym_is_an_environment_by_its_name(
     gym = pytest.importorskip("reasoning_gym", reason="pip install 'hone-rl[gym]'")
     entry = gym.create_dataset("basic_arithmetic", size=500, seed=42)[3]
     name = "reasoning_gym:basic_arithmetic"
-    prompt, _, facts = play(f"  - name: {name}\n", [entry["answer"]], name=name, index=3)
+    prompt, _, fields = play(f"  - name: {name}\n", [entry["answer"]], name=name, index=3)
     assert entry["question"] in prompt
-    assert facts["reward_scores"] == {name: 1.0}
+    assert fields["reward_scores"] == {name: 1.0}
 
 
 OPENENV_SERVER = """
@@ -239,13 +244,13 @@ def test_a_server_of_openenv_is_an_environment(play: Callable[..., Any], tmp_pat
             "  - name: parrot\n    class_name: hone.agents.interactions.environment.OpenEnvEnvironment\n"
             f"    config: {{base_url: 'http://127.0.0.1:{port}'}}\n"
         )
-        prompt, response, facts = play(listed, ["no", "ho", "never"], name="parrot", word="ho")
+        prompt, response, fields = play(listed, ["no", "ho", "never"], name="parrot", word="ho")
     finally:
         process.kill()
         process.wait()
     assert "u:say ho" in prompt
     assert "no</s>\nu:again\na:ho" in response
-    assert facts["turn_scores"] == [0.0, 1.0]
+    assert fields["turn_scores"] == [0.0, 1.0]
 
 
 class Resettable(BaseInteraction):
@@ -257,8 +262,8 @@ class Resettable(BaseInteraction):
 def test_an_interaction_with_methods_of_these_names_stays_an_interaction(tmp_path: Path) -> None:
     file = tmp_path / "interactions.yaml"
     file.write_text(f"interaction:\n  - class_name: {__name__}.Resettable\n    name: mine\n")
-    made = initialize_interactions_from_config(str(file))["mine"]
-    assert type(made).__name__ == "Resettable"
+    interaction = initialize_interactions_from_config(str(file))["mine"]
+    assert type(interaction).__name__ == "Resettable"
 
 
 def test_an_environment_that_cannot_reset_is_closed() -> None:

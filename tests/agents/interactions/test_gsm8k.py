@@ -1,4 +1,4 @@
-"""The teacher: wrong answers get another try, the right one ends the talk."""
+"""A wrong answer gets another try; the right answer ends the conversation."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from hone.agents.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
 
 
 def test_it_ends_at_the_first_right_answer() -> None:
-    async def talk() -> list[tuple[bool, str, float]]:
+    async def run() -> list[tuple[bool, str, float]]:
         teacher = Gsm8kInteraction({"name": "gsm8k"})
         one = await teacher.start_interaction(ground_truth="9", query="4+5?", name="gsm8k")
         messages: list[dict[str, Any]] = [{"role": "user", "content": "4+5?"}]
-        heard = []
-        for said in ("it is 9", "#### 8", "#### 9"):
-            messages.append({"role": "assistant", "content": said})
-            heard.append((await teacher.generate_response(one, messages))[:3])
+        results = []
+        for turn in ("it is 9", "#### 8", "#### 9"):
+            messages.append({"role": "assistant", "content": turn})
+            results.append((await teacher.generate_response(one, messages))[:3])
         assert await teacher.calculate_score(one) == 1.0
         await teacher.finalize_interaction(one)
         assert teacher._instance_dict == {}
-        return heard
+        return results
 
-    assert asyncio.run(talk()) == [(False, WRONG, 0.0), (False, WRONG, 0.0), (True, RIGHT, 1.0)]
+    assert asyncio.run(run()) == [(False, WRONG, 0.0), (False, WRONG, 0.0), (True, RIGHT, 1.0)]
 
 
 def test_a_message_without_text_is_a_wrong_answer_and_not_an_error() -> None:
-    async def talk() -> list[float]:
+    async def run() -> list[float]:
         teacher = Gsm8kInteraction({"name": "gsm8k"})
         one = await teacher.start_interaction(ground_truth="9")
         scores = []
@@ -42,4 +42,4 @@ def test_a_message_without_text_is_a_wrong_answer_and_not_an_error() -> None:
             scores.append((await teacher.generate_response(one, messages))[2])
         return scores
 
-    assert asyncio.run(talk()) == [0.0, 0.0, 1.0]
+    assert asyncio.run(run()) == [0.0, 0.0, 1.0]

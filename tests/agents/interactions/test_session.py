@@ -1,4 +1,4 @@
-"""A talk with a simulated user: bounded verbs, and failures that end the talk but not the run."""
+"""An interaction session: methods have deadlines, and failures end only the conversation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ VERBS = ("start_interaction", "generate_response", "calculate_score", "finalize_
 
 
 class User(BaseInteraction):
-    """Answers "more" with score 0.5; fails in the one verb it is told to, in the way it is told to."""
+    """Replies "more" with score 0.5; may fail in one method."""
 
     def __init__(self, verb: str = "", how: str = "") -> None:
         super().__init__({"name": "teacher"})
         self.verb, self.how = verb, how
-        self.asked: list[str] = []
+        self.called: list[str] = []
 
     async def _maybe_fail(self, verb: str) -> None:
-        self.asked.append(verb)
+        self.called.append(verb)
         if verb == self.verb:
             if self.how == "hangs":
                 await asyncio.Event().wait()
@@ -44,24 +44,26 @@ class User(BaseInteraction):
         await self._maybe_fail("finalize_interaction")
 
 
-async def whole(talk: InteractionSession, left_s: float = 60.0) -> tuple[str | None, float | None]:
-    await talk.start(60.0)
-    said, score = await talk.reply([], left_s), await talk.score()
-    await talk.finish()
-    return said, score
+async def run_session(
+    session: InteractionSession, left_s: float = 60.0
+) -> tuple[str | None, float | None]:
+    await session.start(60.0)
+    reply, score = await session.reply([], left_s), await session.score()
+    await session.finish()
+    return reply, score
 
 
 def test_a_talk_that_goes_well() -> None:
     user = User()
-    talk = InteractionSession(user, {}, 60.0)
-    assert asyncio.run(whole(talk)) == ("more", 0.75)
-    assert (talk.turn_scores, talk.failures, talk.timeouts) == ([0.5], 0, [])
-    assert user.asked == list(VERBS)
+    session = InteractionSession(user, {}, 60.0)
+    assert asyncio.run(run_session(session)) == ("more", 0.75)
+    assert (session.turn_scores, session.failures, session.timeouts) == ([0.5], 0, [])
+    assert user.called == list(VERBS)
 
 
 @pytest.mark.parametrize("how", ["hangs", "raises", "exits"])
 @pytest.mark.parametrize(
-    ("verb", "outcome", "asked"),
+    ("verb", "outcome", "called"),
     [
         ("start_interaction", (None, None), VERBS[:1]),
         ("generate_response", (None, None), (*VERBS[:2], VERBS[3])),
@@ -70,25 +72,25 @@ def test_a_talk_that_goes_well() -> None:
     ],
 )
 def test_a_verb_that_fails_ends_the_talk_and_is_counted(
-    how: str, verb: str, outcome: Any, asked: Any, caplog: pytest.LogCaptureFixture
+    how: str, verb: str, outcome: Any, called: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     user = User(verb, how)
-    talk = InteractionSession(user, {}, 0.05 if how == "hangs" else 60.0)
-    assert asyncio.run(whole(talk)) == outcome
-    assert user.asked == list(asked)
-    assert talk.failures == 1
-    assert talk.timeouts == (["teacher"] if how == "hangs" else [])
+    session = InteractionSession(user, {}, 0.05 if how == "hangs" else 60.0)
+    assert asyncio.run(run_session(session)) == outcome
+    assert user.called == list(called)
+    assert session.failures == 1
+    assert session.timeouts == (["teacher"] if how == "hangs" else [])
     assert f"interaction teacher: {verb}" in caplog.text
 
 
 def test_an_answer_has_no_longer_than_the_trajectory_has_left() -> None:
-    talk = InteractionSession(User("generate_response", "hangs"), {}, 3600.0)
-    assert asyncio.run(whole(talk, left_s=0.05)) == (None, None)
-    assert talk.timeouts == ["teacher"]
+    session = InteractionSession(User("generate_response", "hangs"), {}, 3600.0)
+    assert asyncio.run(run_session(session, left_s=0.05)) == (None, None)
+    assert session.timeouts == ["teacher"]
 
 
 class Tells(BaseInteraction):
-    """Answers what it is given."""
+    """Returns the given reply and score."""
 
     def __init__(self, answer: Any, score: Any = 0.0) -> None:
         super().__init__({"name": "teacher"})
@@ -103,27 +105,27 @@ class Tells(BaseInteraction):
 
 
 def test_none_is_no_score() -> None:
-    talk = InteractionSession(Tells((False, "a", None, {}), score=None), {}, 60.0)
-    assert asyncio.run(whole(talk)) == ("a", None)
-    assert (talk.turn_scores, talk.failures) == ([], 0)
+    session = InteractionSession(Tells((False, "a", None, {}), score=None), {}, 60.0)
+    assert asyncio.run(run_session(session)) == ("a", None)
+    assert (session.turn_scores, session.failures) == ([], 0)
 
 
 def test_a_score_that_is_not_finite_is_a_failure() -> None:
-    talk = InteractionSession(Tells((False, "a", 0.5, {}), score=float("nan")), {}, 60.0)
-    assert asyncio.run(whole(talk)) == ("a", None)
-    assert (talk.turn_scores, talk.failures) == ([0.5], 1)
+    session = InteractionSession(Tells((False, "a", 0.5, {}), score=float("nan")), {}, 60.0)
+    assert asyncio.run(run_session(session)) == ("a", None)
+    assert (session.turn_scores, session.failures) == ([0.5], 1)
 
 
 @pytest.mark.parametrize(
     "answer", [None, (False, None, 0.0, {}), (False, "a"), (False, "a", float("inf"), {})]
 )
 def test_an_answer_of_the_wrong_shape_is_a_failure(answer: Any) -> None:
-    talk = InteractionSession(Tells(answer), {}, 60.0)
-    assert asyncio.run(whole(talk)) == (None, None)
-    assert talk.failures == 1
+    session = InteractionSession(Tells(answer), {}, 60.0)
+    assert asyncio.run(run_session(session)) == (None, None)
+    assert session.failures == 1
 
 
 def test_a_user_that_ends_the_talk_need_not_say_anything() -> None:
-    talk = InteractionSession(Tells((True, None, 1.0, {}), score=1.0), {}, 60.0)
-    assert asyncio.run(whole(talk)) == (None, 1.0)
-    assert (talk.turn_scores, talk.failures) == ([1.0], 0)
+    session = InteractionSession(Tells((True, None, 1.0, {}), score=1.0), {}, 60.0)
+    assert asyncio.run(run_session(session)) == (None, 1.0)
+    assert (session.turn_scores, session.failures) == ([1.0], 0)

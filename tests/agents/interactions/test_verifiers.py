@@ -1,4 +1,4 @@
-"""Environments of verifiers, played by the tool loop; they run where verifiers is installed."""
+"""Environments of the package verifiers in the tool loop, if it is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [
 
 
 class Patient(vf.MultiTurnEnv):
-    """Asks again until the answer is right; `boom` is an error of the environment."""
+    """Asks again until the answer is right; the answer `boom` raises."""
 
     async def env_response(self, messages, state, **kwargs):
         if messages[-1].content == "boom":
@@ -72,24 +72,24 @@ def test_an_environment_of_verifiers_is_played_to_its_reward(
     reward: float,
 ) -> None:
     name = "verifiers:patient-env"
-    prompt, response, facts = play(patient, lines, name=name, index=index)
+    prompt, response, fields = play(patient, lines, name=name, index=index)
     assert f"u:Be brief.\n\nSay {('yes', 'no')[index % 2]}" in prompt
     turns = [line for line in lines if line != "never"]
     replies = [f"\nu:Not {turn}\na:" for turn in turns[:-1]]
-    said = [f"{turn}</s>{reply}" for turn, reply in zip(turns, [*replies, ""], strict=True)]
-    assert response == "".join(said)
-    assert facts["reward_scores"] == {name: reward}
-    assert facts["tool_failures"] == 0
+    turn_texts = [f"{turn}</s>{reply}" for turn, reply in zip(turns, [*replies, ""], strict=True)]
+    assert response == "".join(turn_texts)
+    assert fields["reward_scores"] == {name: reward}
+    assert fields["tool_failures"] == 0
 
 
 @needs_verifiers
 def test_an_error_of_the_environment_ends_the_talk_and_is_counted(
     play: Callable[..., Any], patient: str
 ) -> None:
-    _, response, facts = play(patient, ["boom", "never"], name="verifiers:patient-env")
+    _, response, fields = play(patient, ["boom", "never"], name="verifiers:patient-env")
     assert response == "boom</s>"
-    assert facts["tool_failures"] == 1
-    assert facts["reward_scores"] == {}
+    assert fields["tool_failures"] == 1
+    assert fields["reward_scores"] == {}
 
 
 @needs_verifiers

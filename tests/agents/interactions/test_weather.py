@@ -1,4 +1,4 @@
-"""The user who asks for the weather is content once a tool was asked."""
+"""The weather interaction scores 1 if a tool was called."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hone.agents.interactions.weather import WeatherInteraction
 
 @pytest.mark.parametrize(("role", "score"), [("tool", 1.0), ("user", 0.0)])
 def test_it_ends_after_one_turn_and_scores_a_tools_answer(role: str, score: float) -> None:
-    async def talk() -> None:
+    async def run() -> None:
         user = WeatherInteraction({"name": "weather"})
         one = await user.start_interaction(query="Paris?")
         messages = [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]
-        ended, said, reward, _ = await user.generate_response(one, messages)
+        ended, reply, reward, _ = await user.generate_response(one, messages)
         assert (ended, reward, await user.calculate_score(one)) == (True, score, score)
-        assert ("Thank you" in said) == (score == 1.0)
+        assert ("Thank you" in reply) == (score == 1.0)
         await user.finalize_interaction(one)
 
-    asyncio.run(talk())
+    asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Which loop a row may name."""
+"""The loops that a row may name."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def names(config: Config, *overrides: str) -> LoopNames:
 
 
 def test_the_data_check_knows_every_built_in_loop() -> None:
-    places = {name: place for name, place in LOOPS.entries.items() if isinstance(place, str)}
-    built_in = {name for name, place in places.items() if place.startswith("hone.agents.loops.")}
+    targets = {name: target for name, target in LOOPS.entries.items() if isinstance(target, str)}
+    built_in = {name for name, target in targets.items() if target.startswith("hone.agents.loops.")}
     assert built_in == set(BUILT_IN_LOOPS)
 
 
 def test_a_module_of_a_configured_loop_may_register_further_names(
     config: Config, tmp_path: Path
 ) -> None:
-    """It is imported when a row names what is not yet known, and not before."""
+    """The module is imported when a row names an unknown loop, and not before."""
     (tmp_path / "own.py").write_text(
         "from hone.agents.contract import register\n"
         "from hone.agents.loops.single_turn import SingleTurnAgentLoop\n"

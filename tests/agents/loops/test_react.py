@@ -1,4 +1,4 @@
-"""ReAct and a row's own `tool_config`, over a scripted engine."""
+"""The ReAct loop and a row's `tool_config`, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HERMES = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}<
 def play(
     runner: Callable[..., Any], rows: Callable[..., DataProto], tokenizer: Any, tmp_path: Path
 ) -> Callable[..., Any]:
-    """`play(lines, *overrides, **columns)`: one row through the loop; prompt, response, facts."""
+    """`play(lines, *overrides, **columns)` returns prompt, response, fields, batch."""
     (tmp_path / "tools.yaml").write_text(TOOLS)
 
     def go(
@@ -48,22 +48,22 @@ def play(
         ]
         data = rows([[{"role": "user", "content": "6*7?"}]], agent_name=[agent], **columns)
         batch = runner(engine, *settings).run(data)
-        facts = {name: column[0] for name, column in batch.non_tensor_batch.items()}
+        fields = {name: column[0] for name, column in batch.non_tensor_batch.items()}
         prompt, response = (tokenizer.decode(batch.batch[n][0]) for n in ("prompts", "responses"))
-        return prompt, response, facts, batch
+        return prompt, response, fields, batch
 
     return go
 
 
 def test_an_action_is_answered_after_observation(play: Callable[..., Any], tokenizer: Any) -> None:
     thought = tokenizer.encode(ACTION, add_special_tokens=False)
-    prompt, response, facts, batch = play([thought, FINAL])
+    prompt, response, fields, batch = play([thought, FINAL])
     assert "calculator: Arithmetic. Arguments: expression (string): what to compute." in prompt
     assert prompt.rstrip().endswith("a:")
     assert response == f"{ACTION} 42\nThought:{FINAL}</s>"
-    assert facts["tool_call_counts"] == 1
-    written = batch.batch["responses"][0][batch.batch["response_mask"][0] == 0]
-    assert tokenizer.decode(written) == " 42\nThought:"
+    assert fields["tool_call_counts"] == 1
+    observation = batch.batch["responses"][0][batch.batch["response_mask"][0] == 0]
+    assert tokenizer.decode(observation) == " 42\nThought:"
 
 
 def test_generation_stops_where_the_observation_begins(
@@ -94,9 +94,9 @@ def test_a_malformed_action_is_answered_and_counted(
     play: Callable[..., Any], tokenizer: Any
 ) -> None:
     broken = tokenizer.encode(ACTION.replace('"6*7"', "6*"), add_special_tokens=False)
-    _, response, facts, _ = play([broken, FINAL])
+    _, response, fields, _ = play([broken, FINAL])
     assert "Error: `arguments` is not a JSON object" in response
-    assert (facts["tool_call_counts"], facts["tool_failures"]) == (1, 1)
+    assert (fields["tool_call_counts"], fields["tool_failures"]) == (1, 1)
 
 
 def test_a_row_chooses_its_tools_format_and_limits(
@@ -108,14 +108,14 @@ def test_a_row_chooses_its_tools_format_and_limits(
     assert "calc_gsm8k_reward" not in prompt
     assert " 42\nThought:" in response
     config = {"tool_format": "function_calling", "max_tool_calls": 1, "timeout": 30}
-    _, response, facts, _ = play([HERMES, HERMES, "42"], tool_config=[config])
+    _, response, fields, _ = play([HERMES, HERMES, "42"], tool_config=[config])
     assert "\nt:42" in response
     assert "all 1 tool calls are used up" in response
-    assert facts["tool_failures"] == 1
+    assert fields["tool_failures"] == 1
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("tool_config", "why"),
     [
         (
             {"available_tools": ["rm"]},
@@ -133,20 +133,20 @@ def test_a_row_chooses_its_tools_format_and_limits(
     ],
 )
 def test_a_row_cannot_have_what_the_run_has_not(
-    play: Callable[..., Any], asked: dict[str, Any], why: str
+    play: Callable[..., Any], tool_config: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(AgentLoopFailed, match=why):
-        play(["x"], tool_config=[asked])
+        play(["x"], tool_config=[tool_config])
 
 
 def test_rewards_stand_on_the_token_that_ended_the_turn(play: Callable[..., Any]) -> None:
     call = {"name": "calc_gsm8k_reward", "arguments": {"answer": "41"}}
     kwargs = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "42"}}}
     turn = f"<tool_call>{json.dumps(call)}</tool_call>"
-    _, _, facts, _ = play([turn, "42"], agent="tool_agent", tools_kwargs=[kwargs])
-    (reward,) = facts["turn_rewards"]
+    _, _, fields, _ = play([turn, "42"], agent="tool_agent", tools_kwargs=[kwargs])
+    (reward,) = fields["turn_rewards"]
     assert reward == {"name": "calc_gsm8k_reward", "reward": -0.05, "token": len(turn)}
-    assert facts["turn_spans"][0] == {
+    assert fields["turn_spans"][0] == {
         "role": "assistant",
         "tokens": len(turn) + 1,
         "mask": 1,

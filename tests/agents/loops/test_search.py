@@ -1,4 +1,4 @@
-"""The search loop over a scripted engine and a real retriever; and two real steps of GRPO."""
+"""The search loop with a scripted engine and a real retriever; two real steps of GRPO."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from hone.agents.loops.search import CLOSING, INVALID, OPENING, Action, read_action
+from hone.agents.loops.search import (
+    CLOSING,
+    INVALID,
+    OPENING,
+    Action,
+    read_action,
+)
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.protocol import DataProto
 from hone.rollout.scripted import ScriptedRollout
@@ -30,18 +36,23 @@ def retriever(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Retriever]:
 
 @pytest.fixture
 def play(runner: Callable[..., Any], rows: Any, tokenizer: Any, retriever: Retriever) -> Play:
-    """`play(lines, *overrides)`: one row through the loop; engine and batch come back."""
+    """`play(lines, *overrides)` runs one row through the loop and returns engine and batch."""
 
     def go(lines: list[Any], *overrides: str) -> tuple[ScriptedRollout, DataProto]:
         engine = ScriptedRollout(lines, tokenizer=tokenizer)
-        own = [LOOP, "data.max_response_length=900", f"retriever.url={retriever.url}", *overrides]
-        return engine, runner(engine, *own).run(rows(["Italy?"]))
+        tag_tokenizer = [
+            LOOP,
+            "data.max_response_length=900",
+            f"retriever.url={retriever.url}",
+            *overrides,
+        ]
+        return engine, runner(engine, *tag_tokenizer).run(rows(["Italy?"]))
 
     return go
 
 
 def text(tokenizer: Any, batch: DataProto, mask: int | None = None) -> str:
-    """The response, or its part that the policy (1) or the environment (0) wrote."""
+    """Returns the response text, or its part with this mask value."""
     length = batch.batch["responses"].shape[1]
     inside = batch.batch["attention_mask"][0, -length:].bool()
     if mask is not None:
@@ -51,8 +62,8 @@ def text(tokenizer: Any, batch: DataProto, mask: int | None = None) -> str:
 
 
 def counts(batch: DataProto) -> dict[str, float]:
-    facts = batch.non_tensor_batch
-    return {name[4:]: float(facts[name][0]) for name in facts if name.startswith("env/")}
+    fields = batch.non_tensor_batch
+    return {name[4:]: float(fields[name][0]) for name in fields if name.startswith("env/")}
 
 
 def test_a_search_is_answered_with_passages_that_carry_no_loss(play: Play, tokenizer: Any) -> None:
@@ -79,20 +90,22 @@ def test_a_search_is_answered_with_passages_that_carry_no_loss(play: Play, token
 def test_a_turn_ends_at_the_tag_and_its_last_token_stays_whole(
     runner: Callable[..., Any], rows: Any, retriever: Retriever
 ) -> None:
-    own = character_tokenizer(words=[">\n\n"])  # one token closes the tag and goes on
-    engine = ScriptedRollout([own.encode(SEARCH[:-1] + ">\n\nmore"), ANSWER], tokenizer=own)
+    tag_tokenizer = character_tokenizer(words=[">\n\n"])  # one token closes the tag and goes on
+    engine = ScriptedRollout(
+        [tag_tokenizer.encode(SEARCH[:-1] + ">\n\nmore"), ANSWER], tokenizer=tag_tokenizer
+    )
     room, url = "data.max_response_length=900", f"retriever.url={retriever.url}"
-    batch = runner(engine, LOOP, room, url, tokenizer=own).run(rows(["q"]))
-    assert own.decode(engine.requests[0].token_ids) == SEARCH + "\n\n"
-    assert text(own, batch).startswith(SEARCH + "\n\n" + OPENING)
+    batch = runner(engine, LOOP, room, url, tokenizer=tag_tokenizer).run(rows(["q"]))
+    assert tag_tokenizer.decode(engine.requests[0].token_ids) == SEARCH + "\n\n"
+    assert text(tag_tokenizer, batch).startswith(SEARCH + "\n\n" + OPENING)
 
 
 def test_a_turn_without_an_action_is_told_so(play: Play, tokenizer: Any) -> None:
     _, batch = play(["Rome, I think", "<search>Italy", ANSWER])
     assert text(tokenizer, batch, 0) == INVALID * 2
-    seen = counts(batch)
-    assert (seen["number_of_actions"], seen["number_of_valid_action"]) == (3, 1)
-    assert seen["ratio_of_valid_action"] == pytest.approx(1 / 3)
+    env_counts = counts(batch)
+    assert (env_counts["number_of_actions"], env_counts["number_of_valid_action"]) == (3, 1)
+    assert env_counts["ratio_of_valid_action"] == pytest.approx(1 / 3)
 
 
 def test_after_max_turns_searches_comes_a_turn_that_does_not_search(
@@ -103,8 +116,8 @@ def test_after_max_turns_searches_comes_a_turn_that_does_not_search(
     assert len(engine.requests) == 3
     assert retriever.answered() - before == 2
     assert text(tokenizer, batch).endswith(SEARCH)
-    seen = counts(batch)
-    assert (seen["finish_ratio"], seen["number_of_valid_search"]) == (0, 3)
+    env_counts = counts(batch)
+    assert (env_counts["finish_ratio"], env_counts["number_of_valid_search"]) == (0, 3)
 
 
 def test_a_long_observation_keeps_its_closing_tag(play: Play, tokenizer: Any) -> None:
@@ -173,7 +186,7 @@ def test_the_first_closed_action_counts(turn: str, action: Action | None) -> Non
 
 
 def test_two_steps_of_grpo_with_a_real_retriever(tmp_path: Path, retriever: Retriever) -> None:
-    """Some tokens are whole actions, so that a random policy searches and answers; keys are Search-R1's."""
+    """Some tokens are whole actions, so that a random policy searches and answers."""
     from hone.config import load_config
     from hone.tracking import read_metrics
     from hone.trainer.main_ppo import run

@@ -1,4 +1,4 @@
-"""The default loop over a scripted engine."""
+"""The default loop with a scripted engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool loop over a scripted engine: turns, masks, limits; and one real run of the trainer."""
+"""The tool loop with a scripted engine: turns, masks, limits; one real run of the trainer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 def play(
     runner: Callable[..., Any], rows: Rows, tokenizer: Any, files: dict[str, str]
 ) -> Callable[..., Any]:
-    """`play(lines, *overrides, **columns)`: one row through the loop; engine and batch come back."""
+    """`play(lines, *overrides, **columns)` runs one row and returns engine and batch."""
 
     def go(lines: list[str], *overrides: str, **columns: Any) -> tuple[ScriptedRollout, DataProto]:
         engine = ScriptedRollout(lines, tokenizer=tokenizer)
@@ -63,8 +63,8 @@ def play(
     return go
 
 
-def written(tokenizer: Any, batch: DataProto, value: int) -> str:
-    """The response's text where the mask has a value."""
+def text_with_mask(tokenizer: Any, batch: DataProto, value: int) -> str:
+    """Returns the response text with this mask value."""
     kept = (batch.batch["response_mask"][0] == value) & batch.batch["attention_mask"][
         0, -batch.batch["responses"].shape[1] :
     ].bool()
@@ -77,16 +77,16 @@ def test_a_call_is_answered_and_the_model_speaks_again(
 ) -> None:
     first, last = asks("41"), "so #### 42"
     engine, batch = play([first, asks("42"), last])
-    said = "Current parsed answer='{}' score={}"
-    turns = [f"\nt:{said.format(*x)}\na:" for x in (("41", 0.0), ("42", 1.0))]
-    assert written(tokenizer, batch, 1) == f"{first}</s>{asks('42')}</s>{last}</s>"
-    assert written(tokenizer, batch, 0) == "".join(turns)
-    facts = {name: column[0] for name, column in batch.non_tensor_batch.items()}
-    assert facts["tool_rewards"] == [-0.05, 0.0]
-    assert facts["reward_scores"] == {"calc_gsm8k_reward": 1.0}
-    assert facts["num_turns"] == 6
-    assert (facts["tool_call_counts"], facts["tool_failures"]) == (2, 0)
-    assert [out["arguments"] for out in facts["tool_outputs"]] == [
+    answer_format = "Current parsed answer='{}' score={}"
+    turns = [f"\nt:{answer_format.format(*x)}\na:" for x in (("41", 0.0), ("42", 1.0))]
+    assert text_with_mask(tokenizer, batch, 1) == f"{first}</s>{asks('42')}</s>{last}</s>"
+    assert text_with_mask(tokenizer, batch, 0) == "".join(turns)
+    fields = {name: column[0] for name, column in batch.non_tensor_batch.items()}
+    assert fields["tool_rewards"] == [-0.05, 0.0]
+    assert fields["reward_scores"] == {"calc_gsm8k_reward": 1.0}
+    assert fields["num_turns"] == 6
+    assert (fields["tool_call_counts"], fields["tool_failures"]) == (2, 0)
+    assert [out["arguments"] for out in fields["tool_outputs"]] == [
         {"answer": "41"},
         {"answer": "42"},
     ]
@@ -126,7 +126,7 @@ def test_one_users_turn_allows_two_of_the_models(play: Callable[..., Any]) -> No
 
 def test_when_calls_are_used_up_the_model_is_told(play: Callable[..., Any], tokenizer: Any) -> None:
     _, batch = play([asks("1"), asks("2"), "x"], f"{MULTI}.max_tool_calls=1")
-    assert "all 1 tool calls are used up" in written(tokenizer, batch, 0)
+    assert "all 1 tool calls are used up" in text_with_mask(tokenizer, batch, 0)
     assert batch.non_tensor_batch["tool_failures"][0] == 1
 
 
@@ -134,8 +134,8 @@ def test_only_so_many_calls_of_a_turn_are_made(play: Callable[..., Any], tokeniz
     both = asks("1") + asks("2")
     _, one = play([both, "x"])
     _, two = play([both, "x"], f"{MULTI}.max_parallel_calls=2")
-    assert "at most 1 tool calls a turn" in written(tokenizer, one, 0)
-    assert "parsed answer='2'" in written(tokenizer, two, 0)
+    assert "at most 1 tool calls per turn" in text_with_mask(tokenizer, one, 0)
+    assert "parsed answer='2'" in text_with_mask(tokenizer, two, 0)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,13 @@ def test_long_answers_are_cut(
 ) -> None:
     limits = (f"{MULTI}.max_tool_response_length=5", f"{MULTI}.tool_response_truncate_side={side}")
     _, batch = play([asks("1"), "x"], *limits)
-    assert written(tokenizer, batch, 0) == f"\nt:{shown}\na:"
+    assert text_with_mask(tokenizer, batch, 0) == f"\nt:{shown}\na:"
 
 
 def test_observations_are_cut_in_tokens_too(play: Callable[..., Any], tokenizer: Any) -> None:
-    wanted = (f"{MULTI}.max_observation_tokens=4", f"{MULTI}.tool_response_truncate_side=right")
-    _, batch = play([asks("1"), "x"], *wanted)
-    assert written(tokenizer, batch, 0) == "\nt:Curr\na:"
+    overrides = (f"{MULTI}.max_observation_tokens=4", f"{MULTI}.tool_response_truncate_side=right")
+    _, batch = play([asks("1"), "x"], *overrides)
+    assert text_with_mask(tokenizer, batch, 0) == "\nt:Curr\na:"
 
 
 def test_an_observation_that_leaves_no_room_is_not_appended(
@@ -166,7 +166,7 @@ def test_an_observation_that_leaves_no_room_is_not_appended(
     first = asks("41")
     engine, batch = play([first, "x"], f"data.max_response_length={len(first) + 20}")
     assert len(engine.requests) == 1
-    assert written(tokenizer, batch, 0) == ""
+    assert text_with_mask(tokenizer, batch, 0) == ""
 
 
 def test_turns_end_where_the_model_length_ends(
@@ -175,12 +175,12 @@ def test_turns_end_where_the_model_length_ends(
     prompt = len(play(["x"])[0].requests[0].prompt_ids)
     short = (f"data.max_prompt_length={prompt}", "actor_rollout_ref.rollout.max_model_len={}")
     _, tool = play([asks("41"), "x"], short[0], short[1].format(prompt + len(asks("41")) + 20))
-    assert written(tokenizer, tool, 0) == ""
+    assert text_with_mask(tokenizer, tool, 0) == ""
     talks = f"{MULTI}.interaction_config_path={files['talks']}"
     kwargs = {"name": "gsm8k", "query": "6*7?", "ground_truth": "42"}
     limits = (short[0], short[1].format(prompt + 20))
     _, user = play(["#### 41"] * 9, talks, *limits, interaction_kwargs=[kwargs])
-    assert written(tokenizer, user, 0) == ""
+    assert text_with_mask(tokenizer, user, 0) == ""
     assert user.non_tensor_batch["turn_scores"][0] == [0.0]
 
 
@@ -200,7 +200,7 @@ def test_a_turn_has_what_is_left_of_the_response(play: Callable[..., Any]) -> No
 
 def test_a_malformed_call_is_answered_not_run(play: Callable[..., Any], tokenizer: Any) -> None:
     _, batch = play(["<tool_call>print('x')</tool_call>", "x"])
-    assert "not valid JSON" in written(tokenizer, batch, 0)
+    assert "not valid JSON" in text_with_mask(tokenizer, batch, 0)
     assert batch.non_tensor_batch["tool_failures"][0] == 1
 
 
@@ -234,7 +234,7 @@ def test_a_slow_tool_is_cut_off_and_functions_are_tools(
     call = '<tool_call>{"name": "wait", "arguments": {"seconds": 30}}</tool_call>'
     own = (f"{MULTI}.function_tool_path={tmp_path / 'slow.py'}", f"{MULTI}.tool_timeout_s=0.05")
     _, batch = play([call, "x"], *own)
-    assert "wait took longer than 0.05 s" in written(tokenizer, batch, 0)
+    assert "wait took longer than 0.05 s" in text_with_mask(tokenizer, batch, 0)
     assert batch.non_tensor_batch["timeouts"][0] == ["wait"]
 
 
@@ -254,7 +254,7 @@ def test_a_parser_of_ones_own_is_named_by_its_place(
 ) -> None:
     (tmp_path / "parser.py").write_text(OWN_PARSER)
     _, batch = play(["?42", "x"], f"{MULTI}.format='{tmp_path / 'parser.py'}:Question'")
-    assert "parsed answer='42' score=1.0" in written(tokenizer, batch, 0)
+    assert "parsed answer='42' score=1.0" in text_with_mask(tokenizer, batch, 0)
 
 
 def test_a_simulated_user_answers_until_the_answer_is_right(
@@ -264,7 +264,7 @@ def test_a_simulated_user_answers_until_the_answer_is_right(
     kwargs = {"name": "gsm8k", "query": "6*7?", "ground_truth": "42"}
     engine, batch = play(["#### 41", "#### 42", "never"], talks, interaction_kwargs=[kwargs])
     assert len(engine.requests) == 2
-    assert written(tokenizer, batch, 0) == f"\nu:{WRONG}\na:"
+    assert text_with_mask(tokenizer, batch, 0) == f"\nu:{WRONG}\na:"
     assert batch.non_tensor_batch["turn_scores"][0] == [0.0, 1.0]
     assert batch.non_tensor_batch["reward_scores"][0] == {"gsm8k": 1.0}
 
@@ -292,9 +292,9 @@ def test_a_simulated_user_that_hangs_ends_the_talk_when_the_trajectory_ends(
     )
     engine, batch = play(["first", "never"], *own, interaction_kwargs=[{"name": "u"}])
     assert len(engine.requests) == 1
-    facts = {name: column[0] for name, column in batch.non_tensor_batch.items()}
-    assert (facts["timeouts"], facts["tool_failures"]) == (["u"], 1)
-    assert (facts["turn_scores"], facts["reward_scores"]) == ([], {})
+    fields = {name: column[0] for name, column in batch.non_tensor_batch.items()}
+    assert (fields["timeouts"], fields["tool_failures"]) == (["u"], 1)
+    assert (fields["turn_scores"], fields["reward_scores"]) == ([], {})
 
 
 def test_an_unknown_interaction_is_said(play: Callable[..., Any], files: dict[str, str]) -> None:
@@ -322,7 +322,7 @@ def test_a_prompt_too_long_with_its_tools_is_cut_as_the_data_say(
 def test_a_real_run_calls_its_tool_and_learns_only_from_what_it_wrote(
     tmp_path: Path, files: dict[str, str]
 ) -> None:
-    """GRPO over rows like gsm8k's with a tool; one token of the vocabulary is a whole call."""
+    """GRPO with a tool; some tokens of the vocabulary are whole calls."""
     import pyarrow.parquet as pq
 
     from hone.config import load_config

@@ -1,4 +1,4 @@
-"""The calls of other models' formats, and verl's side of a parser."""
+"""The call formats of other models, and verl's parser interface."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def test_a_parser_gives_text_and_calls_of_token_ids_as_in_verl() -> None:
     text, calls = asyncio.run(HermesToolParser(tokenizer).extract_tool_calls(ids))
     assert text.split() == ["I", "add", "now"]
     assert calls == [FunctionCall(name="add", arguments='{"a": 1}')]
-    words = tokenizer.encode("no call")
-    assert asyncio.run(HermesToolParser(tokenizer).extract_tool_calls(words)) == ("no call", [])
+    ids = tokenizer.encode("no call")
+    assert asyncio.run(HermesToolParser(tokenizer).extract_tool_calls(ids)) == ("no call", [])
 
 
 def test_a_parser_in_verls_form_is_registered_and_read_by_the_loop() -> None:
@@ -187,7 +187,7 @@ def test_a_parser_in_verls_form_is_registered_and_read_by_the_loop() -> None:
     try:
         tokenizer = character_tokenizer()
         parser = ToolParser.get_tool_parser("verl_style", tokenizer)
-        good, bad = asyncio.run(parser.read("add", tokenizer.encode("add"), [ADD]))
+        good, bad = asyncio.run(parser.parse("add", tokenizer.encode("add"), [ADD]))
     finally:
         PARSERS.remove("verl_style")
     assert good == ToolCall("add", {"x": 1})

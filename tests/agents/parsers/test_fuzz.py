@@ -1,4 +1,4 @@
-"""Hostile text through every parser: nothing raises, a text takes milliseconds, and time is linear."""
+"""No parser raises on hostile text, and the time is linear in the text length."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def cpu_seconds(parser: ToolParser, text: str) -> float:
 
 
 def slow_texts(name: str, count: int) -> list[tuple[float, int]]:
-    """Texts that took longer than allowed three times in a row, by their seeds."""
+    """Returns the seeds of texts that exceeded the time limit three times in a row."""
     parser = PARSERS.get(name)()
     slow = []
     for seed in range(count):
@@ -125,14 +125,14 @@ def test_no_hostile_text_breaks_or_holds_up_a_parser(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS.names())
 def test_many_hostile_texts(name: str) -> None:
-    """HONE_FUZZ=100000 draws as many per parser."""
+    """HONE_FUZZ=100000 tests this many texts per parser."""
     assert slow_texts(name, int(os.environ.get("HONE_FUZZ", "1000"))) == []
 
 
 @pytest.mark.parametrize("size", [1 << 16, pytest.param(1 << 20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PARSERS.names())
 def test_time_is_linear_in_the_text(name: str, size: int) -> None:
-    """A text of eight times the length may take at most 24 times as long, up to a megabyte."""
+    """A text of eight times the length takes at most 24 times as long, up to a megabyte."""
     parser = PARSERS.get(name)()
     for piece in (
         *MARKS,

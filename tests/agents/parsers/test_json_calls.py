@@ -1,4 +1,4 @@
-"""Calls in model text: JSON between the tags, and an error for everything that only looks like one."""
+"""Calls are JSON between tags; anything else between the tags is a call with an error."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_a_call_that_is_never_closed_is_malformed() -> None:
     ids=lambda text: text[:30],
 )
 def test_what_is_no_call_comes_back_with_an_error(body: str, why: str) -> None:
-    (found,) = PARSE(call(body))
-    assert found.error is not None
-    assert why in found.error
+    (parsed,) = PARSE(call(body))
+    assert parsed.error is not None
+    assert why in parsed.error
 
 
 @given(st.text())
 def test_no_text_breaks_the_parser(text: str) -> None:
-    for found in PARSE(f"<tool_call>{text}</tool_call>"):
-        assert found.error or found.name is not None
+    for parsed in PARSE(f"<tool_call>{text}</tool_call>"):
+        assert parsed.error or parsed.name is not None

@@ -1,4 +1,4 @@
-"""The calculator answers arithmetic, and nothing else."""
+"""The calculator evaluates arithmetic only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hone.agents.tools.calculator import CalculatorTool
         ("23 * 45 + 67", "1102"),
         ("1 / 8", "0.125"),
         ("2 ** 10", "1024"),
-        ("__import__('os')", "this is no arithmetic"),
-        ("9 ** 9 ** 9", "this is no arithmetic"),
-        ("1 / 0", "this is no arithmetic"),
-        ("", "this is no arithmetic"),
+        ("__import__('os')", "this is not arithmetic"),
+        ("9 ** 9 ** 9", "this is not arithmetic"),
+        ("1 / 0", "this is not arithmetic"),
+        ("", "this is not arithmetic"),
     ],
 )
 def test_an_expression_is_answered_with_its_value(text: str, answer: str) -> None:

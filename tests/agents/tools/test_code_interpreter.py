@@ -1,4 +1,4 @@
-"""The model's programs run in the sandbox, and only there."""
+"""The model's programs run only in the sandbox."""
 
 from __future__ import annotations
 
@@ -65,22 +65,24 @@ def test_the_tool_of_verls_name_needs_a_service_and_python(config: dict[str, str
 def test_names_stay_between_the_calls_of_a_trajectory() -> None:
     tool = CodeInterpreterTool({"timeout_s": 60})
 
-    def said(code: str, instance: str = "i") -> str:
+    def run_code(code: str, instance: str = "i") -> str:
         return (asyncio.run(tool.execute(instance, {"code": code}))[0].text or "").strip()
 
     try:
         assert (
-            said("import random\nx = 6\nprint('once')\ndef f(y): return x * y\nr = random.random()")
+            run_code(
+                "import random\nx = 6\nprint('once')\ndef f(y): return x * y\nr = random.random()"
+            )
             == "once"
         )
     except SandboxUnavailable as missing:
         pytest.skip(str(missing))
-    assert said("y = f(7)\nraise ValueError('kept')").endswith("ValueError: kept")
-    assert said("y") == "42"
-    assert said("r == r and x") == "6"
-    assert "NameError" in said("x", "another")
+    assert run_code("y = f(7)\nraise ValueError('kept')").endswith("ValueError: kept")
+    assert run_code("y") == "42"
+    assert run_code("r == r and x") == "6"
+    assert "NameError" in run_code("x", "another")
     asyncio.run(tool.release("i"))
-    assert "NameError" in said("x")
+    assert "NameError" in run_code("x")
     alone = CodeInterpreterTool({"timeout_s": 60, "stateful": False})
     asyncio.run(alone.execute("i", {"code": "x = 1"}))
     assert "NameError" in (asyncio.run(alone.execute("i", {"code": "print(x)"}))[0].text or "")

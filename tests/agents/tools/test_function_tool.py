@@ -1,4 +1,4 @@
-"""Function tools: every form of the decorator, what the schema says, what a function may return."""
+"""Function tools: forms of the decorator, schemas, and return values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
-from hone.agents.tools.answers import Answer, normalize_function_tool_return
+from hone.agents.tools.answers import CallResult, normalize_function_tool_return
 from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError, ToolResponse
 from hone.agents.tools.function_tool import (
     FUNCTION_TOOL_REGISTRY,
@@ -28,8 +28,8 @@ def no_tools_before() -> Iterator[None]:
     FUNCTION_TOOL_REGISTRY.clear()
 
 
-def called(function: Function, **arguments: Any) -> Answer:
-    """What the model reads of a call, with its reward and metrics."""
+def called(function: Function, **arguments: Any) -> CallResult:
+    """Returns the response, the reward and the metrics of a call."""
     tool = tool_of(function, description="d")
     return normalize_function_tool_return(asyncio.run(tool.call(arguments)))
 
@@ -141,7 +141,7 @@ def test_parameters_that_a_model_cannot_name_are_refused() -> None:
     def positional(a: int, /) -> None:
         """Counts."""
 
-    with pytest.raises(ToolError, match="name every parameter"):
+    with pytest.raises(ToolError, match="name each one"):
         tool_of(lambda *a: None, description="d")
     with pytest.raises(ToolError, match="positional only"):
         tool_of(positional)
@@ -164,12 +164,12 @@ def test_what_the_model_would_not_be_told_is_refused() -> None:
             x: the first
         """
 
-    for function, told in (
+    for function, message in (
         (silent, "silent has no docstring"),
         (untyped, "x is missing a type hint"),
         (partial, "no description for the argument y"),
     ):
-        with pytest.raises(ToolError, match=told):
+        with pytest.raises(ToolError, match=message):
             function_tool(function)
         assert function_tool(schema=OWN_SCHEMA)(function) is function
         FUNCTION_TOOL_REGISTRY.clear()

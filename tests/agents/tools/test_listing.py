@@ -1,4 +1,4 @@
-"""Tools from a YAML list and from decorated functions; what is wrong with a list is said."""
+"""Tools from a YAML list and from decorated functions, and errors in such lists."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def not_a_tool() -> None: ...
 '''
 
 
-def written(path: Path, text: str) -> str:
+def write(path: Path, text: str) -> str:
     path.write_text(text)
     return str(path)
 
 
 def test_a_listed_class_keeps_its_schema_to_the_last_key(tmp_path: Path) -> None:
-    (tool,) = load_all_tools(written(tmp_path / "tools.yaml", LISTED), None)
+    (tool,) = load_all_tools(write(tmp_path / "tools.yaml", LISTED), None)
     assert tool.name == "calc_gsm8k_reward"
     assert isinstance(tool, Gsm8kTool)
     shown = tool.tool_schema.model_dump()
@@ -85,7 +85,7 @@ def test_a_listed_class_keeps_its_schema_to_the_last_key(tmp_path: Path) -> None
 
 
 def test_decorated_functions_are_tools_with_a_schema_from_their_signature(tmp_path: Path) -> None:
-    loaded = load_all_tools(None, written(tmp_path / "own.py", FUNCTIONS))
+    loaded = load_all_tools(None, write(tmp_path / "own.py", FUNCTIONS))
     tools = {tool.name: tool for tool in loaded if isinstance(tool, FunctionTool)}
     assert list(tools) == ["add", "shout"]
     assert tools["add"].tool_schema.model_dump()["function"] == {
@@ -106,10 +106,10 @@ def test_decorated_functions_are_tools_with_a_schema_from_their_signature(tmp_pa
 
 
 def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
-    listed = written(tmp_path / "tools.yaml", LISTED)
+    listed = write(tmp_path / "tools.yaml", LISTED)
     own = FUNCTIONS.replace("def add", "def calc_gsm8k_reward")
     with pytest.raises(ToolError, match=r"\['calc_gsm8k_reward'\] collide with tools of"):
-        load_all_tools(listed, written(tmp_path / "own.py", own))
+        load_all_tools(listed, write(tmp_path / "own.py", own))
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
     [
         ("tools: []", "no list `tools:`"),
         ("tools:\n - config: {}", "needs a `class_name`"),
-        ("tools:\n - name: weather", "only calculator, .* are built in; write the class"),
+        ("tools:\n - name: weather", "the built-in tools are calculator, .*; write the class"),
         ("tools:\n - {name: python, parametres: {}}", "there is no 'parametres'; use config, desc"),
         ("tools:\n - {name: python, parameters: [code]}", "`parameters` maps names to a type"),
-        ("tools:\n - class_name: a.B\n   config: {type: image}", "type 'image' is not built"),
+        ("tools:\n - class_name: a.B\n   config: {type: image}", "type 'image' is not supported"),
         (
             "tools:\n - class_name: hone.agents.tools.contract.BaseTool",
             "BaseTool has no schema of its own",
@@ -143,7 +143,7 @@ def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
 )
 def test_a_wrong_list_says_what_is_wrong(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(ToolError, match=why):
-        load_all_tools(written(tmp_path / "tools.yaml", text), None)
+        load_all_tools(write(tmp_path / "tools.yaml", text), None)
 
 
 @pytest.mark.parametrize(
@@ -164,31 +164,29 @@ def test_a_wrong_list_says_what_is_wrong(tmp_path: Path, text: str, why: str) ->
 def test_a_wrong_schema_says_what_is_wrong(tmp_path: Path, function: str, why: str) -> None:
     text = "tools:\n - class_name: hone.agents.tools.gsm8k.Gsm8kTool\n   tool_schema: {function: "
     with pytest.raises(ToolError, match=why):
-        load_all_tools(written(tmp_path / "tools.yaml", text + function + "}"), None)
+        load_all_tools(write(tmp_path / "tools.yaml", text + function + "}"), None)
 
 
 def test_a_missing_file_and_a_file_without_tools_are_said(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match=r"no\.yaml does not exist"):
         load_all_tools(str(tmp_path / "no.yaml"), None)
     with pytest.raises(ToolError, match="has no tool; put @function_tool"):
-        load_all_tools(None, written(tmp_path / "empty.py", "x = 1\n"))
+        load_all_tools(None, write(tmp_path / "empty.py", "x = 1\n"))
     own = FUNCTIONS.replace("def add(a: float", "def add(*a: float")
-    with pytest.raises(PluginError, match=r"variadic parameter .*cannot be shown to a model"):
-        load_all_tools(None, written(tmp_path / "star.py", own))
+    with pytest.raises(PluginError, match=r"variadic parameter .*is not supported; name each"):
+        load_all_tools(None, write(tmp_path / "star.py", own))
 
 
 def test_interactions_are_listed_by_name(tmp_path: Path) -> None:
     entry = "  - class_name: hone.interactions.gsm8k_interaction.Gsm8kInteraction\n"
-    found = initialize_interactions_from_config(
-        written(tmp_path / "i.yaml", "interaction:\n" + entry)
+    interactions = initialize_interactions_from_config(
+        write(tmp_path / "i.yaml", "interaction:\n" + entry)
     )
-    assert found["gsm8k"].name == "gsm8k"
-    twice = written(tmp_path / "two.yaml", "interaction:\n" + entry + entry)
+    assert interactions["gsm8k"].name == "gsm8k"
+    twice = write(tmp_path / "two.yaml", "interaction:\n" + entry + entry)
     with pytest.raises(ToolError, match="Duplicate interaction name 'gsm8k' found"):
         initialize_interactions_from_config(twice)
-    assert (
-        initialize_interactions_from_config(written(tmp_path / "0.yaml", "interaction: []")) == {}
-    )
+    assert initialize_interactions_from_config(write(tmp_path / "0.yaml", "interaction: []")) == {}
 
 
 def test_a_tool_without_execute_says_so() -> None:
@@ -203,7 +201,7 @@ def test_a_tool_without_execute_says_so() -> None:
 )
 def test_a_hostile_list_is_an_error_with_its_file(tmp_path: Path, text: str) -> None:
     with pytest.raises(ToolError, match=r"tools\.yaml"):
-        load_all_tools(written(tmp_path / "tools.yaml", text), None)
+        load_all_tools(write(tmp_path / "tools.yaml", text), None)
 
 
 def test_a_short_entry_is_a_built_in_tool_in_the_users_words(tmp_path: Path) -> None:
@@ -221,7 +219,7 @@ tools:
       source: {type: string}
   - name: calc_gsm8k_reward
 """
-    tools = load_all_tools(written(tmp_path / "tools.yaml", text), None)
+    tools = load_all_tools(write(tmp_path / "tools.yaml", text), None)
     assert [tool.name for tool in tools] == ["calculator", "python", "calc_gsm8k_reward"]
     assert tools[0].tool_schema.model_dump()["function"] == {
         "name": "calculator",
@@ -237,14 +235,14 @@ tools:
 
 def test_classes_of_verl_are_those_of_the_same_path_here(tmp_path: Path) -> None:
     verl = LISTED.replace("hone.tools", "verl.tools")
-    (tool,) = load_all_tools(written(tmp_path / "tools.yaml", verl), None)
+    (tool,) = load_all_tools(write(tmp_path / "tools.yaml", verl), None)
     assert isinstance(tool, Gsm8kTool)
     missing = "tools:\n - class_name: verl.tools.geo3k_tool.Geo3kTool"
     with pytest.raises(PluginError, match=r"geo3k_tool\.Geo3kTool"):
-        load_all_tools(written(tmp_path / "more.yaml", missing), None)
+        load_all_tools(write(tmp_path / "more.yaml", missing), None)
     missing = "tools:\n - class_name: verl.tools.nothing.Nothing"
-    with pytest.raises(ModuleNotFoundError, match=r"hone has no 'verl\.tools\.nothing'"):
-        load_all_tools(written(tmp_path / "none.yaml", missing), None)
+    with pytest.raises(ModuleNotFoundError, match=r"verl\.tools\.nothing' is not there in hone"):
+        load_all_tools(write(tmp_path / "none.yaml", missing), None)
 
 
 def test_a_call_of_verls_schemas_is_read_from_its_text() -> None:

@@ -87,10 +87,10 @@ def listed(folder: Path, settings: dict[str, Any], *names: str) -> dict[str, Any
 
 
 def answers(tools: dict[str, Any], *calls: ToolCall) -> tuple[list[str], int]:
-    """What the model reads of calls, one after the other, each in an event loop of its own."""
+    """Returns the answers of calls, each made in a new event loop, and the failures."""
     session = ToolSession(tools, AgentData([], [1], "r", {}), CallLimits(9, None, 60.0, str))
-    texts = [text for call in calls for text in asyncio.run(session.answer([call]))]
-    return texts, session.facts.failures
+    texts = [text for call in calls for text in asyncio.run(session.run_calls([call]))]
+    return texts, session.record.failures
 
 
 ADD = ToolCall("add", {"a": 2, "b": 3})
@@ -124,8 +124,8 @@ def test_a_server_that_ended_is_started_again_at_the_next_call(
 @pytest.mark.parametrize(
     ("settings", "names", "why"),
     [
-        ({"url": "http://127.0.0.1:9/mcp"}, (), "'sums' cannot be asked for its tools"),
-        ({"command": "no-such-program"}, (), "'sums' cannot be asked for its tools"),
+        ({"url": "http://127.0.0.1:9/mcp"}, (), "'sums' did not list its tools"),
+        ({"command": "no-such-program"}, (), "'sums' did not list its tools"),
         ({"port": 1}, (), "needs a `url` or a `command`"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Questions go to the retrieval service; its passages come back as text."""
+"""The search tool sends questions to the service and returns its passages as text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 from hone.agents.tools.contract import ToolError
 from hone.agents.tools.search import SearchTool
 
-ASKED: list[Any] = []
+REQUESTS: list[Any] = []
 
 
 class Service(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        ASKED.append(asked)
+        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        REQUESTS.append(query)
         hit = {"document": {"id": "7", "contents": "Paris\nCapital of France."}, "score": 1.0}
-        body = json.dumps({"result": [[hit] * asked["topk"] for _ in asked["queries"]]}).encode()
+        body = json.dumps({"result": [[hit] * query["topk"] for _ in query["queries"]]}).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(body)
@@ -43,16 +43,16 @@ def url() -> Iterator[str]:
 def test_passages_are_numbered_and_questions_apart(url: str) -> None:
     tool = SearchTool({"retrieval_service_url": url, "topk": 2, "type": "native"})
     assert tool.name == "search"
-    answer, reward, facts = asyncio.run(tool.execute("i", {"query_list": ["a", "b"]}))
+    answer, reward, metrics = asyncio.run(tool.execute("i", {"query_list": ["a", "b"]}))
     one = "Doc 1 (Title: Paris)\nCapital of France.\n\nDoc 2 (Title: Paris)\nCapital of France."
     assert json.loads(answer.text or "") == {"result": f"{one}\n---\n{one}"}
-    assert (reward, facts) == (0.0, {"query_count": 2, "total_results": 4})
-    assert ASKED[-1] == {"queries": ["a", "b"], "topk": 2, "return_scores": True}
+    assert (reward, metrics) == (0.0, {"query_count": 2, "total_results": 4})
+    assert REQUESTS[-1] == {"queries": ["a", "b"], "topk": 2, "return_scores": True}
 
 
 def test_what_is_no_list_of_questions_and_no_url_is_refused(url: str) -> None:
     tool = SearchTool({"retrieval_service_url": url})
     with pytest.raises(ToolError, match="list of questions"):
         asyncio.run(tool.execute("i", {"query_list": "a"}))
-    with pytest.raises(ToolError, match="no URL"):
+    with pytest.raises(ToolError, match="not an http"):
         SearchTool({"topk": 3})

@@ -1,4 +1,4 @@
-"""Every call gets an answer: made, refused, late or failed; and what happened is kept in order."""
+"""Every call gets an answer and is recorded in order, also refused, late and failed calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hone.agents.tools.session import CallLimits, ToolSession
 
 
 class Echo(BaseTool):
-    """Says `text` after `wait` seconds; keeps who was created and released."""
+    """Returns `text` after `wait` seconds; records created and released instances."""
 
     def __init__(self) -> None:
         self.alive: dict[str, dict[str, Any]] = {}
@@ -51,8 +51,13 @@ class Echo(BaseTool):
         del self.alive[instance_id]
 
 
-def session(tool: BaseTool, kwargs: Any = None, **changes: Any) -> ToolSession:
-    limits = {"a_turn": 3, "a_trajectory": None, "timeout_s": 60.0, "cut": lambda text: text[:80]}
+def make_session(tool: BaseTool, kwargs: Any = None, **changes: Any) -> ToolSession:
+    limits = {
+        "max_calls_per_turn": 3,
+        "max_calls": None,
+        "timeout_s": 60.0,
+        "truncate": lambda text: text[:80],
+    }
     data = AgentData([], [1], "r", kwargs or {})
     return ToolSession({tool.name: tool}, data, CallLimits(**{**limits, **changes}))
 
@@ -63,26 +68,26 @@ def echo(text: str, **more: Any) -> ToolCall:
 
 def test_calls_of_a_turn_run_together_and_are_kept_in_their_order() -> None:
     tool = Echo()
-    talk = session(tool)
+    session = make_session(tool)
     calls = [echo("late", wait=0.2), echo("b"), echo("c")]
-    assert asyncio.run(talk.answer(calls)) == ["late", "b", "c"]
+    assert asyncio.run(session.run_calls(calls)) == ["late", "b", "c"]
     assert tool.most_at_once == 3
-    assert [output["text"] for output in talk.facts.outputs] == ["late", "b", "c"]
-    assert talk.facts.outputs[0] == {
+    assert [output["text"] for output in session.record.outputs] == ["late", "b", "c"]
+    assert session.record.outputs[0] == {
         "name": "echo",
         "arguments": {"text": "late", "wait": 0.2},
         "text": "late",
         "reward": 0.25,
         "metrics": {"n": 4},
     }
-    assert talk.agent_data.tool_rewards == [0.25] * 3
+    assert session.agent_data.tool_rewards == [0.25] * 3
     assert len(tool.alive) == 1  # one state a trajectory, not one a call
 
 
 def test_the_rows_arguments_reach_create_and_execute() -> None:
     tool = Echo()
     kwargs = {"echo": {"create_kwargs": {"truth": 7}, "execute_kwargs": {"suffix": "!"}}}
-    assert asyncio.run(session(tool, kwargs).answer([echo("hi")])) == ["hi!"]
+    assert asyncio.run(make_session(tool, kwargs).run_calls([echo("hi")])) == ["hi!"]
     (created,) = tool.alive.values()
     assert created == {"truth": 7, "create_kwargs": {"truth": 7}}
 
@@ -98,30 +103,32 @@ def test_the_rows_arguments_reach_create_and_execute() -> None:
     ],
 )
 def test_a_call_that_cannot_be_made_is_answered_and_counted(call: ToolCall, said: str) -> None:
-    talk = session(Echo(), timeout_s=0.05 if "wait" in call.arguments else 60.0)
-    assert asyncio.run(talk.answer([call])) == [said]
-    assert talk.facts.failures == 1
-    assert talk.facts.timeouts == (["echo"] if "longer" in said else [])
-    assert talk.agent_data.tool_rewards == []
+    session = make_session(Echo(), timeout_s=0.05 if "wait" in call.arguments else 60.0)
+    assert asyncio.run(session.run_calls([call])) == [said]
+    assert session.record.failures == 1
+    assert session.record.timeouts == (["echo"] if "longer" in said else [])
+    assert session.agent_data.tool_rewards == []
 
 
 def test_a_tool_that_cannot_begin_is_an_answer_too() -> None:
-    talk = session(Echo(), {"echo": {"create_kwargs": {"broken": True}}})
-    said = asyncio.run(talk.answer([echo("x")]))
+    session = make_session(Echo(), {"echo": {"create_kwargs": {"broken": True}}})
+    said = asyncio.run(session.run_calls([echo("x")]))
     assert said == ["Error: echo failed: ConnectionError: no server"]
 
 
 def test_calls_beyond_the_turns_limit_are_not_made() -> None:
     tool = Echo()
-    answers = asyncio.run(session(tool, a_turn=1).answer([echo("a"), echo("b")]))
-    assert answers == ["a", "Error: not run: at most 1 tool calls a turn"]
+    answers = asyncio.run(
+        make_session(tool, max_calls_per_turn=1).run_calls([echo("a"), echo("b")])
+    )
+    assert answers == ["a", "Error: not run: at most 1 tool calls per turn"]
 
 
 def test_calls_beyond_the_trajectorys_limit_are_not_made() -> None:
     async def twice() -> list[str]:
-        talk = session(Echo(), a_trajectory=2)
-        first = await talk.answer([echo("a"), echo("b"), echo("c")])
-        return [*first, *(await talk.answer([echo("d")]))]
+        session = make_session(Echo(), max_calls=2)
+        first = await session.run_calls([echo("a"), echo("b"), echo("c")])
+        return [*first, *(await session.run_calls([echo("d")]))]
 
     a, b, c, d = asyncio.run(twice())
     assert (a, b) == ("a", "b")
@@ -129,23 +136,25 @@ def test_calls_beyond_the_trajectorys_limit_are_not_made() -> None:
 
 
 def test_answers_are_cut() -> None:
-    assert asyncio.run(session(Echo(), cut=lambda text: text[:2]).answer([echo("long")])) == ["lo"]
+    assert asyncio.run(
+        make_session(Echo(), truncate=lambda text: text[:2]).run_calls([echo("long")])
+    ) == ["lo"]
 
 
 def test_tools_that_answer_with_text_work() -> None:
-    talk = session(Echo())
-    assert asyncio.run(talk.answer([echo("old style")])) == ["as text"]
-    assert talk.agent_data.tool_rewards == [0.5]
+    session = make_session(Echo())
+    assert asyncio.run(session.run_calls([echo("old style")])) == ["as text"]
+    assert session.agent_data.tool_rewards == [0.5]
 
 
 def test_scores_are_asked_once_and_state_is_forgotten() -> None:
     async def whole() -> tuple[dict[str, float], Echo]:
         tool = Echo()
-        talk = session(tool)
-        await talk.answer([echo("a")])
-        scores = await talk.scores()
-        await talk.release()
-        await talk.release()
+        session = make_session(tool)
+        await session.run_calls([echo("a")])
+        scores = await session.scores()
+        await session.release()
+        await session.release()
         return scores, tool
 
     scores, tool = asyncio.run(whole())
@@ -159,7 +168,7 @@ class Unspeakable(Exception):
 
 
 class OwnExit(BaseException):
-    """No Exception: `except Exception` lets it through."""
+    """A BaseException, which `except Exception` does not catch."""
 
 
 ERRORS: dict[str, BaseException] = {
@@ -175,7 +184,7 @@ ERRORS: dict[str, BaseException] = {
 
 
 class Faulty(Echo):
-    """Fails in the one verb it is told to, in the way it is told to."""
+    """Fails in one method: raises, hangs, …"""
 
     def __init__(self, verb: str, how: str) -> None:
         super().__init__()
@@ -204,9 +213,9 @@ class Faulty(Echo):
         await super().release(instance_id)
 
 
-async def play_out(talk: ToolSession) -> tuple[list[str], dict[str, float]]:
-    said, scores = await talk.answer([echo("a")]), await talk.scores()
-    await talk.release()
+async def run_session(session: ToolSession) -> tuple[list[str], dict[str, float]]:
+    said, scores = await session.run_calls([echo("a")]), await session.scores()
+    await session.release()
     return said, scores
 
 
@@ -215,8 +224,8 @@ async def play_out(talk: ToolSession) -> tuple[list[str], dict[str, float]]:
 def test_no_verb_of_a_tool_stops_a_run(
     verb: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    talk = session(Faulty(verb, how), timeout_s=0.05 if how == "hangs" else 60.0)
-    (said,), scores = asyncio.run(play_out(talk))
+    session = make_session(Faulty(verb, how), timeout_s=0.05 if how == "hangs" else 60.0)
+    (said,), scores = asyncio.run(run_session(session))
     reason = {
         "hangs": "echo took longer than 0.05 s",
         "raises": "echo failed: RuntimeError: boom",
@@ -229,10 +238,10 @@ def test_no_verb_of_a_tool_stops_a_run(
         "is unspeakable": "echo failed: RuntimeError: Unspeakable (its message cannot be shown)",
     }[how]
     assert said.startswith(f"Error: {reason}") if verb in ("create", "execute") else said == "a"
-    wanted = {"create": {}, "calc_reward": {"echo": 0.0}}.get(verb, {"echo": 0.75})
-    assert scores == wanted
-    assert talk.facts.failures == 1
-    assert talk.facts.timeouts == (["echo"] if how == "hangs" else [])
+    expected_scores = {"create": {}, "calc_reward": {"echo": 0.0}}.get(verb, {"echo": 0.75})
+    assert scores == expected_scores
+    assert session.record.failures == 1
+    assert session.record.timeouts == (["echo"] if how == "hangs" else [])
     assert reason in caplog.text
 
 
@@ -247,7 +256,7 @@ class OwnTimeout(Echo):
 
 
 @pytest.mark.parametrize(
-    ("tool", "given", "said"),
+    ("tool", "kwargs", "said"),
     [
         (NotAsync(), {}, "RuntimeError: before anything is awaited"),
         (NotAsync(), {"execute_kwargs": {"q": 1}}, "TypeError: NotAsync.execute() got an unexp"),
@@ -255,12 +264,12 @@ class OwnTimeout(Echo):
     ],
 )
 def test_a_call_that_fails_in_an_odd_place_is_told_as_it_is(
-    tool: Echo, given: Any, said: str
+    tool: Echo, kwargs: Any, said: str
 ) -> None:
-    talk = session(tool, {"echo": given})
-    (answer,), _ = asyncio.run(play_out(talk))
+    session = make_session(tool, {"echo": kwargs})
+    (answer,), _ = asyncio.run(run_session(session))
     assert answer.startswith(f"Error: echo failed: {said}")
-    assert (talk.facts.failures, talk.facts.timeouts) == (1, [])
+    assert (session.record.failures, session.record.timeouts) == (1, [])
 
 
 def test_a_score_that_is_no_finite_number_counts_0_and_as_a_failure() -> None:
@@ -268,9 +277,9 @@ def test_a_score_that_is_no_finite_number_counts_0_and_as_a_failure() -> None:
         async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
             return float("nan")
 
-    talk = session(Undecided())
-    assert asyncio.run(play_out(talk))[1] == {"echo": 0.0}
-    assert talk.facts.failures == 1
+    session = make_session(Undecided())
+    assert asyncio.run(run_session(session))[1] == {"echo": 0.0}
+    assert session.record.failures == 1
 
 
 def test_a_tool_may_read_the_trajectory_so_far() -> None:
@@ -281,8 +290,11 @@ def test_a_tool_may_read_the_trajectory_so_far() -> None:
             agent_data.extra_fields["read"] = len(agent_data.messages)
             return f"{agent_data.prompt_ids} {agent_data.tools_kwargs}", 0.5, {}
 
-    talk = session(Reading(), {"echo": {"create_kwargs": {"x": 1}}})
-    talk.agent_data.messages.append({"role": "user", "content": "hi"})
-    (told,) = asyncio.run(talk.answer([echo("a")]))
-    assert told == "[1] {'echo': {'create_kwargs': {'x': 1}}}"
-    assert (talk.agent_data.extra_fields, talk.agent_data.tool_rewards) == ({"read": 1}, [0.5])
+    session = make_session(Reading(), {"echo": {"create_kwargs": {"x": 1}}})
+    session.agent_data.messages.append({"role": "user", "content": "hi"})
+    (answer,) = asyncio.run(session.run_calls([echo("a")]))
+    assert answer == "[1] {'echo': {'create_kwargs': {'x': 1}}}"
+    assert (session.agent_data.extra_fields, session.agent_data.tool_rewards) == (
+        {"read": 1},
+        [0.5],
+    )

@@ -56,8 +56,8 @@ def test_too_small_a_range_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tinyzeros_sets_have_their_names_and_sizes() -> None:
-    made = tinyzero_splits(name="multiply", operations="*", train_size=30, test_size=10)
-    assert (len(made["train"]), len(made["test"])) == (30, 10)
-    row = made["test"][0]
+    rows_by_split = tinyzero_splits(name="multiply", operations="*", train_size=30, test_size=10)
+    assert (len(rows_by_split["train"]), len(rows_by_split["test"])) == (30, 10)
+    row = rows_by_split["test"][0]
     assert row["data_source"] == "yolo/multiply-3_digit"
     assert "<answer> RESULT_NUMBER </answer>" in row["prompt"][0]["content"]

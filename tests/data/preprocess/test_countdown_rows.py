@@ -22,7 +22,7 @@ from hone.data.rows import DataError
 
 
 def is_solvable(numbers: tuple[int, ...], target: int) -> bool:
-    """Every way to join two values into one, until one is left: slow, and sees all of them."""
+    """Returns whether a solution exists, by trying all expressions."""
 
     def search(values: tuple[Fraction, ...]) -> bool:
         if len(values) == 1:
@@ -43,7 +43,7 @@ def is_solvable(numbers: tuple[int, ...], target: int) -> bool:
 
 
 def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
-    """The value of an expression and the numbers in it, by walking its syntax tree."""
+    """Returns the value of an expression and its numbers, from its syntax tree."""
     used: list[int] = []
 
     def walk(node: ast.expr) -> Fraction:
@@ -134,17 +134,17 @@ def test_a_row_has_tinyzeros_schema() -> None:
 
 
 def test_templates_carry_their_markers() -> None:
-    def written(template: str) -> str:
+    def prompt_of(template: str) -> str:
         record = {"nums": [1, 2, 3], "target": 6}
         row = countdown_row(record, "train", 0, template=template)
         content: str = row["prompt"][0]["content"]
         return content
 
-    chatml = written("qwen-instruct")
+    chatml = prompt_of("qwen-instruct")
     assert "<|im_start|>assistant\nLet me solve this step by step.\n<think>" in chatml
-    assert "Assistant:" not in written("chat")
+    assert "Assistant:" not in prompt_of("chat")
     with pytest.raises(DataError, match="template 'llama'"):
-        written("llama")
+        prompt_of("llama")
 
 
 def test_a_range_that_holds_too_few_problems_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_wrong_ranges_are_named() -> None:
 def test_upstreams_file_is_cut_by_position_and_cleared_of_test_problems(tmp_path: Path) -> None:
     lines = [f'{{"nums": [{n}, 2, 3], "target": {n + 5}}}' for n in [1, 2, 3, 4, 5, 6, 2]]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    made = splits(Source(tmp_path), train_size=4, test_size=3)
-    assert [row["nums"][0] for row in made["test"]] == [5, 6, 2]
-    assert [row["nums"][0] for row in made["train"]] == [1, 3, 4]
-    assert [row["extra_info"]["index"] for row in made["train"]] == [0, 1, 2]
+    rows_by_split = splits(Source(tmp_path), train_size=4, test_size=3)
+    assert [row["nums"][0] for row in rows_by_split["test"]] == [5, 6, 2]
+    assert [row["nums"][0] for row in rows_by_split["train"]] == [1, 3, 4]
+    assert [row["extra_info"]["index"] for row in rows_by_split["train"]] == [0, 1, 2]

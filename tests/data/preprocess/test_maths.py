@@ -10,7 +10,7 @@ from hone.data.preprocess.sources import Source
 
 
 @pytest.mark.parametrize(
-    ("written", "tidy"),
+    ("answer", "tidy"),
     [
         ("9 (apples)", "9"),
         ("43.0", "43"),
@@ -21,8 +21,8 @@ from hone.data.preprocess.sources import Source
         ("(3, 4)", "(3, 4)"),
     ],
 )
-def test_units_and_empty_fractions_are_cut(written: object, tidy: str) -> None:
-    assert tidy_answer(written) == tidy
+def test_units_and_empty_fractions_are_cut(answer: object, tidy: str) -> None:
+    assert tidy_answer(answer) == tidy
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,14 @@ def test_mbpps_records_go_to_the_split_they_name(tmp_path: Path) -> None:
     for record, split in zip(records, ["train", "val", "test", "prompt"], strict=True):
         record["split"] = split
     write(tmp_path / "mbpp/mbpp.jsonl", records)
-    made = rows_of("mbpp", tmp_path)
-    assert {split: len(rows) for split, rows in made.items()} == {
+    rows_by_split = rows_of("mbpp", tmp_path)
+    assert {split: len(rows) for split, rows in rows_by_split.items()} == {
         "train": 1,
         "validation": 1,
         "test": 1,
     }
-    run(truth_of(made["test"][0])["functional"])
-    assert "assert x == 1" in made["test"][0]["prompt"][0]["content"]
+    run(truth_of(rows_by_split["test"][0])["functional"])
+    assert "assert x == 1" in rows_by_split["test"][0]["prompt"][0]["content"]
 
 
 def test_leetcodes_test_has_a_place_for_the_program(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_row_has_search_r1s_schema(folder: Path) -> None:
-    made = splits(Source(folder), data_sources="nq")
-    row = made["test"][0]
+    rows_by_split = splits(Source(folder), data_sources="nq")
+    row = rows_by_split["test"][0]
     assert row["data_source"] == "nq"
     assert row["ability"] == "fact-reasoning"
     assert row["reward_model"] == {"style": "rule", "ground_truth": {"target": ["A", "B"]}}
@@ -50,9 +50,9 @@ def test_ambignq_stands_in_for_nqs_training_file(folder: Path) -> None:
 
 
 def test_several_sets_are_merged_and_dev_serves_as_test(folder: Path) -> None:
-    made = splits(Source(folder), data_sources="nq,hotpotqa")
-    assert [row["data_source"] for row in made["test"]] == ["nq", "hotpotqa"]
-    assert [row["data_source"] for row in made["train"]] == ["nq"]
+    rows_by_split = splits(Source(folder), data_sources="nq,hotpotqa")
+    assert [row["data_source"] for row in rows_by_split["test"]] == ["nq", "hotpotqa"]
+    assert [row["data_source"] for row in rows_by_split["train"]] == ["nq"]
 
 
 def test_without_search_the_prompt_does_not_offer_it(folder: Path) -> None:
@@ -85,9 +85,9 @@ def test_closed_world_questions_hold_out_each_eighth_answerable_one(tmp_path: Pa
             for i in range(20)
         ],
     )
-    made = closed_world_splits(Source(tmp_path))
-    assert (len(made["train"]), len(made["test"])) == (14, 2)
-    assert "q7?" in made["test"][0]["prompt"][0]["content"]
+    rows_by_split = closed_world_splits(Source(tmp_path))
+    assert (len(rows_by_split["train"]), len(rows_by_split["test"])) == (14, 2)
+    assert "q7?" in rows_by_split["test"][0]["prompt"][0]["content"]
 
 
 def test_mistakes_are_named(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for code of the user's own: deadlines, own time-outs, cancellations, and what will not end."""
+"""Awaiting user code: deadlines, its own time-outs, cancellations, and tasks that do not end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hone.agents import bounded as room
-from hone.agents.bounded import Overdue, bounded, in_thread
+from hone.agents import deadline
+from hone.agents.deadline import DeadlineExceeded, run_in_thread, run_with_deadline
 
 
 async def late_with_own_word() -> None:
@@ -23,7 +23,7 @@ async def cancels_itself() -> None:
 
 
 def test_what_the_work_returns_comes_back() -> None:
-    assert asyncio.run(bounded(asyncio.sleep(0, "done"), 60.0)) == "done"
+    assert asyncio.run(run_with_deadline(asyncio.sleep(0, "done"), 60.0)) == "done"
 
 
 def test_work_that_hangs_is_cancelled_and_overdue() -> None:
@@ -35,19 +35,19 @@ def test_work_that_hangs_is_cancelled_and_overdue() -> None:
         finally:
             ended.append("cleaned up")
 
-    with pytest.raises(Overdue, match=r"not done after 0\.01 s"):
-        asyncio.run(bounded(hang(), 0.01))
+    with pytest.raises(DeadlineExceeded, match=r"not done after 0\.01 s"):
+        asyncio.run(run_with_deadline(hang(), 0.01))
     assert ended == ["cleaned up"]
 
 
 def test_a_time_out_of_the_work_itself_is_not_ours() -> None:
     with pytest.raises(TimeoutError, match="the server was slow"):
-        asyncio.run(bounded(late_with_own_word(), 60.0))
+        asyncio.run(run_with_deadline(late_with_own_word(), 60.0))
 
 
 def test_work_that_cancels_itself_is_an_ordinary_failure() -> None:
     with pytest.raises(RuntimeError, match="it cancelled itself"):
-        asyncio.run(bounded(cancels_itself(), None))
+        asyncio.run(run_with_deadline(cancels_itself(), None))
 
 
 def test_a_cancelled_wait_cancels_the_work_and_stays_cancelled() -> None:
@@ -61,7 +61,7 @@ def test_a_cancelled_wait_cancels_the_work_and_stays_cancelled() -> None:
             ended.append("cleaned up")
 
     async def whole() -> bool:
-        waiting = asyncio.create_task(bounded(work(), None))
+        waiting = asyncio.create_task(run_with_deadline(work(), None))
         await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.wait({waiting})
@@ -74,8 +74,8 @@ def test_a_cancelled_wait_cancels_the_work_and_stays_cancelled() -> None:
 def test_work_that_swallows_its_cancellation_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closing the event loop waits for every task it knows: also there it must be forgotten."""
-    monkeypatch.setattr(room, "GRACE_S", 0.01)
+    """Closing the event loop waits for its tasks, so the abandoned task must not be among them."""
+    monkeypatch.setattr(deadline, "GRACE_S", 0.01)
 
     async def stubborn() -> None:
         while True:
@@ -86,8 +86,8 @@ def test_work_that_swallows_its_cancellation_is_left_behind(
 
     def run() -> None:
         try:
-            asyncio.run(bounded(stubborn(), 0.01))
-        except Overdue as error:
+            asyncio.run(run_with_deadline(stubborn(), 0.01))
+        except DeadlineExceeded as error:
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -100,7 +100,7 @@ def test_work_that_swallows_its_cancellation_is_left_behind(
 def test_a_cancellation_during_the_grace_time_leaves_the_work_behind_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The work is overdue and does not end; before its grace time is over the waiter is cancelled."""
+    """The waiter is cancelled during the grace time of work that does not end."""
     outcome: list[Any] = []
 
     async def stubborn() -> None:
@@ -109,7 +109,7 @@ def test_a_cancellation_during_the_grace_time_leaves_the_work_behind_too(
                 await asyncio.sleep(3600)
 
     async def whole() -> bool:
-        waiting = asyncio.create_task(bounded(stubborn(), 0.01, grace_s=3600.0))
+        waiting = asyncio.create_task(run_with_deadline(stubborn(), 0.01, grace_s=3600.0))
         await asyncio.sleep(0.05)
         waiting.cancel()
         await asyncio.wait({waiting})
@@ -124,7 +124,7 @@ def test_a_cancellation_during_the_grace_time_leaves_the_work_behind_too(
 
 def test_work_cancelled_before_it_began_is_closed(recwarn: pytest.WarningsRecorder) -> None:
     async def whole() -> None:
-        waiting = asyncio.create_task(bounded(asyncio.sleep(0), None))
+        waiting = asyncio.create_task(run_with_deadline(asyncio.sleep(0), None))
         asyncio.get_running_loop().call_soon(waiting.cancel)
         await asyncio.wait({waiting})
 
@@ -138,13 +138,13 @@ def test_a_ctrl_c_of_the_user_is_not_a_failure_of_the_work() -> None:
         await asyncio.sleep(3600)
 
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(bounded(interrupted(), 60.0))
+        asyncio.run(run_with_deadline(interrupted(), 60.0))
 
 
 def test_a_function_in_a_thread_returns_and_raises() -> None:
-    assert asyncio.run(in_thread(divmod_of, a=7, b=2)) == (3, 1)
+    assert asyncio.run(run_in_thread(divmod_of, a=7, b=2)) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(in_thread(divmod_of, a=7, b=0))
+        asyncio.run(run_in_thread(divmod_of, a=7, b=0))
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), StopIteration(3)])
@@ -153,7 +153,7 @@ def test_an_exit_in_a_thread_is_an_ordinary_failure(error: BaseException) -> Non
         raise error
 
     with pytest.raises(RuntimeError, match=f"{type(error).__name__}: 3"):
-        asyncio.run(bounded(in_thread(leave), 60.0))
+        asyncio.run(run_with_deadline(run_in_thread(leave), 60.0))
 
 
 def divmod_of(a: int, b: int) -> tuple[int, int]:
@@ -165,8 +165,8 @@ def test_closing_the_event_loop_does_not_wait_for_a_thread() -> None:
 
     def run() -> None:
         try:
-            asyncio.run(bounded(in_thread(free.wait), 0.01))
-        except Overdue as error:
+            asyncio.run(run_with_deadline(run_in_thread(free.wait), 0.01))
+        except DeadlineExceeded as error:
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
