@@ -97,9 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         try:
             run = self._parse_request()
-        except HttpError as refusal:
+        except HttpError as error:
             self.close_connection = True  # the body has not been read
-            self._answer(refusal.status, {"detail": str(refusal)})
+            self._answer(error.status, {"detail": str(error)})
             return
         try:
             with self._slot():

@@ -25,7 +25,7 @@ def extract_solution(
     last_line_only: bool = False,
     assistant_marker: bool | None = None,
 ) -> str | None:
-    """Returns the model's expression, or None. `assistant_marker=None` uses the value of `compat`."""
+    """Returns the model's expression, or None. `assistant_marker` defaults to `compat`."""
     text = solution_str
     if compat if assistant_marker is None else assistant_marker:
         marker = next((m for m in _MARKERS if m in text), None)
