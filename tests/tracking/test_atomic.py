@@ -9,7 +9,7 @@ from hone.tracking import atomic_path, atomic_write_bytes, atomic_write_text
 from hone.tracking.atomic import grant_by_umask, make_folder, remove_leftovers, rename_folder
 
 
-def test_text_and_bytes_arrive_whole_and_leave_nothing_else(tmp_path: Path) -> None:
+def test_text_and_bytes_are_written_without_other_files(tmp_path: Path) -> None:
     atomic_write_text(tmp_path / "new" / "a.txt", "größe\n")
     atomic_write_bytes(tmp_path / "new" / "b.bin", b"\x00\xff")
     assert (tmp_path / "new" / "a.txt").read_bytes() == "größe\n".encode()
@@ -22,7 +22,7 @@ def test_a_lone_surrogate_is_written_escaped(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").read_text() == "x\\ud800y"
 
 
-def test_the_old_file_stays_while_the_new_one_is_written(tmp_path: Path) -> None:
+def test_the_old_file_exists_while_the_new_one_is_written(tmp_path: Path) -> None:
     target = tmp_path / "a.txt"
     target.write_text("old")
     with atomic_path(target) as temporary:

@@ -96,7 +96,7 @@ def test_opening_a_file_again_appends(tmp_path: Path) -> None:
 def test_cut_back_drops_later_steps_and_returns_how_many(tmp_path: Path) -> None:
     file = make(tmp_path, 0, 1, 2, 3, 4)
     before = file.path.read_bytes().splitlines(keepends=True)
-    assert file.cut_back(2) == 2
+    assert file.truncate_after(2) == 2
     assert file.path.read_bytes() == b"".join(before[:3])
     file.append({"a": 3}, 3)
     assert [row["step"] for row in file.rows()] == [0, 1, 2, 3]
@@ -105,12 +105,12 @@ def test_cut_back_drops_later_steps_and_returns_how_many(tmp_path: Path) -> None
 def test_cut_back_to_the_last_step_leaves_the_file_untouched(tmp_path: Path) -> None:
     file = make(tmp_path, 1, 2)
     inode = os.stat(file.path).st_ino
-    assert file.cut_back(2) == 0
+    assert file.truncate_after(2) == 0
     assert os.stat(file.path).st_ino == inode
 
 
 def test_cut_back_without_a_file_does_nothing(tmp_path: Path) -> None:
-    assert MetricsFile(tmp_path / "metrics.jsonl").cut_back(3) == 0
+    assert MetricsFile(tmp_path / "metrics.jsonl").truncate_after(3) == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,7 +120,7 @@ def test_killed_anywhere_in_a_line_cut_back_gives_the_whole_lines(tmp_path: Path
     for length in range(len(whole) + 1):
         file = MetricsFile(tmp_path / "torn.jsonl")
         file.path.write_bytes(whole[:length])
-        file.cut_back(2)
+        file.truncate_after(2)
         # A line that lost only its line end is whole.
         expected = [line for line in lines[:2] if whole[:length].find(line.rstrip()) >= 0]
         assert file.path.read_bytes() == b"".join(expected)
@@ -141,7 +141,7 @@ def test_a_failed_cut_back_keeps_every_line(
     before = file.path.read_bytes()
     monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(OSError("no rename")))
     with pytest.raises(OSError, match="no rename"):
-        file.cut_back(1)
+        file.truncate_after(1)
     assert file.path.read_bytes() == before
 
 

@@ -91,7 +91,7 @@ def test_a_broken_tracker_is_counted_and_the_run_goes_on(
         for step in (1, 2, 3):
             tracking.log({"a": step}, step)
     assert tracking.failures == {BROKEN: 3}
-    assert len([r for r in caplog.records if "the run goes on" in r.message]) == 1
+    assert len([r for r in caplog.records if "the run continues" in r.message]) == 1
     assert "the cloud is down" in caplog.text
     rows = read_metrics(tmp_path)
     assert [row.get(f"tracking/failures/{BROKEN}") for row in rows] == [None, 1, 2]
