@@ -17,13 +17,7 @@ import torch
 from hone.config.reward import RewardKwargs
 from hone.protocol import DataProto
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
-from hone.rewards.failures import (
-    NO_GROUND_TRUTH,
-    Failed,
-    FailurePolicy,
-    RewardError,
-    Scored,
-)
+from hone.rewards.failures import NO_GROUND_TRUTH, Failed, FailurePolicy, RewardError, Scored
 from hone.rewards.ground_truth import is_missing
 from hone.rewards.managers.abstract import AbstractRewardManager, RawRewardFn
 from hone.rewards.managers.reading import (
