@@ -38,10 +38,7 @@ def has_template(tokenizer: Tokenizer | None) -> bool:
 
 
 def conversation_text(prompt: Prompt, answer: str, tokenizer: Tokenizer) -> str:
-    """Renders the conversation with the chat template; a text prompt is followed by the answer.
-
-    Without a template the contents are joined by blank lines.
-    """
+    """Returns the conversation by the chat template, or without one joined by blank lines."""
     if isinstance(prompt, str):
         return prompt + answer
     if not has_template(tokenizer):

@@ -31,10 +31,7 @@ def decode(value: JsonValue) -> JsonValue:
 
 
 def is_missing(value: JsonValue) -> bool:
-    """Whether a ground truth is null, NaN, blank, `null`, `[INVALID]`, or a list of only these.
-
-    An empty response would match such a ground truth.
-    """
+    """Whether a ground truth is null, NaN, blank, `null`, `[INVALID]`, or a list of only these."""
     value = decode(plain(value))
     if isinstance(value, Mapping):
         return not value or ("target" in value and is_missing(value["target"]))

@@ -256,19 +256,15 @@ def delimited(text: str) -> str:
 
 def read_template(template: str | None) -> str:
     """Returns the template: a text with `{response}`, or the content of a file."""
-    if template is None:
-        return TEMPLATE
-    if "{response}" not in template:
-        try:
-            text = Path(template).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise WrongSetting(
-                f"reward_model.judge.template={template[:80]!r} has no {{response}} and is not a "
-                f"readable file ({error})"
-            ) from error
-        if "{response}" not in text:
-            raise WrongSetting(
-                f"reward_model.judge.template={template}: the file has no {{response}}"
-            )
-        return text
-    return template
+    if template is None or "{response}" in template:
+        return template or TEMPLATE
+    try:
+        text = Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise WrongSetting(
+            f"reward_model.judge.template={template[:80]!r} has no {{response}} and is not a "
+            f"readable file ({error})"
+        ) from error
+    if "{response}" not in text:
+        raise WrongSetting(f"reward_model.judge.template={template}: the file has no {{response}}")
+    return text

@@ -1,7 +1,4 @@
-"""Builds the reward manager from the config: its class, its scorer and its failure policy.
-
-Other files of this package do not read the config tree; they receive the values that they use.
-"""
+"""Builds the reward manager from the config: its class, its scorer and its failure policy."""
 
 from __future__ import annotations
 
@@ -99,10 +96,7 @@ def load_model_manager(
     model_tokenizer: Tokenizer | None,
     completions: Completions | None = None,
 ) -> ModelRewardManager:
-    """Returns the manager of a served reward model or of a judge.
-
-    `completions` generates for a judge without a server; `model_tokenizer` is a classifier's.
-    """
+    """Returns the manager of a served classifier, or of a judge (on `completions` or a server)."""
     model = config.reward_model
     scorer: ModelScorer
     if model.type == "judge":

@@ -32,10 +32,7 @@ def definition_location(function: Function) -> str | None:
 
 
 def error_location(error: BaseException, function: Function) -> str | None:
-    """Returns `file:line` where a score function raised: the innermost line in the user's file.
-
-    If the call did not reach the user's code, this is the definition of the function.
-    """
+    """Returns `file:line` of the innermost frame in the user's file, or of the definition."""
     frames = traceback.extract_tb(error.__traceback__)
     code = _code_of(unbound(function))
     user_frames = [

@@ -33,8 +33,7 @@ _RAW_OUTPUT = {"use_activation": False, "activation": False}
 class ServedClassifier:
     """Scores whole conversations, rendered with the reward model's own chat template.
 
-    Without a tokenizer the text of prompt and response is sent. `is_chat` makes a text prompt a
-    message.
+    Without a tokenizer, plain text is sent. `is_chat` makes a text prompt a message.
     """
 
     def __init__(

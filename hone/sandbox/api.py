@@ -1,7 +1,4 @@
-"""The entry points of the package: run_python and run_many.
-
-The parameters are those of Job; see result.py for their meaning and defaults.
-"""
+"""The entry points of the package: run_python and run_many."""
 
 from __future__ import annotations
 

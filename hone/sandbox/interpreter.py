@@ -85,10 +85,7 @@ def describe(executable: str | None = None) -> Interpreter:
 
 
 def choose(executable: str | None, *, uid: int, gid: int, bind_interpreter: bool) -> Interpreter:
-    """Returns the interpreter for programs that run as uid.
-
-    The default is the one of this process, or the system's if uid cannot read that one.
-    """
+    """Returns the interpreter for uid; by default this process's or the system's."""
     interpreter = describe(executable)
     if bind_interpreter or interpreter.reachable_by(uid, gid):
         return interpreter

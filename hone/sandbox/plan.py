@@ -1,7 +1,4 @@
-"""The plan of how boxes are built on this machine, and the request for one run.
-
-layers.py makes the plan once, and the warden follows it. Nothing is started here.
-"""
+"""The plan of how boxes are built on this machine, and the request for one run."""
 
 from __future__ import annotations
 

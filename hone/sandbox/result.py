@@ -1,7 +1,4 @@
-"""The input and output of the sandbox: the job, its limits, the result, the errors.
-
-Nothing here starts a process. Limits are per run; this file alone defines their defaults.
-"""
+"""The input and output of the sandbox: the job with its limits, the result, the errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A few quick attacks on the box, with which `hone doctor` checks the sandbox of this machine.
-
-The test suite has stronger ones.
-"""
+"""A few quick attacks on the box, with which `hone doctor` checks the sandbox of this machine."""
 
 from __future__ import annotations
 

@@ -74,9 +74,7 @@ class Spares:
 
 
 def _kind(request: RunRequest) -> Kind | None:
-    """Returns what a spare and its request must have in common, or None if no spare can fit.
-
-    Arguments and files besides the program are fixed when a box is built.
-    """
+    """Returns what a spare and its request must share; None if no spare can fit the request."""
+    # Arguments and files besides the program are fixed when a box is built.
     fits_spare = request.plan.bwrap is not None and not request.job.argv and not request.job.files
     return (request.plan, request.job.disk_mb, request.channel) if fits_spare else None

@@ -1,8 +1,7 @@
 """Terminal output during a run: a live line, progress bars and plain text.
 
 On a terminal, all output shares one live region at the bottom. Elsewhere (a file, a pipe, CI), a
-step is one short line, and progress is reported only for long waits. `trainer.console=full` prints
-every metric of a step instead, as `step:N - key:value - …`.
+step is one short line (with `trainer.console=full` every metric), and long waits are reported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Allows one process per folder, also on shared file systems: a lock file names its holder.
 
-The file is created by a hard link, which is atomic on NFS, and its holder touches it every few
-seconds. A holder on this machine is live while its process runs, another while it touches the file.
-`flock` is not used because not every network file system supports it across machines.
+The file is created by a hard link, which is atomic on NFS, where `flock` may not work. A holder on
+this machine is live while its process runs, one on another machine while it touches the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint folder: size and checksum of every file.
 
-It is written last, so it also tells whether a copy is whole where a rename is not atomic. Each rank
-computes the checksums of its own shards, at the same time as the others.
+It is written last, so a folder without it is incomplete. Each rank computes the checksums of its
+own shards, in parallel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The MLflow tracker.
-
-Writes to $MLFLOW_TRACKING_URI, or to `mlruns/` in the run folder if that is not set. MLflow allows
-fewer characters in names than our metrics use: `@` becomes `_at_`, other characters `_`.
-"""
+"""The MLflow tracker; writes to $MLFLOW_TRACKING_URI or to `mlruns/` in the run folder."""
 
 from __future__ import annotations
 

@@ -25,6 +25,17 @@ class CharTokenizer:
         return "".join("" if i < 2 and skip_special_tokens else chr(i - 2) for i in ids)
 
 
+@pytest.fixture(scope="session")
+def needs_sandbox() -> None:
+    """Skips the test if programs cannot run in a box on this machine."""
+    from hone.sandbox import SandboxUnavailable, run_python
+
+    try:
+        run_python("print(1)", timeout_s=30.0)
+    except SandboxUnavailable as error:
+        pytest.skip(f"no sandbox here: {error}")
+
+
 @pytest.fixture
 def tokenizer() -> CharTokenizer:
     return CharTokenizer()
@@ -32,7 +43,7 @@ def tokenizer() -> CharTokenizer:
 
 @pytest.fixture
 def make_batch() -> Callable[..., DataProto]:
-    """`make_batch(texts, source, truths, masks=…, **columns)`; masks: '1' policy, '0' observation."""
+    """`make_batch(texts, source, truths, masks=…, **columns)`; in masks '0' is an observation."""
 
     def make(
         texts: list[str],

@@ -11,7 +11,7 @@ from hone.rewards.programs import CODE_MARK, CallTest, Limits, SourceTest, Stdin
 
 from .cheats import CHEATS, EQUALITY, SERIALISATION, TYPES
 
-sandbox = pytest.importorskip("hone.sandbox")
+pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 LIMITS = Limits(timeout_s=2.0, memory_mb=256)
 RIGHT = "def add(a, b): return a + b"
@@ -63,14 +63,6 @@ STYLES = {
     "caught": CAUGHT,
     "preamble": WITH_PREAMBLE,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _needs_a_box() -> None:
-    try:
-        sandbox.run_python("print(1)", timeout_s=30.0)
-    except sandbox.SandboxUnavailable as error:
-        pytest.skip(f"no sandbox here: {error}")
 
 
 def passing(programs: dict[str, str], test: Test) -> list[str]:

@@ -1,7 +1,6 @@
 """The base of the built-in managers: reads rows, applies the failure policy, puts scores on tokens.
 
-A manager implements `score_rows` and may override `shape_rewards`. The trainer mixes rule,
-reward-model and process rewards.
+A manager implements `score_rows` and may override `shape_rewards`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Reward managers with the interface of verl's reward loop: concurrent calls of `run_single`.
 
-A user's manager subclasses `RewardManagerBase` and implements `async run_single(data)`; it can be
-called with a batch like any other.
+A user's manager subclasses `RewardManagerBase` and implements `async run_single(data)`.
 """
 
 from __future__ import annotations

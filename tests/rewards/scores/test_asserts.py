@@ -8,15 +8,7 @@ import pytest
 from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.scores import asserts, default_compute_score
 
-hone_sandbox = pytest.importorskip("hone.sandbox")
-
-
-@pytest.fixture(autouse=True)
-def _needs_a_box() -> None:
-    try:
-        hone_sandbox.run_python("print(1)", timeout_s=30.0)
-    except hone_sandbox.SandboxUnavailable as error:
-        pytest.skip(f"no sandbox here: {error}")
+pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 
 def block(code: str) -> str:

@@ -1,7 +1,7 @@
 r"""Wrong answers must score nothing and right ones everything, under every rule.
 
-Each rule reads one answer: the last box, the last `Answer:`, the number after the last `####`, or the
-last `<answer>`. Two answers there are wrong.
+Each rule reads one answer: the last box, the last `Answer:`, the number after the last `####`, or
+the last `<answer>`. Two answers there are wrong.
 """
 
 from __future__ import annotations
