@@ -66,8 +66,8 @@ def evaluate_compat(text: str) -> float:
     text = text.strip()
     if len(text) > MAX_CHARS or not _COMPAT_CHARS.fullmatch(text):
         raise ExpressionError("not only digits, + - * / ( ) and .")
-    operators = {**_OPERATORS, ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos}
-    operators[ast.Pow] = _power
+    operators: dict[Any, Callable[..., Any]] = {**_OPERATORS, ast.FloorDiv: operator.floordiv}
+    operators |= {ast.UAdd: operator.pos, ast.Pow: _power}
     return _evaluate(text, lambda number: number, operators)
 
 

@@ -96,7 +96,7 @@ class DeadlinePool(Generic[T]):
         """Returns each job's value, or Failed with reason `timeout`, `crash` or `exception`."""
         with self._lock:
             if self._closed:
-                raise PoolError("the pool is closed; make a new one")
+                raise PoolError("the pool is closed; create a new one")
             if self._owner != os.getpid():
                 # In a fork, the existing workers answer the parent process, so start new ones.
                 self._workers, self._idle, self._owner = set(), [], os.getpid()

@@ -18,7 +18,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from hone.config.reward import RewardServerConfig
@@ -28,9 +28,6 @@ from hone.text import clean_text, described
 from hone.tracking import atomic_write_text
 from hone.types import JsonObject, JsonValue, Row
 
-if TYPE_CHECKING:
-    from http.client import HTTPMessage
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -39,7 +36,7 @@ MAX_CACHED = 100_000
 """The size of the cache in memory; the oldest answers are dropped."""
 FIRST_RETRY_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
-_KEY = "reward_model.server"
+_CONFIG_KEY = "reward_model.server"
 _RETRY_CODES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -102,7 +99,9 @@ class ScoringServer:
         name = settings.api_key_env
         self._key = os.environ.get(name, "").strip() if name else ""
         if name and not self._key:
-            raise WrongSetting(f"{_KEY}.api_key_env={name}: the environment has no such variable")
+            raise WrongSetting(
+                f"{_CONFIG_KEY}.api_key_env={name}: the environment has no such variable"
+            )
         rate = settings.requests_per_minute
         self._bucket = None if rate is None else AsyncTokenBucket(rate / 60.0, max(rate / 60.0, 1))
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
@@ -174,7 +173,7 @@ class ScoringServer:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(url, data, headers)
-        where = redacted_url(url)
+        address = redacted_url(url)
         try:
             with _opener(url).open(request, timeout=self._settings.timeout_s) as answer:
                 text: bytes = answer.read(MAX_ANSWER_BYTES + 1)
@@ -187,18 +186,20 @@ class ScoringServer:
             is_temporary = error.code in _RETRY_CODES
             raise RemoteError(
                 "busy" if error.code == 429 else "http_error",
-                f"{where} answered with status {error.code}: {body!r}",
+                f"{address} answered with status {error.code}: {body!r}",
                 retry=is_temporary,
-                pause_s=_retry_after_s(error.headers) if is_temporary else None,
+                pause_s=_retry_after_s(error) if is_temporary else None,
             ) from None
         except TimeoutError:
-            raise RemoteError("timeout", f"{where} did not answer in time") from None
+            raise RemoteError("timeout", f"{address} did not answer in time") from None
         except Exception as error:  # a broken connection or protocol may raise anything
             reason = getattr(error, "reason", error)
             name = "timeout" if isinstance(reason, TimeoutError) else "unreachable"
-            raise RemoteError(name, f"{where}: {self._redact(str(reason).encode())}") from None
+            raise RemoteError(name, f"{address}: {self._redact(str(reason).encode())}") from None
         if len(text) > MAX_ANSWER_BYTES:
-            raise RemoteError("bad_answer", f"{where} sent more than {MAX_ANSWER_BYTES >> 20} MiB")
+            raise RemoteError(
+                "bad_answer", f"{address} sent more than {MAX_ANSWER_BYTES >> 20} MiB"
+            )
         return text
 
     def _redact(self, text: bytes) -> str:
@@ -229,11 +230,11 @@ def _endpoint_url(url: str, path: str) -> str:
     """Returns the URL of the endpoint; `path` is added to a URL without a path."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise WrongSetting(f"{_KEY}.url={url!r} is not a URL; write it as http://HOST:PORT")
+        raise WrongSetting(f"{_CONFIG_KEY}.url={url!r} is not a URL; write it as http://HOST:PORT")
     if parts.username or parts.password:
         raise WrongSetting(
-            f"{_KEY}.url of {parts.hostname} contains a password; put the key into an environment "
-            f"variable and name it in {_KEY}.api_key_env"
+            f"{_CONFIG_KEY}.url of {parts.hostname} contains a password; put the key into an "
+            f"environment variable and name it in {_CONFIG_KEY}.api_key_env"
         )
     if parts.path.rstrip("/") in ("", "/v1"):
         path = path.removeprefix("/v1") if parts.path.startswith("/v1") else path
@@ -241,10 +242,10 @@ def _endpoint_url(url: str, path: str) -> str:
     return url
 
 
-def _retry_after_s(headers: HTTPMessage) -> float | None:
+def _retry_after_s(error: urllib.error.HTTPError) -> float | None:
     """Returns the seconds of a Retry-After header; a date is ignored."""
     try:
-        return max(0.0, float(headers.get("Retry-After", "")))
+        return max(0.0, float(error.headers.get("Retry-After", "")))
     except ValueError:
         return None
 
@@ -252,15 +253,7 @@ def _retry_after_s(headers: HTTPMessage) -> float | None:
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Refuses redirects, which would send the key to another host."""
 
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: HTTPMessage,
-        newurl: str,
-    ) -> None:
+    def redirect_request(self, *_: object, **__: object) -> None:
         return None
 
 

@@ -53,12 +53,15 @@ class TrialRow:
             str(row.get(source_key)),
             reward_model.get("ground_truth"),
             extra_info_of({"extra_info": [row.get("extra_info")]}, reward_model, 0),
-            _first_text(row.get(prompt_key)),
+            _text_in(row.get(prompt_key)),
         )
 
     def responses(self) -> list[Response]:
-        truth = _first_text(self.ground_truth)
-        texts = [form.format(truth=truth, prompt=self.prompt) for form in RESPONSE_FORMATS]
+        truth = _text_in(self.ground_truth)
+        texts = [
+            response_format.format(truth=truth, prompt=self.prompt)
+            for response_format in RESPONSE_FORMATS
+        ]
         source, ground_truth, extra = self.data_source, self.ground_truth, self.extra_info
         return [Response(source, text, ground_truth, extra | of_policy(text)) for text in texts]
 
@@ -87,9 +90,7 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
     location = None if manager.uses_table else definition_location(manager.compute_score)
     if location is not None and location.rpartition(":")[0] not in detail:
         detail = f"the score function of {location}: {detail}"
-    is_same_error = {(failed.reason, failed.error) for failed in failures} == {
-        (first.reason, first.error)
-    }
+    is_same_error = len({(failed.reason, failed.error) for failed in failures}) == 1
     source = f"{rows[0].where} (data_source {rows[0].data_source!r})"
     if is_same_error and _is_response_independent(first):
         return Verdict(problem=f"{source} cannot be scored, whatever the response: {detail}")
@@ -115,12 +116,12 @@ def _is_response_independent(failed: Failed) -> bool:
     )
 
 
-def _first_text(value: JsonValue) -> str:
+def _text_in(value: JsonValue) -> str:
     """Returns the text of a ground truth or prompt, or of one item of a container."""
     if isinstance(value, Mapping):
-        return _first_text(value.get("content") or next(iter(value.values()), ""))
+        return _text_in(value.get("content") or next(iter(value.values()), ""))
     if isinstance(value, (list, tuple)):
-        return _first_text(value[-1]) if value else ""
+        return _text_in(value[-1]) if value else ""
     return "" if value is None else str(value)
 
 

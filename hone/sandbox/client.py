@@ -73,8 +73,8 @@ class WardenClient:
                     self._drop()
                     if attempt == _ATTEMPTS:
                         raise SandboxError(
-                            f"sandbox: the warden ended {attempt} times while it started; look for"
-                            " what kills it (memory, a supervisor)"
+                            f"sandbox: the warden ended {attempt} times while it started; find"
+                            " out what kills it (memory, a supervisor)"
                         ) from error
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class MetricsFile:
         """Writes one line without buffering."""
         numbers = as_numbers(metrics)
         if STEP in numbers and numbers.pop(STEP) != step:
-            raise ValueError(f"metrics say step={metrics[STEP]} but are logged at step={step}")
+            raise ValueError(f"metrics contain step={metrics[STEP]} but are logged at step={step}")
         line = (encode_line(numbers, step) + "\n").encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:

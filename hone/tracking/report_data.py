@@ -126,9 +126,9 @@ def _read_keys(
         keys = read()
         if isinstance(keys, dict):
             return convert(keys)
-        notes.append(f"{file.name} is left out: it has no keys")
+        notes.append(f"{file.name} is skipped: it has no keys")
     except (yaml.YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
-        notes.append(f"{file.name} cannot be read and is left out: {_one_line(error)}")
+        notes.append(f"{file.name} cannot be read and is skipped: {_one_line(error)}")
     return None
 
 
@@ -141,7 +141,7 @@ def _samples(default: Path, run: RunData, key: str) -> StepFiles:
             if files := step_files(folder):
                 return files
         except OSError as error:
-            run.notes.append(f"{folder.name}/ cannot be read and is left out: {_one_line(error)}")
+            run.notes.append(f"{folder.name}/ cannot be read and is skipped: {_one_line(error)}")
     return []
 
 
@@ -177,7 +177,7 @@ def load_metrics(file: Path) -> RunMetrics:
     metrics = metrics_of(rows())
     if bad_lines:
         amount = f"{_lines(len(bad_lines))}, the first being line {bad_lines[0]}"
-        metrics.notes.append(f"{file.name}: left out what is no metrics line ({amount})")
+        metrics.notes.append(f"{file.name}: skipped lines that are not metrics ({amount})")
     return metrics
 
 
@@ -204,10 +204,12 @@ def metrics_of(rows: Iterable[Row]) -> RunMetrics:
             else:
                 steps_of[key].append(step)
     if dropped_lines:
-        metrics.notes.append(f"{_lines(dropped_lines)} left out: the step is beyond ±2^62")
+        metrics.notes.append(f"{_lines(dropped_lines)} skipped: the step is beyond ±2^62")
     for key in sorted(values_of):
         if invalid[key]:
-            metrics.notes.append(f"{key}: left out where it is no number ({_lines(invalid[key])})")
+            metrics.notes.append(
+                f"{key}: skipped where it is not a number ({_lines(invalid[key])})"
+            )
         if values_of[key]:
             values = np.array(values_of.pop(key))
             huge = np.isfinite(values) & (np.abs(values) > HUGE)

@@ -170,7 +170,7 @@ def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], li
 def _scores(column: Sequence[JsonValue], path: Path, notes: list[str]) -> list[float | None]:
     scores = [float(value) if isinstance(value, int | float) else None for value in column]
     if scores.count(None) > list(column).count(None):
-        _note(notes, f"{path.parent.name}/{path.name}: 'score' is left out where it is no number")
+        _note(notes, f"{path.parent.name}/{path.name}: 'score' is skipped where it is not a number")
     return scores
 
 
@@ -187,7 +187,7 @@ def _columns(
         columns = [n for n in present if n in names or (prefix and n.startswith(prefix))]
         return file.read(columns=columns).to_pydict() if columns else {}
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        _note(notes, f"{path.parent.name}/{path.name} cannot be read and is left out: {error}")
+        _note(notes, f"{path.parent.name}/{path.name} cannot be read and is skipped: {error}")
         return {}
 
 

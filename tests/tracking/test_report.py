@@ -167,18 +167,18 @@ def test_unreadable_parts_are_skipped_and_named_in_the_page(
     write_parquet(run.validation_file(1), [row])
     page = Page(report(tmp_path, run))
     for note in (
-        "null: left out where it is no number (2 lines)",
-        "text: left out where it is no number (1 line)",
-        "list: left out where it is no number (1 line)",
-        "whole: left out where it is no number (1 line)",
-        "strange: left out where it is no number (1 line)",
+        "null: skipped where it is not a number (2 lines)",
+        "text: skipped where it is not a number (1 line)",
+        "list: skipped where it is not a number (1 line)",
+        "whole: skipped where it is not a number (1 line)",
+        "strange: skipped where it is not a number (1 line)",
         "huge: not drawn where it is beyond ±1e+300 (2 lines)",
-        "1 line left out: the step is beyond",
-        "left out what is no metrics line (1 line, the first being line 5)",
-        "config.yaml cannot be read and is left out: while parsing a flow sequence",
-        "config_origins.json cannot be read and is left out: Unterminated string",
-        "rollouts/step_1.parquet: 'score' is left out where it is no number",
-        "validation/step_1.parquet: 'score' is left out where it is no number",
+        "1 line skipped: the step is beyond",
+        "skipped lines that are not metrics (1 line, the first being line 5)",
+        "config.yaml cannot be read and is skipped: while parsing a flow sequence",
+        "config_origins.json cannot be read and is skipped: Unterminated string",
+        "rollouts/step_1.parquet: 'score' is skipped where it is not a number",
+        "validation/step_1.parquet: 'score' is skipped where it is not a number",
     ):
         assert note in page.text, note
     drawn = [value for _, name, value in page.attributes if name == "data-name"]

@@ -120,9 +120,9 @@ def test_a_text_score_is_skipped_with_a_note(
     run = load_run(folder.path, "r")
     assert {s.step for s in run.best + run.worst} == {1}
     assert [s.score for s in run.validation["prompt a"]] == [0.0, 0.0, None]
-    assert [note for note in run.notes if "no number" in note] == [
-        "validation/step_20.parquet: 'score' is left out where it is no number",
-        "rollouts/step_2.parquet: 'score' is left out where it is no number",
+    assert [note for note in run.notes if "not a number" in note] == [
+        "validation/step_20.parquet: 'score' is skipped where it is not a number",
+        "rollouts/step_2.parquet: 'score' is skipped where it is not a number",
     ]
 
 

@@ -45,5 +45,5 @@ def test_invalid_lines_are_counted_and_the_first_is_named(tmp_path: Path) -> Non
     metrics = load_metrics(file)
     assert metrics.of("a").values.tolist() == [1.0]
     assert metrics.notes == [
-        "metrics.jsonl: left out what is no metrics line (3 lines, the first being line 3)"
+        "metrics.jsonl: skipped lines that are not metrics (3 lines, the first being line 3)"
     ]

@@ -207,7 +207,7 @@ class Remote:
 
 def _forward(special: str) -> Callable[..., Value]:
     def operator(self: Remote, *arguments: Value) -> Value:
-        call = (arguments, {})
+        call: Value = (arguments, {})
         return self._session.request_value("method", self._number, special, arguments=call)
 
     return operator
@@ -288,8 +288,7 @@ class TestNamespace(dict[str, Value]):
         self._codes: list[CodeType] = []
 
     def set_code(self, code: CodeType) -> None:
-        """Sets the code of the tests, and looks up the names of its class bodies, which skip
-        __missing__."""
+        """Sets the tests' code, and looks up names of class bodies, which skip __missing__."""
         self._codes = [code]
         for body in self._codes:  # the loop appends to this list
             self._codes += [part for part in body.co_consts if isinstance(part, CodeType)]
@@ -307,8 +306,7 @@ class TestNamespace(dict[str, Value]):
                 return self.setdefault(name, getattr(builtins, name))
             self._session.answers += not isinstance(remote, Remote)
             return remote
-        is_called = any(_loads_bare(code, name) for code in self._codes)
-        if name in sys.stdlib_module_names and not is_called:
+        if name in sys.stdlib_module_names and not any(_loads_bare(c, name) for c in self._codes):
             return self.setdefault(name, __import__(name))
         value = self._session.request_value("get", name)
         if value is ABSENT:
