@@ -39,7 +39,7 @@ class BindMounts:
 
 
 def _mount_directory(paths: Sequence[str]) -> str:
-    """Returns the directory of a new tmpfs, in a new mount namespace; no path lies below it."""
+    """Mounts a tmpfs in a new mount namespace, on a directory that contains no path; returns it."""
     for directory in _DIRECTORIES:
         if os.path.isdir(directory) and not any(p.startswith(directory + "/") for p in paths):
             if _LIBC.unshare(_NEW_MOUNT_NAMESPACE) != 0:

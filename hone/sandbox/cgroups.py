@@ -50,23 +50,23 @@ def find_parents(proc: Path = Path("/proc/self")) -> tuple[ParentCgroups | None,
 
 
 def _find_v1(memberships: list[str], mounts: list[str]) -> ParentCgroups:
-    own = {}
+    own_paths = {}
     for line in memberships:
         _, controllers, path = line.split(":", 2)
-        own.update(dict.fromkeys(controllers.split(","), path))
+        own_paths.update(dict.fromkeys(controllers.split(","), path))
     directories = {}
     for mount_point, kind, options in map(_parse_mount, mounts):
         for controller in {"memory", "pids"} & set(options) if kind == "cgroup" else ():
-            directories[controller] = _own_directory(mount_point, own.get(controller, "/"))
+            directories[controller] = _own_directory(mount_point, own_paths.get(controller, "/"))
     return ParentCgroups(1, directories)
 
 
 def _find_v2(memberships: list[str], mounts: list[str]) -> ParentCgroups:
     """Returns the controllers that child cgroups have or that can be enabled here."""
-    own = next((line.split(":", 2)[2] for line in memberships if line.startswith("0::")), "/")
+    own_path = next((line.split(":", 2)[2] for line in memberships if line.startswith("0::")), "/")
     for mount_point, kind, _ in map(_parse_mount, mounts):
         if kind == "cgroup2":
-            directory = _own_directory(mount_point, own)
+            directory = _own_directory(mount_point, own_path)
             control = Path(directory, "cgroup.subtree_control")
             with contextlib.suppress(OSError):  # not permitted, or the cgroup itself has processes
                 available = Path(directory, "cgroup.controllers").read_text().split()
@@ -84,9 +84,9 @@ def _parse_mount(line: str) -> tuple[str, str, list[str]]:
     return before.split(" ")[4], kind, options.split(",")
 
 
-def _own_directory(mount_point: str, own: str) -> str:
+def _own_directory(mount_point: str, own_path: str) -> str:
     """Returns the directory of our cgroup; in a container, that is the root of the mount."""
-    directory = os.path.join(mount_point, own.lstrip("/"))
+    directory = os.path.join(mount_point, own_path.lstrip("/"))
     return directory if os.path.isdir(directory) else mount_point
 
 

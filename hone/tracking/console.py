@@ -213,9 +213,9 @@ def silent_bar(description: str) -> Bar:
 
 def duration(seconds: float) -> str:
     """Formats seconds as `0:43`, `12:05` or `3:20:00`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def plain_line(metrics: Mapping[str, Number], step: int) -> str:

@@ -22,7 +22,7 @@ def test_files_of_one_name_do_not_clash(
     assert load_extern_object(str(other), "NAME") == 2
 
 
-def test_modules_are_found_by_name_and_by_pkg() -> None:
+def test_modules_are_loaded_by_name_and_by_pkg() -> None:
     import json
 
     assert load_extern_object("pkg://json", "loads") is json.loads

@@ -41,7 +41,7 @@ def test_the_default_scores_by_source_with_the_configured_policy(
 
 
 @pytest.mark.parametrize("key", ["reward_manager.name", "reward_model.reward_manager"])
-def test_the_manager_is_named_in_either_place(load: Callable[..., Any], key: str) -> None:
+def test_either_config_key_selects_the_manager(load: Callable[..., Any], key: str) -> None:
     assert type(load(f"{key}=prime", num_processes=3)) is PrimeRewardManager
 
 
@@ -146,21 +146,21 @@ def test_a_built_in_scorer_may_be_chosen_for_all_rows(
 
 
 @pytest.mark.parametrize("manager", ["naive", "dapo"])
-def test_repetitive_responses_lose_their_reward_when_told_so(
+def test_repeatness_punishment_removes_the_reward_of_repetitive_responses(
     load: Callable[..., Any], make_batch: MakeBatch, manager: str
 ) -> None:
     data = make_batch(["so #### 1", "again " * 40 + "#### 1"], "openai/gsm8k", ["1", "1"])
-    chosen = f"reward_model.reward_manager={manager}"
-    assert load(chosen)(data).sum(1).tolist() == [1.0, 1.0]
-    punishing = load(chosen, "reward_model.repeatness_punishment=true")
-    result = punishing(data, return_dict=True)
+    setting = f"reward_model.reward_manager={manager}"
+    assert load(setting)(data).sum(1).tolist() == [1.0, 1.0]
+    punishing_manager = load(setting, "reward_model.repeatness_punishment=true")
+    result = punishing_manager(data, return_dict=True)
     assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0]
     assert result["reward_extra_info"]["acc"] == [1.0, 1.0]
     quiet, loud = result["reward_extra_info"]["repeat_score"]
     assert quiet < 0.2 < loud
 
 
-def test_scoring_observations_is_a_setting_and_is_told_once(
+def test_score_observations_logs_one_warning(
     load: Callable[..., Any], make_batch: MakeBatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     loading._warn_about_observations.cache_clear()
@@ -173,7 +173,7 @@ def test_scoring_observations_is_a_setting_and_is_told_once(
     assert "reward_model.score_observations=true" in record.getMessage()
 
 
-def test_a_users_function_that_is_not_there_is_an_error(load: Callable[..., Any]) -> None:
+def test_a_missing_user_function_is_an_error(load: Callable[..., Any]) -> None:
     with pytest.raises(PluginError, match="no such file"):
         load("custom_reward_function.path=/nowhere/reward.py")
 

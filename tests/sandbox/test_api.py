@@ -53,12 +53,12 @@ from multiprocessing import Pool
 print(open('/dev/stdin').readline().strip())
 with tempfile.NamedTemporaryFile() as f:
     f.write(b'x' * 1000)
-seen = []
-t = threading.Thread(target=seen.append, args=(1,)); t.start(); t.join()
+values = []
+t = threading.Thread(target=values.append, args=(1,)); t.start(); t.join()
 async def main():
     await asyncio.sleep(0)
     return 2
-print(seen, asyncio.run(main()))
+print(values, asyncio.run(main()))
 print(subprocess.run([sys.executable, '-c', 'print(3)'], capture_output=True, text=True).stdout)
 if __name__ == '__main__':
     with Pool(2) as pool:

@@ -63,7 +63,7 @@ def test_limits_are_written_to_the_files_of_each_version(tmp_path: Path) -> None
         assert cgroup.out_of_memory()
 
 
-def test_no_cgroups_is_a_reason_not_an_error(tmp_path: Path) -> None:
+def test_missing_cgroups_are_reported_and_not_an_error(tmp_path: Path) -> None:
     parents, reason = cgroups.find_parents(tmp_path)
     assert parents is None
     assert "cgroups cannot be read" in reason

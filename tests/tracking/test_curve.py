@@ -58,7 +58,7 @@ def test_an_unknown_key_is_an_error_with_suggestions(tmp_path: Path) -> None:
     assert not (tmp_path / "x.png").exists()
 
 
-def test_a_run_without_a_key_is_left_out_of_its_panel(tmp_path: Path) -> None:
+def test_a_run_without_a_key_is_not_drawn_in_its_panel(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", 1.0)
     other = MetricsFile(tmp_path / "b" / "metrics.jsonl")
     other.append({"train/loss": 1.0}, 1)

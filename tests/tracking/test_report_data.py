@@ -15,7 +15,7 @@ from hone.tracking.run_folder import labels_of
 MakeRun = Callable[..., RunFolder]
 
 
-def test_a_whole_run_is_read(make_run: MakeRun) -> None:
+def test_all_data_of_a_run_are_read(make_run: MakeRun) -> None:
     run = load_run(make_run().path, "label")
     assert run.metric_names() == [
         "reward/mean",
@@ -203,7 +203,7 @@ def test_labels_tell_runs_apart() -> None:
     assert labels_of(["/x/a", "/x/a"]) == ["x/a (1)", "x/a (2)"]
 
 
-def test_turns_are_read_with_the_calls_they_made(
+def test_turns_are_read_with_their_tool_calls(
     make_run: MakeRun, write_parquet: Any, rows_of: Any
 ) -> None:
     turns = [

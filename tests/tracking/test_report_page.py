@@ -178,12 +178,12 @@ def test_a_multi_turn_response_shows_roles_and_rewards() -> None:
         assert not re.search("<(look|judge)>", html)
 
 
-def test_a_run_without_responses_says_so_once() -> None:
+def test_a_run_without_responses_has_one_message() -> None:
     text = text_of(section("best-and-worst-responses", [run_of("r", [])]))
     assert text == "r no scored responses of training steps"
 
 
-def test_a_run_without_timers_says_so() -> None:
+def test_a_run_without_timers_has_a_message() -> None:
     assert "no timing_s/" in section("time", [run_of("r", [{"step": 1, "a": 1.0}])])
 
 

@@ -62,17 +62,17 @@ def test_any_values_can_be_drawn() -> None:
         f"{curves}.map(c => (s => [pathOf(s, c.steps, c.values), ticks(s.y0, s.y1)])(scaleOf([c])))"
     )
     assert not re.search("NaN|Infinity", json.dumps(drawn))
-    assert all(1 <= len(marks) <= 6 for _, marks in drawn)
+    assert all(1 <= len(tick_values) <= 6 for _, tick_values in drawn)
 
 
 def test_ticks_are_few_round_and_inside() -> None:
     ranges = [(0, 100), (0.1, 0.9), (-3.0, 17.0), (1e-7, 3e-7), (0.0, 52_000.0), (2e6, 9e6)]
-    marks = run(f"{json.dumps(ranges)}.map(([low, high]) => ticks(low, high))")
-    assert marks[0] == pytest.approx([0, 50, 100])
-    assert marks[1] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    for (low, high), inside in zip(ranges, marks, strict=True):
-        assert 1 <= len(inside) <= 6
-        assert all(low - 1e-9 <= mark <= high * (1 + 1e-9) for mark in inside)
+    tick_values = run(f"{json.dumps(ranges)}.map(([low, high]) => ticks(low, high))")
+    assert tick_values[0] == pytest.approx([0, 50, 100])
+    assert tick_values[1] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    for (low, high), ticks_inside in zip(ranges, tick_values, strict=True):
+        assert 1 <= len(ticks_inside) <= 6
+        assert all(low - 1e-9 <= tick <= high * (1 + 1e-9) for tick in ticks_inside)
     values = [0.05, 250, 9000, 40_000, -1.5e6, 2e9]
     texts = ["0.05", "250", "9000", "40k", "-1.5M", "2G"]
     assert run(f"{values}.map(tickText)") == texts

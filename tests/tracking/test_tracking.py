@@ -141,7 +141,7 @@ def test_it_is_called_as_in_verl(tmp_path, capsys):
         assert list(bare.trackers) == ["console"]
 
 
-def test_a_step_may_go_to_named_backends_alone(tmp_path, capsys):
+def test_a_step_may_be_logged_to_named_backends_only(tmp_path, capsys):
     with Tracking("p", "e", "console", {}, tmp_path) as tracking:
         tracking.log({"reward/mean": 0.25}, 1, backend="file")
         with pytest.raises(TrackerError, match="no tracker 'wandb' in this run; it has jsonl, con"):

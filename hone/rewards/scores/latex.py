@@ -152,8 +152,8 @@ def as_number(normal: str) -> Fraction | None:
 
 def num_decimals(normal: str) -> int | None:
     """Returns the number of digits after the decimal point; None if there is none."""
-    _, point, rest = normal.partition(".")
-    return len(rest) if point and _DECIMAL.fullmatch(normal) else None
+    _, point, digits = normal.partition(".")
+    return len(digits) if point and _DECIMAL.fullmatch(normal) else None
 
 
 def collection_kind(normal: str) -> str | None:

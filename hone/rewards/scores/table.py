@@ -222,7 +222,7 @@ def check_sources(
     A row is its data source, or the data row itself; rows of style "model" need no rule. `where`
     describes the row with a given index.
     """
-    seen: set[str] = set()
+    checked_sources: set[str] = set()
     for index, row in enumerate(rows):
         if isinstance(row, str):
             source: JsonValue = row
@@ -235,9 +235,9 @@ def check_sources(
                 f"{where(index)} has no data source in column {key!r} (got {source!r}). Write one, "
                 "or name the right column with data.reward_fn_key."
             )
-        if source not in seen and find(source) is None:
+        if source not in checked_sources and find(source) is None:
             raise UnknownSourceError(_unknown_source_message(source, where(index)))
-        seen.add(source)
+        checked_sources.add(source)
 
 
 def _unknown_source_message(source: str, where: str) -> str:

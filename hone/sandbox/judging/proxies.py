@@ -160,7 +160,7 @@ class Session:
             number, positional, named = value
             function = self._callbacks[number]
         except (TypeError, ValueError, LookupError):
-            raise TestsFailed("the program's box called a function it was not given") from None
+            raise TestsFailed("the program's box called an unknown function") from None
         try:
             self._send(("return", function(*positional, **named)))
         except Exception as error:

@@ -363,9 +363,9 @@ def test_a_missing_sandbox_stops_the_run_under_any_policy(
     from hone.rewards.failures import SetupError
 
     def closed(*_: Any, **__: Any) -> None:
-        raise sandbox.SandboxUnavailable("no walls")
+        raise sandbox.SandboxUnavailable("no bubblewrap")
 
     monkeypatch.setattr(sandbox, "run_python", closed)
     manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
-    with pytest.raises(SetupError, match="cannot be run here: no walls"):
+    with pytest.raises(SetupError, match="cannot be run here: no bubblewrap"):
         manager(make_batch(["print(1)"], "taco", [{"inputs": [""], "outputs": ["1"]}]))

@@ -26,7 +26,9 @@ from hone.rewards.scores import prime_math
         ("", "3", False),
     ],
 )
-def test_the_answer_is_found_in_a_box_or_after_words(text: str, truth: str, right: bool) -> None:
+def test_the_answer_is_read_from_a_box_or_after_key_words(
+    text: str, truth: str, right: bool
+) -> None:
     assert prime_math.compute_score(text, truth)[0] is right
 
 

@@ -135,7 +135,7 @@ def test_well_formed_trajectories_need_no_template_markers(text: str) -> None:
         ("", "ends after start"),
     ],
 )
-def test_the_reason_of_an_invalid_trajectory_is_told(text: str, reason: str) -> None:
+def test_the_reason_of_an_invalid_trajectory_is_returned(text: str, reason: str) -> None:
     is_valid, message = qa_em_format.is_valid_sequence(text)
     assert not is_valid
     assert reason in message
