@@ -125,13 +125,13 @@ HOSTILE: tuple[Callable[[int], str], ...] = (
 
 def hostile_seconds(count: int = 512) -> float:
     """Wall seconds for `count` hostile answers, all different, in one batch."""
-    from hone.rewards.outcome import Response, compare_ahead
+    from hone.rewards.outcome import Response, precompute_comparisons
 
     texts = [HOSTILE[i % len(HOSTILE)](i + 2) for i in range(count)]
     rows = [Response("lighteval/MATH", rf"\boxed{{{t}}}", r"\sqrt{2}+x", {}) for t in texts]
-    compare_ahead(default_compute_score, rows[:8], {})  # the processes start
+    precompute_comparisons(default_compute_score, rows[:8], {})  # the processes start
     started = time.perf_counter()
-    compare_ahead(default_compute_score, rows, {})
+    precompute_comparisons(default_compute_score, rows, {})
     return time.perf_counter() - started
 
 

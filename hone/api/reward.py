@@ -96,7 +96,9 @@ def as_score_function(parts: Sequence[Part], columns: Collection[str]) -> Functi
         # Messages name the user's function, but managers must see the wrapper's signature.
         vars(function)["__signature__"] = inspect.signature(function)
         vars(function)["__wrapped__"] = parts[0].score
-    vars(function)["keeps_time"] = any(getattr(part.score, "keeps_time", False) for part in parts)
+    vars(function)["has_own_deadline"] = any(
+        getattr(part.score, "has_own_deadline", False) for part in parts
+    )
     return function
 
 

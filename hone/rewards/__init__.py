@@ -1,7 +1,7 @@
 """Rule-based scores, and the managers that turn them into token rewards.
 
-Names are resolved on first use, so that a scoring process starts without torch. Reward models (networks)
-are not here: they are workers, and the trainer mixes their scores with these.
+Names are resolved on first use, so that a scoring process starts without torch. Reward models
+(networks) are workers; the trainer mixes their scores with these.
 """
 
 from __future__ import annotations

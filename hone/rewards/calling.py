@@ -1,7 +1,7 @@
 """Calls a plain or async scorer with the keyword arguments that it accepts.
 
-Built-in, user-defined and registered scorers differ in signature; only this file handles the
-difference. It neither catches the scorer's exceptions nor checks its result.
+Built-in, user-defined and registered scorers differ in signature; only this file handles that. It
+neither catches the scorer's exceptions nor checks its result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from hone.event_loop import run_coroutine
 from hone.rewards.failures import SetupError
-from hone.rewards.places import describe, place_of, unbound
+from hone.rewards.places import definition_location, describe, unbound
 from hone.types import Function, Row, Settings
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -41,17 +41,17 @@ class ScorerSignatureError(SetupError, TypeError):
 
 
 def is_async(function: Function) -> bool:
-    """Whether calling the function, or the object, gives a coroutine."""
+    """Whether calling the function or object returns a coroutine."""
     inner = unbound(function)
     call = getattr(type(inner), "__call__", None)  # noqa: B004
     return any(map(inspect.iscoroutinefunction, (function, inner, call)))
 
 
 def accepted_names(function: Function) -> frozenset[str] | None:
-    """Returns the accepted keyword names; None if any name is accepted or a builtin has no signature."""
+    """Returns the accepted keyword names; None if all are accepted or there is no signature."""
     try:
         return _accepted_names(function)
-    except TypeError:  # the object is not hashable
+    except TypeError:  # the object is not hashable, so it cannot be cached
         return _accepted_names.__wrapped__(function)
 
 
@@ -63,11 +63,11 @@ def _accepted_names(function: Function) -> frozenset[str] | None:
         return None
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(p.name for p in parameters if p.kind in keyword)
+    keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in parameters if p.kind in keyword_kinds)
 
 
-def explicit_names(cls: type) -> frozenset[str]:
+def init_parameter_names(cls: type) -> frozenset[str]:
     """Returns the parameter names of `__init__` in a class and its bases."""
     names: set[str] = set()
     for ancestor in cls.__mro__:
@@ -77,12 +77,12 @@ def explicit_names(cls: type) -> frozenset[str]:
 
 
 def call_scorer(function: Function, arguments: Settings, options: Settings) -> Any:
-    """Call a scorer with the arguments it accepts; a coroutine is awaited."""
-    result = function(**taken_arguments(function, arguments, options))
+    """Calls a scorer with the arguments it accepts, and awaits a coroutine."""
+    result = function(**accepted_arguments(function, arguments, options))
     return run_coroutine(result) if inspect.iscoroutine(result) else result
 
 
-def taken_arguments(function: Function, arguments: Settings, options: Settings) -> Row:
+def accepted_arguments(function: Function, arguments: Settings, options: Settings) -> Row:
     """Returns the row's arguments that the scorer accepts, and every option."""
     names = accepted_names(function)
     if names is None:
@@ -98,23 +98,23 @@ def taken_arguments(function: Function, arguments: Settings, options: Settings) 
 
 
 def check_signature(function: Function, arguments: Sequence[str], options: Settings) -> None:
-    """Raise if the scorer cannot be called with these argument names and options."""
+    """Raises ScorerSignatureError if the scorer cannot be called with these arguments."""
     if not callable(function):
         raise ScorerSignatureError(
             f"the score function is {function!r:.80}, which cannot be called; "
             "name a function with custom_reward_function.name"
         )
-    place = place_of(function) or describe(function)
+    location = definition_location(function) or describe(function)
     if isinstance(function, partial):  # custom_reward_function.reward_kwargs are bound
         names = accepted_names(function.func)
         unknown = [] if names is None else sorted(set(function.keywords) - names)
         if unknown:
             raise ScorerSignatureError(
-                f"{place}: the score function takes no argument "
+                f"{location}: the score function takes no argument "
                 f"{', '.join(map(repr, unknown))}; check custom_reward_function.reward_kwargs"
             )
     names = accepted_names(function)
-    call_arguments = taken_arguments(function, dict.fromkeys(arguments), options)
+    call_arguments = accepted_arguments(function, dict.fromkeys(arguments), options)
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -128,14 +128,14 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
         problem = str(error)
     name = getattr(unbound(function), "__name__", "compute_score")
     raise ScorerSignatureError(
-        f"{place}: the score function {name}{signature} cannot be called with "
+        f"{location}: the score function {name}{signature} cannot be called with "
         f"{', '.join(arguments)} ({problem}); write it as def {name}({', '.join(arguments[:-1])}, "
         f"{arguments[-1]}=None){_hint(set(signature.parameters), arguments)}"
     )
 
 
 def _hint(names: set[str], arguments: Sequence[str]) -> str:
-    """Returns advice for a signature of a well-known kind."""
+    """Returns advice for common mistakes in the signature."""
     if names & {"completion", "completions", "prompt", "prompts"}:
         return f". This looks like a TRL reward function: a completion is in {arguments[1]} here"
     if names & set(BATCH_ARGUMENTS) and tuple(arguments) != BATCH_ARGUMENTS:

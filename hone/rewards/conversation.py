@@ -1,7 +1,7 @@
-"""The text of a conversation for a reward model or a judge, in which the response stays a response.
+"""Renders conversations for a reward model or a judge.
 
-Text that a policy wrote can spell a model's control tokens. A zero-width space after their first character
-keeps tokenizers from reading them as control tokens.
+A response may spell control tokens of the model that reads it. A zero-width space after their first
+character keeps tokenizers from reading them as control tokens.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hone.types import Settings
 
 Prompt: TypeAlias = str | Sequence[Settings]
 """Plain text, or chat messages."""
-_BREAK = "\u200b"
-_CONTROL = (
+_ZERO_WIDTH_SPACE = "\u200b"
+_CONTROL_TOKENS = (
     *("<|", "<｜", "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "<s>", "</s>", "<bos>", "<eos>"),
     *("<start_of_turn>", "<end_of_turn>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[CLS]", "[SEP]"),
 )
-"""How the control tokens of common chat templates begin."""
+"""Control tokens of common chat templates, or their beginnings."""
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Returns the prompt's text; of chat messages, their contents."""
+    """Returns a text prompt, or the joined contents of chat messages."""
     if isinstance(prompt, str):
         return prompt
     contents = (turn.get("content") for turn in prompt if isinstance(turn, Mapping))
@@ -38,10 +38,7 @@ def has_template(tokenizer: Tokenizer | None) -> bool:
 
 
 def conversation_text(prompt: Prompt, answer: str, tokenizer: Tokenizer) -> str:
-    """Renders the conversation with the chat template; a plain prompt stays plain text.
-
-    Without a template the contents are joined by blank lines.
-    """
+    """Returns the conversation by the chat template, or without one joined by blank lines."""
     if isinstance(prompt, str):
         return prompt + answer
     if not has_template(tokenizer):
@@ -51,12 +48,14 @@ def conversation_text(prompt: Prompt, answer: str, tokenizer: Tokenizer) -> str:
 
 
 def defused(text: str, tokenizer: Tokenizer | None = None) -> str:
-    """Returns text in which no control token of the tokenizer or of a common template is spelled."""
+    """Returns the text with its control tokens broken up, so that they are plain text."""
     special = () if tokenizer is None else getattr(tokenizer, "all_special_tokens", ())
-    return _pattern(tuple(special)).sub(lambda m: m[0][0] + _BREAK + m[0][1:], text)
+    return _pattern(tuple(special)).sub(lambda m: m[0][0] + _ZERO_WIDTH_SPACE + m[0][1:], text)
 
 
 @functools.lru_cache(maxsize=16)
 def _pattern(special: tuple[str, ...]) -> re.Pattern[str]:
-    names = sorted({name for name in (*_CONTROL, *special) if len(name) > 1}, key=len, reverse=True)
+    names = sorted(
+        {name for name in (*_CONTROL_TOKENS, *special) if len(name) > 1}, key=len, reverse=True
+    )
     return re.compile("|".join(map(re.escape, names)))

@@ -1,7 +1,7 @@
 """A soft deadline for a call in this process; Python cannot kill a running function.
 
-In the main thread a timer signal interrupts the call. In other threads the call runs in a helper thread,
-which is abandoned when it is late. The prime manager's processes provide a hard deadline.
+In the main thread a timer signal interrupts the call. Elsewhere the call runs in a helper thread,
+which is abandoned at the deadline. The prime manager's processes provide a hard deadline.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class DeadlineExceeded(BaseException):
-    """Raised at the deadline; not an Exception, so that a scorer's `except Exception` does not catch it."""
+    """Raised at the deadline; a scorer's `except Exception` does not catch a BaseException."""
 
 
 def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
     """Returns `function()`, or raises DeadlineExceeded after `timeout_s` seconds."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
-        return _by_signal(function, timeout_s)
+        return _call_with_timer(function, timeout_s)
     future: Future[T] = Future()
 
     def work() -> None:
@@ -41,11 +41,11 @@ def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
     return future.result()
 
 
-def _by_signal(function: Callable[[], T], timeout_s: float) -> T:
-    def late(number: int, frame: FrameType | None) -> None:
+def _call_with_timer(function: Callable[[], T], timeout_s: float) -> T:
+    def on_timer(number: int, frame: FrameType | None) -> None:
         raise DeadlineExceeded
 
-    handler = signal.signal(signal.SIGALRM, late)
+    handler = signal.signal(signal.SIGALRM, on_timer)
     # The timer repeats, because a bare `except` in a scorer may catch the first signal.
     remaining, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, max(timeout_s, 1.0))
     started = time.monotonic()
@@ -55,5 +55,5 @@ def _by_signal(function: Callable[[], T], timeout_s: float) -> T:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, handler)
         if remaining:
-            left = max(remaining - (time.monotonic() - started), 1e-3)
-            signal.setitimer(signal.ITIMER_REAL, left, interval)
+            remaining = max(remaining - (time.monotonic() - started), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, remaining, interval)

@@ -1,7 +1,7 @@
 """Evaluates model-written arithmetic without `eval`: + - * /, unary minus, parentheses, integers.
 
-Values are exact fractions. Text that is long, deeply nested or has long numbers is refused before any
-arithmetic. `evaluate_compat` is the larger float language that TinyZero's `eval` accepted.
+Values are exact fractions. Long or deeply nested text and long numbers are refused before any
+arithmetic. `evaluate_compat` accepts all that TinyZero's `eval` accepted, with floats.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class ExpressionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Evaluation:
     """The exact value of an expression and the integers written in it, in order."""
 
     value: Fraction
     numbers: tuple[int, ...]
 
 
-def evaluate(text: str) -> Evaluated:
+def evaluate(text: str) -> Evaluation:
     """Returns the value of `text`. Time is bounded by MAX_CHARS, MAX_DEPTH and MAX_DIGITS."""
     if len(text) <= 4 * MAX_CHARS:
         text = " ".join(text.split())
@@ -54,25 +54,27 @@ def evaluate(text: str) -> Evaluated:
         raise ExpressionError(f"not integers of {MAX_DIGITS} digits with + - * / ( )")
     numbers: list[int] = []
 
-    def leaf(number: int) -> Fraction:
+    def to_fraction(number: int) -> Fraction:
         numbers.append(number)
         return Fraction(number)
 
-    return Evaluated(_value(text, leaf, _OPERATORS), tuple(numbers))
+    return Evaluation(_evaluate(text, to_fraction, _OPERATORS), tuple(numbers))
 
 
 def evaluate_compat(text: str) -> float:
-    """Returns the value of TinyZero's `eval`, with floats, `**` and `//`. Huge powers are refused."""
+    """Returns the value that TinyZero's `eval` gives; huge powers are refused."""
     text = text.strip()
     if len(text) > MAX_CHARS or not _COMPAT_CHARS.fullmatch(text):
-        raise ExpressionError("not in the whitelist of characters")
-    more: dict[Any, Callable[..., Any]] = {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos}
-    more[ast.Pow] = _power
-    return _value(text, lambda number: number, {**_OPERATORS, **more})
+        raise ExpressionError("not only digits, + - * / ( ) and .")
+    operators: dict[Any, Callable[..., Any]] = {**_OPERATORS, ast.FloorDiv: operator.floordiv}
+    operators |= {ast.UAdd: operator.pos, ast.Pow: _power}
+    return _evaluate(text, lambda number: number, operators)
 
 
-def _value(text: str, leaf: Callable[..., Any], operators: dict[Any, Callable[..., Any]]) -> Any:
-    """Evaluates a short, shallow expression: `leaf` converts numbers, the table has the operators."""
+def _evaluate(
+    text: str, convert: Callable[..., Any], operators: dict[Any, Callable[..., Any]]
+) -> Any:
+    """Returns the value of a short, shallow expression; `convert` is applied to each number."""
     is_deep = len(text) > MAX_DEPTH and (
         _SIGNS.search(text) or (text.count("(") > MAX_DEPTH and nesting_depth(text) > MAX_DEPTH)
     )
@@ -81,7 +83,7 @@ def _value(text: str, leaf: Callable[..., Any], operators: dict[Any, Callable[..
 
     def value(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-            return leaf(node.value)
+            return convert(node.value)
         if isinstance(node, ast.UnaryOp) and type(node.op) in operators:
             return operators[type(node.op)](value(node.operand))
         if isinstance(node, ast.BinOp) and type(node.op) in operators:
@@ -107,8 +109,8 @@ def nesting_depth(text: str) -> int:
 def _power(base: float, exponent: float) -> float:
     bits = base.bit_length() if isinstance(base, int) else 64
     if abs(exponent) > MAX_COMPAT_EXPONENT or bits * abs(exponent) > MAX_COMPAT_BITS:
-        raise ExpressionError("a power this large is refused")
+        raise ExpressionError("the power is too large")
     value = base**exponent
     if isinstance(value, complex):
-        raise ExpressionError("a complex power")
+        raise ExpressionError("the power is complex")
     return value

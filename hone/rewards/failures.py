@@ -1,7 +1,7 @@
-"""The failures of scoring a row, and the configured policy for them.
+"""The results of scoring a row, and the policy for rows that fail.
 
-A failure is never a silent zero: it stops the run (`raise`) or scores `failure_score`, and is always
-counted by reason. Reasons are short words, because they become metric names.
+A failure stops the run (`raise`) or scores `failure_score` (`score`), and is counted by reason.
+Reasons are short words, because they become metric names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hone.types import JsonObject
 
 POLICIES = ("raise", "score")
 NO_GROUND_TRUTH = "no_ground_truth"
-"""The reason of a row without the ground truth that its rule needs."""
+"""The reason if a row lacks the ground truth that its rule needs."""
 
 _mishaps: ContextVar[dict[str, int] | None] = ContextVar("mishaps", default=None)
 
@@ -22,18 +22,18 @@ class counted_mishaps:
     """Counts problems that do not stop a scorer inside the `with` block, by reason."""
 
     def __enter__(self) -> dict[str, int]:
-        self._outer, self._counts = _mishaps.get(), dict[str, int]()
+        self._outer_counts, self._counts = _mishaps.get(), dict[str, int]()
         _mishaps.set(self._counts)
         return self._counts
 
     def __exit__(self, *_: object) -> None:
-        _mishaps.set(self._outer)
+        _mishaps.set(self._outer_counts)
         for reason, count in self._counts.items():
             count_mishap(reason, count)
 
 
 def count_mishap(reason: str, count: int = 1) -> None:
-    """Count a problem that did not stop a scorer (a symbolic check that ran out of time)."""
+    """Counts a problem that did not stop a scorer, such as a timeout of a symbolic comparison."""
     counts = _mishaps.get()
     if counts is not None:
         counts[reason] = counts.get(reason, 0) + count
@@ -48,7 +48,7 @@ class WrongSetting(SetupError, ValueError):
 
 
 class RewardError(RuntimeError):
-    """A row could not be scored, and the policy is to stop."""
+    """A row could not be scored, and the policy is `raise`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """A row without a score: `reason` names the counter, `detail` is for people."""
+    """A row without a score: `reason` names the counter, `detail` explains it in the log."""
 
     reason: str
     detail: str

@@ -1,7 +1,4 @@
-"""Reads ground truths from parquet: scalars, dicts, arrays, or JSON text of these.
-
-It converts types only; scorers decide what a ground truth means.
-"""
+"""Converts ground truths of parquet files: scalars, dicts, arrays, or JSON text of these."""
 
 from __future__ import annotations
 
@@ -19,8 +16,12 @@ class GroundTruthError(ValueError):
     """A row's ground truth does not have the format that its scorer needs."""
 
 
+def invalid(problem: str) -> GroundTruthError:
+    return GroundTruthError(f"{problem}. Check reward_model.ground_truth of the data row.")
+
+
 def decode(value: JsonValue) -> JsonValue:
-    """Parses JSON text of an object or array; returns anything else unchanged."""
+    """Returns the value of JSON text of an object or array, and anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)
@@ -30,10 +31,7 @@ def decode(value: JsonValue) -> JsonValue:
 
 
 def is_missing(value: JsonValue) -> bool:
-    """Whether a ground truth is null, NaN, blank text, `null`, `[INVALID]`, or a container of only these.
-
-    An empty response would match such a ground truth.
-    """
+    """Whether a ground truth is null, NaN, blank, `null`, `[INVALID]`, or a list of only these."""
     value = decode(plain(value))
     if isinstance(value, Mapping):
         return not value or ("target" in value and is_missing(value["target"]))
@@ -54,20 +52,14 @@ def integer(value: JsonValue, name: str) -> int:
     except (ValueError, OverflowError):
         number = None
     if number is None or (not isinstance(value, str) and number != value):
-        raise GroundTruthError(
-            f"{name} of ground_truth must be an integer; got {value!r:.80}. "
-            "Check reward_model.ground_truth of the data row."
-        )
+        raise invalid(f"{name} of ground_truth must be an integer; got {value!r:.80}")
     return number
 
 
 def integers(value: JsonValue, name: str) -> list[int]:
     """Returns `value` as a list of integers, or raises GroundTruthError."""
     if not isinstance(value, list):
-        raise GroundTruthError(
-            f"{name} of ground_truth must be a list of integers; got {value!r:.80}. "
-            "Check reward_model.ground_truth of the data row."
-        )
+        raise invalid(f"{name} of ground_truth must be a list of integers; got {value!r:.80}")
     return [item if type(item) is int else integer(item, name) for item in value]
 
 
@@ -77,14 +69,11 @@ def mapping(value: JsonValue, *keys: str) -> JsonObject:
     if isinstance(decoded, dict) and all(key in decoded for key in keys):
         return decoded
     description = sorted(decoded) if isinstance(decoded, dict) else repr(value)[:80]
-    raise GroundTruthError(
-        f"ground_truth must be a mapping with {', '.join(keys)}; got {description}. "
-        "Check reward_model.ground_truth of the data row."
-    )
+    raise invalid(f"ground_truth must be a mapping with {', '.join(keys)}; got {description}")
 
 
 def plain(value: JsonValue) -> JsonValue:
-    """Converts NumPy scalars and arrays, also in containers, to plain Python values."""
+    """Converts NumPy scalars and arrays, also inside containers, to Python values."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, (dict, Mapping)):

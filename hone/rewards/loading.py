@@ -1,7 +1,4 @@
-"""Builds the reward manager from the config: its class, its scorer and its failure policy.
-
-No other file of this package reads the config tree; they receive the values that they use.
-"""
+"""Builds the reward manager from the config: its class, its scorer and its failure policy."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ from hone.rewards.calling import (
     ROW_ARGUMENTS,
     accepted_names,
     check_signature,
-    explicit_names,
+    init_parameter_names,
 )
 from hone.rewards.failures import FailurePolicy, WrongSetting
-from hone.rewards.judge import NOT_OF_JUDGES, Completions, Judge
+from hone.rewards.judge import CLASSIFIER_SETTINGS, Completions, Judge
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.model import ModelRewardManager, ModelScorer
 from hone.rewards.managers.registry import get_reward_manager_cls
@@ -39,7 +36,7 @@ from hone.types import Function, Row
 
 logger = logging.getLogger(__name__)
 
-_POLICY = {field.name for field in dataclasses.fields(FailurePolicy)}
+_POLICY_FIELDS = {field.name for field in dataclasses.fields(FailurePolicy)}
 
 
 def load_reward_manager(
@@ -50,7 +47,7 @@ def load_reward_manager(
     compute_score: Function | None = None,
     **reward_kwargs: Any,
 ) -> AbstractRewardManager:
-    """Returns the manager that `reward_manager`, `reward_model` and `custom_reward_function` select.
+    """Returns the reward manager that the config selects.
 
     `compute_score` replaces the configured score function. `reward_kwargs` override
     `reward_model.reward_kwargs`; names that the built-in managers do not accept go to the scorer.
@@ -58,20 +55,20 @@ def load_reward_manager(
     model = config.reward_model
     for source, target in model.scores.items():
         register_score(source, target)
-        # Its options are checked when rows are scored, because they may belong to other rules.
+        # Options are checked when rows are scored, because they may belong to other rules.
         check_signature(load_object(target), ROW_ARGUMENTS, {})
     if model.score_observations:
-        _warn_of_observations()
+        _warn_about_observations()
     cls = _manager_class(config)
     scorer = compute_score or get_custom_reward_fn(config)
     if issubclass(cls, RewardManagerBase):
-        router = _router(model.server.url) if model.server.url else None
+        router = _router_address(model.server.url) if model.server.url else None
         return cls(
             config=config, tokenizer=tokenizer, compute_score=scorer, reward_router_address=router
         )
     settings = {**_manager_settings(config), **reward_kwargs}
     is_rule = issubclass(cls, RuleRewardManager)
-    accepted = explicit_names(cls) | {*reward_kwargs} if is_rule else accepted_names(cls)
+    accepted = init_parameter_names(cls) | {*reward_kwargs} if is_rule else accepted_names(cls)
     if accepted is not None:
         settings = {name: settings[name] for name in settings if name in accepted}
     if is_rule:
@@ -99,15 +96,12 @@ def load_model_manager(
     model_tokenizer: Tokenizer | None,
     completions: Completions | None = None,
 ) -> ModelRewardManager:
-    """Returns the manager of a served reward model or of a judge, which `completions` may generate for.
-
-    `model_tokenizer` renders conversations for a classifier.
-    """
+    """Returns the manager of a served classifier, or of a judge (on `completions` or a server)."""
     model = config.reward_model
     scorer: ModelScorer
     if model.type == "judge":
-        own = {name: value for name, value in model.server.items() if name not in NOT_OF_JUDGES}
-        scorer = Judge(completions, **own, **model.judge)
+        server = {n: value for n, value in model.server.items() if n not in CLASSIFIER_SETTINGS}
+        scorer = Judge(completions, **server, **model.judge)
     else:
         is_chat = config.data.prompt_format == "chat"
         scorer = ServedClassifier(model.server, model_tokenizer, is_chat=is_chat)
@@ -122,14 +116,14 @@ def load_model_manager(
 
 def _policy(config: PPOTrainerConfig) -> FailurePolicy:
     kwargs = config.reward_model.reward_kwargs
-    return FailurePolicy(**{name: getattr(kwargs, name) for name in _POLICY})
+    return FailurePolicy(**{name: getattr(kwargs, name) for name in _POLICY_FIELDS})
 
 
 @functools.cache
-def _warn_of_observations() -> None:
+def _warn_about_observations() -> None:
     logger.warning(
-        "reward_model.score_observations=true: scores are computed from the whole response, what "
-        "tools and searches said included, so a passage can earn a reward"
+        "reward_model.score_observations=true: scores are computed from the whole response, with "
+        "the output of tools and searches, so a retrieved passage can earn a reward"
     )
 
 
@@ -142,8 +136,8 @@ def get_custom_reward_fn(config: PPOTrainerConfig | EvaluationConfig) -> Functio
         function: Function = load_extern_object(custom.path, custom.name)
     except PluginError as error:
         raise PluginError(f"custom_reward_function.path={custom.path}: {error}") from error
-    bound = dict(custom.reward_kwargs)
-    return functools.partial(function, **bound) if bound else function
+    kwargs = dict(custom.reward_kwargs)
+    return functools.partial(function, **kwargs) if kwargs else function
 
 
 def compute_reward(data: DataProto, reward_fn: Function) -> tuple[torch.Tensor, Row]:
@@ -164,7 +158,7 @@ def _reward_task(
     tokenizer: Tokenizer | None = None,
     reward_fn: Function | None = None,
 ) -> tuple[torch.Tensor, Row]:
-    """Does the same as `compute_reward`; without a `reward_fn`, with the manager that the config selects."""
+    """Calls `compute_reward`, by default with the manager that the config selects."""
     if reward_fn is None:
         if config is None or tokenizer is None:
             raise TypeError("compute_reward_async needs reward_fn, or config and tokenizer")
@@ -173,7 +167,7 @@ def _reward_task(
 
 
 def __getattr__(name: str) -> Any:
-    """Makes verl's `compute_reward_async` when it is first asked for, so that Ray is imported only then."""
+    """Creates verl's `compute_reward_async` on first use, so that Ray is imported only then."""
     if name != "compute_reward_async":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hone.controller.ray import ray_task
@@ -198,28 +192,28 @@ def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
 
 
 def _manager_settings(config: PPOTrainerConfig) -> Row:
-    """Returns `reward_model.reward_kwargs` without the policy, with null values replaced by defaults."""
+    """Returns `reward_model.reward_kwargs` without the policy; null values become defaults."""
     model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
-    names = {field.name for field in dataclasses.fields(model.reward_kwargs)} - _POLICY
+    names = {field.name for field in dataclasses.fields(model.reward_kwargs)} - _POLICY_FIELDS
     settings = {name: getattr(model.reward_kwargs, name) for name in names}
     settings["score_observations"] = model.score_observations
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length
     if settings["num_processes"] is None and sandbox.url:
-        # Scoring processes wait for the service, so the service's slots limit them, not the cores.
+        # Scoring processes only wait for the service, so its slots limit them, not our cores.
         settings["num_processes"] = sandbox.max_concurrent
     return settings
 
 
-def _router(url: str | tuple[str, ...]) -> str:
-    """Returns host and port of the reward model's server, as verl passes them to score functions."""
+def _router_address(url: str | tuple[str, ...]) -> str:
+    """Returns host and port of the reward model's server, which verl passes to score functions."""
     return urlsplit(url if isinstance(url, str) else url[0]).netloc
 
 
 def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Row:
-    """Returns the scorers' keyword arguments: the user's settings and the location of the code sandbox.
+    """Returns keyword arguments for scorers: format scores, sandbox, reward model, `score_kwargs`.
 
-    A user-defined scorer gets those that it names, and all of `score_kwargs`.
+    A user-defined scorer gets the arguments that it names, and all of `score_kwargs`.
     """
     model = config.reward_model
     options = {
@@ -231,8 +225,8 @@ def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Row:
     if model.sandbox_fusion.url:
         options["sandbox_fusion_url"] = model.sandbox_fusion.url
     if model.server.url:
-        options["reward_router_address"] = _router(model.server.url)
+        options["reward_router_address"] = _router_address(model.server.url)
     if scorer is not None:
-        named = accepted_names(scorer) or frozenset()
-        options = {name: value for name, value in options.items() if name in named}
+        names = accepted_names(scorer) or frozenset()
+        options = {name: value for name, value in options.items() if name in names}
     return {**options, **model.score_kwargs}

@@ -1,6 +1,6 @@
-"""Scores one row, and checks and converts what the scorer returns.
+"""Scores one row, and checks and converts the scorer's result.
 
-A scorer's exception is returned as a counted failure; the manager applies the policy.
+A scorer's exception becomes a `Failed`; the manager counts it and applies the policy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
 from hone.rewards.ground_truth import INVALID, plain
-from hone.rewards.places import describe, place_of_error, unbound
+from hone.rewards.places import describe, error_location, unbound
 from hone.rewards.scores import symbolic, table
 from hone.types import Function, JsonObject, JsonValue, Row, Settings
 
@@ -22,7 +22,7 @@ Comparisons = dict[symbolic.Pair, bool | Failed]
 
 @dataclass(frozen=True)
 class Response:
-    """A scorer's arguments for one response."""
+    """One response, as the arguments of a scorer."""
 
     data_source: str
     solution_str: str
@@ -35,24 +35,24 @@ class Response:
 
 
 def score_row(compute_score: Function, row: Response, options: Settings) -> Scored | Failed:
-    """Score one row. A SetupError is raised under every policy."""
+    """Scores one row. A SetupError is raised under every policy."""
     try:
         with counted_mishaps() as mishaps:
-            result = call_scorer(table.in_detail(compute_score), row.arguments(), options)
+            result = call_scorer(table.detailed_scorer(compute_score), row.arguments(), options)
     except SetupError:
         raise
     except Exception as error:  # a user's scorer may raise anything; the policy applies
-        return failed_by(error, compute_score)
+        return exception_failure(error, compute_score)
     outcome = read_result(result)
     if mishaps and isinstance(outcome, Scored):
         return Scored(outcome.score, outcome.extras, mishaps)
     return outcome
 
 
-def failed_by(error: BaseException, compute_score: Function) -> Failed:
+def exception_failure(error: BaseException, compute_score: Function) -> Failed:
     """Returns the failure for an exception, with the line in the user's code."""
-    place = place_of_error(error, compute_score)
-    where = f" at {place}" if place else ""
+    location = error_location(error, compute_score)
+    where = f" at {location}" if location else ""
     return Failed(
         "exception",
         f"{describe(compute_score)} raised {type(error).__name__}: {error}{where}",
@@ -61,7 +61,7 @@ def failed_by(error: BaseException, compute_score: Function) -> Failed:
 
 
 def read_result(result: Any) -> Scored | Failed:
-    """Converts a number, a dict with `score`, or a tuple that starts with the score; a failure stays."""
+    """Converts a number, a dict with `score`, a tuple that starts with the score, or a failure."""
     if isinstance(result, Failed):
         return result
     extras: JsonObject = {}
@@ -95,26 +95,26 @@ def vote_of(pred: JsonValue) -> str | None:
     return None if pred is None or str(pred).strip() in ("", INVALID) else str(pred)
 
 
-def compare_ahead(
+def precompute_comparisons(
     compute_score: Function, rows: Sequence[Response], options: Settings
 ) -> list[Comparisons]:
-    """Make the symbolic comparisons of the built-in rules together, within one budget.
+    """Makes the symbolic comparisons of the built-in rules together, within one budget.
 
-    Returns each row's comparisons, for another process. A user's score function is not called, because it
-    may have side effects.
+    Returns each row's comparisons, for another process. A user's score function is not called,
+    because it may have side effects.
     """
     pairs: list[list[symbolic.Pair]] = []
     for row in rows:
         pairs.append([])
         if _compares_expressions(compute_score, row):
-            with symbolic.noting() as pairs[-1]:
+            with symbolic.recording_pairs() as pairs[-1]:
                 score_row(compute_score, row, options)
-    symbolic.compare_all(pair for of_row in pairs for pair in of_row)
-    return [symbolic.cached(of_row) for of_row in pairs]
+    symbolic.compare_all(pair for row_pairs in pairs for pair in row_pairs)
+    return [symbolic.cached_results(row_pairs) for row_pairs in pairs]
 
 
 def _compares_expressions(compute_score: Function, row: Response) -> bool:
-    if table.is_table(compute_score):
+    if table.is_table_scorer(compute_score):
         entry = table.find(row.data_source)
         return entry is not None and entry.symbolic
     return getattr(unbound(compute_score), "__module__", None) in table.SYMBOLIC_MODULES

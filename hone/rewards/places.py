@@ -1,4 +1,4 @@
-"""Finds where a score function is defined, and which of its lines raised, for messages."""
+"""Source locations for messages: where a score function is defined, and where it raised."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ def describe(function: Function) -> str:
     return f"{module}.{name}"
 
 
-def place_of(function: Function) -> str | None:
+def definition_location(function: Function) -> str | None:
     """Returns `file:line` of the definition, or None if it is not written in Python."""
     code = _code_of(unbound(function))
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def place_of_error(error: BaseException, function: Function) -> str | None:
-    """Returns `file:line` where a score function raised: the innermost line in the user's file.
-
-    If the call did not reach the user's code, this is the definition of the function.
-    """
+def error_location(error: BaseException, function: Function) -> str | None:
+    """Returns `file:line` of the innermost frame in the user's file, or of the definition."""
     frames = traceback.extract_tb(error.__traceback__)
     code = _code_of(unbound(function))
-    trace = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    if code is None or _is_ours(code.co_filename):
-        # The table's rules are called through our code, but a registered rule is in the user's file.
-        outside = [frame for frame in frames if not _is_ours(frame.filename)]
-        trace = [f for f in outside if not f.filename.startswith(_INSTALLED)] or frames
-    return f"{trace[-1].filename}:{trace[-1].lineno}" if trace else place_of(function)
+    user_frames = [
+        frame for frame in frames if code is not None and frame.filename == code.co_filename
+    ]
+    if code is None or _is_in_hone(code.co_filename):
+        # The table calls a registered rule, which is in the user's file.
+        outside = [frame for frame in frames if not _is_in_hone(frame.filename)]
+        user_frames = [f for f in outside if not f.filename.startswith(_INSTALLED)] or frames
+    if not user_frames:
+        return definition_location(function)
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
 
 
 def unbound(function: Function) -> Function:
@@ -64,5 +65,5 @@ def _code_of(function: Function) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def _is_ours(filename: str) -> bool:
+def _is_in_hone(filename: str) -> bool:
     return filename.startswith(_PACKAGE)

@@ -1,7 +1,7 @@
-"""Scoring processes with hard deadlines: a late call is killed and its process is replaced.
+"""Scoring processes with hard deadlines: a process that exceeds one is killed and replaced.
 
-Workers are new interpreters (never forks of this threaded process) without torch. One thread
-per worker waits for its answer; results are in the order of the jobs.
+Workers are new interpreters without torch, never forks of this threaded process. One thread per
+worker waits for its answer; results are in the order of the jobs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hone.types import Settings
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""The limit is long because a worker imports modules before its first job, slowly on a busy machine."""
+"""It is long because a worker imports modules before its first job, slowly on a busy machine."""
 START_RETRIES = 2
-"""How many times in a row a worker that died during its start is replaced."""
+"""How often in a row a worker that died during its start is replaced."""
 MESSAGE_TIMEOUT_S = 60.0
 """A worker that does not read or finish a message for this long counts as dead."""
 KILL_TIMEOUT_S = 10.0
@@ -59,12 +59,12 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
             )
-        self.link = Connection(ours.detach())
-        with contextlib.suppress(OSError):  # it has died already; _start notices that
-            self.link.send((factory, dict(keywords)))
+        self.connection = Connection(ours.detach())
+        with contextlib.suppress(OSError):  # it has died already, which _start handles
+            self.connection.send((factory, dict(keywords)))
 
     def kill(self) -> None:
-        """Kill the process and all children left in its session."""
+        """Kills the process and all processes of its session."""
         if self.process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -96,7 +96,7 @@ class DeadlinePool(Generic[T]):
         """Returns each job's value, or Failed with reason `timeout`, `crash` or `exception`."""
         with self._lock:
             if self._closed:
-                raise PoolError("the pool is closed; make a new one")
+                raise PoolError("the pool is closed; create a new one")
             if self._owner != os.getpid():
                 # In a fork, the existing workers answer the parent process, so start new ones.
                 self._workers, self._idle, self._owner = set(), [], os.getpid()
@@ -119,16 +119,16 @@ class DeadlinePool(Generic[T]):
             worker = self._start()
         self._drop_if_stopping(worker)
         try:
-            worker.link.send((dict(arguments), timeout_s))
+            worker.connection.send((dict(arguments), timeout_s))
         except OSError:  # it died while idle (out of memory): another worker gets the job
             self._drop(worker)
             return self._call(arguments, timeout_s)
         try:
-            if not worker.link.poll(timeout_s):
+            if not worker.connection.poll(timeout_s):
                 self._drop(worker)
                 detail = f"no score after {timeout_s:g} s; the process was killed"
                 return Failed("timeout", detail)
-            answer: T | Failed | BaseException = worker.link.recv()
+            answer: T | Failed | BaseException = worker.connection.recv()
         except (EOFError, OSError):
             self._drop(worker)
             return Failed(
@@ -142,46 +142,48 @@ class DeadlinePool(Generic[T]):
         return answer
 
     def _start(self) -> _Worker:
-        """Start a worker and wait until it is ready; one that dies is replaced up to START_RETRIES times."""
+        """Starts a worker and waits until it is ready; retries START_RETRIES times if it dies."""
         for _ in range(START_RETRIES + 1):
             try:
                 worker = _Worker(self.factory, self.keywords)
             except OSError as error:  # out of processes, memory or descriptors
-                raise _overloaded(f"could not be started: {error}") from error
+                raise _overload_error(f"could not be started: {error}") from error
             self._workers.add(worker)
             self._drop_if_stopping(worker)
             try:
-                answer = worker.link.recv() if worker.link.poll(START_TIMEOUT_S) else None
+                answer = (
+                    worker.connection.recv() if worker.connection.poll(START_TIMEOUT_S) else None
+                )
             except (EOFError, OSError):
                 self._drop(worker)
                 code = worker.process.returncode
-                sentence = f"a scoring process ended with code {code} while starting {self.factory}"
-                logger.warning("%s", sentence)
+                message = f"a scoring process ended with code {code} while starting {self.factory}"
+                logger.warning("%s", message)
                 continue
             if answer == "ready":
                 return worker
             self._drop(worker)
             if answer is None:
-                raise _overloaded(f"was not ready after {START_TIMEOUT_S:g} s")
+                raise _overload_error(f"was not ready after {START_TIMEOUT_S:g} s")
             raise PoolError(f"{self.factory} could not start: {answer.detail}")
-        why = " (killed: is there enough memory?)" if code == -signal.SIGKILL else ""
+        hint = " (killed: is there enough memory?)" if code == -signal.SIGKILL else ""
         raise PoolError(
-            f"{sentence}{why}, as did the {START_RETRIES} before it; its own message is on stderr"
+            f"{message}{hint}, as did the {START_RETRIES} before it; its error message is on stderr"
         )
 
     def _drop_if_stopping(self, worker: _Worker) -> None:
-        """Drop a worker that started too late for an interrupted `run` to kill it."""
+        """Kills a worker that started after `run` was interrupted, and raises PoolError."""
         if self._stopping:
             self._drop(worker)
             raise PoolError("the run of this pool was stopped")
 
     def _drop(self, worker: _Worker) -> None:
         worker.kill()
-        worker.link.close()
+        worker.connection.close()
         self._workers.discard(worker)
 
     def close(self) -> None:
-        """End all workers. Safe to call twice."""
+        """Ends all workers. It may be called twice."""
         with self._lock:
             self._closed = True
             for worker in list(self._workers) if self._owner == os.getpid() else []:
@@ -189,7 +191,7 @@ class DeadlinePool(Generic[T]):
         _open_pools.discard(self)
 
 
-def _overloaded(problem: str) -> PoolError:
+def _overload_error(problem: str) -> PoolError:
     return PoolError(
         f"a scoring process {problem}; the machine may be overloaded: use fewer "
         "reward_model.reward_kwargs.num_processes"

@@ -1,7 +1,7 @@
 """The worker process of `pool.py`: creates the callable once, then runs jobs.
 
-It ends when the pool closes its socket or kills it, and not by SIGTERM: that asks the run to finish its
-step, and may be sent to all of its processes. If the parent has died, a timer ends a running call.
+It ends when the pool closes its socket or kills it. It ignores SIGTERM, which may be sent to all
+processes of a run that should finish its step. If the parent has died, a timer ends a call.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ GRACE_S = 10.0
 """How long after its deadline a call may run when the parent has died."""
 
 
-def serve(link: Connection) -> None:
-    """Answer each `(keywords, timeout_s)` message with the return value of the callable."""
-    factory, keywords = link.recv()
+def serve(connection: Connection) -> None:
+    """Answers each `(keywords, timeout_s)` message with the return value of the callable."""
+    factory, keywords = connection.recv()
     module, _, name = factory.partition(":")
     try:
         function: Function = getattr(importlib.import_module(module), name)(**keywords)
     except Exception as error:  # the parent must see why its scorer does not load
-        link.send(Failed("start", f"{type(error).__name__}: {error}"))
+        connection.send(Failed("start", f"{type(error).__name__}: {error}"))
         return
-    link.send("ready")
+    connection.send("ready")
     while True:
-        arguments, timeout_s = link.recv()
+        arguments, timeout_s = connection.recv()
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
         answer = _call(function, arguments)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         try:
-            link.send(answer)
+            connection.send(answer)
         except (TypeError, AttributeError, ValueError) as error:
-            link.send(Failed("bad_return", f"cannot be sent between processes: {error}"))
+            connection.send(Failed("bad_return", f"cannot be sent between processes: {error}"))
 
 
 def _call(function: Function, arguments: Row) -> object:
@@ -51,13 +51,13 @@ def _call(function: Function, arguments: Row) -> object:
         return Failed("exception", f"{type(error).__name__}: {error}")
 
 
-def _outlive_sigterm() -> None:
-    """Let SIGTERM do nothing here; programs and forks that the callable starts end by it as usual."""
+def _ignore_sigterm() -> None:
+    """Ignores SIGTERM in this process, but not in programs and forks that the callable starts."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 if __name__ == "__main__":
-    _outlive_sigterm()
+    _ignore_sigterm()
     with contextlib.suppress(EOFError, OSError):
         serve(Connection(int(sys.argv[1])))

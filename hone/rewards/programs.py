@@ -1,7 +1,7 @@
-"""Handles model-written programs: extracts the code, reads the tests, runs one test in a box.
+"""Tests of model-written programs: extracts the code, reads the tests, runs one test in a box.
 
-Every test is a separate run in `hone.sandbox`, decided where the program cannot tamper with it: output is
-compared here, assertions run in a second box. Nothing is scored here.
+Every test is a separate run in `hone.sandbox`. The program cannot tamper with the result: output is
+compared here, and assertions run in a second box.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON = ("", "python", "py", "python3")
 _TOLERANCE = 1e-6  # relative to the expected value, absolute below 1
 CODE_MARK = "__CODE__"
-"""A marker line in a test's source; the lines above it also run before the program."""
+"""A marker line in the source of a test; the lines above it also run before the program."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class StdinTest:
-    """Feed `stdin` to standard input; standard output must be `expected`."""
+    """The program gets `stdin` and must print `expected`."""
 
     stdin: str
     expected: str
@@ -56,7 +56,7 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """Call `function` (or the method of `Solution`) with `arguments`; it must return `expected`."""
+    """`function`, or that method of `Solution`, must return `expected` for `arguments`."""
 
     function: str
     arguments: list[JsonValue]
@@ -69,13 +69,13 @@ class SourceTest:
 
     source: str
 
-    def parts(self) -> tuple[str, str]:
-        """Splits the source into the imports and classes that program and tests share, and the tests."""
-        before, mark, after = self.source.partition(CODE_MARK)
-        if not mark:
+    def split(self) -> tuple[str, str]:
+        """Returns the preamble, which also runs before the program, and the tests."""
+        before, marker, after = self.source.partition(CODE_MARK)
+        if not marker:
             return "", self.source
         if before.rpartition("\n")[2].strip() or after.partition("\n")[0].strip():
-            raise truth.GroundTruthError(f"{CODE_MARK} must stand on a line of its own")
+            raise truth.GroundTruthError(f"{CODE_MARK} must be on a line of its own")
         return before, after
 
 
@@ -115,7 +115,7 @@ def _tests(content: JsonValue) -> list[Test]:
         is_empty = all(not line or line[0] == "#" or line == CODE_MARK for line in lines)
         return [] if is_empty else [SourceTest(content)]
     if isinstance(content, dict):
-        return _tests_of_mapping(content)
+        return _tests_from_mapping(content)
     tests: list[Test] = []
     for item in content if isinstance(content, list) else []:
         if isinstance(item, str):
@@ -131,7 +131,7 @@ def _tests(content: JsonValue) -> list[Test]:
     return tests
 
 
-def _tests_of_mapping(content: JsonObject) -> list[Test]:
+def _tests_from_mapping(content: JsonObject) -> list[Test]:
     for key in ("functional", "assert_case"):
         if content.get(key):
             return _tests(content[key])
@@ -144,18 +144,20 @@ def _tests_of_mapping(content: JsonObject) -> list[Test]:
     name = content.get("fn_name")
     pairs = zip(inputs, outputs, strict=True)
     if name:
-        return [CallTest(str(name), _arguments(item), _returned(value)) for item, value in pairs]
+        return [
+            CallTest(str(name), _arguments(item), _expected_value(value)) for item, value in pairs
+        ]
     return [StdinTest(_text(item), _text(value)) for item, value in pairs]
 
 
 def _arguments(item: JsonValue) -> list[JsonValue]:
-    """Returns the arguments of a call from a list, or from lines with one JSON value per argument."""
+    """Returns the arguments in a list, or in lines with one JSON value per argument."""
     if isinstance(item, str):
         return [json.loads(line) for line in item.splitlines() if line.strip()]
     return item if isinstance(item, list) else [item]
 
 
-def _returned(value: JsonValue) -> JsonValue:
+def _expected_value(value: JsonValue) -> JsonValue:
     """Returns the expected value, which benchmarks wrap in a list or write as JSON."""
     if isinstance(value, str):
         try:
@@ -170,30 +172,30 @@ def _text(value: JsonValue) -> str:
 
 
 def passes(code: str, test: Test, limits: Limits) -> bool:
-    """Run one test. Raises SandboxError when the box failed, not the program."""
+    """Whether the program passes one test. Raises SandboxError if the box failed."""
     if isinstance(test, StdinTest):
-        output = _output(code, test.stdin, limits)
+        output = _stdout_of(code, test.stdin, limits)
         return output is not None and same_output(output, test.expected)
     if isinstance(test, SourceTest):
-        return _holds(code, test, limits)
+        return _assertions_hold(code, test, limits)
     secret = secrets.token_hex(16)
     message = json.dumps({"function": test.function, "arguments": test.arguments})
-    output = _output(code + _CALL.replace("SECRET", secret), message, limits)
+    output = _stdout_of(code + _CALL_SOURCE.replace("SECRET", secret), message, limits)
     # Only the end of `_hone_call` can print the secret on the last line.
     *_, last_line = ["", *(output or "").rstrip().splitlines()]
     answer = last_line.removeprefix(secret)
-    return answer != last_line and is_json_of(answer, test.expected)
+    return answer != last_line and is_equal_json(answer, test.expected)
 
 
-_CALL = """
+_CALL_SOURCE = """
 
 def _hone_call():
     import json, sys
     job = json.loads(sys.stdin.read())
     scope = globals()
-    holder = scope["Solution"]() if "Solution" in scope else None
+    solution = scope["Solution"]() if "Solution" in scope else None
     name = job["function"]
-    function = getattr(holder, name) if hasattr(holder, name) else scope[name]
+    function = getattr(solution, name) if hasattr(solution, name) else scope[name]
     result = function(*job["arguments"])
     sys.stdout.write("\\nSECRET" + json.dumps(result) + "\\n")
 
@@ -201,45 +203,45 @@ _hone_call()
 """
 
 
-def _holds(code: str, test: SourceTest, limits: Limits) -> bool:
+def _assertions_hold(code: str, test: SourceTest, limits: Limits) -> bool:
     """Whether the assertions hold, as decided by a judge in a second box."""
     from hone.sandbox.judging import judge
 
-    preamble, tests = test.parts()
+    preamble, tests = test.split()
     service = _service(limits.url, limits.memory)
     run = judge if service is None else service.judge
-    judgement = _in_sandbox(run, limits, program=code, tests=tests, preamble=preamble)
+    judgement = _run_in_sandbox(run, limits, program=code, tests=tests, preamble=preamble)
     if not judgement.usable:
         raise truth.GroundTruthError(f"the tests of this row cannot run: {judgement.reason}")
     if judgement.passed and not judgement.answers:
         raise truth.GroundTruthError(
-            "the tests of this row ask nothing of the program: any program would pass them"
+            "the tests of this row call nothing of the program: any program would pass them"
         )
     return judgement.passed
 
 
-def _output(code: str, stdin: str, limits: Limits) -> str | None:
+def _stdout_of(code: str, stdin: str, limits: Limits) -> str | None:
     """Returns the standard output of a successful run, else None."""
     from hone.sandbox import run_python
 
     service = _service(limits.url, limits.memory)
     run = run_python if service is None else service.run_python
-    result = _in_sandbox(run, limits, code=code, stdin=stdin)
+    result = _run_in_sandbox(run, limits, code=code, stdin=stdin)
     return result.stdout if result.ok else None
 
 
-def _in_sandbox(run: Callable[..., T], limits: Limits, **texts: str) -> T:
+def _run_in_sandbox(run: Callable[..., T], limits: Limits, **sources: str) -> T:
     from hone.sandbox import SandboxUnavailable
 
     try:
-        return run(**texts, timeout_s=limits.timeout_s, memory_mb=limits.memory)
+        return run(**sources, timeout_s=limits.timeout_s, memory_mb=limits.memory)
     except SandboxUnavailable as error:
         raise SetupError(f"model-written code cannot be run here: {error}") from error
 
 
 @lru_cache(maxsize=8)
 def _service(url: str | None, memory_mb: int) -> SandboxService | None:
-    """Returns the service, or None for the local box. One slot suffices: tests run one at a time."""
+    """Returns the service, or None for the local box. One slot is enough for one test at a time."""
     if url is None:
         return None
     from hone.sandbox.service import SandboxService
@@ -247,25 +249,28 @@ def _service(url: str | None, memory_mb: int) -> SandboxService | None:
     return SandboxService(url, max_concurrent=1, memory_limit_mb=memory_mb)
 
 
-def count_passed(code: str, tests: Sequence[Test], limits: Limits, first: int) -> tuple[bool, int]:
-    """Returns whether all tests pass, and how many of the `first` do (counted only if not all pass)."""
+def count_passed(
+    code: str, tests: Sequence[Test], limits: Limits, num_counted: int
+) -> tuple[bool, int]:
+    """Returns whether all tests pass, and how many of the first `num_counted` tests pass."""
     failed_at = next((i for i, t in enumerate(tests) if not passes(code, t, limits)), None)
     if failed_at is None:
-        return True, min(first, len(tests))
-    if failed_at >= first:
-        return False, first
-    return False, failed_at + sum(passes(code, t, limits) for t in tests[failed_at + 1 : first])
+        return True, min(num_counted, len(tests))
+    if failed_at >= num_counted:
+        return False, num_counted
+    remaining = tests[failed_at + 1 : num_counted]
+    return False, failed_at + sum(passes(code, test, limits) for test in remaining)
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether outputs match line by line without outer spaces, or word by word with a decimal tolerance."""
-    lines, truth_lines = (
+    """Whether outputs match by stripped lines, or by words with a tolerance for decimals."""
+    lines, expected_lines = (
         [line.strip() for line in text.strip().splitlines()] for text in (output, expected)
     )
-    if lines == truth_lines:
+    if lines == expected_lines:
         return True
-    words, truth_words = " ".join(lines).split(), " ".join(truth_lines).split()
-    return len(words) == len(truth_words) and all(map(_same_word, words, truth_words))
+    words, expected_words = " ".join(lines).split(), " ".join(expected_lines).split()
+    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
 
 
 def _same_word(word: str, expected: str) -> bool:
@@ -279,8 +284,8 @@ def _same_word(word: str, expected: str) -> bool:
         return False
 
 
-def is_json_of(text: str, expected: JsonValue) -> bool:
-    """Whether the text is JSON of the expected value; False for invalid or too deeply nested JSON."""
+def is_equal_json(text: str, expected: JsonValue) -> bool:
+    """Whether the text is JSON of the expected value; False if it cannot be parsed."""
     try:
         return _same_value(json.loads(text), expected)
     except (ValueError, RecursionError):
@@ -302,7 +307,7 @@ def _same_value(value: JsonValue, expected: JsonValue) -> bool:
 
 
 def _close(value: float, target: float) -> bool:
-    """Whether a value is within the tolerance of a decimal; infinities and NaN must match exactly."""
+    """Whether a value is within the tolerance of a decimal; inf and NaN must match exactly."""
     try:
         value = float(value)
     except OverflowError:

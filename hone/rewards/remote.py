@@ -1,7 +1,7 @@
-"""A client of scoring servers over HTTP: limits, retries, deadlines and a cache of answers.
+"""An HTTP client of scoring servers, with limits, retries, deadlines and a cache of answers.
 
-Requests run in daemon threads of the event loop, so a server that never answers holds up nothing beyond its
-deadline. Only the standard library is used. Messages contain neither the key nor the query of an address.
+Requests run in daemon threads of the event loop, so a server that never answers delays nothing
+beyond its deadline. Messages contain neither the API key nor the query of a URL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from hone.config.reward import RewardServerConfig
@@ -28,23 +28,20 @@ from hone.text import clean_text, described
 from hone.tracking import atomic_write_text
 from hone.types import JsonObject, JsonValue, Row
 
-if TYPE_CHECKING:
-    from http.client import HTTPMessage
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 1 << 26
 MAX_CACHED = 100_000
-"""Answers that the cache in memory holds; the oldest are dropped."""
-FIRST_PAUSE_S = 0.5
-CONNECT_S = 5.0
-_KEY = "reward_model.server"
-_BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""The size of the cache in memory; the oldest answers are dropped."""
+FIRST_RETRY_S = 0.5
+CONNECT_TIMEOUT_S = 5.0
+_CONFIG_KEY = "reward_model.server"
+_RETRY_CODES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteError(RuntimeError):
-    """A request that gave no score: `reason` names the counter."""
+    """A request without a score; `reason` names the counter."""
 
     def __init__(
         self, reason: str, detail: str, *, retry: bool = True, pause_s: float | None = None
@@ -53,20 +50,20 @@ class RemoteError(RuntimeError):
         self.reason, self.detail, self.retry, self.pause_s = reason, detail, retry, pause_s
 
     @property
-    def failed(self) -> Failed:
+    def failure(self) -> Failed:
         return Failed(self.reason, self.detail)
 
 
 class AnswerCache:
-    """Keeps answers in memory, or in a folder of one file per answer."""
+    """Caches answers in memory, or in a folder with one file per answer."""
 
-    def __init__(self, where: str | None) -> None:
-        self._folder = None if where in (None, "memory") else Path(str(where)).expanduser()
-        self._is_off = where is None
+    def __init__(self, setting: str | None) -> None:
+        self._folder = None if setting in (None, "memory") else Path(str(setting)).expanduser()
+        self._is_off = setting is None
         self._memory: dict[str, JsonValue] = {}
 
     def get(self, key: str) -> JsonValue:
-        """Returns the answer, or None."""
+        """Returns the cached answer, or None."""
         if self._folder is None:
             return self._memory.get(key)
         try:
@@ -92,48 +89,49 @@ class AnswerCache:
 
 
 class ScoringServer:
-    """Sends JSON to one server, or to the next of several, within the limits of the settings."""
+    """Posts JSON to one server, or to several in turn, within the limits of the settings."""
 
     def __init__(self, settings: RewardServerConfig, path: str) -> None:
         urls = settings.url if isinstance(settings.url, tuple) else (settings.url,)
-        self._urls = [_address(str(url), path) for url in urls]
-        self.address = shown_url(self._urls[0])
+        self._urls = [_endpoint_url(str(url), path) for url in urls]
+        self.address = redacted_url(self._urls[0])
         self._settings = settings
         name = settings.api_key_env
         self._key = os.environ.get(name, "").strip() if name else ""
         if name and not self._key:
-            raise WrongSetting(f"{_KEY}.api_key_env={name}: the environment has no such variable")
+            raise WrongSetting(
+                f"{_CONFIG_KEY}.api_key_env={name}: the environment has no such variable"
+            )
         rate = settings.requests_per_minute
         self._bucket = None if rate is None else AsyncTokenBucket(rate / 60.0, max(rate / 60.0, 1))
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._answers = True
-        self._sent = 0
+        self._is_reachable = True
+        self._num_requests = 0
         self.cache = AnswerCache(settings.cache)
         self.counts: Counter[str] = Counter()
 
-    def refusal(self) -> str | None:
-        """Returns why no connection to a server can be made, or None."""
+    def connection_error(self) -> str | None:
+        """Returns the error of the first server that cannot be connected to, or None."""
         for url in self._urls:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
             try:
-                socket.create_connection((str(parts.hostname), port), CONNECT_S).close()
+                socket.create_connection((str(parts.hostname), port), CONNECT_TIMEOUT_S).close()
             except OSError as error:
-                return f"{shown_url(url)}: {error}"
+                return f"{redacted_url(url)}: {error}"
         return None
 
-    async def ask(self, body: JsonObject, read: Callable[[Row], T]) -> T:
-        """Returns what `read` finds in the answer; raises RemoteError when all attempts failed."""
-        pause_s, attempt, turn = FIRST_PAUSE_S, 0, self._sent
-        self._sent += 1
+    async def post(self, body: JsonObject, parse: Callable[[Row], T]) -> T:
+        """Returns the parsed answer; raises RemoteError if all attempts failed."""
+        pause_s, attempt, first_url = FIRST_RETRY_S, 0, self._num_requests
+        self._num_requests += 1
         while True:
             try:
-                value = await self._attempt(
-                    body, read, self._urls[(turn + attempt) % len(self._urls)]
-                )
+                url = self._urls[(first_url + attempt) % len(self._urls)]
+                value = await self._attempt(body, parse, url)
             except RemoteError as error:
-                # While the server is down, a request is not retried, so that pauses do not add up.
-                attempts = self._settings.retries + 1 if self._answers else 1
+                # While the server is down, requests are not retried, so that pauses do not add up.
+                attempts = self._settings.retries + 1 if self._is_reachable else 1
                 attempt += 1
                 if error.retry and attempt < attempts:
                     self.counts["retries"] += 1
@@ -141,16 +139,16 @@ class ScoringServer:
                     await asyncio.sleep(min(wait_s, self._settings.timeout_s))
                     pause_s *= 2
                     continue
-                if self._answers and error.reason in ("unreachable", "timeout"):
+                if self._is_reachable and error.reason in ("unreachable", "timeout"):
                     logger.warning("%s; until it answers, requests are not retried", error)
-                    self._answers = False
+                    self._is_reachable = False
                 raise
-            if not self._answers:
-                logger.warning("the server answers again: %s", shown_url(self._urls[0]))
-            self._answers = True
+            if not self._is_reachable:
+                logger.warning("the server answers again: %s", redacted_url(self._urls[0]))
+            self._is_reachable = True
             return value
 
-    async def _attempt(self, body: JsonObject, read: Callable[[Row], T], url: str) -> T:
+    async def _attempt(self, body: JsonObject, parse: Callable[[Row], T], url: str) -> T:
         if self._bucket is not None:
             await self._bucket.acquire()
         loop, timeout_s = asyncio.get_running_loop(), self._settings.timeout_s
@@ -162,51 +160,53 @@ class ScoringServer:
             try:
                 text = await asyncio.wait_for(loop.run_in_executor(None, call), timeout_s)
             except asyncio.TimeoutError:
-                detail = f"no answer after {timeout_s:g} s from {shown_url(url)}"
+                detail = f"no answer after {timeout_s:g} s from {redacted_url(url)}"
                 raise RemoteError("timeout", detail) from None
         try:
-            return read(json.loads(text))
+            return parse(json.loads(text))
         except Exception as error:  # an answer may be anything
-            detail = f"{shown_url(url)} answered {self._clean(text)!r}: {described(error)}"
+            detail = f"{redacted_url(url)} answered {self._redact(text)!r}: {described(error)}"
             raise RemoteError("bad_answer", detail) from error
 
     def _send(self, url: str, data: bytes) -> bytes:
-        header = {"Content-Type": "application/json", "Accept": "application/json"}
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key:
-            header["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(url, data, header)
-        where = shown_url(url)
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(url, data, headers)
+        address = redacted_url(url)
         try:
             with _opener(url).open(request, timeout=self._settings.timeout_s) as answer:
                 text: bytes = answer.read(MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
             try:
                 with error:
-                    said = self._clean(error.read(4096))
-            except Exception:  # the body broke off; the status says enough
-                said = ""
-            busy = error.code in _BUSY
+                    body = self._redact(error.read(4096))
+            except Exception:  # the body is incomplete; the status is enough
+                body = ""
+            is_temporary = error.code in _RETRY_CODES
             raise RemoteError(
                 "busy" if error.code == 429 else "http_error",
-                f"{where} answered with status {error.code}: {said!r}",
-                retry=busy,
-                pause_s=_seconds(error.headers.get("Retry-After")) if busy else None,
+                f"{address} answered with status {error.code}: {body!r}",
+                retry=is_temporary,
+                pause_s=_retry_after_s(error) if is_temporary else None,
             ) from None
         except TimeoutError:
-            raise RemoteError("timeout", f"{where} did not answer in time") from None
+            raise RemoteError("timeout", f"{address} did not answer in time") from None
         except Exception as error:  # a broken connection or protocol may raise anything
             reason = getattr(error, "reason", error)
             name = "timeout" if isinstance(reason, TimeoutError) else "unreachable"
-            raise RemoteError(name, f"{where}: {self._clean(str(reason).encode())}") from None
+            raise RemoteError(name, f"{address}: {self._redact(str(reason).encode())}") from None
         if len(text) > MAX_ANSWER_BYTES:
-            raise RemoteError("bad_answer", f"{where} sent more than {MAX_ANSWER_BYTES >> 20} MiB")
+            raise RemoteError(
+                "bad_answer", f"{address} sent more than {MAX_ANSWER_BYTES >> 20} MiB"
+            )
         return text
 
-    def _clean(self, text: bytes) -> str:
-        shown = clean_text(text[:4096].decode("utf-8", "replace"))
+    def _redact(self, text: bytes) -> str:
+        redacted = clean_text(text[:4096].decode("utf-8", "replace"))
         for secret in (self._key, repr(self._key)[1:-1]) if self._key else ():
-            shown = shown.replace(secret, "***")
-        return shown[:200]
+            redacted = redacted.replace(secret, "***")
+        return redacted[:200]
 
     def pop_metrics(self) -> dict[str, float]:
         """Returns requests, retries and cache hits since the last call."""
@@ -220,21 +220,21 @@ def cache_key(*parts: JsonValue) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def shown_url(url: str) -> str:
-    """Returns the address without its query, which may hold a key."""
+def redacted_url(url: str) -> str:
+    """Returns the URL without its query, which may contain a key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
 
-def _address(url: str, path: str) -> str:
-    """Returns the address of the endpoint; a url without a path gets the usual one."""
+def _endpoint_url(url: str, path: str) -> str:
+    """Returns the URL of the endpoint; `path` is added to a URL without a path."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise WrongSetting(f"{_KEY}.url={url!r} is no address; write it as http://HOST:PORT")
+        raise WrongSetting(f"{_CONFIG_KEY}.url={url!r} is not a URL; write it as http://HOST:PORT")
     if parts.username or parts.password:
         raise WrongSetting(
-            f"{_KEY}.url of {parts.hostname} holds a password; put the key into an environment "
-            f"variable and name it in {_KEY}.api_key_env"
+            f"{_CONFIG_KEY}.url of {parts.hostname} contains a password; put the key into an "
+            f"environment variable and name it in {_CONFIG_KEY}.api_key_env"
         )
     if parts.path.rstrip("/") in ("", "/v1"):
         path = path.removeprefix("/v1") if parts.path.startswith("/v1") else path
@@ -242,32 +242,24 @@ def _address(url: str, path: str) -> str:
     return url
 
 
-def _seconds(text: str | None) -> float | None:
-    """Returns the number of a Retry-After header; a date is ignored."""
+def _retry_after_s(error: urllib.error.HTTPError) -> float | None:
+    """Returns the seconds of a Retry-After header; a date is ignored."""
     try:
-        return max(0.0, float(text or ""))
+        return max(0.0, float(error.headers.get("Retry-After", "")))
     except ValueError:
         return None
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: it would send the key to another host."""
+    """Refuses redirects, which would send the key to another host."""
 
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: HTTPMessage,
-        newurl: str,
-    ) -> None:
+    def redirect_request(self, *_: object, **__: object) -> None:
         return None
 
 
 @functools.cache
 def _opener(url: str) -> urllib.request.OpenerDirector:
     """Returns an opener that ignores the environment's proxies for a local server."""
-    local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
-    proxies = [urllib.request.ProxyHandler({})] if local else []
+    is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
+    proxies = [urllib.request.ProxyHandler({})] if is_local else []
     return urllib.request.build_opener(_NoRedirect, *proxies)

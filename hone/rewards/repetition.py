@@ -1,7 +1,7 @@
 """Measures how repetitive a text is: 0 without repeats, close to 1 for a text that only repeats.
 
-This is PURE's measure: the sum of common prefixes of adjacent sorted suffixes, divided by its maximum
-n(n+1)/2. It counts characters, not tokens.
+This is PURE's measure: the sum of the longest common prefixes (LCP) of adjacent sorted suffixes,
+divided by its maximum n(n+1)/2. It counts characters, not tokens.
 """
 
 from __future__ import annotations
@@ -13,74 +13,73 @@ import numpy as np
 MAX_CHARS = 100_000
 """Only the end of longer texts is measured, because loops occur there."""
 PAIRWISE_CHARS = 512
-"""Texts up to this length are compared at all pairs of positions, faster than sorting their suffixes."""
+"""Texts up to this length are compared at all pairs of positions, which is faster than sorting."""
 PAIRWISE_TEXTS = 128
-"""How many of them are compared at once."""
+"""How many short texts are compared at once."""
 
 
 def repeatness(texts: Sequence[str]) -> list[float]:
     """Returns 2 · Σ LCP(adjacent suffixes) / (n · (n + 1)) of each text; 0 for an empty one."""
     by_length = sorted({text[-MAX_CHARS:] for text in texts}, key=len)
     short = [text for text in by_length if len(text) <= PAIRWISE_CHARS]
-    common: dict[str, int] = {}
+    lcp_sums: dict[str, int] = {}
     for start in range(0, len(short), PAIRWISE_TEXTS):
-        some = short[start : start + PAIRWISE_TEXTS]
-        common |= zip(some, _common_pairwise(some), strict=True)
+        batch = short[start : start + PAIRWISE_TEXTS]
+        lcp_sums |= zip(batch, _lcp_sums_pairwise(batch), strict=True)
     for text in by_length[len(short) :]:
-        common[text] = _common_of_suffixes(_codes(text))
-    sizes = [min(len(text), MAX_CHARS) for text in texts]
-    pairs = [(common[text[-MAX_CHARS:]], n) for text, n in zip(texts, sizes, strict=True)]
-    return [2 * number / (n * (n + 1)) if n else 0.0 for number, n in pairs]
+        lcp_sums[text] = _lcp_sum_by_sorting(_codes(text))
+    ends = [text[-MAX_CHARS:] for text in texts]
+    return [2 * lcp_sums[text] / (len(text) * (len(text) + 1)) if text else 0.0 for text in ends]
 
 
 def _codes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
-def _common_pairwise(texts: Sequence[str]) -> list[int]:
-    """Returns Σ LCP(adjacent suffixes) of each text as Σ over i of max over j < i of LCP(suffix i, suffix j).
+def _lcp_sums_pairwise(texts: Sequence[str]) -> list[int]:
+    """Returns Σ LCP(adjacent suffixes) of each text, as Σ_i max_{j < i} LCP(suffix i, suffix j).
 
-    Both are the number of substrings less the number of different ones.
+    Both are the number of substrings minus the number of distinct ones.
     """
     longest = max(map(len, texts))
     codes = np.full((longest, len(texts)), np.nan, dtype=np.float32)  # NaN equals no character
     for column, text in enumerate(texts):
         codes[: len(text), column] = _codes(text)
-    common = np.zeros(codes.shape, dtype=np.int16)  # LCP of suffixes i and j at row j
+    lcp = np.zeros(codes.shape, dtype=np.int16)  # row j: LCP of suffixes i and j
     total = np.zeros(len(texts), dtype=np.int64)
     for i in range(longest - 1, 0, -1):
-        common[:i] = (common[1 : i + 1] + 1) * (codes[:i] == codes[i])
-        total += common[:i].max(0)
-    return [int(number) for number in total]
+        lcp[:i] = (lcp[1 : i + 1] + 1) * (codes[:i] == codes[i])
+        total += lcp[:i].max(0)
+    return [int(lcp_sum) for lcp_sum in total]
 
 
-def _common_of_suffixes(codes: np.ndarray) -> int:
+def _lcp_sum_by_sorting(codes: np.ndarray) -> int:
     """Returns Σ LCP(adjacent suffixes) by sorting the suffixes."""
     n = len(codes)
     ranks = _ranks_by_doubling(codes)
     order = np.argsort(ranks[-1], kind="stable")
     left, right = order[:-1].copy(), order[1:].copy()
-    common = np.zeros(n - 1, dtype=np.int64)
+    lcp = np.zeros(n - 1, dtype=np.int64)
     for level in range(len(ranks) - 1, -1, -1):
         width = 1 << level
         inside = np.maximum(left, right) + width <= n
         equal = np.zeros(n - 1, dtype=bool)
         equal[inside] = ranks[level][left[inside]] == ranks[level][right[inside]]
         step = equal * width
-        left, right, common = left + step, right + step, common + step
-    return int(common.sum())
+        left, right, lcp = left + step, right + step, lcp + step
+    return int(lcp.sum())
 
 
 def _ranks_by_doubling(codes: np.ndarray) -> list[np.ndarray]:
-    """Returns `ranks`: `ranks[k][i]` orders the 2^k characters from i on, until all differ."""
+    """Returns `ranks`: `ranks[k][i]` is the rank of the 2^k characters from position i."""
     n = len(codes)
     ranks = [np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64)]
     width = 1
     while ranks[-1].max() < n - 1:
         current = ranks[-1]
-        follow = np.full(n, -1, dtype=np.int64)  # the end of the text sorts first
-        follow[: n - width] = current[width:] if width < n else current[:0]
-        pairs = current * (n + 1) + follow + 1
+        next_rank = np.full(n, -1, dtype=np.int64)  # the end of the text sorts first
+        next_rank[: n - width] = current[width:] if width < n else current[:0]
+        pairs = current * (n + 1) + next_rank + 1
         ranks.append(np.unique(pairs, return_inverse=True)[1].reshape(-1).astype(np.int64))
         width *= 2
     return ranks

@@ -1,9 +1,9 @@
-"""Scores of a served classifier: `/classify`, `/pooling` and `/score` as vLLM has them, or plain texts.
+"""Scores of a served classifier: vLLM's `/classify`, `/pooling` and `/score`, or plain texts.
 
 | kind | request | answer |
 |---|---|---|
 | classify | `{model, input: [text]}` | `{data: [{index, probs: [score]}]}` |
-| pooling | `{model, input: [text]}` | `{data: [{index, data: [score]}]}`, or one such list per token |
+| pooling | `{model, input: [text]}` | `{data: [{index, data: [score]}]}`, or a list per token |
 | score | `{model, text_1: [prompt], text_2: [response]}` | `{data: [{index, score}]}` |
 | texts | `{texts: [text]}` | `{scores: [score]}` |
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from hone.config.reward import RewardServerConfig
@@ -25,14 +26,14 @@ from hone.tokenizer import Tokenizer
 from hone.types import JsonObject, JsonValue, Row
 
 PATHS = {"classify": "/classify", "pooling": "/pooling", "score": "/score", "texts": ""}
-_RAW = {"use_activation": False, "activation": False}
-"""Asks for the head's output itself."""
+_RAW_OUTPUT = {"use_activation": False, "activation": False}
+"""Requests the output of the head without an activation function."""
 
 
 class ServedClassifier:
     """Scores whole conversations, rendered with the reward model's own chat template.
 
-    Without a tokenizer the text of prompt and response is sent. `is_chat` renders a plain prompt as a turn.
+    Without a tokenizer, plain text is sent. `is_chat` makes a text prompt a message.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class ServedClassifier:
     def pop_metrics(self) -> dict[str, float]:
         return self.server.pop_metrics()
 
-    def refusal(self) -> str | None:
-        return self.server.refusal()
+    def connection_error(self) -> str | None:
+        return self.server.connection_error()
 
     def _text(self, prompt: Any, answer: str) -> tuple[str, ...]:
         answer = defused(answer, self._tokenizer)
@@ -73,54 +74,50 @@ class ServedClassifier:
         cache = self.server.cache
         name = self.model or self.server.address
         keys = {text: cache_key(self.kind, name, list(text)) for text in texts}
-        known: dict[tuple[str, ...], float | Failed] = {}
+        scores: dict[tuple[str, ...], float | Failed] = {}
         for text, key in keys.items():
-            if isinstance(answer := cache.get(key), int | float):
-                known[text] = answer
-        self.server.counts["cache_hits"] += len(known)
-        unknown = [text for text in keys if text not in known]
-        batches = [unknown[i : i + self._size] for i in range(0, len(unknown), self._size)]
-        for batch, scores in zip(
-            batches, await asyncio.gather(*map(self._ask, batches)), strict=True
-        ):
-            for text, score in zip(batch, scores, strict=True):
-                known[text] = score
-                if not isinstance(score, Failed) and math.isfinite(score):
-                    cache.put(keys[text], score)
-        return [known[text] for text in texts]
+            if isinstance(cached := cache.get(key), int | float):
+                scores[text] = cached
+        self.server.counts["cache_hits"] += len(scores)
+        uncached = [text for text in keys if text not in scores]
+        batches = [uncached[i : i + self._size] for i in range(0, len(uncached), self._size)]
+        answers = await asyncio.gather(*map(self._request_scores, batches))
+        for text, score in zip(uncached, chain.from_iterable(answers), strict=True):
+            scores[text] = score
+            if not isinstance(score, Failed) and math.isfinite(score):
+                cache.put(keys[text], score)
+        return [scores[text] for text in texts]
 
-    async def _ask(self, texts: Sequence[tuple[str, ...]]) -> Sequence[float | Failed]:
+    async def _request_scores(self, texts: Sequence[tuple[str, ...]]) -> Sequence[float | Failed]:
         first: list[JsonValue] = [text[0] for text in texts]
         body: JsonObject = {"model": self.model}
-        if self.kind == "score":
+        if self.kind == "texts":
+            body = {"texts": first}
+        elif self.kind == "score":
             body |= {"text_1": first, "text_2": [text[1] for text in texts]}
         else:
             special = {"add_special_tokens": not self._is_rendered}
-            body = (
-                {"texts": first}
-                if self.kind == "texts"
-                else body | {"input": first, **_RAW, **special}
-            )
+            body |= {"input": first, **_RAW_OUTPUT, **special}
         try:
-            return await self.server.ask(body, lambda answer: self._read(answer, len(texts)))
+            return await self.server.post(body, lambda answer: self._parse(answer, len(texts)))
         except RemoteError as error:
-            return [error.failed] * len(texts)
+            return [error.failure] * len(texts)
 
-    def _read(self, answer: Row, count: int) -> list[float]:
-        """Returns the scores of an answer; whatever else it holds raises an error."""
+    def _parse(self, answer: Row, count: int) -> list[float]:
+        """Returns the scores of an answer; raises an error for any other content."""
         if self.kind == "texts":
             values = list(answer["scores"])
         else:
             rows = sorted(answer["data"], key=lambda row: row.get("index", 0))
             name = {"classify": "probs", "pooling": "data", "score": "score"}[self.kind]
-            values = [_one(row[name]) for row in rows]
+            values = [_last_value(row[name]) for row in rows]
         if len(values) != count:
             raise ValueError(f"{count} texts got {len(values)} scores")
         return [_number(value) for value in values]
 
 
-def _one(value: JsonValue) -> JsonValue:
-    """Returns the only value of a row; of one row per token, that of the last token."""
+def _last_value(value: JsonValue) -> JsonValue:
+    """Returns the only value of a row, or that of the last token if there is a row per token."""
     while isinstance(value, list):
         if len(value) > 1 and not isinstance(value[-1], list):
             raise ValueError(f"a reward model has one label, this one has {len(value)}")

@@ -1,6 +1,6 @@
-"""A response split by author: the policy's text, and the output of tools, searches and users.
+"""Segments of a response by author: the policy, or tools, searches and users (observations).
 
-`extra_info["transcript_segments"]` holds it as `{"role": "policy" | "observation", "text": …}`.
+`extra_info["transcript_segments"]` is a list of `{"role": "policy" | "observation", "text": …}`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Segments = Sequence[Mapping[str, str]]
 
 
 def policy_text(segments: Segments) -> str:
-    """Returns only the policy's text, with a line break for each observation so that words stay separate."""
+    """Returns the policy's text, with a line break in place of each observation."""
     texts = [segment["text"] for segment in segments if segment["role"] == POLICY]
     return texts[0] if len(texts) == 1 else "\n".join(text for text in texts if text)
 
 
 def of_policy(text: str) -> JsonObject:
-    """Returns the `extra_info` of a response that the policy wrote completely."""
+    """Returns the `extra_info` of a response without observations."""
     return {"transcript": text, "transcript_segments": [{"role": POLICY, "text": text}]}
 
 
 def segments_of(solution_str: str, extra_info: Settings | None) -> Segments:
-    """Returns the segments of a row; a text without segments is entirely the policy's."""
+    """Returns the segments of a row; without any, the whole text is the policy's."""
     segments = (extra_info or {}).get("transcript_segments")
     return segments if segments else [{"role": POLICY, "text": solution_str}]

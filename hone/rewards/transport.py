@@ -1,7 +1,7 @@
-"""Sends a scorer to another process by the place of its definition, never by its code.
+"""Sends a scorer to another process by its import path, never by its code.
 
-A module-level function is sent as `"module:name"` or `"file.py:name"`, a callable object as a pickle.
-Lambdas and local functions cannot be sent; they raise an error.
+A module-level function is sent as `"module:name"` or `"file.py:name"`, a callable object as a
+pickle. Lambdas and local functions raise an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hone.types import Function, Row, Settings
 
 
 def reference(function: Function) -> str | Function:
-    """Returns where `function` is defined, or the object itself if it is not a function."""
+    """Returns the import path of a function, or the object itself if it is not a function."""
     name = getattr(function, "__qualname__", None)
     if name is None:
         return function
@@ -41,7 +41,7 @@ def reference(function: Function) -> str | Function:
 
 
 def row_scorer_keywords(compute_score: Function, options: Settings) -> Row:
-    """Returns the message from which `make_row_scorer` builds the same scorer in another process."""
+    """Returns the arguments with which `make_row_scorer` builds the scorer in another process."""
     bound: Row = {}
     function = compute_score
     while isinstance(function, functools.partial):
@@ -68,7 +68,7 @@ def make_row_scorer(
     options: Settings,
     registered: Mapping[str, Mapping[str, table.Entry]],
 ) -> Callable[..., Scored | Failed]:
-    """Returns a function from a row to its result; called in the scoring process."""
+    """Returns a function that scores a row; called in the scoring process."""
     table.restore_scores(registered)
     function = load_object(scorer) if isinstance(scorer, str) else scorer
     if bound:
@@ -76,7 +76,7 @@ def make_row_scorer(
     symbolic.use_processes(1)  # one scoring process per core already runs
 
     def score(row: Response, comparisons: Comparisons | None = None) -> Scored | Failed:
-        symbolic.remember(comparisons or {})
+        symbolic.add_to_cache(comparisons or {})
         return score_row(function, row, options)
 
     return score

@@ -1,6 +1,6 @@
-"""Tests a scorer before training, on rows of the data, with responses that contain the ground truth.
+"""Tries a scorer before training, on rows of the data with responses that contain the ground truth.
 
-A scorer that returns any number works. A scorer never works if every response fails with the same error
+A scorer that returns any number works. It cannot work if every response fails with the same error,
 and no response can cause that error. Other failures may be caused by the response.
 """
 
@@ -16,11 +16,11 @@ from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.reading import extra_info_of
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Response
-from hone.rewards.places import place_of
+from hone.rewards.places import definition_location
 from hone.rewards.transcript import of_policy
 from hone.types import JsonValue, Row, Settings
 
-FORMS = (
+RESPONSE_FORMATS = (
     "{truth}",
     "<think> so </think>\n<answer>{truth}</answer>",
     "The answer is \\boxed{{{truth}}}.",
@@ -30,14 +30,14 @@ FORMS = (
     "{prompt}\n{truth}",
     "",
 )
-"""Responses, the simplest first; the prompt is included because it often shows the required format."""
-FAULTS_OF_TEXT = {"ValueError", "LookupError", "TypeError", "AttributeError", "AssertionError"}
+"""Responses, the simplest first. The prompt is one because it often shows the required format."""
+TEXT_ERRORS = {"ValueError", "LookupError", "TypeError", "AttributeError", "AssertionError"}
 """Errors, including subclasses, that a scorer may raise for a text that it cannot parse."""
 
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A row of the data, its place in the file, and the scorer's arguments for it."""
+    """A row of the data, its location in the file, and the scorer's arguments for it."""
 
     where: str
     data_source: str
@@ -53,12 +53,15 @@ class TrialRow:
             str(row.get(source_key)),
             reward_model.get("ground_truth"),
             extra_info_of({"extra_info": [row.get("extra_info")]}, reward_model, 0),
-            _text_of(row.get(prompt_key)),
+            _text_in(row.get(prompt_key)),
         )
 
     def responses(self) -> list[Response]:
-        truth = _text_of(self.ground_truth)
-        texts = [form.format(truth=truth, prompt=self.prompt) for form in FORMS]
+        truth = _text_in(self.ground_truth)
+        texts = [
+            response_format.format(truth=truth, prompt=self.prompt)
+            for response_format in RESPONSE_FORMATS
+        ]
         source, ground_truth, extra = self.data_source, self.ground_truth, self.extra_info
         return [Response(source, text, ground_truth, extra | of_policy(text)) for text in texts]
 
@@ -72,24 +75,24 @@ class Verdict:
 
 
 def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
-    """Call the scorer in the process that the run will use; all `rows` have one data source."""
+    """Calls the scorer in the process that the run will use; all `rows` have one data source."""
     failures: list[Failed] = []
     for row in rows:
         for response in row.responses():
-            outcome = manager.score_known([response])[0]
+            outcome = manager.score_checked_rows([response])[0]
             if not isinstance(outcome, Failed):
                 return Verdict()
             failures.append(outcome)
             if outcome.reason in ("no_ground_truth", "timeout"):
-                break  # no other text helps the first; the second takes its whole time limit
+                break  # another text does not help, or each takes the whole time limit
     first = failures[0]
     detail = first.detail
-    place = None if manager.uses_table else place_of(manager.compute_score)
-    if place is not None and place.rpartition(":")[0] not in detail:
-        detail = f"the score function of {place}: {detail}"
-    same = {(failed.reason, failed.error) for failed in failures} == {(first.reason, first.error)}
+    location = None if manager.uses_table else definition_location(manager.compute_score)
+    if location is not None and location.rpartition(":")[0] not in detail:
+        detail = f"the score function of {location}: {detail}"
+    is_same_error = len({(failed.reason, failed.error) for failed in failures}) == 1
     source = f"{rows[0].where} (data_source {rows[0].data_source!r})"
-    if same and _is_certain(first):
+    if is_same_error and _is_response_independent(first):
         return Verdict(problem=f"{source} cannot be scored, whatever the response: {detail}")
     policy = manager.policy
     consequence = (
@@ -103,30 +106,32 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
     )
 
 
-def _is_certain(failed: Failed) -> bool:
+def _is_response_independent(failed: Failed) -> bool:
     """Whether no response could have caused the failure."""
     if failed.reason == "exception":
-        return not FAULTS_OF_TEXT & set(failed.error)
+        return not TEXT_ERRORS & set(failed.error)
     # A function without a final `return` returns None for a text that it does not recognize.
     return failed.reason in ("no_ground_truth", "nan", "inf") or (
         failed.reason == "bad_return" and not failed.detail.startswith("None ")
     )
 
 
-def _text_of(value: JsonValue) -> str:
-    """Returns the text of a ground truth or prompt, or one text inside a container."""
+def _text_in(value: JsonValue) -> str:
+    """Returns the text of a ground truth or prompt, or of one item of a container."""
     if isinstance(value, Mapping):
-        return _text_of(value.get("content") or next(iter(value.values()), ""))
+        return _text_in(value.get("content") or next(iter(value.values()), ""))
     if isinstance(value, (list, tuple)):
-        return _text_of(value[-1]) if value else ""
+        return _text_in(value[-1]) if value else ""
     return "" if value is None else str(value)
 
 
 def ground_truth_scorer(
     target: str, source_key: str, prompt_key: str
 ) -> Callable[[Settings], float | str]:
-    """Returns a function that scores a row's ground truth with the score function of `file.py` or
-    `file.py:name`, or returns the reason why every text with the ground truth fails."""
+    """Returns a function from a row to the score of its ground truth, or to the failure.
+
+    `target` is the score function as `file.py` or `file.py:name`.
+    """
     path, _, name = target.rpartition(":") if target.rpartition(":")[0] else (target, "", "")
     function = load_extern_object(path, name or CustomRewardFunctionConfig.name)
     manager = NaiveRewardManager(None, 0, function)
@@ -135,7 +140,7 @@ def ground_truth_scorer(
     def score(row: Settings) -> float | str:
         reasons = []
         for response in TrialRow.of(row, "", source_key, prompt_key).responses():
-            outcome = manager.score_known([response])[0]
+            outcome = manager.score_checked_rows([response])[0]
             if not isinstance(outcome, Failed):
                 return outcome.score
             reasons.append(f"{outcome.reason}: {outcome.detail}")

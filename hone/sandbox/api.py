@@ -1,7 +1,4 @@
-"""The entry points of the package: run_python and run_many.
-
-The parameters are those of Job; see result.py for their meaning and defaults.
-"""
+"""The entry points of the package: run_python and run_many."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ def run_python(
     caller: socket.socket | None = None,
     **limits: Unpack[JobFields],
 ) -> SandboxResult:
-    """Run untrusted Python and wait for the result. Keyword arguments are the fields of Job.
+    """Runs untrusted Python and returns the result. Keyword arguments are the fields of Job.
 
-    Raises SandboxUnavailable, before anything runs, when a layer named in minimum is missing.
-    caller: the run is ended when this connection closes.
+    Raises SandboxUnavailable, before anything runs, if a layer named in minimum is missing.
+    caller: the run ends if this connection closes.
     """
     return run_job(Job(code, **limits), plan_for(minimum, interpreter), caller)
 
@@ -41,7 +38,7 @@ def run_many(
     minimum: Collection[str] = DEFAULT_MINIMUM,
     interpreter: str | None = None,
 ) -> list[SandboxResult]:
-    """Run jobs in parallel, at most max_concurrent at a time; results are in the order of jobs."""
+    """Runs at most max_concurrent jobs at a time; returns the results in the order of jobs."""
     if max_concurrent < 1:
         raise ValueError(f"sandbox: max_concurrent={max_concurrent} must be at least 1")
     plan = plan_for(minimum, interpreter)

@@ -1,6 +1,6 @@
 """One run from start to result, as callbacks for the warden's event loop.
 
-A box owns and releases the run's descriptors, its cgroup and its deadline. It never blocks.
+A box owns the run's descriptors, cgroup and deadline, and releases them. It never blocks.
 """
 
 from __future__ import annotations
@@ -17,103 +17,103 @@ import socket
 import time
 from collections.abc import Callable
 
-from hone.sandbox import bubblewrap, direct, sealed, seccomp
-from hone.sandbox.cgroups import Group, group_name, resident_bytes
+from hone.sandbox import bubblewrap, landlock, memfd, seccomp
+from hone.sandbox.cgroups import Cgroup, cgroup_name, resident_bytes
 from hone.sandbox.descriptors import Descriptors
-from hone.sandbox.plan import Order
+from hone.sandbox.plan import RunRequest
+from hone.sandbox.privileges import as_root
 from hone.sandbox.result import NotStarted, SandboxError, SandboxResult, Status
-from hone.sandbox.rights import raised
-from hone.sandbox.spawn import Standard, execute, limit
+from hone.sandbox.spawn import StandardFds, set_rlimits, spawn
 
-SETUP_S = 30.0  # longest time from fork to the program's start
-LOOK_S = 0.05  # interval between two memory checks
+SETUP_S = 30.0  # limit from fork to the program's start
+CHECK_INTERVAL_S = 0.05  # interval between two memory checks
 _CHUNK = 1 << 16
-_OWN_PROCESSES = 2  # of bubblewrap: one outside the box, and the first process inside it
-_OWN_MEMORY = 8 << 20
+_BUBBLEWRAP_PROCESSES = 2  # one outside the box, and the first process inside it
+_BUBBLEWRAP_MEMORY = 8 << 20
 
 
 class Box(Descriptors):
     """One run: the state of its processes, limits and output."""
 
-    def __init__(self, order: Order, number: int, selector: selectors.BaseSelector) -> None:
+    def __init__(self, request: RunRequest, number: int, selector: selectors.BaseSelector) -> None:
         super().__init__(selector)
-        self.order = order
+        self.request = request
         self.pid = 0
-        self.lend: Callable[[list[int]], None] | None = None  # sends them to the caller (client.py)
+        self.send_to_caller: Callable[[list[int]], None] | None = None  # takes descriptors
         self._number = number
         self._deadline = time.monotonic() + SETUP_S
-        self._next_look = time.monotonic() + LOOK_S
-        self._waiting = False  # True for a spare without an order
-        self._limit: Status | None = None  # why the run was killed
+        self._next_check = time.monotonic() + CHECK_INTERVAL_S
+        self._is_spare = False  # True until the spare gets its request
+        self._kill_status: Status | None = None  # the limit for which the run was killed
         self._error: str | None = None
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._events: set[str] = set()  # events that must occur before the run is done
-        self._group: Group | None = None
+        self._cgroup: Cgroup | None = None
         self._home: str | None = None
         self._status_text = b""
         self._process_fd: int | None = None
         self._init_fd: int | None = None  # the first process of the box's PID namespace
         self._init_pid = 0
         self._channel: int | None = None  # the caller's end, until it is sent
-        self._gate: int | None = None
-        self._report: int | None = None  # the pipe for setup errors of a child without bubblewrap
+        self._block_pipe: int | None = None  # bubblewrap waits for a byte before the program
+        self._error_pipe: int | None = None  # setup errors of a child without bubblewrap
         self._empty_stdin: int | None = None  # standard input of a spare, filled later
         self._program = memoryview(b"")
-        self._feed: int | None = None  # the pipe through which the program enters the box
-        self._completed = False  # bubblewrap reported the program's exit code
-        self._started: float | None = None
-        self._ended: float | None = None
-        self._exit: int | None = None
+        self._program_pipe: int | None = None  # through which the program's text enters the box
+        self._has_exit_code = False  # bubblewrap reported the program's exit code
+        self._start_time: float | None = None
+        self._end_time: float | None = None
+        self._exit_code: int | None = None
 
     # ---- start ----
 
-    def start(self, stdin: int, files: list[int], staged: dict[str, str]) -> None:
-        """Start the processes. staged: see Stage.bind. After an OSError, release() cleans up."""
-        self._limit_group()
-        stdin = self._open_channel() if self.order.channel else stdin
-        if self.order.plan.bwrap is None:
-            self._launch(stdin, files, staged)
+    def start(self, stdin: int, files: list[int], mount_points: dict[str, str]) -> None:
+        """Starts the processes. mount_points: see BindMounts.bind."""
+        self._set_cgroup_limits()
+        stdin = self._open_channel() if self.request.channel else stdin
+        if self.request.plan.bwrap is None:
+            self._launch(stdin, files, mount_points)
         else:
-            self._program = memoryview(sealed.content(files[0]))
-            self._launch(stdin, [self._open_feed(), *files[1:]], staged)
+            self._program = memoryview(memfd.read_all(files[0]))
+            self._launch(stdin, [self._open_program_pipe(), *files[1:]], mount_points)
 
-    def prepare(self, staged: dict[str, str]) -> None:
-        """Build a box with bubblewrap that waits for its program; `order` determines the kind of box."""
-        self._limit_group()
-        self._waiting, self._deadline = True, math.inf
-        if self.order.channel:
+    def prepare(self, mount_points: dict[str, str]) -> None:
+        """Builds a spare for requests of the same kind as `request`."""
+        self._set_cgroup_limits()
+        self._is_spare, self._deadline = True, math.inf
+        if self.request.channel:
             stdin = self._open_channel()
         else:
-            stdin = self._empty_stdin = self._own(sealed.empty())
-        self._launch(stdin, [self._open_feed()], staged)
+            stdin = self._empty_stdin = self._track(memfd.create())
+        self._launch(stdin, [self._open_program_pipe()], mount_points)
 
-    def hand_over(self, order: Order, stdin: int, program: int) -> None:
-        """Give a waiting box its order: limits, standard input and program."""
-        self._waiting = False
-        self.order, self._deadline = order, time.monotonic() + SETUP_S
-        self._limit_group()
+    def assign(self, request: RunRequest, stdin: int, program: int) -> None:
+        """Gives a spare its request: limits, standard input and program."""
+        self._is_spare = False
+        self.request, self._deadline = request, time.monotonic() + SETUP_S
+        self._set_cgroup_limits()
         if self._empty_stdin is not None:
-            sealed.fill(self._empty_stdin, stdin)
+            memfd.fill_and_seal(self._empty_stdin, stdin)
             self._close(self._empty_stdin)
-        self._program = memoryview(sealed.content(program))
+        self._program = memoryview(memfd.read_all(program))
         if self._init_pid:
-            self._open_gate()
+            self._start_program()
 
     def _open_channel(self) -> int:
-        """Creates a socket pair and returns the box's end; `_launch` closes it once the box has it."""
+        """Creates a socket pair and returns the box's end, which `_launch` closes."""
         ours, theirs = socket.socketpair()
-        self._channel = self._own(ours.detach())
-        return self._own(theirs.detach())
+        self._channel = self._track(ours.detach())
+        return self._track(theirs.detach())
 
-    def _open_feed(self) -> int:
-        read, self._feed = self._pipe()
-        os.set_blocking(self._feed, False)
+    def _open_program_pipe(self) -> int:
+        read, self._program_pipe = self._pipe()
+        os.set_blocking(self._program_pipe, False)
         return read
 
     @property
     def ready(self) -> bool:
-        """Whether the box is alive and waits for an order."""
-        if not self._waiting or "process" not in self._events:
+        """Whether the box is a living spare."""
+        if not self._is_spare or "process" not in self._events:
             return False
         poll = select.poll()
         for descriptor in (self._process_fd, self._init_fd):
@@ -121,65 +121,65 @@ class Box(Descriptors):
                 poll.register(descriptor, select.POLLIN)
         return not poll.poll(0)
 
-    def _limit_group(self) -> None:
-        parents, job = self.order.plan.cgroup, self.order.job
+    def _set_cgroup_limits(self) -> None:
+        parents, job = self.request.plan.cgroup, self.request.job
         if parents is None:
             return
-        memory_bytes = (job.memory_mb << 20) + _OWN_MEMORY
-        processes = job.processes + _OWN_PROCESSES
-        with raised():
-            if self._group is None:
-                name = group_name(self._number)
-                self._group = Group.create(parents, name, memory_bytes, processes)
+        memory_bytes = (job.memory_mb << 20) + _BUBBLEWRAP_MEMORY
+        processes = job.processes + _BUBBLEWRAP_PROCESSES
+        with as_root():
+            if self._cgroup is None:
+                name = cgroup_name(self._number)
+                self._cgroup = Cgroup.create(parents, name, memory_bytes, processes)
             else:
-                self._group.limit(memory_bytes, processes)
+                self._cgroup.limit(memory_bytes, processes)
 
-    def _launch(self, stdin: int, files: list[int], staged: dict[str, str]) -> None:
+    def _launch(self, stdin: int, files: list[int], mount_points: dict[str, str]) -> None:
         out_read, out_write = self._pipe()
         err_read, err_write = self._pipe()
         standard = (stdin, out_write, err_write)
-        if self.order.plan.bwrap is not None:
-            to_close = self._spawn_bubblewrap(standard, files, staged)
+        if self.request.plan.bwrap is not None:
+            to_close = self._spawn_bubblewrap(standard, files, mount_points)
         else:
-            self._home = direct.make_home(self.order, files)
-            self._report, report = self._pipe()
-            self.pid = direct.fork(self.order, self._home, self._group, standard, report)
-            self._lend()
-            self._begin()
-            to_close = [report]
-        if self.order.channel:
+            self._home = landlock.make_home(self.request, files)
+            self._error_pipe, error_write = self._pipe()
+            self.pid = landlock.fork(self.request, self._home, self._cgroup, standard, error_write)
+            self._send_descriptors()
+            self._start_clock()
+            to_close = [error_write]
+        if self.request.channel:
             to_close.append(stdin)
         for descriptor in (out_write, err_write, *to_close):
             self._close(descriptor)
         self._watch("stdout", out_read, lambda: self._on_output("stdout", out_read))
         self._watch("stderr", err_read, lambda: self._on_output("stderr", err_read))
-        self._process_fd = self._own(os.pidfd_open(self.pid))
+        self._process_fd = self._track(os.pidfd_open(self.pid))
         self._watch("process", self._process_fd, self._on_exit)
 
     def _spawn_bubblewrap(
-        self, standard: Standard, files: list[int], staged: dict[str, str]
+        self, standard: StandardFds, files: list[int], mount_points: dict[str, str]
     ) -> list[int]:
-        """Start bubblewrap and return the descriptors that only bubblewrap needs."""
+        """Starts bubblewrap and returns the descriptors that only bubblewrap needs."""
         status_read, status_write = self._pipe()
-        gate_read, self._gate = self._pipe()
-        keep = [*files, status_write, gate_read]
-        words = bubblewrap.options(self.order, staged, files)
-        words += ["--json-status-fd", str(status_write), "--block-fd", str(gate_read)]
-        if self.order.plan.seccomp:
-            keep.append(self._memory(seccomp.build_filter()))
-            words += ["--seccomp", str(keep[-1])]
+        block_read, self._block_pipe = self._pipe()
+        pass_fds = [*files, status_write, block_read]
+        options = bubblewrap.options(self.request, mount_points, files)
+        options += ["--json-status-fd", str(status_write), "--block-fd", str(block_read)]
+        if self.request.plan.seccomp:
+            pass_fds.append(self._memfd(seccomp.build_filter()))
+            options += ["--seccomp", str(pass_fds[-1])]
         # Options are passed through a descriptor, so that the process list shows no path.
-        keep.append(self._memory("\0".join(words).encode() + b"\0"))
-        command = bubblewrap.command(self.order, keep[-1])
+        pass_fds.append(self._memfd("\0".join(options).encode() + b"\0"))
+        command = bubblewrap.command(self.request, pass_fds[-1])
         # The environment is empty because /proc/1/environ inside the box is that of bubblewrap.
-        with self._group.entered() if self._group is not None else contextlib.nullcontext():
-            self.pid = execute(command, standard=standard, keep=keep)
+        with self._cgroup.thread_inside() if self._cgroup is not None else contextlib.nullcontext():
+            self.pid = spawn(command, standard=standard, pass_fds=pass_fds)
         self._watch("status", status_read, lambda: self._on_status(status_read))
-        return keep
+        return pass_fds
 
-    def _begin(self) -> None:
-        self._started = time.monotonic()
-        self._deadline = self._started + self.order.job.timeout_s
+    def _start_clock(self) -> None:
+        self._start_time = time.monotonic()
+        self._deadline = self._start_time + self.request.job.timeout_s
 
     # ---- events ----
 
@@ -187,67 +187,67 @@ class Box(Descriptors):
         self._events.add(event)
         self._selector.register(descriptor, selectors.EVENT_READ, lambda: self.guard(callback))
 
-    def _over(self, event: str, descriptor: int) -> None:
-        self._forget(descriptor)
+    def _end_event(self, event: str, descriptor: int) -> None:
+        self._unwatch_and_close(descriptor)
         self._events.discard(event)
 
     def _on_status(self, descriptor: int) -> None:
-        """Read the pid of the box's first process, which bubblewrap blocks until the limits are set."""
+        """Reads the pid of the box's first process, which waits until the limits are set."""
         data = os.read(descriptor, _CHUNK)
         if not data:
-            self._over("status", descriptor)
+            self._end_event("status", descriptor)
             return
         *lines, self._status_text = (self._status_text + data).split(b"\n")
         for line in lines:
-            facts = json.loads(line)
-            self._completed |= "exit-code" in facts
-            pid = facts.get("child-pid")
-            if pid is not None and self._gate is not None:
-                self._init_fd = self._own(os.pidfd_open(pid))
+            status = json.loads(line)
+            self._has_exit_code |= "exit-code" in status
+            pid = status.get("child-pid")
+            if pid is not None and self._block_pipe is not None:
+                self._init_fd = self._track(os.pidfd_open(pid))
                 self._init_pid = pid
-                if not self._waiting:
-                    self._open_gate()
+                if not self._is_spare:
+                    self._start_program()
 
-    def _open_gate(self) -> None:
-        assert self._gate is not None
+    def _start_program(self) -> None:
+        assert self._block_pipe is not None
         try:
-            limit(self._init_pid, self.order.job)
-            if self._group is not None:
-                with raised():
-                    self._group.admit(self._init_pid)
-            self._lend()
+            set_rlimits(self._init_pid, self.request.job)
+            if self._cgroup is not None:
+                with as_root():
+                    self._cgroup.add_process(self._init_pid)
+            self._send_descriptors()
         except (OSError, ValueError, OverflowError) as error:
             self._fail(error)
             return
-        self._begin()
-        os.write(self._gate, b"x")
-        self._close(self._gate)
-        self._gate = None
-        self._feed_program()
+        self._start_clock()
+        os.write(self._block_pipe, b"x")
+        self._close(self._block_pipe)
+        self._block_pipe = None
+        self._write_program()
 
-    def _lend(self) -> None:
+    def _send_descriptors(self) -> None:
         descriptors = [fd for fd in (self._init_fd, self._channel) if fd is not None]
-        if self.lend is not None and descriptors:
-            self.lend(descriptors)
+        if self.send_to_caller is not None and descriptors:
+            self.send_to_caller(descriptors)
         if self._channel is not None:
             self._close(self._channel)
             self._channel = None
 
-    def _feed_program(self) -> None:
-        """Write the program into the box after the limits are set, so a box without a warden runs nothing."""
-        feed = self._feed
-        assert feed is not None
+    def _write_program(self) -> None:
+        """Writes the program into the box. Until then, a box that lost its warden runs nothing."""
+        pipe = self._program_pipe
+        assert pipe is not None
         try:
             while self._program:
-                self._program = self._program[os.write(feed, self._program) :]
+                self._program = self._program[os.write(pipe, self._program) :]
         except BlockingIOError:
             with contextlib.suppress(KeyError):
-                retry = functools.partial(self.guard, self._feed_program)
-                self._selector.register(feed, selectors.EVENT_WRITE, retry)
+                retry = functools.partial(self.guard, self._write_program)
+                self._selector.register(pipe, selectors.EVENT_WRITE, retry)
             return
         except BrokenPipeError:
             pass  # the box has died; its exit is handled in _on_exit
-        self._forget(feed)
+        self._unwatch_and_close(pipe)
 
     def _fail(self, error: Exception) -> None:
         self._error = f"{type(error).__name__}: {error}"
@@ -256,9 +256,9 @@ class Box(Descriptors):
     def _on_output(self, name: str, descriptor: int) -> None:
         data = os.read(descriptor, _CHUNK)
         if not data:
-            self._over(name, descriptor)
+            self._end_event(name, descriptor)
             return
-        remaining_bytes = self.order.job.output_bytes - sum(map(len, self._output.values()))
+        remaining_bytes = self.request.job.output_bytes - sum(map(len, self._output.values()))
         self._output[name] += data[:remaining_bytes]
         if len(data) > remaining_bytes:
             self.kill(Status.OUTPUT)
@@ -266,49 +266,49 @@ class Box(Descriptors):
     def _on_exit(self) -> None:
         assert self._process_fd is not None
         _, status = os.waitpid(self.pid, 0)
-        self._ended = time.monotonic()
-        self._exit = os.waitstatus_to_exitcode(status)
-        self._over("process", self._process_fd)
-        self.pid = 0 if self.order.plan.bwrap is not None else self.pid
+        self._end_time = time.monotonic()
+        self._exit_code = os.waitstatus_to_exitcode(status)
+        self._end_event("process", self._process_fd)
+        self.pid = 0 if self.request.plan.bwrap is not None else self.pid
         self._kill_all()  # the program may have left child processes
         if self._init_fd is not None:
-            self._watch("namespace", self._init_fd, self._on_empty)
+            self._watch("namespace", self._init_fd, self._on_namespace_end)
 
-    def _on_empty(self) -> None:
+    def _on_namespace_end(self) -> None:
         assert self._init_fd is not None
-        self._over("namespace", self._init_fd)
+        self._end_event("namespace", self._init_fd)
         self._init_fd = None
 
     # ---- limits ----
 
     def check(self, now: float) -> None:
-        """Enforce the deadline and the limit on total memory."""
+        """Enforces the deadline and the limit on total memory."""
         if now < self.wake_at:
             return
         if now >= self._deadline:
-            if self._started is None:
+            if self._start_time is None:
                 self._error = f"it was not ready after {SETUP_S:.0f} s"
             self.kill(Status.TIMEOUT)
             return
-        self._next_look = now + LOOK_S
-        # If the kernel kills one process for memory, the run ends: the others would wait for it.
-        if self._group is not None and "memory" in self._group.directories:
-            over_limit = self._group.out_of_memory()
+        self._next_check = now + CHECK_INTERVAL_S
+        # After the kernel killed one process for memory, the others might wait for it for ever.
+        if self._cgroup is not None and "memory" in self._cgroup.directories:
+            over_limit = self._cgroup.out_of_memory()
         else:
             resident = resident_bytes(self._init_pid) if self._init_pid else 0
-            over_limit = resident > self.order.job.memory_mb << 20
+            over_limit = resident > self.request.job.memory_mb << 20
         if over_limit:
             self.kill(Status.MEMORY)
 
     @property
     def wake_at(self) -> float:
-        """The time at which check() is due; infinity for a box that is already ending."""
-        if self._limit is not None or self._ended is not None:
+        """The time of the next check(); infinity for a box that is already ending."""
+        if self._kill_status is not None or self._end_time is not None:
             return math.inf
-        return min(self._deadline, self._next_look)
+        return min(self._deadline, self._next_check)
 
-    def kill(self, limit: Status | None = None) -> None:
-        self._limit = self._limit or limit
+    def kill(self, status: Status | None = None) -> None:
+        self._kill_status = self._kill_status or status
         self._kill_all()
         if self.pid and "process" in self._events:
             with contextlib.suppress(ProcessLookupError):
@@ -318,12 +318,12 @@ class Box(Descriptors):
         if self._init_fd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
-        if self.order.plan.bwrap is None and self.pid:
+        if self.request.plan.bwrap is None and self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-        if self._group is not None:
-            with raised():
-                self._group.kill()
+        if self._cgroup is not None:
+            with as_root():
+                self._cgroup.kill()
 
     # ---- end ----
 
@@ -334,28 +334,28 @@ class Box(Descriptors):
     def reply(self) -> SandboxResult | SandboxError:
         """Returns the result, or the error of the box."""
         stdout, stderr = (bytes(self._output[name]) for name in ("stdout", "stderr"))
-        if self._error is None and self._limit is None:
+        if self._error is None and self._kill_status is None:
             self._error = self._setup_error(stderr)
         if self._error:
-            killed_early = self._started is None and self._exit is not None and self._exit < 0
+            killed_early = self._start_time is None and (self._exit_code or 0) < 0
             kind = NotStarted if killed_early else SandboxError
             return kind(f"sandbox: the box could not be built: {self._error}")
-        code = None if self._limit is not None else self._exit
+        code = None if self._kill_status is not None else self._exit_code
         code = 128 - code if code is not None and code < 0 else code
-        started = self._started or 0.0
+        started = self._start_time or 0.0
         return SandboxResult(
             status=self._status(code, stderr),
             exit_code=code,
             stdout=stdout.decode(errors="replace"),
             stderr=stderr.decode(errors="replace"),
-            wall_s=(self._ended or started) - started,
+            wall_s=(self._end_time or started) - started,
         )
 
     def _status(self, code: int | None, stderr: bytes) -> Status:
-        if self._group is not None and self._group.out_of_memory():
+        if self._cgroup is not None and self._cgroup.out_of_memory():
             return Status.MEMORY
-        if self._limit is not None:
-            return self._limit
+        if self._kill_status is not None:
+            return self._kill_status
         if code == 0:
             return Status.OK
         if code == 128 + signal.SIGXCPU:
@@ -367,18 +367,18 @@ class Box(Descriptors):
 
     def _setup_error(self, stderr: bytes) -> str | None:
         """Returns the reason why the program did not start, or None if it started."""
-        if self._report is not None:  # without bubblewrap, the child reports errors before exec
-            return os.read(self._report, _CHUNK).decode(errors="replace").strip() or None
-        if self._started is not None and (self._completed or (self._exit or 0) <= 0):
+        if self._error_pipe is not None:  # without bubblewrap, the child reports errors before exec
+            return os.read(self._error_pipe, _CHUNK).decode(errors="replace").strip() or None
+        if self._start_time is not None and (self._has_exit_code or (self._exit_code or 0) <= 0):
             return None
-        return stderr.decode(errors="replace") or f"exit {self._exit}"
+        return stderr.decode(errors="replace") or f"exit {self._exit_code}"
 
     def release(self) -> bool:
-        """Free all resources. Returns False while the cgroup still has a member that is exiting."""
+        """Frees all resources; returns False while a member of the cgroup is still exiting."""
         for descriptor in list(self._fds):
-            self._forget(descriptor)
+            self._unwatch_and_close(descriptor)
         if self._home is not None:
-            direct.remove_home(self._home)
+            landlock.remove_home(self._home)
             self._home = None
-        with raised():
-            return self._group is None or self._group.remove()
+        with as_root():
+            return self._cgroup is None or self._cgroup.remove()

@@ -1,7 +1,7 @@
 """The mounts and command-line options of a box that bubblewrap builds.
 
-A box has new namespaces, no capabilities, uid 65534, an empty working directory in memory, and read-only
-mounts of /usr and the interpreter. The limits are set by spawn.py and the warden.
+A box has new namespaces, no capabilities, uid 65534, an empty working directory in memory, and
+read-only mounts of /usr and the interpreter. spawn.py and the warden set the limits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 
 from hone.sandbox.interpreter import SYSTEM_PATHS
-from hone.sandbox.plan import BOX, DEVICES, NOBODY, Order, box_environment
+from hone.sandbox.plan import BOX, DEVICES, NOBODY, RunRequest, box_environment
 
 INSTALL = "apt-get install -y bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
 _LINKS = {
@@ -37,47 +37,47 @@ def find() -> tuple[str | None, tuple[str, ...]]:
     return path, tuple(n for n in ("disable-userns",) if f"--{n} " in text)
 
 
-def options(order: Order, staged: dict[str, str], files: list[int]) -> list[str]:
-    """Returns the options of one run. staged: path → where this process can reach it."""
-    plan, reads = order.plan, order.plan.interpreter.reads
-    words = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
-    words += ["--cap-drop", "ALL", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-    words += ["--hostname", "box", "--clearenv"]
+def options(request: RunRequest, mount_points: dict[str, str], files: list[int]) -> list[str]:
+    """Returns bubblewrap's options for one run. mount_points: see BindMounts.bind."""
+    plan, read_paths = request.plan, request.plan.interpreter.read_paths
+    arguments = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    arguments += ["--cap-drop", "ALL", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    arguments += ["--hostname", "box", "--clearenv"]
     for name, value in box_environment(BOX).items():
-        words += ["--setenv", name, value]
-    words += _system_mounts()
-    for path in reads:
-        words += ["--ro-bind", staged.get(path, path), path]
-    for path in plan.interpreter.masks:
-        words += ["--tmpfs", path, "--remount-ro", path]
-    words += ["--proc", "/proc"] if plan.proc else []
-    words += ["--dir", "/dev"]
+        arguments += ["--setenv", name, value]
+    arguments += _system_mounts()
+    for path in read_paths:
+        arguments += ["--ro-bind", mount_points.get(path, path), path]
+    for path in plan.interpreter.masked_paths:
+        arguments += ["--tmpfs", path, "--remount-ro", path]
+    arguments += ["--proc", "/proc"] if plan.proc else []
+    arguments += ["--dir", "/dev"]
     for path in DEVICES:
-        words += ["--dev-bind", path, path]
+        arguments += ["--dev-bind", path, path]
     for target, path in _LINKS.items():
-        if not any(read.startswith(path + "/") for read in reads):
-            words += ["--symlink", target, path]
-    words += ["--perms", "0700", "--size", str(order.job.disk_mb << 20), "--tmpfs", BOX]
-    words += ["--symlink", BOX, "/dev/shm", "--remount-ro", "/", "--chdir", BOX]
-    # Files come last: a spare blocks here until its program arrives, after all mounts are made.
-    for name, descriptor in zip(order.files, files, strict=True):
-        words += ["--perms", "0600", "--file", str(descriptor), f"{BOX}/{name}"]
-    return words + (["--disable-userns"] if "disable-userns" in plan.bwrap_options else [])
+        if not any(read.startswith(path + "/") for read in read_paths):
+            arguments += ["--symlink", target, path]
+    arguments += ["--perms", "0700", "--size", str(request.job.disk_mb << 20), "--tmpfs", BOX]
+    arguments += ["--symlink", BOX, "/dev/shm", "--remount-ro", "/", "--chdir", BOX]
+    # Files come last: a spare makes all mounts, then blocks here until its program arrives.
+    for name, descriptor in zip(request.files, files, strict=True):
+        arguments += ["--perms", "0600", "--file", str(descriptor), f"{BOX}/{name}"]
+    return arguments + (["--disable-userns"] if "disable-userns" in plan.bwrap_options else [])
 
 
-def command(order: Order, options_fd: int) -> list[str]:
+def command(request: RunRequest, options_fd: int) -> list[str]:
     """Returns the command line; bubblewrap reads its options from a descriptor."""
-    assert order.plan.bwrap is not None
-    program = [order.plan.interpreter.executable, f"{BOX}/main.py", *order.job.argv]
-    return [order.plan.bwrap, "--args", str(options_fd), "--", *program]
+    assert request.plan.bwrap is not None
+    program = [request.plan.interpreter.executable, f"{BOX}/main.py", *request.job.argv]
+    return [request.plan.bwrap, "--args", str(options_fd), "--", *program]
 
 
 @functools.lru_cache(maxsize=1)
 def _system_mounts() -> list[str]:
-    words = []
+    arguments = []
     for path in SYSTEM_PATHS:
         if os.path.islink(path):
-            words += ["--symlink", os.readlink(path), path]
+            arguments += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
-            words += ["--ro-bind", path, path]
-    return words
+            arguments += ["--ro-bind", path, path]
+    return arguments

@@ -1,6 +1,6 @@
-"""One cgroup per run limits total memory and the number of processes, and lists the members.
+"""Cgroups: one per run limits its total memory and number of processes, and lists its members.
 
-Groups are created below the group of this process, so a run never escapes the limits of this process.
+They are created below the cgroup of this process, so a run stays within the limits of this process.
 CPU shares are not set: the CPU limit is an rlimit.
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.sandbox.rights import raised
+from hone.sandbox.privileges import as_root
 
 _PREFIX = "hone-"
 
 
 @dataclass(frozen=True)
-class Parents:
-    """The directories for new groups: controller ("memory", "pids") → directory; the same one in v2."""
+class ParentCgroups:
+    """The directories for new cgroups: controller ("memory", "pids") → directory."""
 
     version: int
     directories: Mapping[str, str]
@@ -30,52 +30,52 @@ class Parents:
         return sorted(set(self.directories.values()))
 
 
-def find_parents(proc: Path = Path("/proc/self")) -> tuple[Parents | None, str]:
+def find_parents(proc: Path = Path("/proc/self")) -> tuple[ParentCgroups | None, str]:
     """Returns the parent directories or None, and a sentence with the controllers or the reason."""
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()
     except OSError as error:
-        return None, f"no cgroups to be seen: {error}"
+        return None, f"cgroups cannot be read: {error}"
     reasons = []
     for parents in (_find_v1(memberships, mounts), _find_v2(memberships, mounts)):
         if not parents.directories:
             continue
         try:
-            Group.create(parents, f"{_PREFIX}{os.getpid()}-try", 64 << 20, 8).remove()
+            Cgroup.create(parents, f"{_PREFIX}{os.getpid()}-try", 64 << 20, 8).remove()
             return parents, f"v{parents.version}: " + ", ".join(sorted(parents.directories))
         except OSError as error:
-            reasons.append(f"v{parents.version} groups cannot be made here: {error.strerror}")
+            reasons.append(f"v{parents.version} cgroups cannot be created: {error.strerror}")
     return None, "; ".join(reasons) or "no memory or pids controller is mounted"
 
 
-def _find_v1(memberships: list[str], mounts: list[str]) -> Parents:
-    own = {}
+def _find_v1(memberships: list[str], mounts: list[str]) -> ParentCgroups:
+    own_paths = {}
     for line in memberships:
         _, controllers, path = line.split(":", 2)
-        own.update(dict.fromkeys(controllers.split(","), path))
+        own_paths.update(dict.fromkeys(controllers.split(","), path))
     directories = {}
     for mount_point, kind, options in map(_parse_mount, mounts):
         for controller in {"memory", "pids"} & set(options) if kind == "cgroup" else ():
-            directories[controller] = _inside(mount_point, own.get(controller, "/"))
-    return Parents(1, directories)
+            directories[controller] = _own_directory(mount_point, own_paths.get(controller, "/"))
+    return ParentCgroups(1, directories)
 
 
-def _find_v2(memberships: list[str], mounts: list[str]) -> Parents:
-    """Finds the controllers that child groups have, or that can be enabled here."""
-    own = next((line.split(":", 2)[2] for line in memberships if line.startswith("0::")), "/")
+def _find_v2(memberships: list[str], mounts: list[str]) -> ParentCgroups:
+    """Returns the controllers that child cgroups have or that can be enabled here."""
+    own_path = next((line.split(":", 2)[2] for line in memberships if line.startswith("0::")), "/")
     for mount_point, kind, _ in map(_parse_mount, mounts):
         if kind == "cgroup2":
-            directory = _inside(mount_point, own)
+            directory = _own_directory(mount_point, own_path)
             control = Path(directory, "cgroup.subtree_control")
-            with contextlib.suppress(OSError):  # not permitted, or the group itself has processes
+            with contextlib.suppress(OSError):  # not permitted, or the cgroup itself has processes
                 available = Path(directory, "cgroup.controllers").read_text().split()
                 names = [name for name in ("memory", "pids") if name in available]
                 enabled = control.read_text().split()
                 if missing := [f"+{name}" for name in names if name not in enabled]:
                     control.write_text(" ".join(missing))
-                return Parents(2, dict.fromkeys(names, directory))
-    return Parents(2, {})
+                return ParentCgroups(2, dict.fromkeys(names, directory))
+    return ParentCgroups(2, {})
 
 
 def _parse_mount(line: str) -> tuple[str, str, list[str]]:
@@ -84,13 +84,13 @@ def _parse_mount(line: str) -> tuple[str, str, list[str]]:
     return before.split(" ")[4], kind, options.split(",")
 
 
-def _inside(mount_point: str, own: str) -> str:
-    """Inside a container, its group is the root of the mount, whatever the membership file says."""
-    directory = os.path.join(mount_point, own.lstrip("/"))
+def _own_directory(mount_point: str, own_path: str) -> str:
+    """Returns the directory of our cgroup; in a container, that is the root of the mount."""
+    directory = os.path.join(mount_point, own_path.lstrip("/"))
     return directory if os.path.isdir(directory) else mount_point
 
 
-class Group:
+class Cgroup:
     """The cgroups of one run, one directory per controller hierarchy."""
 
     def __init__(self, version: int, directories: Mapping[str, Path]) -> None:
@@ -101,7 +101,7 @@ class Group:
         self._members_start_inside = False
 
     @classmethod
-    def create(cls, parents: Parents, name: str, memory_bytes: int, processes: int) -> Group:
+    def create(cls, parents: ParentCgroups, name: str, memory_bytes: int, processes: int) -> Cgroup:
         directories = {kind: Path(base) / name for kind, base in parents.directories.items()}
         group = cls(parents.version, directories)
         try:
@@ -114,7 +114,7 @@ class Group:
         return group
 
     def limit(self, memory_bytes: int, processes: int) -> None:
-        """Set or change both limits."""
+        """Sets or changes both limits."""
         if self._limits == (memory_bytes, processes):
             return
         if "memory" in self.directories:
@@ -129,7 +129,7 @@ class Group:
             files = [(required, size), ("memory.swap.max", "0"), ("memory.oom.group", "1")]
         else:
             required, with_swap = "memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", size)
-            # This limit must never be below the other one: raise it first, lower it last.
+            # The limit with swap must never be below the other one: raise it first, lower it last.
             files = [with_swap, (required, size), with_swap, ("memory.swappiness", "0")]
         for name, value in files:
             try:
@@ -139,42 +139,43 @@ class Group:
                     raise  # the others do not exist in kernels without swap accounting
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Processes that this thread starts inside the block are members from their start (version 1).
+    def thread_inside(self) -> Iterator[None]:
+        """Moves this thread into the cgroup, so that processes it starts are members (version 1).
 
-        A thread moves itself at no cost. Moving another process blocks forks on the whole machine for an
-        RCU grace period, which takes many milliseconds under load.
+        A thread moves itself at no cost. Moving another process blocks forks on the whole machine
+        for an RCU grace period, which takes many milliseconds under load.
         """
-        homes = self._open_parents() if self.version == 1 else []
-        if not homes:
+        parent_fds = self._open_parents() if self.version == 1 else []
+        if not parent_fds:
             yield
             return
         try:
-            with raised():
+            with as_root():
                 for directory in self._unique:
                     (directory / "tasks").write_text("0")
             yield
             self._members_start_inside = True
         finally:
-            with raised():
-                for home in homes:
-                    os.write(home, b"0")
-                    os.close(home)
+            with as_root():
+                for descriptor in parent_fds:
+                    os.write(descriptor, b"0")
+                    os.close(descriptor)
 
     def _open_parents(self) -> list[int]:
-        """Opens the parents' task lists before we leave them; returns [] if one is not permitted."""
-        homes: list[int] = []
+        """Opens the task lists of the parent cgroups; returns [] if one cannot be opened."""
+        parent_fds: list[int] = []
         try:
-            with raised():
+            with as_root():
                 for directory in self._unique:
-                    homes.append(os.open(directory.parent / "tasks", os.O_WRONLY | os.O_CLOEXEC))
+                    path = directory.parent / "tasks"
+                    parent_fds.append(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         except OSError:
-            while homes:
-                os.close(homes.pop())
-        return homes
+            while parent_fds:
+                os.close(parent_fds.pop())
+        return parent_fds
 
-    def admit(self, pid: int) -> None:
-        """Move a process into the group, unless it was started there."""
+    def add_process(self, pid: int) -> None:
+        """Moves a process into the cgroup, unless it was started there."""
         for directory in () if self._members_start_inside else self._unique:
             (directory / "cgroup.procs").write_text(str(pid))
 
@@ -189,7 +190,7 @@ class Group:
         return False
 
     def kill(self) -> None:
-        """Send SIGKILL to every member."""
+        """Sends SIGKILL to every member."""
         for directory in self._unique:
             with contextlib.suppress(OSError):
                 if self.version == 2:
@@ -200,7 +201,7 @@ class Group:
                         os.kill(int(pid), signal.SIGKILL)
 
     def remove(self) -> bool:
-        """Remove the directories. Returns False while a member is still exiting."""
+        """Removes the directories; returns False while a member is still exiting."""
         all_removed = True
         for directory in self._unique:
             try:
@@ -212,24 +213,24 @@ class Group:
         return all_removed
 
 
-def group_name(number: int) -> str:
+def cgroup_name(number: int) -> str:
     return f"{_PREFIX}{os.getpid()}-{number}"
 
 
-def sweep(parents: Parents) -> None:
-    """Remove empty groups whose creator was killed before it could remove them."""
+def remove_stale_cgroups(parents: ParentCgroups) -> None:
+    """Removes empty cgroups whose creator was killed before it could remove them."""
     for base in parents.unique:
         for directory in Path(base).glob(f"{_PREFIX}[0-9]*-*"):
-            maker = directory.name[len(_PREFIX) :].split("-")[0]
-            if not os.path.exists(f"/proc/{maker}"):
+            creator = directory.name[len(_PREFIX) :].split("-")[0]
+            if not os.path.exists(f"/proc/{creator}"):
                 with contextlib.suppress(OSError):
                     directory.rmdir()
 
 
 def resident_bytes(root: int) -> int:
-    """Returns the private memory of a process and its descendants, for runs without a memory cgroup.
+    """Returns the private memory of a process and its descendants.
 
-    A run can exceed its limit between two checks; with a cgroup it cannot.
+    It is for runs without a memory cgroup, which can exceed their limit between two checks.
     """
     pages, queue = 0, [root]
     while queue:

@@ -1,6 +1,6 @@
-"""The client side: sends a program to a box and waits for the result.
+"""The warden's client: sends a program to a box and waits for the result.
 
-Each process has one warden, started on first use and shared by all threads. A killed warden is replaced.
+Each process has one warden, which starts on first use and is replaced if it is killed.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from hone.sandbox import sealed
+from hone.sandbox import memfd
 from hone.sandbox.box import SETUP_S
-from hone.sandbox.cgroups import sweep
-from hone.sandbox.plan import Order, Plan
+from hone.sandbox.cgroups import remove_stale_cgroups
+from hone.sandbox.plan import Plan, RunRequest
 from hone.sandbox.result import Job, NotStarted, SandboxError, SandboxResult
-from hone.sandbox.spares import KEEP_S
-from hone.sandbox.warden import LENT, MAX_MESSAGE
+from hone.sandbox.spares import SPARE_LIFETIME_S
+from hone.sandbox.warden import DESCRIPTORS_MARK, MAX_MESSAGE
 
-HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+DISCONNECT_EVENTS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _ATTEMPTS = 3  # for a box that is killed before its program starts
 _GRACE_S = 30.0  # time beyond the run's deadline before the warden counts as stuck
-_DYING_S = 5.0  # longest time from a warden's last closed socket to its exit, on a busy machine
-_BOOT = (
+_EXIT_TIMEOUT_S = 5.0  # from a warden's last closed socket to its exit, on a busy machine
+_START_WARDEN = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hone.sandbox.warden import main;"
     " main(int(sys.argv[2]), float(sys.argv[3]))"
 )
 
 
-class HungUp(SandboxError):
+class CallerDisconnected(SandboxError):
     """The caller of the run closed its connection."""
 
 
 def wait_for(connection: socket.socket, timeout_s: float, caller: socket.socket | None) -> None:
-    """Wait for data on the connection. Raises HungUp if the caller disconnects first, else TimeoutError."""
+    """Waits for data on the connection; raises CallerDisconnected or TimeoutError if none comes."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if caller is not None:
-        poll.register(caller, HANG_UP)
+        poll.register(caller, DISCONNECT_EVENTS)
     ready = [descriptor for descriptor, _ in poll.poll(1000 * timeout_s)]
     if connection.fileno() in ready:
         return
     if ready:
-        raise HungUp("sandbox: the caller hung up; the run was ended")
+        raise CallerDisconnected("sandbox: the caller disconnected; the run was ended")
     raise TimeoutError
 
 
-class WardenHandle:
-    """Starts the warden on first use and sends it orders."""
+class WardenClient:
+    """Starts the warden on first use and sends it requests."""
 
-    def __init__(self, keep_spares_s: float) -> None:
-        self.keep_spares_s = keep_spares_s  # read when a warden starts
+    def __init__(self, spare_lifetime_s: float) -> None:
+        self.spare_lifetime_s = spare_lifetime_s  # read when a warden starts
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,30 +73,30 @@ class WardenHandle:
                     self._drop()
                     if attempt == _ATTEMPTS:
                         raise SandboxError(
-                            f"sandbox: the warden ended {attempt} times while it started; look for"
-                            " what kills it (memory, a supervisor)"
+                            f"sandbox: the warden ended {attempt} times while it started; find"
+                            " out what kills it (memory, a supervisor)"
                         ) from error
 
     def close(self) -> None:
-        """End the warden and all of its boxes."""
+        """Ends the warden and all of its boxes."""
         with self._lock:
             self._drop()
 
     def drop_if_dead(self) -> None:
-        """If the warden has died, kill the boxes that it was building."""
+        """Kills the boxes that a dead warden was building; does nothing if the warden lives."""
         with self._lock:
             if self._process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout=_DYING_S)
+                    self._process.wait(timeout=_EXIT_TIMEOUT_S)
                     self._drop()
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             root = str(Path(__file__).resolve().parents[2])
-            arguments = [root, str(theirs.fileno()), str(self.keep_spares_s)]
+            arguments = [root, str(theirs.fileno()), str(self.spare_lifetime_s)]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, *arguments],
+                [sys.executable, "-I", "-S", "-c", _START_WARDEN, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -118,43 +118,45 @@ class WardenHandle:
 
 
 def _kill_session(session: int) -> None:
-    """Kill a dead warden's session: boxes that bubblewrap has not yet tied to their parent's lifetime.
-    The kernel does not reuse the session's number while a member is left."""
-    alive = True
-    while alive:
-        alive = False
+    """Kills the processes of a dead warden's session, which bubblewrap may not have tied to it yet.
+
+    The kernel does not reuse the session's number while a member is left.
+    """
+    has_members = True
+    while has_members:
+        has_members = False
         for name in os.listdir("/proc"):
             with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
                 if os.getsid(int(name)) == session and os.path.exists(f"/proc/{name}/exe"):
                     os.kill(int(name), signal.SIGKILL)  # zombies have no exe
-                    alive = True
+                    has_members = True
 
 
-_warden = WardenHandle(KEEP_S)
+_warden = WardenClient(SPARE_LIFETIME_S)
 
 
 def run_job(job: Job, plan: Plan, caller: socket.socket | None = None) -> SandboxResult:
-    """Run one job. Raises SandboxError when the box failed, not the program.
+    """Runs one job. Raises SandboxError if the box failed, not the program.
 
-    caller: the run is ended (HungUp) when this connection closes.
+    caller: the run ends with CallerDisconnected if this connection closes.
     """
     with Run(job, plan, caller=caller) as run:
         return run.result()
 
 
 def close() -> None:
-    """End the warden of this process; the next run starts a new one."""
+    """Ends the warden of this process; the next run starts a new one."""
     _warden.close()
 
 
 class Run:
-    """A run in progress, ended by leaving the `with` block. A box that fails to start is retried."""
+    """A run, ended by leaving the `with` block. A box that fails to start is retried."""
 
     def __init__(
         self, job: Job, plan: Plan, *, channel: bool = False, caller: socket.socket | None = None
     ) -> None:
         self._job, self._plan, self._caller = job, plan, caller
-        self._message = pickle.dumps(Order.of(job, plan, channel=channel))
+        self._message = pickle.dumps(RunRequest.from_job(job, plan, channel=channel))
         if len(self._message) > MAX_MESSAGE:
             size = len(self._message)
             raise ValueError(f"sandbox: argv is too long ({size} bytes); pass it by stdin")
@@ -168,39 +170,39 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Close the run's connection and descriptors, which ends a run in progress."""
+        """Closes the run's connection and descriptors, which ends a run in progress."""
         self._connection.close()
-        while self._lent:
-            os.close(self._lent.pop())
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def channel(self) -> int:
-        """Returns the other end of the program's standard input; call it once and close the descriptor."""
+        """Returns our end of the program's standard input. Call it once; the caller closes it."""
         while True:
             while not self._started and self._receive():
                 pass
             if self._started:
-                return self._lent.pop()
-            self._settle()
+                return self._descriptors.pop()
+            self._result_or_restart()
 
     def result(self) -> SandboxResult:
-        """Wait for the result."""
+        """Waits for the result and returns it."""
         while True:
             while self._receive():
                 pass
-            result = self._settle()
+            result = self._result_or_restart()
             if result is not None:
                 return result
 
     def _start(self) -> None:
         self._attempt += 1
         self._started = False
-        self._lent: list[int] = []
+        self._descriptors: list[int] = []
         self._chunks: list[bytes] = []
         self._connection, theirs = socket.socketpair()
         descriptors = [theirs.detach()]
         try:
             for text in (self._job.stdin, self._job.code, *self._job.files.values()):
-                descriptors.append(sealed.write(text))
+                descriptors.append(memfd.write_sealed(text))
             _warden.send(self._message, descriptors)
         except BaseException:
             self._connection.close()
@@ -210,10 +212,10 @@ class Run:
                 os.close(descriptor)
 
     def _receive(self) -> bool:
-        """Receive a part of the reply; returns False at its end.
+        """Receives a part of the reply; returns False at its end.
 
-        The kernel kills a box when its warden dies, except while the box is being built. The warden therefore
-        sends us a descriptor of the box's first process before the program starts.
+        The kernel kills a box when its warden dies, except while the box is being built. Before the
+        program starts, the warden therefore sends a pidfd of the box's first process.
         """
         try:
             wait_for(self._connection, SETUP_S + self._job.timeout_s + _GRACE_S, self._caller)
@@ -224,13 +226,13 @@ class Run:
             return False
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        self._lent += descriptors
+        self._descriptors += descriptors
         self._started |= bool(descriptors)
-        self._chunks.append(chunk.removeprefix(LENT) if descriptors else chunk)
+        self._chunks.append(chunk.removeprefix(DESCRIPTORS_MARK) if descriptors else chunk)
         return bool(chunk)
 
-    def _settle(self) -> SandboxResult | None:
-        """Returns the result in the reply, or None when the run was restarted."""
+    def _result_or_restart(self) -> SandboxResult | None:
+        """Returns the result in the reply, or None if the run was restarted."""
         reply = b"".join(self._chunks)
         try:
             answer = pickle.loads(reply) if reply else self._clean_up()
@@ -242,17 +244,17 @@ class Run:
             return None
         if isinstance(answer, SandboxError):
             raise answer
-        verdict: SandboxResult = answer
-        return verdict
+        result: SandboxResult = answer
+        return result
 
     def _clean_up(self) -> SandboxError:
-        """Kill the box of a dead warden; the returned error tells whether its program had started."""
-        for process in self._lent[:1]:
+        """Kills the box of a dead warden; returns NotStarted if its program had not started."""
+        for process in self._descriptors[:1]:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         _warden.drop_if_dead()
         if self._plan.cgroup is not None:
-            sweep(self._plan.cgroup)
+            remove_stale_cgroups(self._plan.cgroup)
         if self._started or self._plan.bwrap is None:
             return SandboxError("sandbox: the warden ended before the run did; run it again")
         return NotStarted("sandbox: the warden was killed while it built the box; try again")

@@ -1,4 +1,4 @@
-"""File descriptors of one box: opened close-on-exec, watched, and closed when the box ends."""
+"""The file descriptors of one box: opened close-on-exec, watched, and closed with the box."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from collections.abc import Callable
 
 
 class Descriptors(ABC):
-    """The open descriptors of one run, with their callbacks in the warden's loop."""
+    """The open descriptors of one run, and their callbacks in the warden's event loop."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._fds: set[int] = set()
 
-    def _own(self, descriptor: int) -> int:
+    def _track(self, descriptor: int) -> int:
         self._fds.add(descriptor)
         return descriptor
 
     def _pipe(self) -> tuple[int, int]:
         read, write = os.pipe2(os.O_CLOEXEC)
-        return self._own(read), self._own(write)
+        return self._track(read), self._track(write)
 
-    def _memory(self, data: bytes) -> int:
-        descriptor = self._own(os.memfd_create("hone", os.MFD_CLOEXEC))
+    def _memfd(self, data: bytes) -> int:
+        descriptor = self._track(os.memfd_create("hone", os.MFD_CLOEXEC))
         os.write(descriptor, data)
         os.lseek(descriptor, 0, os.SEEK_SET)
         return descriptor
 
     def guard(self, action: Callable[[], None]) -> None:
-        """Call the action; an exception ends this run only, never the warden or other runs."""
+        """Calls the action; an exception ends this run, but not the warden or other runs."""
         try:
             action()
         except Exception as error:
@@ -39,14 +39,14 @@ class Descriptors(ABC):
 
     @abstractmethod
     def _fail(self, error: Exception) -> None:
-        """End this run with an error."""
+        """Ends this run with an error."""
 
     def _close(self, descriptor: int) -> None:
         if descriptor in self._fds:
             self._fds.remove(descriptor)
             os.close(descriptor)
 
-    def _forget(self, descriptor: int) -> None:
+    def _unwatch_and_close(self, descriptor: int) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)
         self._close(descriptor)

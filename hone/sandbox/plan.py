@@ -1,13 +1,10 @@
-"""How boxes are built on this machine, and the order for one run.
-
-layers.py makes the plan once; the warden carries it out. This file holds no state and starts nothing.
-"""
+"""The plan of how boxes are built on this machine, and the request for one run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hone.sandbox.cgroups import Parents
+from hone.sandbox.cgroups import ParentCgroups
 from hone.sandbox.interpreter import Interpreter
 from hone.sandbox.result import RANGES, Job
 from hone.types import Row
@@ -24,21 +21,21 @@ class Plan:
     bwrap: str | None
     """Path of bubblewrap; None builds the box from Landlock and seccomp alone."""
     bwrap_options: tuple[str, ...]
-    """Options that this bubblewrap supports beyond the oldest supported version: 'disable-userns'."""
+    """Newer options that this bubblewrap supports: 'disable-userns'."""
     proc: bool
     """Whether a fresh /proc can be mounted (some containers forbid it)."""
-    drop_to: int | None
-    """The user that runs untrusted code; None when this process is already unprivileged."""
+    box_uid: int | None
+    """The user id of untrusted code; None if this process is already unprivileged."""
     seccomp: bool
     interpreter: Interpreter
-    staged: bool
-    """Whether drop_to cannot reach the interpreter, so that the warden must bind it elsewhere."""
-    cgroup: Parents | None
+    bind_interpreter: bool
+    """Whether the warden bind-mounts the interpreter because box_uid cannot reach it."""
+    cgroup: ParentCgroups | None
 
 
 @dataclass(frozen=True)
-class Order:
-    """One run as the warden receives it; the job's texts are sent as descriptors."""
+class RunRequest:
+    """The warden's message for one run; the job's texts are sent as descriptors."""
 
     plan: Plan
     job: Job
@@ -46,8 +43,8 @@ class Order:
     """Whether standard input is a socket whose other end the caller receives."""
 
     @classmethod
-    def of(cls, job: Job, plan: Plan, *, channel: bool = False) -> Order:
-        # Exact types are needed: the warden cannot import NumPy, whose floats and strings a job may hold.
+    def from_job(cls, job: Job, plan: Plan, *, channel: bool = False) -> RunRequest:
+        # The warden cannot import NumPy, whose floats and strings a job may contain.
         exact: Row = {name: type(most)(getattr(job, name)) for name, (_, most) in RANGES.items()}
         exact |= {"cpu_s": None if job.cpu_s is None else float(job.cpu_s), "code": "", "stdin": ""}
         exact |= {
@@ -58,12 +55,12 @@ class Order:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files that are sent as descriptors, in that order."""
+        """Names of the files whose descriptors are sent, in this order."""
         return ("main.py", *self.job.files)
 
 
 def box_environment(home: str) -> dict[str, str]:
-    """Returns the program's whole environment. The hash seed is fixed for reproducible runs."""
+    """Returns the environment of the program; the fixed hash seed makes runs reproducible."""
     return {
         "HOME": home,
         "LANG": "C.UTF-8",

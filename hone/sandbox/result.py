@@ -1,7 +1,4 @@
-"""The input and output of the sandbox: the job, its limits, the result, the errors.
-
-Nothing here starts a process. Limits are per run; this file alone defines their defaults.
-"""
+"""The input and output of the sandbox: the job with its limits, the result, the errors."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "open_files": (16, 1 << 16),
 }
 """The range of every limit of a run; the upper bounds are finite, so that every run ends."""
-_CPU_BEHIND_WALL_S = 5  # so that the wall limit applies first, even if a busy warden checks late
+_CPU_MARGIN_S = 5  # the wall limit then applies first, even if a busy warden checks late
 
 
 class SandboxError(RuntimeError):
-    """The box itself failed; this tells nothing about the program."""
+    """The box failed, not the program."""
 
 
 class SandboxUnavailable(SandboxError):
@@ -95,7 +92,7 @@ class Job:
     timeout_s: float = 10.0
     """Wall time, measured from the start of the program."""
     cpu_s: float | None = None
-    """CPU seconds per process (rounded up); None is slightly more than the wall time, which applies first."""
+    """CPU seconds per process, rounded up; None is the wall time plus a margin."""
     memory_mb: int = 512
     """Address space of each process; with a memory cgroup also the total of all processes."""
     output_bytes: int = 1 << 20
@@ -124,37 +121,37 @@ class Job:
         if len(self.files) > MAX_FILES:
             raise ValueError(f"sandbox: {len(self.files)} files given; at most {MAX_FILES} fit")
         for path in self.files:
-            _check_word("a file name", path)
+            _check_text("a file name", path)
             parts = PurePosixPath(path).parts
             if not parts or path.startswith("/") or ".." in parts:
                 raise ValueError(f"sandbox: file name {path!r} must be relative, without '..'")
             if parts == ("main.py",):
                 raise ValueError("sandbox: 'main.py' is the name of the program itself; rename it")
         for argument in self.argv:
-            _check_word("an argument", argument)
+            _check_text("an argument", argument)
 
     @property
     def cpu_limit_s(self) -> int:
         if self.cpu_s is None:
-            return math.ceil(self.timeout_s) + _CPU_BEHIND_WALL_S
+            return math.ceil(self.timeout_s) + _CPU_MARGIN_S
         return math.ceil(self.cpu_s)
 
 
-def check_number(name: str, value: float, least: float, most: float) -> None:
-    """Raise unless the value is a finite number in the range and of the limit's type (no 512.5 processes)."""
-    whole = isinstance(most, int)
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        kind = "an integer" if whole else "a number"
+def check_number(name: str, value: float, lowest: float, highest: float) -> None:
+    """Raises ValueError unless the value is in the range, and an integer if `highest` is one."""
+    is_integer = isinstance(highest, int)
+    if isinstance(value, bool) or not isinstance(value, int if is_integer else (int, float)):
+        kind = "an integer" if is_integer else "a number"
         raise ValueError(f"sandbox: {name}={value!r:.80} must be {kind}")
-    if not (value > 0 and least <= value <= most):
-        low = "above 0" if least <= 0 else f"at least {least}"
-        raise ValueError(f"sandbox: {name}={value!r:.80} must be {low} and at most {most}")
+    if not (value > 0 and lowest <= value <= highest):
+        low = "above 0" if lowest <= 0 else f"at least {lowest}"
+        raise ValueError(f"sandbox: {name}={value!r:.80} must be {low} and at most {highest}")
 
 
-def _check_word(what: str, word: str) -> None:
-    if not isinstance(word, str) or "\0" in word:
-        raise ValueError(f"sandbox: {what} must be text without NUL, not {word!r:.80}")
+def _check_text(name: str, text: str) -> None:
+    if not isinstance(text, str) or "\0" in text:
+        raise ValueError(f"sandbox: {name} must be text without NUL, not {text!r:.80}")
     try:
-        word.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"sandbox: {what} holds a lone surrogate: {word!r:.80}") from None
+        raise ValueError(f"sandbox: {name} contains a lone surrogate: {text!r:.80}") from None

@@ -1,7 +1,7 @@
-"""The system calls that a program in the box may not make, as a BPF program assembled here.
+"""The seccomp filter: a BPF program that denies system calls to a program in the box.
 
-This is a deny list: namespaces isolate the box, and the filter removes kernel interfaces that no ordinary
-Python program uses. There are no 32-bit tables: every call of a foreign ABI is refused.
+Namespaces isolate the box; this deny list removes kernel interfaces that no ordinary Python program
+uses. There are no 32-bit tables: every call of a foreign ABI is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data, low words
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of clone(2)
-_TERMINAL_TRICKS = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type into the parent's terminal
+_TERMINAL_IOCTLS = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type into the parent's terminal
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -54,12 +54,12 @@ DENIED: dict[str, dict[str, int]] = {
     "x86_64": {name: int(number) for name, number, _ in _CALLS},
     "aarch64": {name: int(number) for name, _, number in _CALLS if number != "-"},
 }
-"""Machine → name → number of every refused call."""
+"""Machine → name of a denied call → its number."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _IOCTL = {"x86_64": 16, "aarch64": 29}
 # Without a PID namespace a run is killed by its process group, so no process may leave the group.
-_LEAVE_GROUP = {"x86_64": (112, 109), "aarch64": (157, 154)}  # setsid, setpgid
+_LEAVE_GROUP_CALLS = {"x86_64": (112, 109), "aarch64": (157, 154)}  # setsid, setpgid
 
 
 def supported(machine: str | None = None) -> bool:
@@ -68,16 +68,16 @@ def supported(machine: str | None = None) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def build_filter(machine: str | None = None, *, keep_group: bool = False) -> bytes:
-    """Returns the filter as an array of `struct sock_filter`. keep_group also denies setsid and setpgid."""
+def build_filter(machine: str | None = None, *, deny_leaving_group: bool = False) -> bytes:
+    """Returns an array of `struct sock_filter`. deny_leaving_group denies setsid and setpgid."""
     machine = machine or platform.machine()
     if machine not in _AUDIT_ARCH:
         raise ValueError(
             f"seccomp: no system-call table for {machine!r}; known: {sorted(_AUDIT_ARCH)}"
         )
     numbers = [*DENIED[machine].values()]
-    if keep_group:
-        numbers += _LEAVE_GROUP[machine]
+    if deny_leaving_group:
+        numbers += _LEAVE_GROUP_CALLS[machine]
 
     permission_error, not_implemented = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     program = [_op(_LOAD, _ARCH), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL)]
@@ -95,15 +95,15 @@ def build_filter(machine: str | None = None, *, keep_group: bool = False) -> byt
         _op(_RETURN, permission_error),
         _op(_RETURN, _ALLOW),
     ]
-    program += [_op(_EQUAL, _IOCTL[machine], 0, 2 + 2 * len(_TERMINAL_TRICKS)), _op(_LOAD, _ARG1)]
-    for request in _TERMINAL_TRICKS:
+    program += [_op(_EQUAL, _IOCTL[machine], 0, 2 + 2 * len(_TERMINAL_IOCTLS)), _op(_LOAD, _ARG1)]
+    for request in _TERMINAL_IOCTLS:
         program += [_op(_EQUAL, request, 0, 1), _op(_RETURN, permission_error)]
     program += [_op(_RETURN, _ALLOW), _op(_RETURN, _ALLOW)]
     return b"".join(program)
 
 
 def install(program: bytes) -> None:
-    """Apply the filter to the calling thread and its future children. This cannot be undone."""
+    """Applies the filter to this thread and its future children; it cannot be removed."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))

@@ -1,7 +1,4 @@
-"""A few attacks on the box, with which `hone doctor` checks the sandbox of this machine.
-
-They are small and quick; the test suite has stronger ones.
-"""
+"""A few quick attacks on the box, with which `hone doctor` checks the sandbox of this machine."""
 
 from __future__ import annotations
 
@@ -32,21 +29,21 @@ class Check:
 
 _FORKS = """
 import os, time
-made = 0
+count = 0
 try:
-    for made in range(10_000):
+    for count in range(10_000):
         if os.fork() == 0:
             time.sleep(60)
             os._exit(0)
 except OSError:
-    print(made)
+    print(count)
 """
 
 
 def self_test(
     minimum: Collection[str] = DEFAULT_MINIMUM, interpreter: str | None = None
 ) -> list[Check]:
-    """Returns every check with its outcome. Raises SandboxUnavailable when the minimum is not met."""
+    """Returns every check with its outcome. Raises SandboxUnavailable if the minimum is not met."""
 
     def run(code: str, **limits: Unpack[JobFields]) -> SandboxResult:
         limits.setdefault("timeout_s", 30.0)
@@ -59,7 +56,7 @@ def self_test(
         detail = f"{result.status.value}: {line}" if line else result.status.value
         checks.append(Check(name, passed, detail))
 
-    own_names = {*box_environment(BOX), "LC_CTYPE", "PWD"}  # bubblewrap sets PWD
+    box_names = {*box_environment(BOX), "LC_CTYPE", "PWD"}  # bubblewrap sets PWD
     with tempfile.NamedTemporaryFile("w", prefix="hone-secret-") as secret:
         secret.write("planted")
         secret.flush()
@@ -71,7 +68,7 @@ def self_test(
         result = run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 2); print(1)")
         check("no network", result, not result.ok)
     result = run("import os; print(*sorted(os.environ))")
-    inherited = set(result.stdout.split()) - own_names
+    inherited = set(result.stdout.split()) - box_names
     check("the environment is not inherited", result, result.ok and not inherited)
     result = run(f"import os; os.kill({os.getpid()}, 0); print(1)")
     check("processes outside cannot be signalled", result, not result.ok)

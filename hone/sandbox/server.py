@@ -1,7 +1,7 @@
-"""Serves the local sandbox as SandboxFusion's `run_code`, and `judge_code` for assertions in two boxes.
+"""Serves the local sandbox over HTTP: SandboxFusion's `run_code`, and `judge_code` for assertions.
 
-Plain HTTP without authentication: bind it to loopback or to a trusted network. Requests from web pages
-and requests that are not plain JSON are refused before anything runs.
+There is no authentication: bind it to loopback or to a trusted network. Requests from web pages and
+requests that are not plain JSON are refused before anything runs.
 `python -m hone.sandbox.server --port 8080 --max-concurrent 8 --max-memory-mb 1024`
 """
 
@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypedDict
 
 from hone.sandbox.api import run_python
-from hone.sandbox.client import HANG_UP, HungUp
+from hone.sandbox.client import DISCONNECT_EVENTS, CallerDisconnected
 from hone.sandbox.judging import judge
 from hone.sandbox.result import RANGES, SandboxError, SandboxResult, Status, check_number
 from hone.types import JsonObject, JsonValue
@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 
 RUN_PATH, JUDGE_PATH = "/run_code", "/judge_code"
 MAX_BODY = 64 << 20
-_LOOK_S = 0.2  # interval at which a queued request checks that its client is still connected
+_CHECK_INTERVAL_S = 0.2  # how often a queued request checks that its client is connected
 _LANGUAGES = ("python", "python3")
 _STATUSES = {Status.OK: "Finished", Status.ERROR: "Finished", Status.TIMEOUT: "TimeLimitExceeded"}
 
 
 class SandboxServer(ThreadingHTTPServer):
-    """Serves both paths; at most max_concurrent programs run at a time, other requests wait."""
+    """Serves both paths; at most max_concurrent programs run at a time, and other requests wait."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -67,7 +67,7 @@ class SandboxServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}{RUN_PATH}"
 
     def is_own_name(self, host: str) -> bool:
-        """Whether DNS rebinding cannot forge the name: an address, our own name, or one of --name."""
+        """Whether the host is an address or our name, which DNS rebinding cannot forge."""
         with contextlib.suppress(ValueError):
             ipaddress.ip_address(host)
             return True
@@ -81,7 +81,7 @@ class SandboxServer(ThreadingHTTPServer):
         log.warning("sandbox service: a request of %s failed", client_address, exc_info=True)
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """The request is refused; nothing runs."""
 
     def __init__(self, status: HTTPStatus, detail: str) -> None:
@@ -96,25 +96,25 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            run = self._order()
-        except Refused as refusal:
+            run = self._parse_request()
+        except HttpError as error:
             self.close_connection = True  # the body has not been read
-            self._answer(refusal.status, {"detail": str(refusal)})
+            self._answer(error.status, {"detail": str(error)})
             return
         try:
             with self._slot():
                 answer = run()
-        except HungUp:
+        except CallerDisconnected:
             self.close_connection = True
             return
         except (SandboxError, ValueError) as error:
             answer = {"status": "SandboxError", "message": str(error), "run_result": None}
         self._answer(HTTPStatus.OK, answer)
 
-    def _order(self) -> Callable[[], JsonObject]:
-        """Returns the requested run; raises Refused if the request is malformed."""
+    def _parse_request(self) -> Callable[[], JsonObject]:
+        """Returns a function that does the requested run; raises HttpError if malformed."""
         if self.path not in (RUN_PATH, JUDGE_PATH):
-            raise Refused(HTTPStatus.NOT_FOUND, f"only {RUN_PATH} and {JUDGE_PATH} are served")
+            raise HttpError(HTTPStatus.NOT_FOUND, f"only {RUN_PATH} and {JUDGE_PATH} are served")
         self._check_sender()
         request = self._body()
         try:
@@ -124,16 +124,16 @@ class _Handler(BaseHTTPRequestHandler):
             if self.path == JUDGE_PATH:
                 program, tests = _text(request, "program"), _text(request, "tests")
                 preamble = _text(request, "preamble", "")
-                return lambda: _judged(program, tests, preamble, limits, self.connection)
+                return lambda: _judge_response(program, tests, preamble, limits, self.connection)
             language = request.get("language", "python")
             if language not in _LANGUAGES:
                 raise ValueError(f"language {language!r:.80} is not served; only {_LANGUAGES}")
             code, stdin = _text(request, "code"), _text(request, "stdin", "")
-            return lambda: _reported(
+            return lambda: _run_response(
                 run_python(code=code, stdin=stdin, caller=self.connection, **limits)
             )
         except ValueError as error:
-            raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
+            raise HttpError(HTTPStatus.BAD_REQUEST, str(error)) from None
 
     def _limits(self, request: JsonObject) -> _Limits:
         limits: _Limits = {"memory_mb": self.server.max_memory_mb}
@@ -147,49 +147,49 @@ class _Handler(BaseHTTPRequestHandler):
         return limits
 
     def _check_sender(self) -> None:
-        """Refuse what a web page could send: a wrong Host, a foreign Origin, or a body that is not JSON."""
+        """Refuses what a web page can send: a wrong Host, a foreign Origin, a body without JSON."""
         header = self.headers.get("Host", "")
         host = header.strip().lower()
         host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if not self.server.is_own_name(host):
             detail = f"Host {host!r:.80} is not this server's; start it with --name {host:.80}"
-            raise Refused(HTTPStatus.FORBIDDEN, detail)
+            raise HttpError(HTTPStatus.FORBIDDEN, detail)
         origin = self.headers.get("Origin")
         if origin is not None and origin != f"http://{header}":
-            raise Refused(HTTPStatus.FORBIDDEN, f"Origin {origin!r:.80} is foreign")
+            raise HttpError(HTTPStatus.FORBIDDEN, f"Origin {origin!r:.80} is foreign")
         kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
         if kind != "application/json":
             detail = f"Content-Type must be application/json, not {kind!r:.80}"
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, detail)
+            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, detail)
 
     def _body(self) -> JsonValue:
         text = self.headers.get("Content-Length")
         if text is None or self.headers.get("Transfer-Encoding") is not None:
-            raise Refused(HTTPStatus.LENGTH_REQUIRED, "a Content-Length is required, not chunks")
+            raise HttpError(HTTPStatus.LENGTH_REQUIRED, "a Content-Length is required, not chunks")
         single = len(self.headers.get_all("Content-Length", [])) == 1
         if not (single and text.isascii() and text.isdigit()) or len(text) > 20:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"Content-Length {text!r:.80} is no length")
+            raise HttpError(HTTPStatus.BAD_REQUEST, f"Content-Length {text!r:.80} is not a length")
         length = int(text)
         if length > MAX_BODY:
             detail = f"a body of {length} bytes; at most {MAX_BODY} are read"
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail)
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail)
         data = self.rfile.read(length)
         if len(data) != length:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"the body ended after {len(data)} bytes")
+            raise HttpError(HTTPStatus.BAD_REQUEST, f"the body ended after {len(data)} bytes")
         try:
             return json.loads(data)
         except RecursionError:
-            raise Refused(HTTPStatus.BAD_REQUEST, "the JSON is nested too deeply") from None
+            raise HttpError(HTTPStatus.BAD_REQUEST, "the JSON is nested too deeply") from None
         except ValueError as error:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
+            raise HttpError(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
         poll = select.poll()
-        poll.register(self.connection, HANG_UP)
-        while not self.server.slots.acquire(timeout=_LOOK_S):
+        poll.register(self.connection, DISCONNECT_EVENTS)
+        while not self.server.slots.acquire(timeout=_CHECK_INTERVAL_S):
             if poll.poll(0):
-                raise HungUp("the client hung up while its request waited")
+                raise CallerDisconnected("the client disconnected while its request waited")
         try:
             yield
         finally:
@@ -221,27 +221,27 @@ def _text(request: JsonObject, name: str, default: str | None = None) -> str:
     return value
 
 
-def _number(request: JsonObject, name: str, most: float) -> float | None:
-    """Returns a positive finite number, or None when the request does not set it."""
+def _number(request: JsonObject, name: str, highest: float) -> float | None:
+    """Returns a positive finite number, or None if the request does not set it."""
     value = request.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}={value!r:.80} must be a number")
-    if (isinstance(value, float) and not math.isfinite(value)) or not 0 < value <= most:
-        raise ValueError(f"{name}={value!r:.80} must be above 0 and at most {most:g}")
+    if (isinstance(value, float) and not math.isfinite(value)) or not 0 < value <= highest:
+        raise ValueError(f"{name}={value!r:.80} must be above 0 and at most {highest:g}")
     return value
 
 
-def _judged(
+def _judge_response(
     program: str, tests: str, preamble: str, limits: _Limits, caller: socket.socket
 ) -> JsonObject:
     judgement = judge(program, tests, preamble=preamble, caller=caller, **limits)
     return {"status": "Success", "judgement": dataclasses.asdict(judgement)}
 
 
-def _reported(result: SandboxResult) -> JsonObject:
-    """Converts a result to SandboxFusion's response format."""
+def _run_response(result: SandboxResult) -> JsonObject:
+    """Returns the result in SandboxFusion's response format."""
     return {
         "status": "Success" if result.ok else "Failed",
         "message": "" if result.ok else f"the program ended with {result.status.value}",
@@ -259,7 +259,7 @@ def _reported(result: SandboxResult) -> JsonObject:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until interrupted."""
+    """Serves until interrupted."""
     parser = argparse.ArgumentParser(description="Run untrusted Python for other machines.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)

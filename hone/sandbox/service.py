@@ -1,7 +1,7 @@
 """A client for code execution services with SandboxFusion's `run_code` API.
 
 It is for clusters whose trainer nodes may not run untrusted code. The service is responsible for
-isolation; a failure of the service is raised as an error and never becomes a result of the program.
+isolation; a failure of the service raises an error and is never a result of the program.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hone.types import JsonObject, Row
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_BUSY = frozenset({429, 502, 503, 504})
-_ABSENT = frozenset({404, 405, 501})
+_RETRY_CODES = frozenset({429, 502, 503, 504})
+_NOT_SERVED_CODES = frozenset({404, 405, 501})
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.25
-_GRACE_S = 30.0  # for the service's queue, beyond the program's limits
+_QUEUE_S = 30.0  # for the service's queue, beyond the program's limits
 
 
 class SandboxServiceError(SandboxError):
@@ -55,7 +55,7 @@ class SandboxService:
         self._memory_limit_mb = memory_limit_mb
 
     def run(self, job: Job) -> SandboxResult:
-        """Run one job on the service. memory_mb is the smaller of the job's and the service's."""
+        """Runs one job on the service, with the smaller of the two memory limits."""
         if job.files or job.argv:
             raise ValueError("sandbox service: files and argv are not part of its interface")
         request: JsonObject = {
@@ -66,7 +66,7 @@ class SandboxService:
         }
         answer = self._post(self._url, request, job.timeout_s, job.memory_mb)
         try:
-            return _verdict(answer, job.output_bytes)
+            return _to_result(answer, job.output_bytes)
         except (TypeError, ValueError) as error:
             raise SandboxServiceError(f"sandbox service {self._url}: {error}") from error
 
@@ -79,12 +79,12 @@ class SandboxService:
         try:
             return Judgement(**self._post(url, request, timeout_s, memory_mb)["judgement"])
         except (KeyError, TypeError) as error:
-            raise SandboxServiceError(f"sandbox service {url} answered no judgement") from error
+            raise SandboxServiceError(f"sandbox service {url} sent no judgement") from error
         except SandboxServiceError as error:
-            if error.code not in _ABSENT:
+            if error.code not in _NOT_SERVED_CODES:
                 raise
             raise SandboxUnavailable(
-                f"the service {self._url} cannot keep a program from its tests (it has no"
+                f"the service {self._url} cannot run tests apart from the program (it has no"
                 " judge_code). Run `python -m hone.sandbox.server` as the service, or leave"
                 " reward_model.sandbox_fusion.url empty to judge assertions on this machine"
             ) from error
@@ -94,7 +94,7 @@ class SandboxService:
         return self.run(Job(code, **limits))
 
     def _post(self, url: str, request: JsonObject, timeout_s: float, memory_mb: int) -> Row:
-        """Sends the request and returns the answer; retries if the service is busy or unreachable."""
+        """Returns the answer to a request; retries if the service is busy or unreachable."""
         limits = {"run_timeout": timeout_s}
         limits["memory_limit_MB"] = min(memory_mb, self._memory_limit_mb)
         body = json.dumps({**request, **limits}).encode()
@@ -104,13 +104,13 @@ class SandboxService:
             for attempt in range(_ATTEMPTS):
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) if attempt else 0.0)
                 try:
-                    seconds = 2 * timeout_s + _GRACE_S
-                    with urllib.request.urlopen(message, timeout=seconds) as answer:
+                    timeout = 2 * timeout_s + _QUEUE_S
+                    with urllib.request.urlopen(message, timeout=timeout) as answer:
                         return _decode(answer.read(), url)
                 except urllib.error.HTTPError as error:
                     with error:
                         reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
-                    if error.code not in _BUSY:
+                    if error.code not in _RETRY_CODES:
                         raise SandboxServiceError(
                             f"sandbox service {url} refused: {reason}", error.code
                         ) from error
@@ -134,7 +134,7 @@ def _decode(data: bytes, url: str) -> Row:
     return answer
 
 
-def _verdict(answer: Row, output_bytes: int) -> SandboxResult:
+def _to_result(answer: Row, output_bytes: int) -> SandboxResult:
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, dict):
         raise SandboxServiceError(

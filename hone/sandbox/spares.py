@@ -1,7 +1,7 @@
-"""Builds one box before its order arrives, so that callers do not wait for mounts and namespaces.
+"""Builds one box before its request arrives, so that callers do not wait for mounts and namespaces.
 
-A spare is used once, like any box, and holds no data until its order arrives. This file decides when to
-build a spare, which order it fits, and when to discard it; box.py builds it.
+A spare is used once, like any box, and holds no data until its request arrives. This file decides
+when to build a spare, which request it fits, and when to discard it; box.py builds it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import time
 from collections.abc import Callable
 
 from hone.sandbox.box import Box
-from hone.sandbox.plan import Order, Plan
+from hone.sandbox.plan import Plan, RunRequest
 
-KEEP_S = 1.0  # lifetime of an unused spare; runs further apart build none
+SPARE_LIFETIME_S = 1.0  # runs further apart than this build no spare
 
 Kind = tuple[Plan, int, bool]
 
 
 class Spares:
-    """Holds at most one spare, of the kind that was ordered twice in a row."""
+    """Holds at most one spare, of the kind that was requested twice in a row."""
 
     def __init__(
-        self, build: Callable[[Order], Box], give_up: Callable[[Box], None], keep_s: float
+        self, build: Callable[[RunRequest], Box], discard: Callable[[Box], None], lifetime_s: float
     ) -> None:
-        self._build, self._give_up, self._keep_s = build, give_up, keep_s
+        self._build, self._discard, self._lifetime_s = build, discard, lifetime_s
         self._box: Box | None = None
         self._last_kind: Kind | None = None
         self._last_time = -math.inf
@@ -36,43 +36,45 @@ class Spares:
     @property
     def due(self) -> float:
         """The time at which the spare is discarded."""
-        return math.inf if self._box is None else self._last_time + self._keep_s
+        return math.inf if self._box is None else self._last_time + self._lifetime_s
 
-    def take(self, order: Order) -> Box | None:
-        """Returns the spare if it fits this order."""
+    def take(self, request: RunRequest) -> Box | None:
+        """Removes and returns the spare if it fits this request, else returns None."""
         box = self._box
-        if box is None or not box.ready or _kind(order) != _kind(box.order):
+        if box is None or not box.ready or _kind(request) != _kind(box.request):
             return None
         self._box = None
         return box
 
-    def restock(self, order: Order) -> None:
-        """Build the next spare after an order was started, if a similar order is likely to follow."""
-        kind, now = _kind(order), time.monotonic()
+    def restock(self, request: RunRequest) -> None:
+        """Builds the next spare after a request has started, if a similar request is likely."""
+        kind, now = _kind(request), time.monotonic()
         is_likely = (
-            kind is not None and kind == self._last_kind and now - self._last_time <= self._keep_s
+            kind is not None
+            and kind == self._last_kind
+            and now - self._last_time <= self._lifetime_s
         )
         self._last_kind, self._last_time = kind, now
         if not is_likely:
             return
-        if self._box is not None and _kind(self._box.order) != kind:
+        if self._box is not None and _kind(self._box.request) != kind:
             self.drop()
         if self._box is None:
-            self._box = self._build(order)
+            self._box = self._build(request)
 
     def check(self, now: float) -> None:
-        """Discard a spare that is too old or dead."""
+        """Discards a spare that is too old or dead."""
         if self._box is not None and (not self._box.ready or now >= self.due):
             self.drop()
 
     def drop(self) -> None:
         box, self._box = self._box, None
         if box is not None:
-            self._give_up(box)
+            self._discard(box)
 
 
-def _kind(order: Order) -> Kind | None:
-    """Returns what a spare must share with its order; None if the order has arguments or more files,
-    which are fixed when a box is built."""
-    plain = order.plan.bwrap is not None and not order.job.argv and not order.job.files
-    return (order.plan, order.job.disk_mb, order.channel) if plain else None
+def _kind(request: RunRequest) -> Kind | None:
+    """Returns what a spare and its request must share; None if no spare can fit the request."""
+    # Arguments and files besides the program are fixed when a box is built.
+    fits_spare = request.plan.bwrap is not None and not request.job.argv and not request.job.files
+    return (request.plan, request.job.disk_mb, request.channel) if fits_spare else None

@@ -11,25 +11,25 @@ from hone.sandbox.result import Job
 
 # Python or the warden ignores these signals; ordinary programs expect the default handlers.
 ORDINARY_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-Standard = tuple[int, int, int]
+StandardFds = tuple[int, int, int]
 
 
-def execute(argv: list[str], *, standard: Standard, keep: Sequence[int]) -> int:
-    """Start argv with an empty environment and return its pid. keep: descriptors that it inherits.
+def spawn(argv: list[str], *, standard: StandardFds, pass_fds: Sequence[int]) -> int:
+    """Starts argv with an empty environment and returns its pid. It inherits `pass_fds`.
 
-    The caller must close them immediately afterwards, because any other child would inherit them too.
+    The caller must close `pass_fds` at once, because any other child would inherit them too.
     """
-    for descriptor in keep:
+    for descriptor in pass_fds:
         os.set_inheritable(descriptor, True)
     actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(standard)]
     return os.posix_spawn(argv[0], argv, {}, file_actions=actions, setsigdef=ORDINARY_SIGNALS)
 
 
-def limit(pid: int, job: Job) -> None:
-    """Set every rlimit of a process of ours that waits; pid 0 is the calling process.
+def set_rlimits(pid: int, job: Job) -> None:
+    """Sets the rlimits of a process that has not started the program; pid 0 is this process.
 
-    In a new user namespace the process limit counts only the processes of the box, including the first.
-    Otherwise the kernel counts all processes of this user, including those outside the box.
+    In a new user namespace the process limit counts only the processes of the box, including the
+    first. Otherwise the kernel counts all processes of this user, also those outside the box.
     """
     cpu_s = job.cpu_limit_s
     limits = {
@@ -41,7 +41,7 @@ def limit(pid: int, job: Job) -> None:
         resource.RLIMIT_NPROC: (job.processes + 1, job.processes + 1),
     }
     for kind, (soft, hard) in limits.items():
-        current_limit = resource.prlimit(pid, kind)[1]
-        if current_limit != resource.RLIM_INFINITY:  # a stricter existing limit is kept
-            soft, hard = min(soft, current_limit), min(hard, current_limit)
+        current = resource.prlimit(pid, kind)[1]
+        if current != resource.RLIM_INFINITY:  # a stricter existing limit is kept
+            soft, hard = min(soft, current), min(hard, current)
         resource.prlimit(pid, kind, (soft, hard))

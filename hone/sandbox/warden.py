@@ -1,7 +1,7 @@
 """The small process that starts, watches and ends all boxes of one program.
 
-Forking a trainer with many gigabytes and threads is slow and unsafe; forking this process is neither.
-The warden also outlives a killed trainer long enough to kill its boxes. It has one thread and one loop.
+Forking a trainer with many gigabytes and threads is slow and unsafe, so this process forks instead.
+It outlives a killed trainer long enough to kill its boxes. It has a single thread.
 """
 
 from __future__ import annotations
@@ -20,84 +20,84 @@ import socket
 import time
 from collections.abc import Callable
 
+from hone.sandbox.bind_mounts import BindMounts
 from hone.sandbox.box import Box
-from hone.sandbox.cgroups import sweep
-from hone.sandbox.plan import NOBODY, Order
+from hone.sandbox.cgroups import remove_stale_cgroups
+from hone.sandbox.plan import NOBODY, RunRequest
+from hone.sandbox.privileges import as_root, lower_privileges
 from hone.sandbox.result import MAX_FILES, SandboxError, SandboxResult, Status
-from hone.sandbox.rights import lower, raised
 from hone.sandbox.spares import Spares
-from hone.sandbox.stage import Stage
 
 MAX_MESSAGE = 1 << 17
-LENT = b"+"  # sent before the reply, with the descriptors
+DESCRIPTORS_MARK = b"+"  # the message that carries the descriptors, before the reply
 _RETRY_S = 0.005  # a cgroup stays busy until its last member has exited
 _LONGEST_WAIT_S = 3600.0  # the selector rejects timeouts that a timespec cannot hold
 _SET_CHILD_SUBREAPER = 36
 
 
 class Caller:
-    """The connection of one run: a disconnect ends the run, the reply ends the connection."""
+    """The connection to the caller of one run. A disconnect ends the run."""
 
     def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         self._connection = connection
         self._selector = selector
-        self._rest = memoryview(b"")
+        self._unsent = memoryview(b"")
         connection.setblocking(False)
 
     def watch(self, box: Box) -> None:
-        def on_hang_up() -> None:
-            self._forget()
+        def on_disconnect() -> None:
+            self._unwatch()
             box.kill(Status.KILLED)
 
-        self._selector.register(self._connection, selectors.EVENT_READ, on_hang_up)
+        self._selector.register(self._connection, selectors.EVENT_READ, on_disconnect)
 
-    def _forget(self) -> None:
+    def _unwatch(self) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._connection)
 
-    def lend(self, descriptors: list[int]) -> None:
-        """Send the caller descriptors of the box's first process, which it can kill if we die, and of
+    def send_descriptors(self, descriptors: list[int]) -> None:
+        """Sends a pidfd of the box's first process, which the caller kills if the warden dies, and
         the channel if the box has one."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # on_hang_up follows
-            socket.send_fds(self._connection, [LENT], descriptors)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # see on_disconnect
+            socket.send_fds(self._connection, [DESCRIPTORS_MARK], descriptors)
 
     def answer(self, reply: SandboxResult | SandboxError) -> None:
-        self._forget()
-        self._rest = memoryview(pickle.dumps(reply))
+        self._unwatch()
+        self._unsent = memoryview(pickle.dumps(reply))
         self._send()
 
     def _send(self) -> None:
         try:
-            while self._rest:
-                self._rest = self._rest[self._connection.send(self._rest) :]
+            while self._unsent:
+                self._unsent = self._unsent[self._connection.send(self._unsent) :]
         except BlockingIOError:
             with contextlib.suppress(KeyError):
                 self._selector.register(self._connection, selectors.EVENT_WRITE, self._send)
             return
         except OSError:
             pass  # the caller has disconnected and needs no answer
-        self._forget()
+        self._unwatch()
         self._connection.close()
 
 
 class Warden:
-    """Accepts orders from one socket until it closes."""
+    """Serves requests from one socket until it closes."""
 
-    def __init__(self, control: socket.socket, keep_spares_s: float) -> None:
+    def __init__(self, control: socket.socket, spare_lifetime_s: float) -> None:
         self._control = control
         self._selector = selectors.DefaultSelector()
-        self._boxes: dict[Box, Caller | None] = {}  # None: the caller needs no reply
-        self._leaving: list[Box] = []
-        self._swept: set[str] = set()
+        self._boxes: dict[Box, Caller | None] = {}  # None: a discarded spare
+        self._exiting: list[Box] = []  # boxes whose cgroup still has a member
+        self._cleaned_parents: set[str] = set()
         self._number = 0
-        self._stage = Stage()
-        self._spares = Spares(self._build_spare, self._give_up, keep_spares_s)
+        self._mounts = BindMounts()
+        self._spares = Spares(self._build_spare, self._discard, spare_lifetime_s)
         self._closed = False
 
     def serve(self) -> None:
-        self._selector.register(self._control, selectors.EVENT_READ, self._on_order)
-        while not (self._closed and not self._boxes and not self._leaving):
-            for key, _ in self._selector.select(self._patience()):
+        self._selector.register(self._control, selectors.EVENT_READ, self._on_request)
+        while not (self._closed and not self._boxes and not self._exiting):
+            for key, _ in self._selector.select(self._wait_s()):
                 if key.fileobj in self._selector.get_map():  # an earlier event may have removed it
                     key.data()
             now = time.monotonic()
@@ -106,16 +106,16 @@ class Warden:
                 if box.done:
                     self._finish(box)
             self._spares.check(now)
-            self._leaving = [box for box in self._leaving if not box.release()]
+            self._exiting = [box for box in self._exiting if not box.release()]
             self._reap()
 
-    def _patience(self) -> float | None:
+    def _wait_s(self) -> float | None:
         due = min([box.wake_at for box in self._boxes] + [self._spares.due])
-        if self._leaving:
+        if self._exiting:
             due = min(due, time.monotonic() + _RETRY_S)
         return None if due == math.inf else min(_LONGEST_WAIT_S, max(0.0, due - time.monotonic()))
 
-    def _on_order(self) -> None:
+    def _on_request(self) -> None:
         data, descriptors, flags, _ = socket.recv_fds(self._control, MAX_MESSAGE, MAX_FILES + 3)
         for descriptor in descriptors:  # recv_fds ignores MSG_CMSG_CLOEXEC
             os.set_inheritable(descriptor, False)
@@ -133,48 +133,49 @@ class Warden:
         connection, *texts = descriptors
         caller = Caller(socket.socket(fileno=connection), self._selector)
         try:
-            order: Order = pickle.loads(data)
-            box = self._start(order, caller, *texts)
+            request: RunRequest = pickle.loads(data)
+            box = self._start(request, caller, *texts)
             self._boxes[box] = caller
             caller.watch(box)
-        except Exception as error:  # no error of an order may end the warden
+        except Exception as error:  # no error of a request may end the warden
             reason = f"{type(error).__name__}: {error}"
             caller.answer(SandboxError(f"sandbox: the box could not be built: {reason}"))
             return
         finally:
             for descriptor in texts:
                 os.close(descriptor)
-        with contextlib.suppress(Exception):  # the next order builds a box and reports errors
-            self._spares.restock(order)
+        with contextlib.suppress(Exception):  # if this fails, the next request reports the error
+            self._spares.restock(request)
 
-    def _start(self, order: Order, caller: Caller, stdin: int, *files: int) -> Box:
-        parents = order.plan.cgroup
-        if parents is not None and not self._swept.issuperset(parents.unique):
-            self._swept.update(parents.unique)
-            with raised():
-                sweep(parents)
-        spare = self._spares.take(order)
+    def _start(self, request: RunRequest, caller: Caller, stdin: int, *files: int) -> Box:
+        parents = request.plan.cgroup
+        if parents is not None and not self._cleaned_parents.issuperset(parents.unique):
+            self._cleaned_parents.update(parents.unique)
+            with as_root():
+                remove_stale_cgroups(parents)
+        spare = self._spares.take(request)
         if spare is not None:
-            spare.lend = caller.lend
+            spare.send_to_caller = caller.send_descriptors
             with contextlib.suppress(OSError):  # the spare died while it waited
-                hand_over = functools.partial(spare.hand_over, order, stdin, files[0])
-                return self._or_abandon(spare, hand_over)
-        box, staged = self._new(order)
-        box.lend = caller.lend
-        return self._or_abandon(box, functools.partial(box.start, stdin, [*files], staged))
+                assign = functools.partial(spare.assign, request, stdin, files[0])
+                return self._kill_on_error(spare, assign)
+        box, mount_points = self._new(request)
+        box.send_to_caller = caller.send_descriptors
+        return self._kill_on_error(box, functools.partial(box.start, stdin, [*files], mount_points))
 
-    def _build_spare(self, order: Order) -> Box:
-        box, staged = self._new(order)
-        return self._or_abandon(box, functools.partial(box.prepare, staged))
+    def _build_spare(self, request: RunRequest) -> Box:
+        box, mount_points = self._new(request)
+        return self._kill_on_error(box, functools.partial(box.prepare, mount_points))
 
-    def _new(self, order: Order) -> tuple[Box, dict[str, str]]:
+    def _new(self, request: RunRequest) -> tuple[Box, dict[str, str]]:
         self._number += 1
-        with raised():
-            staged = self._stage.bind(order.plan.interpreter.reads if order.plan.staged else ())
-        return Box(order, self._number, self._selector), staged
+        paths = request.plan.interpreter.read_paths if request.plan.bind_interpreter else ()
+        with as_root():
+            mount_points = self._mounts.bind(paths)
+        return Box(request, self._number, self._selector), mount_points
 
-    def _or_abandon(self, box: Box, action: Callable[[], None]) -> Box:
-        """Run the action and return the box; end the box if the action fails."""
+    def _kill_on_error(self, box: Box, action: Callable[[], None]) -> Box:
+        """Runs the action and returns the box; kills the box if the action fails."""
         try:
             action()
         except BaseException:
@@ -183,7 +184,7 @@ class Warden:
             raise
         return box
 
-    def _give_up(self, box: Box) -> None:
+    def _discard(self, box: Box) -> None:
         box.kill(Status.KILLED)
         self._boxes[box] = None
 
@@ -196,10 +197,10 @@ class Warden:
 
     def _release(self, box: Box) -> None:
         if not box.release():
-            self._leaving.append(box)
+            self._exiting.append(box)
 
     def _reap(self) -> None:
-        """Reap orphans of boxes, which become our children, but not the boxes' own processes."""
+        """Reaps orphans of boxes, which become children of the warden, but not the boxes."""
         box_pids = {box.pid for box in self._boxes} | self._spares.pids
         while True:
             try:
@@ -211,17 +212,17 @@ class Warden:
             os.waitpid(child.si_pid, 0)
 
 
-def main(descriptor: int, keep_spares_s: float) -> None:
-    """Serve orders from this descriptor."""
+def main(descriptor: int, spare_lifetime_s: float) -> None:
+    """Serves requests from this descriptor."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # only the end of the control socket ends the warden
+        signal.signal(number, signal.SIG_IGN)  # only closing the control socket ends the warden
     os.set_inheritable(descriptor, False)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.umask(0o022)
     if os.geteuid() == 0:
-        lower(NOBODY)
+        lower_privileges(NOBODY)
     gc.disable()
     gc.freeze()
-    Warden(socket.socket(fileno=descriptor), keep_spares_s).serve()
+    Warden(socket.socket(fileno=descriptor), spare_lifetime_s).serve()

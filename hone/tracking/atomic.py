@@ -51,7 +51,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Creates and syncs a folder and its missing parents; returns the created ones, deepest first."""
+    """Creates and syncs a folder and its missing parents; returns them, deepest first."""
     created = []
     while not folder.is_dir():
         created.append(folder)

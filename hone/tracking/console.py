@@ -1,8 +1,7 @@
 """Terminal output during a run: a live line, progress bars and plain text.
 
 On a terminal, all output shares one live region at the bottom. Elsewhere (a file, a pipe, CI), a
-step is one short line, and progress is reported only for long waits. `trainer.console=full` prints
-every metric of a step instead, as `step:N - key:value - …`.
+step is one short line (with `trainer.console=full` every metric), and long waits are reported.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_PLAIN_REPORTS = 15.0
 STEPS_FOR_ETA = 20
 
-# label -> candidate metrics; the first that a step has is shown
+# label -> metrics; the first one that a step has is shown
 LIVE_LINE = {
     "reward": ("reward/mean", "critic/rewards/mean", "critic/score/mean"),
     "accuracy": ("accuracy",),
@@ -35,7 +34,7 @@ LIVE_LINE = {
     "length": ("response_length/mean",),
     "tokens/s": ("perf/throughput", "train/throughput"),
 }
-LASTING = ("val-core/", "val/")  # results that stay on the terminal above the live line
+PERMANENT_PREFIXES = ("val-core/", "val/")  # results that stay on the terminal above the live line
 
 
 class Bar:
@@ -88,27 +87,27 @@ class Screen:
     def say(self, *renderables: RenderableType) -> None:
         """Writes tables, panels and text, above the live region if any."""
         for item in renderables:
-            shown = printable(item, self.console.encoding) if isinstance(item, str) else item
-            self.console.print(shown, markup=False)
+            text = printable(item, self.console.encoding) if isinstance(item, str) else item
+            self.console.print(text, markup=False)
 
     def status(self, text: str | None) -> None:
         """Sets the live line (terminals only); None removes it."""
         with self._lock:
             self._status = text
-            self._start_or_stop()
+            self._update_live_region()
 
     @contextlib.contextmanager
     def bar(
         self, description: str, total: float | None, *, beside_status: bool = False
     ) -> Iterator[Bar]:
-        """Yields a progress bar; with `beside_status` it has no ETA, because the step lines show it."""
+        """Yields a progress bar; with `beside_status` it has no ETA, which step lines show."""
         if not self.is_terminal:
             show = (lambda bar: None) if beside_status else self._plain_reports()
             yield Bar(description, total, show)
             return
         with self._lock:
             self._open_bars += 1
-            live = self._start_or_stop()
+            live = self._update_live_region()
             assert live is not None
             task = live.add_task(description, total=total, note="", shows_eta=not beside_status)
         try:
@@ -121,7 +120,7 @@ class Screen:
             with self._lock:
                 live.remove_task(task)
                 self._open_bars -= 1
-                self._start_or_stop()
+                self._update_live_region()
 
     def _plain_reports(self) -> Callable[[Bar], None]:
         start = last = self.clock()
@@ -135,7 +134,7 @@ class Screen:
 
         return show
 
-    def _start_or_stop(self) -> Progress | None:
+    def _update_live_region(self) -> Progress | None:
         is_needed = self.is_terminal and (self._open_bars > 0 or self._status is not None)
         if is_needed and self._live is None:
             self._live = _live_region(self)
@@ -161,12 +160,12 @@ def _live_region(screen: Screen) -> Progress:
             if self.tasks:
                 yield self.make_tasks_table(self.tasks)
 
-    class Remaining(rich_progress.TimeRemainingColumn):
+    class EtaColumn(rich_progress.TimeRemainingColumn):
         def render(self, task: rich_progress.Task) -> Text:
             is_known = task.fields["shows_eta"] and task.time_remaining is not None
             return super().render(task) if is_known else Text()
 
-    class Counted(rich_progress.MofNCompleteColumn):
+    class CountColumn(rich_progress.MofNCompleteColumn):
         def render(self, task: rich_progress.Task) -> Text:
             return super().render(task) if task.total is not None else Text()
 
@@ -174,10 +173,10 @@ def _live_region(screen: Screen) -> Progress:
         rich_progress.SpinnerColumn(),
         rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
-        Counted(),
+        CountColumn(),
         rich_progress.TextColumn("{task.fields[note]}", markup=False),
         rich_progress.TimeElapsedColumn(),
-        Remaining(),
+        EtaColumn(),
         console=screen.console,
         transient=True,
         refresh_per_second=4,
@@ -214,9 +213,9 @@ def silent_bar(description: str) -> Bar:
 
 def duration(seconds: float) -> str:
     """Formats seconds as `0:43`, `12:05` or `3:20:00`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def plain_line(metrics: Mapping[str, Number], step: int) -> str:
@@ -227,20 +226,20 @@ def plain_line(metrics: Mapping[str, Number], step: int) -> str:
 class ConsoleTracker(Tracker):
     """Shows the live line of a run on a terminal, and plain lines elsewhere."""
 
-    def __init__(self, run: RunInfo, on: Screen | None = None) -> None:
+    def __init__(self, run: RunInfo, output: Screen | None = None) -> None:
         super().__init__(run)
-        self.screen = on or screen()
+        self.screen = output or screen()
         start = (run.resumed_from or 0, self.screen.clock())
         self._steps: deque[tuple[int, float]] = deque([start], maxlen=STEPS_FOR_ETA)
-        self._shown: dict[str, Number] = {}
+        self._live_values: dict[str, Number] = {}
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         if step > self._steps[-1][0]:
             self._steps.append((step, self.screen.clock()))
-        lasting = {
+        permanent = {
             key: value
             for key, value in metrics.items()
-            if key.startswith(LASTING) and not key.endswith("/std")
+            if key.startswith(PERMANENT_PREFIXES) and not key.endswith("/std")
         }
         live: dict[str, Number] = {}
         for label, keys in LIVE_LINE.items():
@@ -249,16 +248,16 @@ class ConsoleTracker(Tracker):
         if self.run.prints_everything:
             self.screen.line(plain_line(metrics, step))
         elif not self.screen.is_terminal:
-            self.screen.line(self._short_line(step, live | lasting))
-        elif lasting:
-            self.screen.line(self._short_line(step, lasting, with_eta=False))
-        self._shown |= live  # validations have no reward or length, so the last values stay
+            self.screen.line(self._short_line(step, live | permanent))
+        elif permanent:
+            self.screen.line(self._short_line(step, permanent, with_eta=False))
+        self._live_values |= live  # a validation has no reward or length, so the last ones stay
         if self.screen.is_terminal:
-            self.screen.status(self._short_line(step, self._shown))
+            self.screen.status(self._short_line(step, self._live_values))
 
     def finish(self) -> None:
-        if self.screen.is_terminal and self._shown:
-            self.screen.line(self._short_line(self._steps[-1][0], self._shown))
+        if self.screen.is_terminal and self._live_values:
+            self.screen.line(self._short_line(self._steps[-1][0], self._live_values))
             self.screen.status(None)
 
     def _short_line(self, step: int, values: Mapping[str, Number], *, with_eta: bool = True) -> str:

@@ -42,7 +42,7 @@ class RunInfo:
 class Tracker:
     """Base class of tracker backends; a subclass must define `log`."""
 
-    is_the_record = False
+    stops_run_on_failure = False
     """Whether a failed write stops the run; failures of other trackers are only counted."""
 
     def __init__(self, run: RunInfo) -> None:
@@ -63,7 +63,7 @@ class TrackerError(ValueError):
 
 
 def as_numbers(metrics: Mapping[str, Number | Scalar]) -> dict[str, Number]:
-    """Converts Python, numpy and torch scalars to ints and floats; raises TrackerError for other values."""
+    """Converts Python, numpy and torch scalars to numbers; other values raise TrackerError."""
     return {clean_text(str(key)): _as_number(key, value) for key, value in metrics.items()}
 
 
@@ -93,11 +93,11 @@ def flatten(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]
 
 
 def require(package: str, extra: str) -> ModuleType:
-    """Imports an optional package; raises TrackerError with the install command if it is missing."""
+    """Imports an optional package; TrackerError names the install command if it is missing."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise TrackerError(
             f"tracker {extra!r} needs the package {package!r} ({error}): "
-            f"pip install 'hone-rl[{extra}]', or take {extra!r} out of trainer.logger"
+            f"pip install 'hone-rl[{extra}]', or remove {extra!r} from trainer.logger"
         ) from error

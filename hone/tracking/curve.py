@@ -21,7 +21,7 @@ PathLike = str | os.PathLike[str]
 DEFAULT_WEIGHT = 0.6
 FEW_POINTS = 12
 """Curves with at most this many points are drawn unsmoothed, with markers."""
-MEASUREMENTS = ("val-core/", "val-aux/", "val/")
+HELD_OUT_PREFIXES = ("val-core/", "val-aux/", "val/")
 """Prefixes of held-out metrics, which are never smoothed."""
 
 Steps = Sequence[int] | NDArray[np.int64]
@@ -36,7 +36,7 @@ def draw_curve(
     *,
     smoothing: float = DEFAULT_WEIGHT,
 ) -> Path:
-    """Draws `keys` of one or more runs, each a `metrics.jsonl` or a run folder; a mapping sets labels."""
+    """Draws `keys` of runs (`metrics.jsonl` files or run folders); a mapping sets labels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -77,7 +77,7 @@ def draw_curve(
 
 def is_unsmoothed(key: str, points: int) -> bool:
     """Whether a curve is drawn without smoothing."""
-    return points <= FEW_POINTS or key.startswith(MEASUREMENTS)
+    return points <= FEW_POINTS or key.startswith(HELD_OUT_PREFIXES)
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
@@ -117,7 +117,7 @@ def bucket_means(steps: Steps, values: Values, buckets: int) -> Means:
 
 
 def envelope(steps: Steps, values: Values, buckets: int) -> tuple[list[int], list[float]]:
-    """Returns the first and last point and the extremes of each bucket, so that peaks are preserved."""
+    """Returns the first and last point and the extremes of each bucket, which keeps peaks."""
     numbers, step_array = np.asarray(values, np.float64), np.asarray(steps)
     points = {0, len(numbers) - 1}
     for start, stop in _buckets(len(numbers), buckets):

@@ -1,8 +1,7 @@
 """Allows one process per folder, also on shared file systems: a lock file names its holder.
 
-The file is created by a hard link, which is atomic on NFS, and its holder touches it every few seconds. A
-holder on this machine is live while its process runs; one on another machine, while it touches the file.
-`flock` is not used because not every network file system supports it across machines.
+The file is created by a hard link, which is atomic on NFS, where `flock` may not work. A holder on
+this machine is live while its process runs, one on another machine while it touches the file.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from hone.tracking.atomic import make_folder
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
-BEAT_S = 5.0
-SILENT_S = 60.0
+HEARTBEAT_S = 5.0
+DEAD_AFTER_S = 60.0
 """A holder on another machine counts as dead after this many seconds without a touch."""
 _UNKNOWN = "unknown"
 """The start time if only the existence of the process is visible."""
@@ -38,7 +37,7 @@ class FolderLocked(RuntimeError):
     """Raised when another process holds the folder's lock."""
 
     changes_nothing = True
-    """No error log is written to the folder, because another process owns it."""
+    """No error log is written to the folder, because another process uses it."""
 
 
 class LockLost(FolderLocked):
@@ -94,47 +93,47 @@ class Holder:
 class FolderLock:
     """An inter-process lock, which is reentrant within one process."""
 
-    def __init__(self, file: Path, subject: Path) -> None:
-        self.file, self.subject = file, subject
+    def __init__(self, file: Path, locked_path: Path) -> None:
+        self.file, self.locked_path = file, locked_path
         self.holder: Holder | None = None
         self.is_lost = False
-        self._entered = 0
-        self._created: list[Path] = []
-        self._ended = threading.Event()
+        self._depth = 0
+        self._created_folders: list[Path] = []
+        self._released = threading.Event()
 
     def __enter__(self) -> FolderLock:
-        lock = _held.setdefault(self.file, self)
-        if lock._entered == 0:
+        lock = _locks.setdefault(self.file, self)
+        if lock._depth == 0:
             try:
                 lock._acquire()
             except BaseException:
-                _held.pop(self.file, None)
+                _locks.pop(self.file, None)
                 raise
-        lock._entered += 1
+        lock._depth += 1
         return lock
 
     def __exit__(self, *exc: object) -> None:
-        lock = _held.get(self.file)
+        lock = _locks.get(self.file)
         if lock is None:  # a forked child exits the context that its parent entered
             return
-        lock._entered -= 1
-        if lock._entered == 0:
-            del _held[self.file]
-            lock._ended.set()
+        lock._depth -= 1
+        if lock._depth == 0:
+            del _locks[self.file]
+            lock._released.set()
             if lock.holder is not None and lock.holder.pid == os.getpid():
                 with contextlib.suppress(OSError):
                     if _read(self.file)[0] == lock.holder:
                         self.file.unlink()
-                lock._remove_created()
+                lock._remove_created_folders()
 
     def _acquire(self) -> None:
         self.holder = Holder.here()
-        draft = self._named(self.holder.token)
+        draft = self._sibling(self.holder.token)
         try:
             self._write_draft(draft, self.holder)
             self._claim(draft, self.file)
         except BaseException:
-            self._remove_created()
+            self._remove_created_folders()
             raise
         finally:
             with contextlib.suppress(OSError):
@@ -143,11 +142,11 @@ class FolderLock:
             other, _ = _read(path)
             if other is not None and other.is_on_this_machine and not other.is_running:
                 path.unlink(missing_ok=True)
-        threading.Thread(target=self._beat, name="folder-lock", daemon=True).start()
+        threading.Thread(target=self._heartbeat, name="folder-lock", daemon=True).start()
 
     def _write_draft(self, draft: Path, holder: Holder) -> None:
         for attempt in range(5):
-            self._created = make_folder(self.file.parent) or self._created
+            self._created_folders = make_folder(self.file.parent) or self._created_folders
             try:
                 draft.write_text(json.dumps(asdict(holder)), encoding="utf-8")
                 return
@@ -156,61 +155,61 @@ class FolderLock:
                     raise
 
     def _claim(self, draft: Path, target: Path) -> None:
-        """Links `target` to the draft, replacing a dead holder's lock; raises FolderLocked for a live one."""
+        """Links `target` to the draft in place of a dead holder's lock; a live one is an error."""
         while not _link(draft, target):
             other, _ = _read(target)
             if other is None:
                 continue
             if _is_live(other, target, draft):
                 raise FolderLocked(
-                    f"{self.subject} is in use by {other}; nothing was changed. Wait until it ends, "
-                    "stop it, or name another folder"
+                    f"{self.locked_path} is in use by {other}; nothing was changed. Wait until it "
+                    "ends, stop it, or name another folder"
                 )
             # Only the process that created the dead holder's `.next` file may replace its lock, so
             # only one process does.
-            next_file = self._named(f"{other.token}.next")
+            next_file = self._sibling(f"{other.token}.next")
             self._claim(draft, next_file)
             current, _ = _read(target)
             if current is not None and current.token == other.token:
-                log.warning("%s: the lock of %s is stale and was removed", self.subject, other)
+                log.warning("%s: the lock of %s is stale and was removed", self.locked_path, other)
                 os.rename(next_file, target)
                 return
             next_file.unlink(missing_ok=True)  # another process was faster
 
-    def _named(self, suffix: str) -> Path:
+    def _sibling(self, suffix: str) -> Path:
         return self.file.with_name(f"{self.file.name}-{suffix}")
 
-    def _beat(self) -> None:
-        while not self._ended.wait(BEAT_S):
+    def _heartbeat(self) -> None:
+        while not self._released.wait(HEARTBEAT_S):
             try:
                 if _read(self.file)[0] != self.holder:
                     self.is_lost = True
-                    log.error("%s", self._lost_sentence())
+                    log.error("%s", self._lost_message())
                     return
                 os.utime(self.file)
             except OSError as error:  # the file server may be unreachable: try again
                 log.warning("%s cannot be touched: %s", self.file, error)
 
-    def _lost_sentence(self) -> str:
+    def _lost_message(self) -> str:
         return (
-            f"the lock of {self.subject} was taken over: this process did not run for {SILENT_S:.0f} s "
-            "and was taken for dead. It writes nothing more there"
+            f"the lock of {self.locked_path} was taken over: this process did not run for "
+            f"{DEAD_AFTER_S:.0f} s and was considered dead. It writes nothing more there"
         )
 
-    def require(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raises LockLost if another process has taken over the lock."""
         if self.is_lost:
-            raise LockLost(self._lost_sentence())
+            raise LockLost(self._lost_message())
 
-    def _remove_created(self) -> None:
+    def _remove_created_folders(self) -> None:
         """Removes the folders that were created for the lock and are still empty."""
-        for folder in self._created:
+        for folder in self._created_folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
-_held: dict[Path, FolderLock] = {}
-os.register_at_fork(after_in_child=_held.clear)
+_locks: dict[Path, FolderLock] = {}
+os.register_at_fork(after_in_child=_locks.clear)
 
 
 def lock_folder(folder: str | os.PathLike[str]) -> FolderLock:
@@ -219,20 +218,20 @@ def lock_folder(folder: str | os.PathLike[str]) -> FolderLock:
 
 
 def lock_target(target: str | os.PathLike[str]) -> FolderLock:
-    """Returns the lock of a file, or of a folder replaced by renaming; the lock file is beside it."""
+    """Returns the lock of a file or folder that a rename replaces; the lock is beside it."""
     path = Path(target).expanduser().resolve()
     return FolderLock(path.with_name(f".{path.name}{LOCK}"), Path(target))
 
 
 def require_lock(folder: str | os.PathLike[str]) -> None:
     """Raises LockLost if this process held the folder's lock and lost it."""
-    lock = _held.get(Path(folder).expanduser().resolve() / LOCK)
+    lock = _locks.get(Path(folder).expanduser().resolve() / LOCK)
     if lock is not None:
-        lock.require()
+        lock.raise_if_lost()
 
 
 def _link(draft: Path, target: Path) -> bool:
-    """Creates `target` as a link to the draft unless it exists; only one of many callers succeeds."""
+    """Links `target` to the draft unless it exists; only one of many callers gets True."""
     try:
         try:
             os.link(draft, target)
@@ -266,19 +265,19 @@ def _is_live(holder: Holder, path: Path, draft: Path) -> bool:
     if holder.is_on_this_machine:
         return holder.is_running
     (current, last_touch), start = _read(path), time.monotonic()
-    is_first = True
+    has_warned = False
     while current == holder:
         os.utime(draft)
         age_s = (draft.stat().st_mtime_ns - last_touch) / 1e9  # by the file server's clock
-        if age_s > SILENT_S or time.monotonic() - start > SILENT_S:
+        if age_s > DEAD_AFTER_S or time.monotonic() - start > DEAD_AFTER_S:
             return False
-        if is_first:
+        if not has_warned:
             log.warning(
-                "%s is held by %s, last seen %.0f s ago; looking for up to %.0f s whether it still runs",
-                path.parent, holder, max(age_s, 0.0), SILENT_S,
+                "%s is held by %s, last seen %.0f s ago; waiting up to %.0f s for a sign of life",
+                path.parent, holder, max(age_s, 0.0), DEAD_AFTER_S,
             )  # fmt: skip
-        is_first = False
-        time.sleep(BEAT_S / 5)
+        has_warned = True
+        time.sleep(HEARTBEAT_S / 5)
         previous_touch, (current, last_touch) = last_touch, _read(path)
         if current == holder and last_touch != previous_touch:
             return True

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint folder: size and checksum of every file.
 
-It is written last, so it also tells whether a copy is whole where a rename is not atomic. Each rank
-computes the checksums of its own shards, at the same time as the others.
+It is written last, so a folder without it is incomplete. Each rank computes the checksums of its
+own shards, in parallel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 _STEP = re.compile(r"global_step_\d+")
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 """A file of torch.distributed.checkpoint; the number is the rank that wrote it."""
-_OF_RANK = "shards_of_rank_"
+_RANK_PREFIX = "shards_of_rank_"
 
 Entry = tuple[int, int]
 """Size and checksum of a file."""
@@ -35,25 +35,25 @@ def seal_shards(folder: Path, rank: int) -> None:
     shards = [p for p in folder.glob(f"__{rank}_*") if _SHARD.fullmatch(p.name)]
     if shards:
         entries = {p.name: _entry(p) for p in sorted(shards)}
-        atomic_write_text(folder / f"{_OF_RANK}{rank}.json", json.dumps(entries))
+        atomic_write_text(folder / f"{_RANK_PREFIX}{rank}.json", json.dumps(entries))
 
 
 def seal(folder: Path) -> None:
     """Writes the manifest of all files in the folder."""
-    known: dict[Path, Entry] = {}
-    for file in folder.rglob(f"{_OF_RANK}*.json"):
+    shard_entries: dict[Path, Entry] = {}
+    for file in folder.rglob(f"{_RANK_PREFIX}*.json"):
         shards = json.loads(file.read_text(encoding="utf-8"))
-        known |= {file.with_name(name): tuple(entry) for name, entry in shards.items()}
+        shard_entries |= {file.with_name(name): tuple(entry) for name, entry in shards.items()}
         file.unlink()
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    require_files(folder, known)
-    for file, (size, _) in known.items():
-        if (seen := file.stat().st_size) != size:
+    require_files(folder, shard_entries)
+    for file, (size, _) in shard_entries.items():
+        if (current_size := file.stat().st_size) != size:
             raise NotShared(
-                f"{_described(str(file.relative_to(folder)))} was written with {size:,} bytes and has "
-                f"{seen:,} in {folder} as this process sees it; every node must see the same folder"
+                f"{_described(str(file.relative_to(folder)))} was written with {size:,} bytes and "
+                f"has {current_size:,} in {folder} here; every node must see the same folder"
             )
-    entries = {str(p.relative_to(folder)): known[p] if p in known else _entry(p) for p in files}
+    entries = {str(p.relative_to(folder)): shard_entries.get(p) or _entry(p) for p in files}
     atomic_write_text(folder / MANIFEST, json.dumps(entries, indent=1))
 
 
@@ -83,7 +83,7 @@ def checkpoint_of(folder: Path) -> Path | None:
 
 
 def damage(folder: Path, within: Path | None = None) -> str | None:
-    """Returns the damage of a checkpoint, or None; `within` limits the check to one of its subfolders."""
+    """Returns a description of damage, or None; `within` limits the check to a subfolder."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -93,7 +93,7 @@ def damage(folder: Path, within: Path | None = None) -> str | None:
     except RecursionError:
         return f"its manifest cannot be read: {MANIFEST} is nested too deeply"
     if not isinstance(manifest, dict) or not manifest or not all(map(_is_entry, manifest.items())):
-        return f"its manifest cannot be read: {MANIFEST} is no table of files"
+        return f"its manifest cannot be read: {MANIFEST} is not a table of files"
     try:
         subfolder = (within or folder).resolve().relative_to(folder.resolve()).parts
     except ValueError:  # the link leads out of the checkpoint: check all files

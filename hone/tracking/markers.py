@@ -35,7 +35,7 @@ def simple_timer(
 
 
 class Timers:
-    """Accumulates named timers: `with timers.timer("gen"): ...`, then `timers.drain()` once per step."""
+    """Accumulates named timers: `with timers.timer("gen"): ...`, and `drain()` once per step."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -110,7 +110,8 @@ class DistProfiler:
     ) -> None:
         if config is not None and config.enable:
             raise NotImplementedError(
-                "profilers of single workers are not built; set global_profiler.steps and tool=torch"
+                "profilers of single workers are not supported; set global_profiler.steps and "
+                "tool=torch"
             )
 
     def start(self, **options: JsonValue) -> None:
@@ -203,8 +204,9 @@ def log_gpu_memory_usage(
 
     if torch.cuda.is_available():
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        line = f"{head}, memory allocated (GB): {allocated / 2**30:.2f}, reserved: {reserved / 2**30:.2f}"
-        (logger or logging.getLogger(__name__)).log(level, line)
+        sizes = allocated / 2**30, reserved / 2**30
+        message = "%s, memory allocated (GB): %.2f, reserved: %.2f"
+        (logger or logging.getLogger(__name__)).log(level, message, head, *sizes)
 
 
 class GPUMemoryLogger:

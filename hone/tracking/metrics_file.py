@@ -56,19 +56,19 @@ class MetricsFile:
         """Writes one line without buffering."""
         numbers = as_numbers(metrics)
         if STEP in numbers and numbers.pop(STEP) != step:
-            raise ValueError(f"metrics say step={metrics[STEP]} but are logged at step={step}")
+            raise ValueError(f"metrics contain step={metrics[STEP]} but are logged at step={step}")
         line = (encode_line(numbers, step) + "\n").encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(self.path, "ab", buffering=0) as file:
                 # Start a new line after the partial line of a killed writer.
-                file.write(b"\n" + line if self._ends_torn() else line)
+                file.write(b"\n" + line if self._ends_mid_line() else line)
         except OSError as error:
             reason = f"cannot append step {step} ({error.strerror}): free space or fix access"
             raise OSError(error.errno, reason, str(self.path)) from error
 
     def rows(self) -> Iterator[Row]:
-        """Yields every line in order; skips incomplete ones, such as the last of a killed writer."""
+        """Yields every line in order; skips and logs incomplete ones."""
         for number, row in self.lines():
             if row is not None:
                 yield row
@@ -84,17 +84,17 @@ class MetricsFile:
                 if line.strip():
                     yield number, decode_line(line)
 
-    def cut_back(self, step: int) -> int:
-        """Drops the lines after `step` and incomplete ones in one atomic write; returns how many."""
+    def truncate_after(self, step: int) -> int:
+        """Removes lines after `step` and incomplete ones in one atomic write; returns how many."""
         if not self.path.exists():
             return 0
         lines = [line for line in self.path.read_bytes().split(b"\n") if line.strip()]
-        earlier_lines = [line for line in lines if (row := decode_line(line)) and row[STEP] <= step]
-        if len(earlier_lines) < len(lines) or self._ends_torn():
-            atomic_write_bytes(self.path, b"".join(line + b"\n" for line in earlier_lines))
-        return len(lines) - len(earlier_lines)
+        remaining = [line for line in lines if (row := decode_line(line)) and row[STEP] <= step]
+        if len(remaining) < len(lines) or self._ends_mid_line():
+            atomic_write_bytes(self.path, b"".join(line + b"\n" for line in remaining))
+        return len(lines) - len(remaining)
 
-    def _ends_torn(self) -> bool:
+    def _ends_mid_line(self) -> bool:
         with open(self.path, "rb") as file:
             if file.seek(0, os.SEEK_END) == 0:
                 return False
@@ -120,7 +120,7 @@ def metrics_at(path: str | os.PathLike[str]) -> Path:
 
 
 def series(rows: list[Row], key: str) -> tuple[list[int], list[float]]:
-    """Returns steps and values of one key, ordered by step; the last value of a repeated step counts."""
+    """Returns steps and values of a key, by step; the last value of a repeated step counts."""
     by_step = {row[STEP]: float(row[key]) for row in rows if row.get(key) is not None}
     steps = sorted(by_step)
     return steps, [by_step[step] for step in steps]
@@ -129,7 +129,7 @@ def series(rows: list[Row], key: str) -> tuple[list[int], list[float]]:
 class JsonlTracker(Tracker):
     """Writes each step to `metrics.jsonl` in the run folder; a failed write stops the run."""
 
-    is_the_record = True
+    stops_run_on_failure = True
 
     def __init__(self, run: RunInfo) -> None:
         super().__init__(run)

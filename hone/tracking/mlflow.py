@@ -1,8 +1,4 @@
-"""The MLflow tracker.
-
-Writes to $MLFLOW_TRACKING_URI, or to `mlruns/` in the run folder if that is not set. MLflow allows
-fewer characters in names than our metrics use: `@` becomes `_at_`, other characters `_`.
-"""
+"""The MLflow tracker; writes to $MLFLOW_TRACKING_URI or to `mlruns/` in the run folder."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, flatten, require
-from hone.tracking.run_folder import keep_id, resumed_id
+from hone.tracking.run_folder import resumed_id, save_run_id
 from hone.types import Row
 
 PARAMS_PER_CALL = 100  # MLflow's limits per call and per value
@@ -34,7 +30,7 @@ class MlflowTracker(Tracker):
         run_id = resumed_id(run, "mlflow")
         active = self.mlflow.start_run(run_id=run_id, run_name=run.experiment_name)
         self.run_id: str = active.info.run_id
-        keep_id(run, "mlflow", self.run_id)
+        save_run_id(run, "mlflow", self.run_id)
         if run_id is None:  # MLflow accepts each parameter only once
             flat = flatten(run.config)
             params = ((allowed_name(key), str(v)[:PARAM_CHARACTERS]) for key, v in flat)

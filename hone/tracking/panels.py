@@ -1,4 +1,4 @@
-"""The panels of PURE's workspace, in sections; `hone wandb-workspace` and the report read this table."""
+"""The panels of PURE's workspace, in sections, for `hone wandb-workspace` and the report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-OWN_METRIC = "high_level_scores/repeat_score/mean"
+PURE_METRIC = "high_level_scores/repeat_score/mean"
 """A run that has it logs PURE's metrics (`trainer.response_metrics`)."""
 
 
@@ -18,10 +18,10 @@ class Panel:
     metric: str
     is_pattern: bool = False
     """The pattern is in RE2's syntax, since the tracker's server applies it."""
-    least: float | None = None
-    """Lowest value of the axis; None fits it."""
+    y_min: float | None = None
+    """Lowest value of the axis; None fits it to the data."""
     expression: str | None = None
-    """What a tracker draws in place of the metric."""
+    """The expression that a tracker draws instead of the metric."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Section:
     is_open: bool = True
 
     def metrics_among(self, names: Iterable[str]) -> list[str]:
-        """Return the metrics of a run that the section shows, in the order of its panels."""
-        listed = list(names)
+        """Returns the metrics of a run that the section shows, in the order of its panels."""
+        candidates = list(names)
         matches = (
             name
             for panel in self.panels
-            for name in listed
+            for name in candidates
             if (re.search(panel.metric, name) if panel.is_pattern else name == panel.metric)
         )
         return list(dict.fromkeys(matches))
 
 
-def _means(prefix: str, *names: str) -> tuple[Panel, ...]:
+def _mean_panels(prefix: str, *names: str) -> tuple[Panel, ...]:
     return tuple(Panel(n.replace("/", " "), f"{prefix}/{n}/mean") for n in names)
 
 
@@ -51,7 +51,7 @@ SECTIONS = (
     Section(
         "Validation ACC",
         (
-            Panel("MATH500", r"^val-core/.*math.?500.*/mean@\d+$", is_pattern=True, least=0.7),
+            Panel("MATH500", r"^val-core/.*math.?500.*/mean@\d+$", is_pattern=True, y_min=0.7),
             Panel("AIME2024", r"^val-core/.*aime.*/mean@\d+$", is_pattern=True),
             Panel("all", r"^val-core/.*/mean@\d+$", is_pattern=True),
         ),
@@ -59,7 +59,7 @@ SECTIONS = (
     Section(
         "Reward & Return",
         (
-            *_means("instant_rewards", "verifiable_reward", "outcome_reward", "kl"),
+            *_mean_panels("instant_rewards", "verifiable_reward", "outcome_reward", "kl"),
             Panel("sequence reward", "critic/rewards/mean"),
             Panel("return", "critic/returns/mean"),
         ),
@@ -67,7 +67,7 @@ SECTIONS = (
     Section(
         "High-Level Pattern",
         (
-            *_means("high_level_scores", "repeat_score", "reflection_pattern_score"),
+            *_mean_panels("high_level_scores", "repeat_score", "reflection_pattern_score"),
             *(Panel(f"response length, {p}", f"response_length/{p}/mean") for p in _PARTS),
         ),
     ),

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.curve import DEFAULT_WEIGHT, bucket_means, envelope, is_unsmoothed
 from hone.tracking.markers import TIMING
-from hone.tracking.panels import OWN_METRIC, SECTIONS
+from hone.tracking.panels import PURE_METRIC, SECTIONS
 from hone.tracking.report_data import RunData, load_run
 from hone.tracking.run_folder import labels_of
 from hone.types import JsonObject, JsonValue
@@ -33,7 +33,7 @@ OVERVIEW = re.compile(
 )
 """Charts that are open at first; the others are grouped by the first part of their name."""
 SUMMARY = re.compile(r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/score/mean|val/loss")
-BESIDE_THE_STEP = ("testing", "save_checkpoint")
+TIMERS_OUTSIDE_STEP = ("testing", "save_checkpoint")
 """Timers that `timing_s/step` does not include."""
 RUN_COLOURS = (
     *("#2f6f9f", "#c2553a", "#3f8f6b", "#db2777"),
@@ -70,7 +70,7 @@ def render(runs: Sequence[RunData]) -> str:
     script = (folder / "report.js").read_text(encoding="utf-8")
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
-        f"style-src '{_hash(css)}'; script-src '{_hash(script)}'"
+        f"style-src '{_csp_hash(css)}'; script-src '{_csp_hash(script)}'"
     )
     names = sorted({key for run in runs for key in run.metric_names()})
     summary = [key for key in names if SUMMARY.fullmatch(key)]
@@ -109,7 +109,7 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def _hash(text: str) -> str:
+def _csp_hash(text: str) -> str:
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return "sha256-" + base64.b64encode(digest).decode("ascii")
 
@@ -142,8 +142,8 @@ def result_of(run: RunData, key: str) -> Result | None:
     steps, values = run.metrics.of(key).finite()
     if not len(values):
         return None
-    at = values.argmin() if key.endswith("loss") else values.argmax()
-    return Result(key, values[0], values[-1], values[at], steps[at])
+    best = values.argmin() if key.endswith("loss") else values.argmax()
+    return Result(key, values[0], values[-1], values[best], steps[best])
 
 
 def _headline(run: RunData, keys: Sequence[str]) -> Result | None:
@@ -153,7 +153,7 @@ def _headline(run: RunData, keys: Sequence[str]) -> Result | None:
 
 
 def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str]]:
-    """Groups metric names: the overview (the first of metrics with equal values), PURE's panels, others."""
+    """Groups metric names: overview (without duplicates), PURE's panels, and the others."""
     overview = [key for key in names if OVERVIEW.fullmatch(key)]
     overview.sort(key=lambda key: (not key.startswith("val-core/"), not SUMMARY.fullmatch(key)))
     by_values: dict[tuple[bytes, ...], str] = {}
@@ -161,7 +161,7 @@ def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str
         values = tuple(numbers.tobytes() for run in runs for numbers in run.metrics.of(key))
         by_values.setdefault(values, key)
     groups = {"overview": list(by_values.values())}
-    if OWN_METRIC in names:
+    if PURE_METRIC in names:
         sections = {section.name: section.metrics_among(names) for section in SECTIONS}
         groups |= {name: keys for name, keys in sections.items() if keys}
     grouped = {key for keys in groups.values() for key in keys}
@@ -172,7 +172,7 @@ def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str
 
 
 def _curves(key: str, runs: Sequence[RunData]) -> list[JsonObject]:
-    """Returns the curves of a metric; a long curve has bucket means, and `raw` has bucket extremes."""
+    """Returns the curves of a metric; long ones have bucket means, and extremes in `raw`."""
     curves: list[JsonObject] = []
     for index, run in enumerate(runs):
         steps, values = run.metrics.of(key)
@@ -206,14 +206,14 @@ class TimePart(NamedTuple):
 
 
 def time_of(run: RunData) -> tuple[list[TimePart], bool]:
-    """Returns seconds per timer, with the rest of `timing_s/step` as "other", and whether timers overlap."""
+    """Returns the timers of a run, the rest of the step as "other", and whether timers overlap."""
     # Nested names (`timing_s/agent_loop/…`) and `gen_max` are parts of timers that are counted.
     timers = [key for key in run.metric_names() if re.fullmatch(f"{TIMING}[^/]+", key)]
     timer_values = {key.removeprefix(TIMING): run.metrics.of(key).finite().values for key in timers}
     timer_values.pop("gen_max", None)
     step_seconds = float(sum(timer_values.pop("step", [])))
     if step_seconds:
-        step_seconds += sum(float(sum(timer_values.get(name, []))) for name in BESIDE_THE_STEP)
+        step_seconds += sum(float(sum(timer_values.get(name, []))) for name in TIMERS_OUTSIDE_STEP)
     totals = {name: float(sum(values)) for name, values in timer_values.items() if len(values)}
     ordered = sorted(totals, key=lambda name: (totals[name], name), reverse=True)
     timed_seconds = sum(totals.values())

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hone.tracking.contract import flatten
 from hone.tracking.metrics_file import STEP, MetricsFile, metrics_at
-from hone.tracking.report_samples import Sample, StepFiles, extremes, read_samples
+from hone.tracking.report_samples import Sample, StepFiles, best_and_worst, read_samples
 from hone.tracking.run_folder import RunFolder, step_files
 from hone.types import Row
 
@@ -42,7 +42,7 @@ class Series(NamedTuple):
         return Series(self.steps[finite], self.values[finite])
 
 
-NOTHING = Series(np.empty(0, np.int64), np.empty(0))
+EMPTY_SERIES = Series(np.empty(0, np.int64), np.empty(0))
 
 
 @dataclass
@@ -54,7 +54,7 @@ class RunMetrics:
     notes: list[str] = field(default_factory=list)
 
     def of(self, key: str) -> Series:
-        return self.series.get(key, NOTHING)
+        return self.series.get(key, EMPTY_SERIES)
 
 
 @dataclass
@@ -84,16 +84,16 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
     metrics = load_metrics(file)
     run = RunData(label, metrics, notes=list(metrics.notes))
     if metrics.steps is None:
-        run.notes.append("metrics.jsonl holds no step: the run has not finished a step")
+        run.notes.append("metrics.jsonl has no step: the run has not finished a step")
     run.notes += _alarms(metrics)
     if not folder.config_file.exists():
         run.notes.append(f"no {folder.config_file.name}")
-    run.config = _keys(folder.config_file, folder.read_config, _flat, run.notes) or {}
-    run.origins = _keys(folder.origins_file, folder.read_origins, dict, run.notes)
+    run.config = _read_keys(folder.config_file, folder.read_config, _flat, run.notes) or {}
+    run.origins = _read_keys(folder.origins_file, folder.read_origins, dict, run.notes)
     validations = _samples(folder.validation, run, "trainer.validation_data_dir")
     run.validation = _validation_by_prompt(validations, run.notes)
     rollouts = _samples(folder.rollouts, run, "trainer.rollout_data_dir")
-    run.best, run.worst = extremes(rollouts, run.notes)
+    run.best, run.worst = best_and_worst(rollouts, run.notes)
     if not rollouts:
         run.notes.append(NO_ROLLOUTS)
     return run
@@ -114,10 +114,10 @@ def _flat(config: Row) -> Row:
     return {key: json.dumps(value, default=str) for key, value in flatten(config)}
 
 
-def _keys(
-    file: Path, read: Callable[[], Row], make: Callable[[Row], Row], notes: list[str]
+def _read_keys(
+    file: Path, read: Callable[[], Row], convert: Callable[[Row], Row], notes: list[str]
 ) -> Row | None:
-    """Returns the keys of a file; None if it does not exist, and None with a note if it is unreadable."""
+    """Returns the keys of a file, or None if it is missing or (with a note) unreadable."""
     import yaml
 
     if not file.exists():
@@ -125,10 +125,10 @@ def _keys(
     try:
         keys = read()
         if isinstance(keys, dict):
-            return make(keys)
-        notes.append(f"{file.name} is left out: it holds no keys")
+            return convert(keys)
+        notes.append(f"{file.name} is skipped: it has no keys")
     except (yaml.YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
-        notes.append(f"{file.name} cannot be read and is left out: {_short(error)}")
+        notes.append(f"{file.name} cannot be read and is skipped: {_one_line(error)}")
     return None
 
 
@@ -141,12 +141,12 @@ def _samples(default: Path, run: RunData, key: str) -> StepFiles:
             if files := step_files(folder):
                 return files
         except OSError as error:
-            run.notes.append(f"{folder.name}/ cannot be read and is left out: {_short(error)}")
+            run.notes.append(f"{folder.name}/ cannot be read and is skipped: {_one_line(error)}")
     return []
 
 
 def _validation_by_prompt(files: StepFiles, notes: list[str]) -> dict[str, list[Sample]]:
-    """Returns the first prompts of the last validation, with samples of evenly spaced validations."""
+    """Returns prompts of the last validation, with samples of evenly spaced validations."""
     if len(files) > VALIDATIONS_SHOWN:
         gap = (len(files) - 1) / (VALIDATIONS_SHOWN - 1)
         files = [files[round(i * gap)] for i in range(VALIDATIONS_SHOWN)]
@@ -159,12 +159,12 @@ def _validation_by_prompt(files: StepFiles, notes: list[str]) -> dict[str, list[
     return {prompt: [first[prompt] for first in firsts if prompt in first] for prompt in prompts}
 
 
-def _short(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
 def load_metrics(file: Path) -> RunMetrics:
-    """Reads a `metrics.jsonl` line by line, so that memory never holds a long run as dictionaries."""
+    """Reads a `metrics.jsonl` line by line, which needs less memory than all dictionaries."""
     bad_lines: list[int] = []
 
     def rows() -> Iterator[Row]:
@@ -177,7 +177,7 @@ def load_metrics(file: Path) -> RunMetrics:
     metrics = metrics_of(rows())
     if bad_lines:
         amount = f"{_lines(len(bad_lines))}, the first being line {bad_lines[0]}"
-        metrics.notes.append(f"{file.name}: left out what is no metrics line ({amount})")
+        metrics.notes.append(f"{file.name}: skipped lines that are not metrics ({amount})")
     return metrics
 
 
@@ -204,10 +204,12 @@ def metrics_of(rows: Iterable[Row]) -> RunMetrics:
             else:
                 steps_of[key].append(step)
     if dropped_lines:
-        metrics.notes.append(f"{_lines(dropped_lines)} left out: the step is beyond ±2^62")
+        metrics.notes.append(f"{_lines(dropped_lines)} skipped: the step is beyond ±2^62")
     for key in sorted(values_of):
         if invalid[key]:
-            metrics.notes.append(f"{key}: left out where it is no number ({_lines(invalid[key])})")
+            metrics.notes.append(
+                f"{key}: skipped where it is not a number ({_lines(invalid[key])})"
+            )
         if values_of[key]:
             values = np.array(values_of.pop(key))
             huge = np.isfinite(values) & (np.abs(values) > HUGE)

@@ -16,8 +16,8 @@ EXTREMES_SHOWN = 5
 LARGEST = 1e300
 """Larger numbers of a turn or tool, and NaN, are treated as missing."""
 StepFiles = list[tuple[int, Path]]
-Place = tuple[float, int, int, int]
-"""Signed score, negated step, row index and file index of a response."""
+Rank = tuple[float, int, int, int]
+"""Signed score, negated step, row index and file index of a response; the lowest comes first."""
 JSON_COLUMNS = ("turns", "tool_outputs", "reward_scores")
 COLUMNS = ("uid", "prompt_text", "response_text", "score", *JSON_COLUMNS)
 
@@ -142,10 +142,10 @@ def _total(part: JsonValue) -> float | None:
     return float(sum(numbers)) if len(numbers) == len(parts) else None
 
 
-def extremes(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:
+def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:
     """Returns the best and worst responses of a run, one per prompt; the latest of equal scores."""
-    best: dict[int, Place] = {}
-    worst: dict[int, Place] = {}
+    best: dict[int, Rank] = {}
+    worst: dict[int, Rank] = {}
     for number, (step, path) in enumerate(files):
         table = _columns(path, ("score", "prompt_text", "uid"), notes)
         scores = _scores(table.get("score", []), path, notes)
@@ -155,20 +155,22 @@ def extremes(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sam
             if score is None or not math.isfinite(score):
                 continue
             key = hash((number, row) if prompt is None else prompt)
-            for places, sign in ((best, -1), (worst, 1)):
-                place = (sign * score, -step, row, number)
-                places[key] = min(places.get(key, place), place)
-    firsts = [heapq.nsmallest(EXTREMES_SHOWN, places.values()) for places in (best, worst)]
-    in_use = {number for places in firsts for *_, number in places}
-    samples = {number: read_samples(*files[number], notes) for number in in_use}
-    shown = [[samples[n][row] for *_, row, n in places] for places in firsts]
-    return shown[0], shown[1]
+            for ranks, sign in ((best, -1), (worst, 1)):
+                rank = (sign * score, -step, row, number)
+                ranks[key] = min(ranks.get(key, rank), rank)
+    extremes = [heapq.nsmallest(EXTREMES_SHOWN, ranks.values()) for ranks in (best, worst)]
+    file_numbers = {number for ranks in extremes for *_, number in ranks}
+    samples = {number: read_samples(*files[number], notes) for number in file_numbers}
+    best_samples, worst_samples = (
+        [samples[number][row] for *_, row, number in ranks] for ranks in extremes
+    )
+    return best_samples, worst_samples
 
 
 def _scores(column: Sequence[JsonValue], path: Path, notes: list[str]) -> list[float | None]:
     scores = [float(value) if isinstance(value, int | float) else None for value in column]
     if scores.count(None) > list(column).count(None):
-        _note(notes, f"{path.parent.name}/{path.name}: 'score' is left out where it is no number")
+        _note(notes, f"{path.parent.name}/{path.name}: 'score' is skipped where it is not a number")
     return scores
 
 
@@ -185,7 +187,7 @@ def _columns(
         columns = [n for n in present if n in names or (prefix and n.startswith(prefix))]
         return file.read(columns=columns).to_pydict() if columns else {}
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        _note(notes, f"{path.parent.name}/{path.name} cannot be read and is left out: {error}")
+        _note(notes, f"{path.parent.name}/{path.name} cannot be read and is skipped: {error}")
         return {}
 
 

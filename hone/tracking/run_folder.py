@@ -65,7 +65,7 @@ class RunFolder:
         return [(step, path) for step, path in entries if path.is_dir()]
 
     def write_config(self, config: Settings, origins: Mapping[str, str] | None = None) -> None:
-        """Writes the config and its origins; an earlier config that differs is kept as `config.N.yaml`."""
+        """Writes the config and its origins; a different earlier config becomes `config.N.yaml`."""
         import yaml
 
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
@@ -99,20 +99,20 @@ class RunFolder:
             return {}
         return json.loads(self.origins_file.read_text(encoding="utf-8"))
 
-    def cut_back(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Removes metrics, rollouts and validations after `step`; checkpoints are kept."""
         for folder in (self.path, self.rollouts, self.validation):
             remove_leftovers(folder)
-        self.metrics.cut_back(step)
+        self.metrics.truncate_after(step)
         for file_step, file in (*step_files(self.rollouts), *step_files(self.validation)):
             if file_step > step:
                 file.unlink(missing_ok=True)
 
     def tracker_id(self, tracker: str) -> str | None:
-        """Returns the id that a remote tracker gave this run, so that a resumed process continues it."""
+        """Returns the id of this run in a remote tracker, for a resumed process; or None."""
         return self._tracker_ids().get(tracker)
 
-    def keep_tracker_id(self, tracker: str, run_id: str) -> None:
+    def save_tracker_id(self, tracker: str, run_id: str) -> None:
         ids = {**self._tracker_ids(), tracker: run_id}
         atomic_write_text(self.trackers_file, json.dumps(ids, indent=1, sort_keys=True))
 
@@ -131,10 +131,10 @@ def resumed_id(run: RunInfo, tracker: str) -> str | None:
     return RunFolder(run.folder).tracker_id(tracker)
 
 
-def keep_id(run: RunInfo, tracker: str, run_id: str) -> None:
+def save_run_id(run: RunInfo, tracker: str, run_id: str) -> None:
     """Saves the id of the remote run if there is a run folder."""
     if run.folder is not None:
-        RunFolder(run.folder).keep_tracker_id(tracker, run_id)
+        RunFolder(run.folder).save_tracker_id(tracker, run_id)
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:

@@ -1,4 +1,4 @@
-"""Explains failed writes, also if a library wrapped the system error."""
+"""Explains failed writes, even if a library wrapped the system error."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def remedy(number: int) -> str:
 
 
 def storage_sentence(error: BaseException) -> str | None:
-    """Returns one sentence about a failed write; None if storage is not the cause."""
+    """Returns the message for a failed write; None if storage is not the cause."""
     number = storage_failure(error)
     if number is None:
         return None
     file = getattr(error, "filename", None) or "a file"
     return (
-        f"{reason(number)}: {file} could not be written. What was saved before is untouched; "
+        f"{reason(number)}: {file} could not be written. Earlier files are unchanged; "
         f"{remedy(number)} and start the same command again"
     )

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from hone.tracking.contract import Number, RunInfo, Tracker, require
-from hone.tracking.run_folder import keep_id, resumed_id
+from hone.tracking.run_folder import resumed_id, save_run_id
 from hone.types import Row
 
 
@@ -31,7 +31,7 @@ class SwanlabTracker(Tracker):
         )
         run_id = getattr(session, "id", None)
         if isinstance(run_id, str):
-            keep_id(run, "swanlab", run_id)
+            save_run_id(run, "swanlab", run_id)
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         self.swanlab.log(dict(metrics), step=step)

@@ -1,4 +1,4 @@
-"""The TensorBoard tracker; event files go to $TENSORBOARD_DIR or to `tensorboard/` in the run folder."""
+"""The TensorBoard tracker; writes to $TENSORBOARD_DIR or to `tensorboard/` in the run folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TensorboardTracker(Tracker):
         require("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run repeats the steps after its checkpoint; `purge_step` hides their first values.
+        # A resumed run repeats the steps after its checkpoint; `purge_step` hides the old values.
         purge_step = None if run.resumed_from is None else run.resumed_from + 1
         self.writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._command = f"tensorboard --logdir {shlex.quote(str(folder))}"
@@ -33,13 +33,13 @@ class TensorboardTracker(Tracker):
         self.writer.flush()
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
-        for number, row in enumerate(rows):
+        for index, row in enumerate(rows):
             # Model text is a Markdown code block, so that it is not parsed as markup.
             blocks = {
                 k: indent(str(v), "    ", lambda line: True) or "    " for k, v in row.items()
             }
             text = "\n\n".join(f"**{key}**\n\n{block}" for key, block in blocks.items())
-            self.writer.add_text(f"{name}/{number}", text, step)
+            self.writer.add_text(f"{name}/{index}", text, step)
 
     def finish(self) -> None:
         self.writer.close()

@@ -39,8 +39,8 @@ def _names(backend: str | Sequence[str]) -> list[str]:
 class Tracking:
     """Sends the metrics of each step to every tracker.
 
-    A run with a folder always writes `metrics.jsonl`, because resuming, curves and reports read it. If
-    that write fails, the run stops. The failure of any other tracker is logged and counted in
+    A run with a folder always writes `metrics.jsonl`, because resuming, curves and reports read it.
+    If that write fails, the run stops. The failure of any other tracker is logged and counted in
     `tracking/failures/<name>`, and the run continues.
     """
 
@@ -115,12 +115,12 @@ class Tracking:
             action()
         except Exception as error:
             # Remote trackers may raise any error of their transport, which must not stop training.
-            if tracker.is_the_record:
+            if tracker.stops_run_on_failure:
                 raise
             self.failures[name] = self.failures.get(name, 0) + 1
             if self.failures[name] == 1:
                 needs_traceback = storage_failure(error) is None  # a full disk needs no traceback
-                message = "tracker %r failed (%r); the run goes on"
+                message = "tracker %r failed (%r); the run continues"
                 log.warning(message, name, error, exc_info=needs_traceback)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hone.tracking.contract import Number, RunInfo, Tracker, require
-from hone.tracking.run_folder import keep_id, resumed_id
+from hone.tracking.run_folder import resumed_id, save_run_id
 from hone.types import Row
 
 
@@ -24,7 +24,7 @@ class WandbTracker(Tracker):
             id=run_id,
             resume="allow" if run_id else None,
         )
-        keep_id(run, "wandb", self.session.id)
+        save_run_id(run, "wandb", self.session.id)
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
         self.session.log(dict(metrics), step=step)

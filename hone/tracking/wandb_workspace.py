@@ -1,4 +1,4 @@
-"""`hone wandb-workspace`: a Weights & Biases workspace with the panels of `hone/tracking/panels.py`."""
+"""`hone wandb-workspace`: a Weights & Biases workspace with the panels of `panels.py`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 SMOOTHING = 0.8
-MOST_RUNS = 20
+MAX_RUNS = 20
 
 
 def build_workspace(project: str, entity: str, name: str) -> Workspace:
-    """Return the workspace; nothing is sent before its `save` is called."""
+    """Returns the workspace; nothing is sent before its `save` is called."""
     try:
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
@@ -32,7 +32,7 @@ def build_workspace(project: str, entity: str, name: str) -> Workspace:
         )
         for section in SECTIONS
     ]
-    settings = workspaces.WorkspaceSettings(max_runs=MOST_RUNS)
+    settings = workspaces.WorkspaceSettings(max_runs=MAX_RUNS)
     return workspaces.Workspace(
         entity=entity, project=project, name=name, sections=sections, settings=settings
     )
@@ -45,9 +45,9 @@ def _plot(panel: Panel) -> LinePlot:
         title=panel.title,
         y=[] if panel.is_pattern else [panel.metric],
         metric_regex=panel.metric if panel.is_pattern else None,
-        range_y=(panel.least, None),
+        range_y=(panel.y_min, None),
         custom_expressions=[panel.expression] if panel.expression else None,
         smoothing_type="exponential",
         smoothing_factor=SMOOTHING,
-        max_runs_to_show=MOST_RUNS,
+        max_runs_to_show=MAX_RUNS,
     )

@@ -1,7 +1,7 @@
-"""Programs that try to pass tests without being right, by the means they use.
+"""Programs that try to pass tests without being right, grouped by the trick they use.
 
-Every one defines `add(a, b)` (or prevents the tests from running) and never adds. Strings, not
-functions: they run in the box alone.
+Every one defines `add(a, b)` (or prevents the tests from running) and never adds. They are strings,
+because they run only in the box.
 """
 
 # ruff: noqa: E501 (programs as text)
@@ -43,10 +43,12 @@ EQUALITY = {
     "nan": "def add(*_): return float('nan')",
     "infinity": "def add(*_): return float('inf')",
     "NotImplemented": "def add(*_): return NotImplemented",
-    "equality learned from the other side": _returns(
+    "equality that copies the expected value": _returns(
         "def __eq__(self, other):\n        self.v = other\n        return self.v == other"
     ),
-    "a truth of its own": _returns("__bool__ = lambda self: True\n    __len__ = lambda self: 1"),
+    "an object that is always true": _returns(
+        "__bool__ = lambda self: True\n    __len__ = lambda self: 1"
+    ),
     "contained in everything": _returns(
         EQUAL + "\n    __contains__ = lambda *_: True\n    __iter__ = lambda self: iter([self])"
     ),
@@ -163,7 +165,7 @@ INTROSPECTION = {
         "    try:\n        fd = os.open(p, os.O_RDONLY | os.O_NONBLOCK); text += os.read(fd, 9999).decode('latin-1')\n"
         "    except OSError: pass\n" + _LOOK + _THEN
     ),
-    "the judge's modules": "import sys\ndef add(*_): return 3 if 'hone.sandbox.judging.deciding' in sys.modules else 0",
+    "the judge's modules": "import sys\ndef add(*_): return 3 if 'hone.sandbox.judging.judge_server' in sys.modules else 0",
 }
 
 LEAVING = {
@@ -240,13 +242,13 @@ PATCHED = {
     "os.write": "import os\nw = os.write\nos.write = lambda fd, d: w(fd, bytes(d).replace(b'0', b'3'))\n"
     + _LATER,
     "os.read": "import os\nr = os.read\nos.read = lambda fd, n: r(fd, n)[:1]\n" + _LATER,
-    "the answering code": (
-        "import sys\nf = sys._getframe()\nwhile f and 'Answers' not in f.f_globals: f = f.f_back\n"
+    "the encoder of the program's server": (
+        "import sys\nf = sys._getframe()\nwhile f and 'ProgramSession' not in f.f_globals: f = f.f_back\n"
         "f.f_globals['Encoder'].encode = lambda self, v: True\n" + _LATER
     ),
-    "the answering loop": (
-        "import sys\nf = sys._getframe()\nwhile f and 'Answers' not in f.f_globals: f = f.f_back\n"
-        "f.f_globals['Answers']._do = lambda self, *_: (True, None)\n" + _LATER
+    "the request loop of the program's server": (
+        "import sys\nf = sys._getframe()\nwhile f and 'ProgramSession' not in f.f_globals: f = f.f_back\n"
+        "f.f_globals['ProgramSession']._execute = lambda self, *_: (True, None)\n" + _LATER
     ),
     "builtins.print and len": "import builtins\nbuiltins.len = lambda *_: 3\nbuiltins.print = lambda *_: None\n"
     + _LATER,
@@ -349,11 +351,11 @@ SOURCE = {
     "a NUL": _LATER + "\n\0",
     "a class around it": "class A:\n    def add(*_): return 0\nadd = A",
     "a module that answers all names": "def __getattr__(name): return lambda *_: 3\ndef __missing__(name): return 3",
-    "names of the judge's": "Failed = Session = Names = Remote = object\n" + _LATER,
+    "names of the judge's": "TestsFailed = Session = TestNamespace = Remote = object\n" + _LATER,
     "a future that does not exist": "from __future__ import equality\n" + _LATER,
     "a decorator": "import functools\n@functools.partial\ndef add(*_): return 0",
     "nothing at all": "",
-    "the tests' own words": "assert True\n" + _LATER,
+    "an assert in the program": "assert True\n" + _LATER,
 }
 
 CHEATS: dict[str, dict[str, str]] = {

@@ -1,4 +1,4 @@
-"""Batches of text for reward managers: a character is a token, so positions can be read off."""
+"""Fixtures: batches of text for reward managers, in which every character is one token."""
 
 from __future__ import annotations
 
@@ -19,10 +19,21 @@ EOS = 1
 
 
 class CharTokenizer:
-    """id = code point + 2; 0 pads, 1 ends a turn and is special."""
+    """Token id = code point + 2; 0 is padding, 1 is the special end-of-turn token."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join("" if i < 2 and skip_special_tokens else chr(i - 2) for i in ids)
+
+
+@pytest.fixture(scope="session")
+def needs_sandbox() -> None:
+    """Skips the test if programs cannot run in a box on this machine."""
+    from hone.sandbox import SandboxUnavailable, run_python
+
+    try:
+        run_python("print(1)", timeout_s=30.0)
+    except SandboxUnavailable as error:
+        pytest.skip(f"no sandbox here: {error}")
 
 
 @pytest.fixture
@@ -32,7 +43,7 @@ def tokenizer() -> CharTokenizer:
 
 @pytest.fixture
 def make_batch() -> Callable[..., DataProto]:
-    """`make_batch(texts, source, truths, masks=…, **columns)`; masks: '1' policy, '0' observed."""
+    """`make_batch(texts, source, truths, masks=…, **columns)`; in masks '0' is an observation."""
 
     def make(
         texts: list[str],
@@ -49,8 +60,8 @@ def make_batch() -> Callable[..., DataProto]:
             ids = [ord(c) + 2 for c in text] + ([EOS] if text else [])
             responses[i, : len(ids)] = torch.tensor(ids, dtype=torch.long)
             attention[i, prompt + len(ids) :] = 0
-            marks = masks[i] if masks else "1" * len(ids)
-            mask[i, : len(marks)] = torch.tensor([int(m) for m in marks], dtype=torch.long)
+            digits = masks[i] if masks else "1" * len(ids)
+            mask[i, : len(digits)] = torch.tensor([int(d) for d in digits], dtype=torch.long)
         sources = [source] * rows if isinstance(source, str) else source
         truths = truths if truths is not None else [None] * rows
         columns = {
@@ -80,7 +91,7 @@ def object_array(values: list[Any]) -> np.ndarray:
 
 @pytest.fixture
 def scorer_file(tmp_path: Path) -> Callable[[str], str]:
-    """Write a user's reward file and give its path."""
+    """Writes a user's reward file and returns its path."""
 
     def write(source: str, name: str = "my_reward.py") -> str:
         path = tmp_path / name
@@ -92,7 +103,7 @@ def scorer_file(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.fixture
 def shared_rows() -> Callable[[str], list[dict[str, Any]]]:
-    """Rows of a file under the shared data folder; skips where that folder is not there."""
+    """Reads the rows of a file in the shared data folder; skips the test if it is missing."""
 
     def read(name: str) -> list[dict[str, Any]]:
         root = Path(os.environ.get("HONE_SHARED_DATA", Path(__file__).parents[3] / "shared/data"))

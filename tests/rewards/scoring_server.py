@@ -1,4 +1,4 @@
-"""A scoring server over a real socket that a test makes answer, stall, refuse, lie, die and come back."""
+"""A fake scoring server on a real socket, whose answers, delays and restarts a test controls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from aiohttp import web
 
 
 class ScoringServer:
-    """Answers POST requests of any path with what `answer(path, body)` returns: JSON, or a response."""
+    """Answers POST requests of any path with `answer(path, body)`, which is JSON or a response."""
 
     def __init__(self, answer: Callable[[str, Any], Any]) -> None:
         self.answer = answer
         self.bodies: list[Any] = []
         self.headers: list[dict[str, str]] = []
-        self.most_at_once = self._at_once = 0
+        self.max_concurrent = self._concurrent = 0
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -38,7 +38,7 @@ class ScoringServer:
         assert listening.wait(20)
 
     def stop(self) -> None:
-        """Dies: connections break, new ones are refused."""
+        """Stops the server: connections break, and new ones are refused."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(20)
@@ -59,8 +59,8 @@ class ScoringServer:
         await runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        self._at_once += 1
-        self.most_at_once = max(self.most_at_once, self._at_once)
+        self._concurrent += 1
+        self.max_concurrent = max(self.max_concurrent, self._concurrent)
         try:
             body = await request.json()
             self.bodies.append(body)
@@ -70,11 +70,11 @@ class ScoringServer:
                 answer = await answer
             return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
         finally:
-            self._at_once -= 1
+            self._concurrent -= 1
 
 
 def by_length(path: str, body: Any) -> Any:
-    """The score of a text is its length, in the form of each endpoint."""
+    """Scores a text by its length, in the format of each endpoint."""
     if path == "/texts" or "texts" in body:
         return {"scores": [float(len(text)) for text in body["texts"]]}
     if path.endswith("/score"):
@@ -94,7 +94,7 @@ def digits_judge(path: str, body: Any) -> Any:
     """An OpenAI-compatible judge that grades the share of digits in a response."""
     assert path == "/v1/chat/completions"
     (turn,) = body["messages"]
-    found = re.search(r"<response-[0-9a-f]{16}>\n(.*)\n</response-", turn["content"], re.DOTALL)
-    assert found is not None
-    grade = 10 * sum(map(str.isdigit, found[1])) / max(len(found[1]), 1)
+    match = re.search(r"<response-[0-9a-f]{16}>\n(.*)\n</response-", turn["content"], re.DOTALL)
+    assert match is not None
+    grade = 10 * sum(map(str.isdigit, match[1])) / max(len(match[1]), 1)
     return {"choices": [{"message": {"role": "assistant", "content": f"Score: {grade:.6f}"}}]}

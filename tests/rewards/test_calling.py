@@ -1,4 +1,4 @@
-"""Which score functions can be called, and what is said of those that cannot."""
+"""Signatures of score functions: those that can be called, and errors for those that cannot."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def plain(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
     return 1.0
 
 
-async def later(solution_str: str, ground_truth: Any) -> float:
+async def async_score(solution_str: str, ground_truth: Any) -> float:
     await asyncio.sleep(0)
     return 1.0
 
 
-def anything(**keywords: Any) -> float:
+def any_keywords(**keywords: Any) -> float:
     return 1.0
 
 
@@ -59,8 +59,8 @@ def wrapped(*args: Any, **kwargs: Any) -> float:
     "function",
     [
         plain,
-        later,
-        anything,
+        async_score,
+        any_keywords,
         Judge(),
         Judge().method,
         wrapped,
@@ -73,12 +73,12 @@ def test_every_usual_form_of_a_score_function_can_be_called(function: Callable[.
     assert call_scorer(function, ROW.arguments(), {}) == 1.0
 
 
-def test_a_builtin_that_does_not_tell_its_arguments_is_let_through() -> None:
+def test_a_builtin_without_a_signature_is_accepted() -> None:
     check_signature(max, ROW_ARGUMENTS, {})
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message_part"),
     [
         ("def compute_score(prompt, completion): return 1", "'prompt'.*TRL reward function"),
         ("def compute_score(completions, **kwargs): return [1]", "'completions'.*TRL reward"),
@@ -90,12 +90,12 @@ def test_a_builtin_that_does_not_tell_its_arguments_is_let_through() -> None:
         ("async def compute_score(prompt): return 1", "'prompt'"),
     ],
 )
-def test_one_that_cannot_is_told_with_file_line_and_the_signature_expected(
-    scorer_file: Callable[[str], str], source: str, words: str
+def test_a_wrong_signature_is_an_error_with_file_line_and_expected_signature(
+    scorer_file: Callable[[str], str], source: str, message_part: str
 ) -> None:
     path = scorer_file("\n\n" + source + "\n")
     function = load_extern_object(path, "compute_score")
-    with pytest.raises(ScorerSignatureError, match=words) as caught:
+    with pytest.raises(ScorerSignatureError, match=message_part) as caught:
         check_signature(function, ROW_ARGUMENTS, {})
     message = str(caught.value)
     assert "def compute_score(data_source, solution_str, ground_truth, extra_info=None)" in message
@@ -103,13 +103,13 @@ def test_one_that_cannot_is_told_with_file_line_and_the_signature_expected(
     assert "hone_extern" not in message
 
 
-def test_rows_for_the_batch_manager_are_told() -> None:
+def test_a_row_function_for_the_batch_manager_is_an_error() -> None:
     with pytest.raises(ScorerSignatureError, match=r"one by one by .*reward_manager=naive"):
         check_signature(plain, BATCH_ARGUMENTS, {})
     check_signature(lambda solution_strs: [1.0], BATCH_ARGUMENTS, {})
 
 
-def test_what_is_no_function_is_told() -> None:
+def test_a_value_that_is_not_callable_is_an_error() -> None:
     with pytest.raises(ScorerSignatureError, match="cannot be called"):
         check_signature(3, ROW_ARGUMENTS, {})  # type: ignore[arg-type]
 
@@ -126,7 +126,7 @@ def test_what_is_no_function_is_told() -> None:
         ("async def compute_score(solution_str):\n    return {}['a']", 2),
     ],
 )
-def test_the_place_of_a_failure_is_the_users_own_line(
+def test_the_location_of_a_failure_is_a_line_of_the_user(
     scorer_file: Callable[[str], str], source: str, line: int
 ) -> None:
     path = scorer_file(source + "\n")
@@ -136,7 +136,7 @@ def test_the_place_of_a_failure_is_the_users_own_line(
     assert outcome.detail.endswith(f" at {path}:{line}")
 
 
-def test_a_rule_of_the_users_in_the_table_is_told_by_its_own_line(
+def test_a_registered_rule_that_fails_is_named_with_its_line(
     scorer_file: Callable[[str], str],
 ) -> None:
     from hone.rewards.scores import table

@@ -1,4 +1,4 @@
-"""No program scores without being right, and none makes the scorer raise."""
+"""No cheating program passes the tests, and none makes the scorer raise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.rewards.programs import CODE_MARK, CallTest, Limits, SourceTest, Stdin
 
 from .cheats import CHEATS, EQUALITY, SERIALISATION, TYPES
 
-sandbox = pytest.importorskip("hone.sandbox")
+pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 LIMITS = Limits(timeout_s=2.0, memory_mb=256)
 RIGHT = "def add(a, b): return a + b"
@@ -65,19 +65,19 @@ STYLES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _needs_a_box() -> None:
-    try:
-        sandbox.run_python("print(1)", timeout_s=30.0)
-    except sandbox.SandboxUnavailable as error:
-        pytest.skip(f"no sandbox here: {error}")
-
-
-def scores(programs: dict[str, str], test: Test) -> list[str]:
-    """Names of those that pass."""
+def passing(programs: dict[str, str], test: Test) -> list[str]:
+    """Returns the names of the programs that pass."""
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        verdicts = pool.map(lambda program: passes(program, test, LIMITS), programs.values())
-        return [name for name, passed in zip(programs, verdicts, strict=True) if passed]
+        results = pool.map(lambda program: passes(program, test, LIMITS), programs.values())
+        return [name for name, passed in zip(programs, results, strict=True) if passed]
+
+
+def test_cheats_patch_attributes_that_exist() -> None:
+    from hone.sandbox.judging import program_server, proxies
+
+    assert callable(program_server.Encoder.encode)
+    assert callable(program_server.ProgramSession._execute)
+    assert all(map(proxies.__dict__.get, ("TestsFailed", "Session", "TestNamespace", "Remote")))
 
 
 def test_there_are_at_least_ten_cheats_of_each_kind() -> None:
@@ -86,26 +86,26 @@ def test_there_are_at_least_ten_cheats_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_right_program_scores(style: str) -> None:
+def test_the_right_program_passing(style: str) -> None:
     assert passes(RIGHT, SourceTest(STYLES[style]), Limits(timeout_s=30.0, memory_mb=256))
 
 
 @pytest.mark.parametrize("kind", CHEATS)
 def test_a_cheat_of_each_kind_scores_nothing(kind: str) -> None:
-    assert scores(dict([*CHEATS[kind].items()][:2]), SourceTest(SIMPLE)) == []
+    assert passing(dict([*CHEATS[kind].items()][:2]), SourceTest(SIMPLE)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHEATS)
-def test_no_cheat_scores(kind: str) -> None:
-    assert scores(CHEATS[kind], SourceTest(SIMPLE)) == []
+def test_no_cheat_passing(kind: str) -> None:
+    assert passing(CHEATS[kind], SourceTest(SIMPLE)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["asserts", "close", "caught", "preamble"])
 def test_no_cheat_of_values_scores_in_any_style(style: str) -> None:
     values = {**EQUALITY, **TYPES, **SERIALISATION}
-    assert scores(values, SourceTest(STYLES[style])) == []
+    assert passing(values, SourceTest(STYLES[style])) == []
 
 
 BREAKING = {
@@ -126,7 +126,7 @@ def test_no_answer_to_a_call_makes_the_scorer_raise(expected: object) -> None:
         for name, dumps in BREAKING.items()
     }
     test = CallTest("add", [1, 2], expected)
-    assert scores(programs if expected == 3 else dict([*programs.items()][:3]), test) == []
+    assert passing(programs if expected == 3 else dict([*programs.items()][:3]), test) == []
 
 
 def test_no_output_makes_the_scorer_raise() -> None:
@@ -137,4 +137,4 @@ def test_no_output_makes_the_scorer_raise() -> None:
         "underscores": "print('0_0.7_5')",
         "nothing": "",
     }
-    assert scores(programs, StdinTest("", "0.75")) == []
+    assert passing(programs, StdinTest("", "0.75")) == []

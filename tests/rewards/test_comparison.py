@@ -1,4 +1,4 @@
-"""Integers are met exactly, decimals closely, and nothing a program writes raises."""
+"""Outputs of programs: integers must match exactly, decimals closely, and no text raises."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hone.rewards.programs import is_json_of, same_output
+from hone.rewards.programs import is_equal_json, same_output
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "same"),
+    ("output", "expected", "same"),
     [
         ("1 2\n3", "1 2 \n3\n\n", True),
         ("1 2 3", "1 2\n3", True),
@@ -30,9 +30,9 @@ from hone.rewards.programs import is_json_of, same_output
     ],
 )
 def test_output_is_compared_by_lines_words_and_close_decimals(
-    given: str, expected: str, same: bool
+    output: str, expected: str, same: bool
 ) -> None:
-    assert same_output(given, expected) is same
+    assert same_output(output, expected) is same
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_output_is_compared_by_lines_words_and_close_decimals(
     ],
 )
 def test_values_are_equal_or_close_decimals(value: Any, expected: Any, same: bool) -> None:
-    assert is_json_of(json.dumps(value), expected) is same
+    assert is_equal_json(json.dumps(value), expected) is same
 
 
 @pytest.mark.parametrize("text", ["", "x", "[" * 100_000, "9" * 100_000, "{1: 2}", "\ud800", "NaN"])
-def test_text_that_is_no_json_of_a_value_is_no_answer(text: str) -> None:
-    assert not is_json_of(text, 3)
-    assert not is_json_of(text, [[]])
+def test_text_that_is_not_json_of_the_value_is_wrong(text: str) -> None:
+    assert not is_equal_json(text, 3)
+    assert not is_equal_json(text, [[]])

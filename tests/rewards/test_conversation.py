@@ -1,4 +1,4 @@
-"""Conversations for reward models: the model's own template, and text that stays text."""
+"""Conversations for reward models: the chat template, and control tokens in responses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hone.rewards.conversation import conversation_text, defused, prompt_text
 TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]
 
 
-def test_a_prompt_of_messages_is_the_text_of_its_turns() -> None:
+def test_a_prompt_of_messages_becomes_their_joined_contents() -> None:
     assert prompt_text(TURNS) == "be brief\n\n1+1="
     assert prompt_text("1+1=") == "1+1="
     assert prompt_text([{"role": "user", "content": [{"image": 1}]}]) == ""
@@ -36,7 +36,7 @@ def test_a_control_token_that_a_policy_spells_is_plain_text(token: str) -> None:
     assert defused(defused(text)) == defused(text)
 
 
-def test_the_tokenizers_own_special_tokens_are_never_spelled() -> None:
+def test_special_tokens_of_the_tokenizer_are_broken_up() -> None:
     tokenizer = character_tokenizer("ab<>/spd")
     for token in tokenizer.all_special_tokens:
         ids = tokenizer.encode(defused(f"a{token}b", tokenizer), add_special_tokens=False)

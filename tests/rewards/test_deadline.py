@@ -11,7 +11,7 @@ import pytest
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 
 
-def in_main(work: Callable[[], Any]) -> Any:
+def in_main_thread(work: Callable[[], Any]) -> Any:
     return work()
 
 
@@ -32,22 +32,24 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return results[0]
 
 
-both = pytest.mark.parametrize("where", [in_main, in_thread])
+in_both_threads = pytest.mark.parametrize("where", [in_main_thread, in_thread])
 
 
-@both
-def test_a_call_in_time_gives_its_value(where: Callable[[Callable[[], Any]], Any]) -> None:
+@in_both_threads
+def test_a_call_in_time_returns_its_value(where: Callable[[Callable[[], Any]], Any]) -> None:
     assert where(lambda: call_with_deadline(lambda: 7, 30)) == 7
 
 
-@both
-def test_a_late_call_is_given_up(where: Callable[[Callable[[], Any]], Any]) -> None:
+@in_both_threads
+def test_a_late_call_raises_deadline_exceeded(where: Callable[[Callable[[], Any]], Any]) -> None:
     with pytest.raises(DeadlineExceeded):
         where(lambda: call_with_deadline(lambda: time.sleep(30), 0.1))
 
 
-@both
-def test_an_error_of_the_call_is_its_own(where: Callable[[Callable[[], Any]], Any]) -> None:
+@in_both_threads
+def test_an_error_of_the_call_is_raised_unchanged(
+    where: Callable[[Callable[[], Any]], Any],
+) -> None:
     with pytest.raises(ZeroDivisionError):
         where(lambda: call_with_deadline(lambda: 1 / 0, 30))
 
@@ -64,7 +66,7 @@ def test_a_call_that_swallows_exceptions_is_still_interrupted() -> None:
         call_with_deadline(stubborn, 0.1)
 
 
-def test_handler_and_timer_are_put_back() -> None:
+def test_handler_and_timer_are_restored() -> None:
     handler = signal.getsignal(signal.SIGALRM)
     signal.setitimer(signal.ITIMER_REAL, 500)
     try:

@@ -22,7 +22,7 @@ def test_files_of_one_name_do_not_clash(
     assert load_extern_object(str(other), "NAME") == 2
 
 
-def test_modules_are_found_by_name_and_by_pkg() -> None:
+def test_modules_are_loaded_by_name_and_by_pkg() -> None:
     import json
 
     assert load_extern_object("pkg://json", "loads") is json.loads
@@ -31,7 +31,7 @@ def test_modules_are_found_by_name_and_by_pkg() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "words"),
+    ("path", "name", "message"),
     [
         ("/nowhere/x.py", "f", "no such file: '/nowhere/x.py'"),
         ("no_such_module_at_all", "f", "neither a file"),
@@ -39,12 +39,12 @@ def test_modules_are_found_by_name_and_by_pkg() -> None:
         ("json", "", "name the object"),
     ],
 )
-def test_what_is_missing_is_said(path: str, name: str, words: str) -> None:
-    with pytest.raises(PluginError, match=words):
+def test_an_error_names_what_is_missing(path: str, name: str, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
         load_extern_object(path, name)
 
 
-def test_an_error_in_the_file_is_shown_and_the_next_load_tries_again(
+def test_an_error_in_the_file_is_shown_and_the_next_load_retries(
     scorer_file: Callable[[str], str],
 ) -> None:
     path = scorer_file("1/0")

@@ -1,4 +1,4 @@
-"""Scorers that hang, raise, lie or crash, in a real run of the trainer's command on a tiny model."""
+"""Scorers that hang, raise, return NaN or crash, in real training runs of a tiny model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import os
 import time
 
 
-def wanted(kind, index):
-    return kind if kind != "mixed" else ("sleeps", "raises", "returns_nan", "crashes", "well")[index % 5]
+def fault_of(kind, index):
+    return kind if kind != "mixed" else ("sleeps", "raises", "returns_nan", "crashes", "works")[index % 5]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, kind=""):
-    fault = wanted(kind, extra_info["index"])
+    fault = fault_of(kind, extra_info["index"])
     if fault == "sleeps":
         time.sleep(10**9)
     if fault == "raises":
@@ -41,7 +41,7 @@ ROWS = 5
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, a data file of five rows, and the scorer that misbehaves as it is told."""
+    """A folder with a tiny model, a data file of five rows, and the failing scorer."""
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
     folder = tmp_path_factory.mktemp("failing")
@@ -67,8 +67,8 @@ def write_rows(path: Path, sources: list[str]) -> None:
 
 
 def train(files: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
-    """Two steps of five prompts, two responses each; the lines of its metrics file."""
-    from hone.trainer.main_ppo import run as train_as_configured
+    """Runs two steps of five prompts with two responses each; returns the metrics per step."""
+    from hone.trainer.main_ppo import run as run_ppo
 
     settings = [
         "algorithm.adv_estimator=grpo",
@@ -87,12 +87,12 @@ def train(files: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
         "trainer.device=cpu",
         f"trainer.default_local_dir={run}",
     ]
-    train_as_configured(load_config([*settings, *overrides]))
+    run_ppo(load_config([*settings, *overrides]))
     return [line for line in read_metrics(run) if "training/global_step" in line]
 
 
 def scorer(files: Path, kind: str) -> tuple[str, ...]:
-    """Short patience only where every row hangs: elsewhere a busy machine must not use it up."""
+    """Returns the settings of a scorer; the timeout is short only where every row hangs."""
     return (
         f"custom_reward_function.path={files / 'scorer.py'}",
         f"+custom_reward_function.reward_kwargs.kind={kind}",
@@ -100,9 +100,10 @@ def scorer(files: Path, kind: str) -> tuple[str, ...]:
     )
 
 
-def counted(step: dict[str, Any]) -> Counter[str]:
-    head = "reward/failures/"
-    return Counter({k.removeprefix(head): int(v) for k, v in step.items() if k.startswith(head)})
+def failure_counts(step: dict[str, Any]) -> Counter[str]:
+    prefix = "reward/failures/"
+    counts = {k.removeprefix(prefix): int(v) for k, v in step.items() if k.startswith(prefix)}
+    return Counter(counts)
 
 
 def test_a_scorer_that_fails_on_every_row_stops_the_run_at_the_first_batch(
@@ -115,17 +116,17 @@ def test_a_scorer_that_fails_on_every_row_stops_the_run_at_the_first_batch(
 
 
 @pytest.mark.parametrize("policy", ["score", "raise"])
-def test_a_scorer_that_never_gives_a_number_stops_the_run_before_models_load(
+def test_a_scorer_that_never_returns_a_number_stops_the_run_before_models_load(
     files: Path, tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hone.trainer.ppo.trainer import PPOTrainer
 
     monkeypatch.setattr(PPOTrainer, "init_workers", None)
-    chosen = f"reward_model.reward_kwargs.on_failure={policy}"
+    setting = f"reward_model.reward_kwargs.on_failure={policy}"
     with pytest.raises(
         PreflightError, match=r"train\.jsonl, row 0 .*scorer\.py:10: the score is NaN"
     ):
-        train(files, tmp_path, *scorer(files, "returns_nan"), chosen)
+        train(files, tmp_path, *scorer(files, "returns_nan"), setting)
 
 
 def test_a_scorer_that_cannot_be_called_stops_the_run_before_models_load(
@@ -141,19 +142,19 @@ def test_a_scorer_that_cannot_be_called_stops_the_run_before_models_load(
         train(files, tmp_path, f"custom_reward_function.path={tmp_path / 'mine.py'}")
 
 
-def test_a_mixture_of_failures_is_counted_by_reason_and_the_rest_is_learnt_from(
+def test_failures_are_counted_by_reason_and_the_other_rows_are_used(
     files: Path, tmp_path: Path
 ) -> None:
     settings = [f"reward_model.reward_kwargs.{s}" for s in ("failure_score=-1", "timeout_s=3")]
-    one = "trainer.total_training_steps=1"
-    (step,) = train(files, tmp_path, *scorer(files, "mixed"), *settings, one)
-    assert counted(step) == Counter(dict.fromkeys(REASONS.values(), 2))
+    one_step = "trainer.total_training_steps=1"
+    (step,) = train(files, tmp_path, *scorer(files, "mixed"), *settings, one_step)
+    assert failure_counts(step) == Counter(dict.fromkeys(REASONS.values(), 2))
     assert step["critic/score/min"] == -1.0
     assert step["critic/score/max"] > 0.0
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "message"),
     [
         ("sleeps", r"timeout: no score after 0.2 s; the process was killed"),
         (
@@ -163,10 +164,12 @@ def test_a_mixture_of_failures_is_counted_by_reason_and_the_rest_is_learnt_from(
     ],
 )
 def test_the_policy_raise_stops_the_run_with_row_source_and_cause(
-    files: Path, tmp_path: Path, kind: str, words: str
+    files: Path, tmp_path: Path, kind: str, message: str
 ) -> None:
     stop = "reward_model.reward_kwargs.on_failure=raise"
-    with pytest.raises(RewardError, match=rf"row 0 \(data_source 'failing'\).*{words}.*failure_sc"):
+    with pytest.raises(
+        RewardError, match=rf"row 0 \(data_source 'failing'\).*{message}.*failure_sc"
+    ):
         train(files, tmp_path, *scorer(files, kind), stop)
 
 

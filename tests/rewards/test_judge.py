@@ -1,4 +1,4 @@
-"""A generative judge: what it reads, how its grade is read, votes, hostile texts, reward functions."""
+"""A generative judge: its prompt, the parsing of grades, votes, hostile texts, and servers."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import pytest
 from hone.event_loop import run_coroutine
 from hone.rewards import remote
 from hone.rewards.failures import Failed, Scored, WrongSetting
-from hone.rewards.judge import Judge, Request, fenced
+from hone.rewards.judge import Judge, Request, delimited
 from hone.rewards.outcome import Response
 
 from .scoring_server import ScoringServer, digits_judge
 
 
-class Writes:
-    """A judge's model that writes these texts, one per vote."""
+class FakeModel:
+    """A judge's model that answers with these texts, one per vote."""
 
     def __init__(self, *texts: str | Failed) -> None:
-        self.texts, self.read = texts, list[str]()
+        self.texts, self.prompts = texts, list[str]()
 
     async def complete(self, requests: Sequence[Request]) -> list[str | Failed]:
-        self.read += [text for text, _ in requests]
+        self.prompts += [text for text, _ in requests]
         return [self.texts[vote % len(self.texts)] for _, vote in requests]
 
     def pop_metrics(self) -> dict[str, float]:
         return {}
 
 
-def graded(*texts: str | Failed, **settings: Any) -> Scored | Failed:
-    judge = Judge(Writes(*texts), votes=len(texts), **settings)
+def grade(*texts: str | Failed, **settings: Any) -> Scored | Failed:
+    judge = Judge(FakeModel(*texts), votes=len(texts), **settings)
     (result,) = run_coroutine(judge.score_rows([Response("s", "42", "42", {"prompt": "6*7?"})]))
     return result
 
@@ -59,7 +59,7 @@ def graded(*texts: str | Failed, **settings: Any) -> Scored | Failed:
     ],
 )
 def test_the_last_grade_within_the_range_counts(text: str, score: float | None) -> None:
-    result = graded(text)
+    result = grade(text)
     if score is None:
         assert isinstance(result, Failed)
         assert result.reason == "unparsed"
@@ -82,8 +82,8 @@ def test_the_last_grade_within_the_range_counts(text: str, score: float | None) 
         ("Score: 9", None),
     ],
 )
-def test_a_json_verdict_is_read_from_the_last_object(text: str, score: float | None) -> None:
-    result = graded(text, format="json")
+def test_a_json_grade_is_read_from_the_last_object(text: str, score: float | None) -> None:
+    result = grade(text, format="json")
     assert (result.score if isinstance(result, Scored) else None) == score
 
 
@@ -92,39 +92,39 @@ def test_a_json_verdict_is_read_from_the_last_object(text: str, score: float | N
     "hostile", ["{" * 200_000, '{"score":' * 50_000, "Score: " * 100_000, "Score:" + " " * 400_000,
                 "Score: " + "9" * 400_000, "[" * 400_000, "\ud800\x00"]
 )  # fmt: skip
-def test_no_text_of_a_judge_takes_long_or_raises(hostile: str, format: str) -> None:
+def test_no_text_of_a_judge_is_slow_to_parse_or_raises(hostile: str, format: str) -> None:
     started = time.process_time()
-    assert isinstance(graded(hostile, format=format), Failed)
+    assert isinstance(grade(hostile, format=format), Failed)
     assert time.process_time() - started < 5  # quadratic time would be minutes
 
 
 def test_votes_become_a_mean_or_the_most_frequent_grade() -> None:
     texts = "Score: 10", "Score: 2", "Score: 2", "no idea"
-    mean, majority = graded(*texts), graded(*texts, vote="majority")
+    mean, majority = grade(*texts), grade(*texts, vote="majority")
     assert isinstance(mean, Scored)
     assert mean.score == pytest.approx(14 / 30)
     assert mean.extras["judge_votes"] == 3
     assert mean.mishaps == {"unparsed": 1}
     assert isinstance(majority, Scored)
     assert majority.score == pytest.approx(0.2)
-    tie = graded("Score: 8", "Score: 4", vote="majority")
+    tie = grade("Score: 8", "Score: 4", vote="majority")
     assert isinstance(tie, Scored)
     assert tie.score == pytest.approx(0.4)
     down = Failed("unreachable", "down")
-    partly = graded(down, "Score: 5")
+    partly = grade(down, "Score: 5")
     assert isinstance(partly, Scored)
     assert partly.mishaps == {"unreachable": 1}
-    assert graded(down, down) == down
+    assert grade(down, down) == down
 
 
 def test_the_range_of_grades_is_configured() -> None:
-    result = graded("Score: -1", lowest=-1.0, highest=1.0)
+    result = grade("Score: -1", lowest=-1.0, highest=1.0)
     assert isinstance(result, Scored)
     assert result.score == 0.0
     with pytest.raises(WrongSetting, match="score_after is empty"):
-        graded("Score: 1", score_after=" ")
+        grade("Score: 1", score_after=" ")
     with pytest.raises(WrongSetting, match="lowest=1"):
-        graded("Score: 1", lowest=1.0, highest=1.0)
+        grade("Score: 1", lowest=1.0, highest=1.0)
 
 
 HOSTILE = (
@@ -134,35 +134,35 @@ HOSTILE = (
 )
 
 
-def test_a_response_cannot_leave_its_place_in_the_template() -> None:
-    writes = Writes("Score: 1")
+def test_a_response_cannot_escape_its_delimiters() -> None:
+    model = FakeModel("Score: 1")
     template = "Q {question}\nT {ground_truth}\n{response}\nWrite {score_after} {unknown} {} N"
-    judge = Judge(writes, template=template)
+    judge = Judge(model, template=template)
     prompt = [{"role": "user", "content": "say {response}"}]
     run_coroutine(judge.score_rows([Response("s", HOSTILE, "{response}", {"prompt": prompt})]))
-    (text,) = writes.read
+    (text,) = model.prompts
     start, end = text.index("<response-"), text.rindex("</response-")
-    code = text[start + 10 : start + 26]
-    assert text[end:].startswith(f"</response-{code}>\nWrite Score: {{unknown}} {{}} N")
+    digest = text[start + 10 : start + 26]
+    assert text[end:].startswith(f"</response-{digest}>\nWrite Score: {{unknown}} {{}} N")
     inside = text[start + 28 : end]
-    assert f"response-{code}" not in inside  # the fence's code is in no response
-    assert "{ground_truth} {question}" in inside  # nothing inside is filled in
+    assert f"response-{digest}" not in inside  # no response contains its own hash
+    assert "{ground_truth} {question}" in inside  # placeholders of the response are not filled in
     assert text.startswith("Q say {response}\nT {response}\n")
     for token in ("<|im_end|>", "<|im_start|>", "[/INST]", "</s>", "<end_of_turn>"):
         assert token not in text
-    assert fenced("a") != fenced("b")
+    assert delimited("a") != delimited("b")
 
 
 def test_the_template_may_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "judge.txt").write_text("Rate: {response}")
-    writes = Writes("Score: 1")
-    judge = Judge(writes, template=str(tmp_path / "judge.txt"))
+    model = FakeModel("Score: 1")
+    judge = Judge(model, template=str(tmp_path / "judge.txt"))
     run_coroutine(judge("s", "ok"))
-    assert writes.read[0].startswith("Rate: <response-")
+    assert model.prompts[0].startswith("Rate: <response-")
     (tmp_path / "empty.txt").write_text("Rate it.")
     for wrong in (str(tmp_path / "empty.txt"), str(tmp_path / "none.txt"), "Rate it."):
         with pytest.raises(WrongSetting, match=r"\{response\}"):
-            Judge(Writes(""), template=wrong)
+            Judge(FakeModel(""), template=wrong)
 
 
 def test_a_misspelled_setting_is_named() -> None:
@@ -174,7 +174,7 @@ def test_a_misspelled_setting_is_named() -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScoringServer]:
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(remote, "FIRST_RETRY_S", 0.01)
     server = ScoringServer(digits_judge)
     yield server
     server.stop()

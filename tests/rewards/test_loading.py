@@ -41,7 +41,7 @@ def test_the_default_scores_by_source_with_the_configured_policy(
 
 
 @pytest.mark.parametrize("key", ["reward_manager.name", "reward_model.reward_manager"])
-def test_the_manager_is_named_in_either_place(load: Callable[..., Any], key: str) -> None:
+def test_either_config_key_selects_the_manager(load: Callable[..., Any], key: str) -> None:
     assert type(load(f"{key}=prime", num_processes=3)) is PrimeRewardManager
 
 
@@ -61,7 +61,9 @@ def test_manager_settings_come_from_reward_kwargs(load: Callable[..., Any]) -> N
     assert load("reward_model.reward_manager=prime", f"{kwargs}.num_processes=5").num_processes == 5
 
 
-def test_the_services_slots_set_the_number_of_scoring_processes(load: Callable[..., Any]) -> None:
+def test_the_number_of_scoring_processes_is_that_of_the_services_slots(
+    load: Callable[..., Any],
+) -> None:
     sandbox = "reward_model.sandbox_fusion"
     manager = load(
         "reward_model.reward_manager=prime",
@@ -74,7 +76,7 @@ def test_the_services_slots_set_the_number_of_scoring_processes(load: Callable[.
     assert manager.options["memory_limit_mb"] == 77
 
 
-def test_credit_for_form_reaches_the_rules_only_when_set(
+def test_format_scores_are_passed_to_rules_only_when_set(
     load: Callable[..., Any], make_batch: MakeBatch
 ) -> None:
     wrong = make_batch(["#### 1"], "openai/gsm8k", ["2"])
@@ -144,24 +146,24 @@ def test_a_built_in_scorer_may_be_chosen_for_all_rows(
 
 
 @pytest.mark.parametrize("manager", ["naive", "dapo"])
-def test_repetitive_responses_lose_their_reward_when_told_so(
+def test_repeatness_punishment_removes_the_reward_of_repetitive_responses(
     load: Callable[..., Any], make_batch: MakeBatch, manager: str
 ) -> None:
     data = make_batch(["so #### 1", "again " * 40 + "#### 1"], "openai/gsm8k", ["1", "1"])
-    chosen = f"reward_model.reward_manager={manager}"
-    assert load(chosen)(data).sum(1).tolist() == [1.0, 1.0]
-    punishing = load(chosen, "reward_model.repeatness_punishment=true")
-    result = punishing(data, return_dict=True)
+    setting = f"reward_model.reward_manager={manager}"
+    assert load(setting)(data).sum(1).tolist() == [1.0, 1.0]
+    punishing_manager = load(setting, "reward_model.repeatness_punishment=true")
+    result = punishing_manager(data, return_dict=True)
     assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0]
     assert result["reward_extra_info"]["acc"] == [1.0, 1.0]
     quiet, loud = result["reward_extra_info"]["repeat_score"]
     assert quiet < 0.2 < loud
 
 
-def test_scoring_observations_is_a_setting_and_is_told_once(
+def test_score_observations_logs_one_warning(
     load: Callable[..., Any], make_batch: MakeBatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loading._warn_of_observations.cache_clear()
+    loading._warn_about_observations.cache_clear()
     data = make_batch(["ask #### 1"], "openai/gsm8k", ["1"], masks=["111100000000"])
     assert load()(data).sum() == 0.0
     assert caplog.records == []
@@ -171,7 +173,7 @@ def test_scoring_observations_is_a_setting_and_is_told_once(
     assert "reward_model.score_observations=true" in record.getMessage()
 
 
-def test_a_users_function_that_is_not_there_is_an_error(load: Callable[..., Any]) -> None:
+def test_a_missing_user_function_is_an_error(load: Callable[..., Any]) -> None:
     with pytest.raises(PluginError, match="no such file"):
         load("custom_reward_function.path=/nowhere/reward.py")
 
@@ -190,7 +192,7 @@ class Mine(AbstractRewardManager):
 """
 
 
-def test_a_users_manager_is_loaded_from_its_file_and_given_what_it_takes(
+def test_a_users_manager_is_loaded_from_its_file_with_the_arguments_it_accepts(
     load: Callable[..., Any], scorer_file: Callable[[str], str]
 ) -> None:
     manager = load(
@@ -206,19 +208,19 @@ def test_a_users_manager_is_loaded_from_its_file_and_given_what_it_takes(
     assert manager.pop_metrics() == {}
 
 
-def test_names_given_in_code_override_and_reach_the_scorer(
+def test_keyword_arguments_override_the_config_and_reach_the_scorer(
     load: Callable[..., Any], make_batch: MakeBatch
 ) -> None:
     manager = load("reward_model.format_score=0.2", format_score=0.3)
     assert manager(make_batch(["#### 1"], "openai/gsm8k", ["2"])).sum() == pytest.approx(0.3)
 
 
-def test_any_manager_that_answers_a_dict_can_be_asked_for_rewards() -> None:
+def test_compute_reward_accepts_any_manager_that_returns_a_dict() -> None:
     manager = SimpleNamespace(result={"reward_tensor": 1})
     assert compute_reward(None, lambda data, return_dict: manager.result) == (1, {})  # type: ignore[arg-type]
 
 
-def test_a_score_function_learns_where_the_reward_models_server_is(tmp_path: Path) -> None:
+def test_a_score_function_gets_the_address_of_the_reward_models_server(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def compute_score(solution_str, reward_router_address=None):\n"
         "    return {'score': 1.0, 'router': reward_router_address}\n"

@@ -51,7 +51,7 @@ def test_everything_else_is_a_failure_with_its_reason(result: Any, reason: str) 
     assert outcome.reason == reason
 
 
-def test_a_raising_scorer_is_told_with_its_line() -> None:
+def test_an_exception_of_a_scorer_is_a_failure_with_its_line() -> None:
     def boom(solution_str: str) -> float:
         raise LookupError("gone")
 
@@ -62,7 +62,7 @@ def test_a_raising_scorer_is_told_with_its_line() -> None:
     assert "test_outcome.py:" in outcome.detail
 
 
-async def later(solution_str: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+async def async_score(solution_str: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     return {"score": extra_info["a"], "text": solution_str}
 
 
@@ -70,29 +70,29 @@ def test_an_async_scorer_is_awaited_also_inside_a_running_loop() -> None:
     import asyncio
 
     async def inside() -> Scored | Failed:
-        return score_row(later, ROW, {})
+        return score_row(async_score, ROW, {})
 
     expected = Scored(1.0, {"text": "text"})
-    assert score_row(later, ROW, {}) == expected
+    assert score_row(async_score, ROW, {}) == expected
     assert asyncio.run(inside()) == expected
 
 
-def test_mishaps_inside_a_scorer_travel_with_its_score() -> None:
-    def unlucky(solution_str: str) -> float:
+def test_mishaps_inside_a_scorer_are_part_of_its_result() -> None:
+    def slow_symbolic(solution_str: str) -> float:
         count_mishap("symbolic_timeout")
         return 0.0
 
-    assert score_row(unlucky, ROW, {}) == Scored(0.0, {}, {"symbolic_timeout": 1})
+    assert score_row(slow_symbolic, ROW, {}) == Scored(0.0, {}, {"symbolic_timeout": 1})
     assert score_row(lambda solution_str: 0.0, ROW, {}) == Scored(0.0)
 
 
 @pytest.mark.parametrize(("on_failure", "timeout_s"), [("ignore", 1.0), ("raise", 0.0)])
-def test_a_policy_that_makes_no_sense_is_refused(on_failure: str, timeout_s: float) -> None:
+def test_an_invalid_policy_is_refused(on_failure: str, timeout_s: float) -> None:
     with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs\."):
         FailurePolicy(on_failure, 0.0, timeout_s)
 
 
-def test_a_number_beyond_every_float_is_a_failure() -> None:
+def test_a_number_too_large_for_a_float_is_a_failure() -> None:
     result = read_result(10**400)
     assert isinstance(result, Failed)
     assert result.reason == "inf"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hone.rewards import pool as room
+from hone.rewards import pool as pool_module
 from hone.rewards.failures import Failed
 from hone.rewards.pool import DeadlinePool, PoolError
 
@@ -34,12 +34,12 @@ def make(base=0):
             os.kill(os.getpid(), signal.SIGTERM)
             program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
             program.terminate()
-            here, there = os.pipe()
+            read_end, write_end = os.pipe()
             fork = os.fork()
             if not fork:
-                os.write(there, b"started")
+                os.write(write_end, b"started")
                 time.sleep(3600)
-            os.read(here, 7)
+            os.read(read_end, 7)
             os.kill(fork, signal.SIGTERM)
             return [program.wait(), -os.WTERMSIG(os.waitpid(fork, 0)[1])]
         if action == "child":
@@ -98,7 +98,7 @@ def add(value: int) -> dict[str, Any]:
     return {"action": "add", "value": value}
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     for _ in range(1200):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -110,34 +110,34 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_results_come_in_the_order_of_the_jobs(make_pool: Callable[..., DeadlinePool]) -> None:
+def test_results_are_in_the_order_of_the_jobs(make_pool: Callable[..., DeadlinePool]) -> None:
     pool = make_pool(size=2, base=100)
     assert pool.run([add(i) for i in range(50)], 60) == [100 + i for i in range(50)]
     assert pool.run([], 60) == []
 
 
-def test_processes_live_from_call_to_call(make_pool: Callable[..., DeadlinePool]) -> None:
+def test_processes_are_reused_between_runs(make_pool: Callable[..., DeadlinePool]) -> None:
     pool = make_pool()
     assert pool.run([{"action": "pid"}], 60) == pool.run([{"action": "pid"}], 60)
 
 
-@pytest.mark.parametrize("way", ["hang", "spin"])
-def test_a_late_call_is_killed_its_slot_refilled_and_the_others_keep_their_results(
-    make_pool: Callable[..., DeadlinePool], way: str
+@pytest.mark.parametrize("action", ["hang", "spin"])
+def test_a_late_call_is_killed_and_the_others_keep_their_results(
+    make_pool: Callable[..., DeadlinePool], action: str
 ) -> None:
     pool = make_pool()
     [before] = pool.run([{"action": "pid"}], 60)
-    results = pool.run([add(1), {"action": way}, add(2)], 2.0)
+    results = pool.run([add(1), {"action": action}, add(2)], 2.0)
     assert results[0] == 1
     assert isinstance(results[1], Failed)
     assert results[1].reason == "timeout"
     assert results[2] == 2
-    assert gone(before)
+    assert has_ended(before)
     [after] = pool.run([{"action": "pid"}], 60)
     assert after != before
 
 
-def test_a_stop_sent_to_all_processes_leaves_the_call_running_and_ends_only_its_children(
+def test_sigterm_ends_children_of_a_call_but_not_the_worker(
     make_pool: Callable[..., DeadlinePool],
 ) -> None:
     pool = make_pool()
@@ -145,7 +145,7 @@ def test_a_stop_sent_to_all_processes_leaves_the_call_running_and_ends_only_its_
     assert pool.run([{"action": "sigterm"}], 60) == [[-signal.SIGTERM, -signal.SIGTERM]]
     assert pool.run([{"action": "pid"}], 60) == pids
     pool.close()
-    assert gone(pids[0])
+    assert has_ended(pids[0])
 
 
 def test_children_of_a_killed_call_die_with_it(
@@ -154,41 +154,41 @@ def test_children_of_a_killed_call_die_with_it(
     file = tmp_path / "pid"
     [result] = make_pool().run([{"action": "child", "value": str(file)}], 3.0)
     assert result.reason == "timeout"
-    assert gone(int(file.read_text()))
+    assert has_ended(int(file.read_text()))
 
 
-def test_what_goes_wrong_in_a_call_is_told_and_does_not_end_the_pool(
+def test_a_failed_call_is_a_failure_and_does_not_end_the_pool(
     make_pool: Callable[..., DeadlinePool],
 ) -> None:
     pool = make_pool()
     jobs = [{"action": "raise", "value": "x"}, {"action": "exit"}, {"action": "unsendable"}, add(5)]
-    raised, ended, unsendable, fine = pool.run(jobs, 60)
-    assert (raised.reason, raised.detail) == ("exception", "KeyError: 'x'")
-    assert ended.reason == "crash"
-    assert "code 7" in ended.detail
+    exception, crash, unsendable, result = pool.run(jobs, 60)
+    assert (exception.reason, exception.detail) == ("exception", "KeyError: 'x'")
+    assert crash.reason == "crash"
+    assert "code 7" in crash.detail
     assert unsendable.reason == "bad_return"
-    assert fine == 5
+    assert result == 5
 
 
 def test_a_worker_that_died_while_idle_is_replaced(make_pool: Callable[..., DeadlinePool]) -> None:
     pool = make_pool()
     [pid] = pool.run([{"action": "pid"}], 60)
     os.kill(pid, signal.SIGKILL)
-    assert gone(pid)
+    assert has_ended(pid)
     assert pool.run([add(1), add(2)], 60)[1] == 2
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("make_badly", "RuntimeError: no licence"), ("die_starting", "code 9")]
+    ("name", "message"), [("make_badly", "RuntimeError: no licence"), ("die_starting", "code 9")]
 )
-def test_a_worker_that_cannot_start_is_an_error_not_a_score(
-    make_pool: Callable[..., DeadlinePool], name: str, words: str
+def test_a_worker_that_cannot_start_is_an_error_and_not_a_score(
+    make_pool: Callable[..., DeadlinePool], name: str, message: str
 ) -> None:
-    with pytest.raises(PoolError, match=words):
+    with pytest.raises(PoolError, match=message):
         make_pool(name).run([add(1)], 60)
 
 
-def test_a_worker_killed_while_it_starts_is_tried_again(
+def test_a_worker_killed_while_it_starts_is_retried(
     make_pool: Callable[..., DeadlinePool], tmp_path: Path
 ) -> None:
     pool = make_pool("killed_starting", file=str(tmp_path / "starts"), times=2)
@@ -207,21 +207,21 @@ def test_a_worker_killed_at_every_start_is_an_error(
 def test_a_worker_that_stops_within_an_answer_is_a_crash(
     make_pool: Callable[..., DeadlinePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a message arrives, and then nothing: reading it has a limit."""
-    monkeypatch.setattr(room, "MESSAGE_TIMEOUT_S", 1.0)
+    """Only half a message arrives; reading it has a time limit."""
+    monkeypatch.setattr(pool_module, "MESSAGE_TIMEOUT_S", 1.0)
     half, whole = make_pool().run([{"action": "half"}, add(2)], 60)
     assert half.reason == "crash"
     assert whole == 2
 
 
-def test_a_closed_pool_says_so_and_leaves_no_process(
+def test_a_closed_pool_raises_and_leaves_no_process(
     make_pool: Callable[..., DeadlinePool],
 ) -> None:
     pool = make_pool()
     [pid] = pool.run([{"action": "pid"}], 60)
     pool.close()
     pool.close()
-    assert gone(pid)
+    assert has_ended(pid)
     with pytest.raises(PoolError, match="closed"):
         pool.run([add(1)], 60)
 
@@ -234,7 +234,7 @@ def test_an_interrupted_run_leaves_no_stale_answer(
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         pool.run([{"action": "hang"}, add(1)], 600)
-    assert gone(pid)
+    assert has_ended(pid)
     assert pool.run([add(2)], 60) == [2]
 
 
@@ -280,7 +280,7 @@ def test_a_hanging_worker_does_not_outlive_a_killed_owner(tmp_path: Path) -> Non
         "threading.Timer(0.5, lambda: os.kill(os.getpid(), 9)).start()\n"
         "pool.run([{'action': 'spin'}], 1.0)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script])
-    assert ended.returncode == -signal.SIGKILL
+    process = subprocess.run([sys.executable, "-c", script])
+    assert process.returncode == -signal.SIGKILL
     pid = int(file.read_text())
-    assert gone(pid)
+    assert has_ended(pid)

@@ -51,7 +51,7 @@ def test_the_last_python_block_is_the_program(text: str, code: str) -> None:
         ),
     ],
 )
-def test_tests_come_in_the_benchmarks_forms(truth: Any, extra: Any, tests: list[Any]) -> None:
+def test_all_test_formats_of_benchmarks_are_read(truth: Any, extra: Any, tests: list[Any]) -> None:
     assert read_tests(truth, extra) == tests
 
 
@@ -68,12 +68,12 @@ def test_a_row_without_tests_is_an_error_not_a_pass(truth: Any) -> None:
         read_tests(truth, {})
 
 
-def test_the_mark_of_the_program_parts_preamble_and_tests() -> None:
+def test_the_marker_of_the_program_separates_preamble_and_tests() -> None:
     test = SourceTest("import math\n__CODE__\nassert f(1)\n")
-    assert test.parts() == ("import math\n", "\nassert f(1)\n")
-    assert SourceTest("assert f(1)").parts() == ("", "assert f(1)")
+    assert test.split() == ("import math\n", "\nassert f(1)\n")
+    assert SourceTest("assert f(1)").split() == ("", "assert f(1)")
     with pytest.raises(GroundTruthError, match="line of its own"):
-        SourceTest("x = '__CODE__'").parts()
+        SourceTest("x = '__CODE__'").split()
 
 
 def test_the_suite_stops_at_the_first_failure_then_counts_the_first_tests(
@@ -88,8 +88,8 @@ def test_the_suite_stops_at_the_first_failure_then_counts_the_first_tests(
     monkeypatch.setattr(programs, "passes", passes)
     limits = programs.Limits(1.0, 64)
 
-    def suite(marks: str) -> list[StdinTest]:
-        return [StdinTest(str(i), "pass" if m == "1" else "fail") for i, m in enumerate(marks)]
+    def suite(outcomes: str) -> list[StdinTest]:
+        return [StdinTest(str(i), "pass" if m == "1" else "fail") for i, m in enumerate(outcomes)]
 
     assert programs.count_passed("", suite("1" * 15), limits, 10) == (True, 10)
     assert ran == list(range(15))

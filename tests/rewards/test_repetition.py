@@ -14,7 +14,7 @@ PANGRAM = "The quick brown fox jumps over the lazy dog."
     ("text", "value"),
     [("abab", 0.3), ("aaaa", 0.6), ("abcabcabc", 0.4667), ("", 0.0), ("a", 0.0), ("ab", 0.0)],
 )
-def test_the_verified_values(text: str, value: float) -> None:
+def test_values_of_the_original_implementation(text: str, value: float) -> None:
     assert repeatness([text])[0] == pytest.approx(value, abs=1e-4)
 
 
@@ -31,7 +31,7 @@ def common_prefix(left: str, right: str) -> int:
 
 
 def reference(text: str) -> float:
-    """Slow and obvious: sort all suffixes, compare neighbours."""
+    """A slow reference: sorts all suffixes and compares neighbours."""
     suffixes = sorted(text[i:] for i in range(len(text)))
     common = sum(common_prefix(suffixes[i], suffixes[i + 1]) for i in range(len(text) - 1))
     return 2 * common / (len(text) * (len(text) + 1)) if text else 0.0
@@ -52,5 +52,5 @@ def test_long_texts_are_measured_as_short_ones(text: str) -> None:
     assert sorted_suffixes == repeatness([text])
 
 
-def test_long_loops_are_judged_too() -> None:
+def test_long_loops_are_repetitive() -> None:
     assert repeatness(["again and " * 30_000])[0] > 0.99

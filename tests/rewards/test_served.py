@@ -1,4 +1,4 @@
-"""Served reward models over real sockets: every endpoint, every way to fail, limits and the cache."""
+"""Served reward models over real sockets: endpoints, failures, limits and the cache."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from .scoring_server import ScoringServer, by_length
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScoringServer]:
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(remote, "FIRST_RETRY_S", 0.01)
     server = ScoringServer(by_length)
     yield server
     server.stop()
 
 
 def classifier(server: ScoringServer, **settings: Any) -> ServedClassifier:
-    made = RewardServerConfig(**{"url": server.url, "kind": "texts", "model": "rm", **settings})
-    return ServedClassifier(made, None, is_chat=False)
+    config = RewardServerConfig(**{"url": server.url, "kind": "texts", "model": "rm", **settings})
+    return ServedClassifier(config, None, is_chat=False)
 
 
-def scores(of: ServedClassifier, *answers: str) -> list[float | str]:
+def scores(reward_model: ServedClassifier, *answers: str) -> list[float | str]:
     rows = [Response("src", answer, None, {"prompt": "1+1="}) for answer in answers]
-    results = run_coroutine(of.score_rows(rows))
+    results = run_coroutine(reward_model.score_rows(rows))
     return [r.score if isinstance(r, Scored) else r.reason for r in results]
 
 
@@ -46,14 +46,12 @@ def scores(of: ServedClassifier, *answers: str) -> list[float | str]:
     ("kind", "path"),
     [("classify", "/classify"), ("pooling", "/pooling"), ("score", "/score"), ("texts", "/")],
 )
-def test_every_endpoint_gives_each_row_its_score(
-    server: ScoringServer, kind: str, path: str
-) -> None:
+def test_every_endpoint_scores_each_row(server: ScoringServer, kind: str, path: str) -> None:
     paths: list[str] = []
     server.answer = lambda path, body: paths.append(path) or by_length(path, body)
-    made = classifier(server, kind=kind, batch_size=2)
+    reward_model = classifier(server, kind=kind, batch_size=2)
     prompt = 0 if kind == "score" else 4
-    assert scores(made, "a", "bbb", "cc", "a") == [prompt + n for n in (1, 3, 2, 1)]
+    assert scores(reward_model, "a", "bbb", "cc", "a") == [prompt + n for n in (1, 3, 2, 1)]
     assert set(paths) == {path}
     assert len(server.bodies) == 2  # equal texts are sent once, two per request
     if kind in ("classify", "pooling"):
@@ -61,7 +59,7 @@ def test_every_endpoint_gives_each_row_its_score(
         assert server.bodies[0]["use_activation"] is False
 
 
-def test_an_address_with_a_path_is_the_endpoint(server: ScoringServer) -> None:
+def test_a_url_with_a_path_is_the_endpoint(server: ScoringServer) -> None:
     paths: list[str] = []
     server.answer = lambda path, body: paths.append(path) or by_length(path, body)
     scores(classifier(server, kind="classify", url=f"{server.url}/v1"), "a")
@@ -85,7 +83,7 @@ BAD = {
     "busy": (lambda body: status(429), "busy"),
     "broken": (lambda body: status(500), "http_error"),
     "refused": (lambda body: status(401), "http_error"),
-    "elsewhere": (lambda body: status(302, Location="http://127.0.0.1:1/"), "http_error"),
+    "redirect": (lambda body: status(302, Location="http://127.0.0.1:1/"), "http_error"),
 }
 
 
@@ -94,43 +92,43 @@ def test_a_bad_answer_is_a_counted_failure(server: ScoringServer, case: str) -> 
     answer, reason = BAD[case]
     server.answer = lambda path, body: answer(body)
     assert scores(classifier(server, retries=1), "a") == [reason]
-    once = case in ("refused", "elsewhere", "nan")  # asking again changes nothing
-    assert len(server.bodies) == (1 if once else 2)
+    is_permanent = case in ("refused", "redirect", "nan")  # not retried
+    assert len(server.bodies) == (1 if is_permanent else 2)
 
 
-def test_two_labels_are_no_score(server: ScoringServer) -> None:
+def test_two_labels_are_a_failure(server: ScoringServer) -> None:
     server.answer = lambda path, body: {"data": [{"index": 0, "probs": [0.2, 0.8]}]}
-    made = classifier(server, kind="classify", retries=0)
-    (result,) = run_coroutine(made.score_rows([Response("s", "a", None, {"prompt": "b"})]))
+    reward_model = classifier(server, kind="classify", retries=0)
+    (result,) = run_coroutine(reward_model.score_rows([Response("s", "a", None, {"prompt": "b"})]))
     assert isinstance(result, Failed)
     assert "one label, this one has 2" in result.detail
 
 
-def test_a_failed_request_is_asked_again_until_it_succeeds(server: ScoringServer) -> None:
+def test_a_failed_request_is_retried_until_it_succeeds(server: ScoringServer) -> None:
     answers = [status(429, Retry_After="0.02"), status(503), web.Response(text="{")]
     server.answer = lambda path, body: answers.pop(0) if answers else by_length(path, body)
-    made = classifier(server)
-    assert scores(made, "ab") == [6]
-    assert made.pop_metrics() == {
+    reward_model = classifier(server)
+    assert scores(reward_model, "ab") == [6]
+    assert reward_model.pop_metrics() == {
         "reward/server/requests": 4,
         "reward/server/retries": 3,
         "reward/server/cache_hits": 0,
     }
-    assert made.pop_metrics() == {}
+    assert reward_model.pop_metrics() == {}
 
 
-def test_a_server_that_stalls_costs_its_deadline_and_no_other_row(server: ScoringServer) -> None:
+def test_a_stalled_request_times_out_and_other_rows_are_scored(server: ScoringServer) -> None:
     async def answer(path: str, body: Any) -> Any:
         if body["texts"] == ["1+1=slow"]:
             await asyncio.sleep(60)
         return by_length(path, body)
 
     server.answer = answer
-    made = classifier(server, timeout_s=0.5, retries=0, batch_size=1)
-    assert scores(made, "a", "slow", "bb") == [5, "timeout", 6]
+    reward_model = classifier(server, timeout_s=0.5, retries=0, batch_size=1)
+    assert scores(reward_model, "a", "slow", "bb") == [5, "timeout", 6]
 
 
-def test_a_server_that_trickles_is_late_too(server: ScoringServer) -> None:
+def test_a_server_that_answers_slowly_times_out(server: ScoringServer) -> None:
     async def trickle(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -145,52 +143,54 @@ def test_a_server_that_trickles_is_late_too(server: ScoringServer) -> None:
     assert scores(classifier(server, timeout_s=0.4, retries=0), "a") == ["timeout"]
 
 
-def test_a_server_that_dies_and_comes_back_scores_again(
+def test_a_restarted_server_is_used_again(
     server: ScoringServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = classifier(server, retries=2)
+    reward_model = classifier(server, retries=2)
     with caplog.at_level(logging.WARNING):
-        assert scores(made, "a") == [5]
+        assert scores(reward_model, "a") == [5]
         server.stop()
-        assert scores(made, "bb") == ["unreachable"]
-        made.pop_metrics()
-        assert scores(made, "cc") == ["unreachable"]
-        assert made.pop_metrics()["reward/server/requests"] == 1  # no retries while it is down
-        assert scores(made, "a") == [5]  # from the cache
+        assert scores(reward_model, "bb") == ["unreachable"]
+        reward_model.pop_metrics()
+        assert scores(reward_model, "cc") == ["unreachable"]
+        assert (
+            reward_model.pop_metrics()["reward/server/requests"] == 1
+        )  # no retries while it is down
+        assert scores(reward_model, "a") == [5]  # from the cache
         server.start()
-        assert scores(made, "ccc") == [7]
+        assert scores(reward_model, "ccc") == [7]
     assert sum("requests are not retried" in r.message for r in caplog.records) == 1
     assert sum("answers again" in r.message for r in caplog.records) == 1
 
 
-def test_several_servers_take_turns_and_stand_in_for_each_other(server: ScoringServer) -> None:
+def test_several_servers_share_requests_and_replace_each_other(server: ScoringServer) -> None:
     second = ScoringServer(by_length)
-    made = classifier(server, url=(server.url, second.url), batch_size=1)
+    reward_model = classifier(server, url=(server.url, second.url), batch_size=1)
     try:
-        assert scores(made, "a", "bb", "ccc", "dddd") == [5, 6, 7, 8]
+        assert scores(reward_model, "a", "bb", "ccc", "dddd") == [5, 6, 7, 8]
         assert (len(server.bodies), len(second.bodies)) == (2, 2)
         server.stop()
-        assert scores(made, "e", "fffff") == [5, 9]
+        assert scores(reward_model, "e", "fffff") == [5, 9]
     finally:
         second.stop()
 
 
-def test_no_more_requests_than_allowed_run_at_once_or_per_minute(server: ScoringServer) -> None:
+def test_concurrent_requests_and_requests_per_minute_are_limited(server: ScoringServer) -> None:
     async def answer(path: str, body: Any) -> Any:
         await asyncio.sleep(0.05)
         return by_length(path, body)
 
     server.answer = answer
-    made = classifier(server, max_concurrency=2, batch_size=1)
-    assert len(scores(made, *"abcdefgh")) == 8
-    assert server.most_at_once == 2
+    reward_model = classifier(server, max_concurrency=2, batch_size=1)
+    assert len(scores(reward_model, *"abcdefgh")) == 8
+    assert server.max_concurrent == 2
     waits: list[float] = []
 
-    async def waited(self: Any, tokens: float = 1.0) -> None:
+    async def acquire(self: Any, tokens: float = 1.0) -> None:
         waits.append(self.rate_limit)
 
     limited = classifier(server, requests_per_minute=120.0, batch_size=1)
-    limited.server._bucket.acquire = waited.__get__(limited.server._bucket)  # type: ignore
+    limited.server._bucket.acquire = acquire.__get__(limited.server._bucket)  # type: ignore
     scores(limited, "a", "b", "c")
     assert waits == [2.0] * 3
 
@@ -209,7 +209,7 @@ def test_scores_are_cached_by_model_and_text_in_memory_and_in_a_folder(
     assert scores(classifier(server, cache=folder, model="other"), "a") == [5]
     assert len(server.bodies) == count + 1
     for file in (tmp_path / "cache").rglob("*.json"):
-        file.write_text('{"answer": ')  # a torn file is no answer
+        file.write_text('{"answer": ')  # an incomplete file is ignored
     assert scores(classifier(server, cache=folder), "a") == [5]
     assert len(server.bodies) == count + 2
     scores(uncached := classifier(server, cache=None), "a")
@@ -217,13 +217,13 @@ def test_scores_are_cached_by_model_and_text_in_memory_and_in_a_folder(
     assert len(server.bodies) == count + 4
 
 
-def test_the_key_travels_in_a_header_and_nowhere_else(
+def test_the_key_is_sent_in_a_header_and_appears_nowhere_else(
     server: ScoringServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret")
     server.answer = lambda path, body: web.Response(status=401, text="bad key sk-secret")
-    made = classifier(server, api_key_env="MY_KEY", url=f"{server.url}/x?token=sk-secret")
-    (result,) = run_coroutine(made.score_rows([Response("s", "a", None, {"prompt": "b"})]))
+    reward_model = classifier(server, api_key_env="MY_KEY", url=f"{server.url}/x?token=sk-secret")
+    (result,) = run_coroutine(reward_model.score_rows([Response("s", "a", None, {"prompt": "b"})]))
     assert server.headers[0]["Authorization"] == "Bearer sk-secret"
     assert isinstance(result, Failed)
     assert "sk-secret" not in result.detail
@@ -234,7 +234,7 @@ def test_the_key_travels_in_a_header_and_nowhere_else(
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://a", "http://", "http://me:sk-1@host"])
-def test_an_address_that_cannot_work_is_refused_at_once(server: ScoringServer, url: str) -> None:
+def test_an_invalid_url_is_refused_at_once(server: ScoringServer, url: str) -> None:
     with pytest.raises(WrongSetting) as refused:
         classifier(server, url=url)
     assert "sk-1" not in str(refused.value)
@@ -263,6 +263,6 @@ def test_the_text_is_rendered_by_the_reward_models_template(server: ScoringServe
     assert texts[0] == "user:1+1=;assistant:ab;"
     assert texts[1].startswith("user:1+1=;assistant:a<")
     assert "<|im_end|>" not in texts[1]
-    assert len(texts) == 2  # both prompts are one user turn
+    assert len(texts) == 2  # both prompts are one user message
     run_coroutine(ServedClassifier(settings, tokenizer, is_chat=False).score_rows(rows[:1]))
     assert server.bodies[-1]["input"] == ["1+1=ab"]

@@ -1,4 +1,4 @@
-"""A scorer is tried on texts that hold the ground truth."""
+"""A scorer is tried on texts that contain the ground truth."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def test_a_ground_truth_of_any_kind_has_a_plain_text(truth: Any, text: str) -> N
     assert first.extra_info["transcript"] == text
 
 
-def test_a_scorer_gives_its_number_or_why_it_fails(tmp_path: Path) -> None:
+def test_the_result_is_the_score_or_the_reason_of_the_failure(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(HEAD + "return {'score': len(ground_truth), 'kind': extra_info['kind']}\n")
     score = ground_truth_scorer(str(file), "data_source", "prompt")
     good = {"reward_model": {"ground_truth": "abc"}, "extra_info": {"kind": 1}}
     assert score(good) == 3.0
-    said = score({"reward_model": {"ground_truth": "abc"}})
-    assert str(said).startswith(f"exception: compute_score of {file} raised KeyError: 'kind' at")
+    failure = score({"reward_model": {"ground_truth": "abc"}})
+    assert str(failure).startswith(f"exception: compute_score of {file} raised KeyError: 'kind' at")
 
 
-def test_a_scorer_that_is_not_there_or_cannot_be_called_is_refused(tmp_path: Path) -> None:
+def test_a_scorer_that_is_missing_or_has_a_wrong_signature_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def score(completions):\n    return 1\n")
     with pytest.raises(PluginError, match=r"has no 'compute_score'; it has score"):

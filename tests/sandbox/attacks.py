@@ -1,4 +1,4 @@
-"""Programs that attack from inside the box, and a look at what they left outside."""
+"""Programs that attack from inside the box, and a search for processes they left outside."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ print(*map(attempt, (connect, send, outside, raw)))
 
 
 def processes_that_mention(token: str) -> list[int]:
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if (
                 token.encode() in (entry / "cmdline").read_bytes()
                 and int(entry.name) != os.getpid()
             ):
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids

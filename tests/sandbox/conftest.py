@@ -1,4 +1,4 @@
-"""Runs the same attacks as the user the tests run as and as uid 65534."""
+"""Fixtures that run each attack as the user of the tests and as uid 65534."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RunPython = Callable[..., SandboxResult]
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Path:
-    """A folder of this test that the box's user can reach: pytest closes its own to other users."""
+    """A temporary folder that uid 65534 can read, unlike pytest's own."""
     system = Path(tempfile.gettempdir())
     for folder in (tmp_path, *tmp_path.parents):
         if system in folder.parents:
@@ -32,14 +32,14 @@ def tmp_path(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def bwrap() -> None:
-    """Tests that need bubblewrap skip, with a sentence, where it does not work."""
+    """Skips the test if bubblewrap does not work on this machine."""
     state = layers()["bubblewrap"]
     if not state.active:
         pytest.skip(f"bubblewrap does not work here: {state.detail}")
 
 
 class NobodyRunner:
-    """A process that runs as uid 65534 and calls run_python for us."""
+    """A process that runs as uid 65534 and calls run_python for the tests."""
 
     def __init__(self, python: str) -> None:
         self.process = subprocess.Popen(
@@ -54,14 +54,14 @@ class NobodyRunner:
             env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HONE_SECRET": "planted-secret"},
         )
 
-    def ask(self, question: dict[str, Any]) -> Any:
+    def ask(self, request: dict[str, Any]) -> Any:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline())
-        if "raised" in answer:
-            raise RuntimeError(answer["raised"])
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
         return answer["result"]
 
     def run(self, code: str, **limits: Any) -> SandboxResult:
@@ -79,14 +79,14 @@ def nobody(bwrap: None) -> Iterator[NobodyRunner]:
     if os.geteuid() != 0:
         pytest.skip("only root can become uid 65534")
     for python in (sys.executable, "/usr/bin/python3"):
-        trial = [python, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import hone.sandbox"]
+        command = [python, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import hone.sandbox"]
         try:
-            reachable = subprocess.run(
-                [*trial, str(ROOT)], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", env={}
+            process = subprocess.run(
+                [*command, str(ROOT)], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", env={}
             )
         except OSError:
             continue
-        if reachable.returncode == 0:
+        if process.returncode == 0:
             break
     else:
         pytest.skip("uid 65534 can reach no Python that imports hone")
@@ -97,12 +97,12 @@ def nobody(bwrap: None) -> Iterator[NobodyRunner]:
 
 @pytest.fixture(params=["own user", "uid 65534"])
 def run(request: pytest.FixtureRequest, bwrap: None, monkeypatch: pytest.MonkeyPatch) -> RunPython:
-    """run_python, once in this process and once in one that is nobody's."""
+    """run_python, in this process and in one of uid 65534."""
     if request.param == "uid 65534":
         runner: NobodyRunner = request.getfixturevalue("nobody")
         return runner.run
     from hone.sandbox import run_python
 
     monkeypatch.setenv("HONE_SECRET", "planted-secret")
-    client.close()  # a fresh warden starts with the planted variable in reach
+    client.close()  # a new warden starts with the planted variable in its environment
     return run_python

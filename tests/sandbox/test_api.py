@@ -1,4 +1,4 @@
-"""What a program in the box can do, and every attack it must not get through with."""
+"""A program in the box can do ordinary work, and attacks from inside the box fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .attacks import NETWORK, TRY_TO_WRITE, processes_that_mention
 RunPython = Callable[..., SandboxResult]
 
 
-# ---- an honest program ----
+# ---- ordinary programs ----
 
 
 def test_program_gets_stdin_arguments_and_files(run: RunPython) -> None:
@@ -38,7 +38,7 @@ def test_program_gets_stdin_arguments_and_files(run: RunPython) -> None:
     assert result.stderr == ""
 
 
-def test_exit_code_and_traceback_come_back(run: RunPython) -> None:
+def test_exit_code_and_traceback_are_returned(run: RunPython) -> None:
     assert run("import sys; sys.exit(3)").exit_code == 3
     result = run("x = 1\nraise KeyError('gone')")
     assert result.status is Status.ERROR
@@ -53,12 +53,12 @@ from multiprocessing import Pool
 print(open('/dev/stdin').readline().strip())
 with tempfile.NamedTemporaryFile() as f:
     f.write(b'x' * 1000)
-seen = []
-t = threading.Thread(target=seen.append, args=(1,)); t.start(); t.join()
+values = []
+t = threading.Thread(target=values.append, args=(1,)); t.start(); t.join()
 async def main():
     await asyncio.sleep(0)
     return 2
-print(seen, asyncio.run(main()))
+print(values, asyncio.run(main()))
 print(subprocess.run([sys.executable, '-c', 'print(3)'], capture_output=True, text=True).stdout)
 if __name__ == '__main__':
     with Pool(2) as pool:
@@ -70,7 +70,7 @@ exit(0)
     assert result.stdout.split() == ["hello", "[1]", "2", "3", "[4,", "5]"]
 
 
-def test_signals_have_their_ordinary_meaning(run: RunPython) -> None:
+def test_signals_have_their_default_handlers(run: RunPython) -> None:
     code = (
         "from signal import *\nprint(getsignal(SIGTERM) is SIG_DFL, getsignal(SIGHUP) is SIG_DFL)"
     )
@@ -83,7 +83,7 @@ def test_set_order_is_the_same_in_every_run(run: RunPython) -> None:
     assert len({run(code).stdout for _ in range(3)}) == 1
 
 
-def test_syntax_error_and_odd_text_are_ordinary_errors(run: RunPython) -> None:
+def test_invalid_source_is_an_error_of_the_program(run: RunPython) -> None:
     for code in ("def f(:", "\udc80", "x = '\0'"):
         assert run(code).status is Status.ERROR
     assert run("").status is Status.OK
@@ -102,14 +102,14 @@ def test_fork_bomb_is_contained(run: RunPython) -> None:
 def test_number_of_processes_is_limited(run: RunPython) -> None:
     code = """
 import os, time
-made = 0
+count = 0
 try:
     while True:
         if os.fork() == 0:
             time.sleep(100)
-        made += 1
+        count += 1
 except OSError:
-    print(made)
+    print(count)
 """
     result = run(code, processes=20, timeout_s=20.0)
     assert result.status is Status.OK, result
@@ -141,7 +141,7 @@ def test_endless_loop_ends_at_the_wall_limit(run: RunPython) -> None:
     assert run("import time; time.sleep(100)", timeout_s=0.3).status is Status.TIMEOUT
 
 
-def test_limits_and_texts_may_be_numpys(bwrap: None) -> None:
+def test_limits_and_texts_may_be_numpy_values(bwrap: None) -> None:
     code = "import sys, helper; print(sys.argv[1])"
     files = {np.str_("helper.py"): np.str_("")}
     result = run_python(code, timeout_s=np.float64(30), argv=[np.str_("a")], files=files)
@@ -161,7 +161,7 @@ def test_cpu_limit_holds_even_when_its_signal_is_ignored(run: RunPython) -> None
     assert result.status is Status.KILLED, result
 
 
-def test_a_gigabyte_of_output_is_cut_at_the_limit(run: RunPython) -> None:
+def test_a_gigabyte_of_output_is_truncated_at_the_limit(run: RunPython) -> None:
     code = "import os\nfor _ in range(1024):\n    os.write(1, b'x' * (1 << 20))"
     result = run(code, output_bytes=100_000, timeout_s=60.0)
     assert result.status is Status.OUTPUT
@@ -187,7 +187,7 @@ def test_disk_of_the_box_is_limited(run: RunPython) -> None:
     assert "No space left" in run(many, disk_mb=8).stderr
 
 
-# ---- attacks on what is ours ----
+# ---- attacks on the host ----
 
 
 def test_nothing_outside_can_be_written(run: RunPython, tmp_path: Path) -> None:
@@ -255,10 +255,10 @@ for path in glob.glob('/proc/*/environ') + glob.glob('/proc/*/cmdline'):
 
 def test_no_descriptor_leaks_into_the_box(run: RunPython) -> None:
     result = run("import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))")
-    assert result.stdout == "[0, 1, 2, 3]\n"  # 3 is the listing itself
+    assert result.stdout == "[0, 1, 2, 3]\n"  # 3 is the open directory
 
 
-def test_tcp_and_udp_reach_nobody(run: RunPython) -> None:
+def test_tcp_and_udp_reach_no_host(run: RunPython) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
@@ -289,18 +289,18 @@ for pid in [os.getppid(), -1, *map(int, sys.argv[1:]), *range(2, 400)]:
 print('done')
 """
     process = client._warden._process
-    own = [os.getpid(), os.getppid(), process.pid if process else os.getpid()]
-    result = run(code, argv=[str(pid) for pid in own])
+    pids = [os.getpid(), os.getppid(), process.pid if process else os.getpid()]
+    result = run(code, argv=[str(pid) for pid in pids])
     assert result.status in (Status.OK, Status.KILLED)
     assert run("print(1)").stdout == "1\n"
     assert process is None or process.poll() is None
 
 
-def test_a_daemon_left_behind_is_killed(run: RunPython) -> None:
+def test_a_daemon_is_killed_when_its_parent_exits(run: RunPython) -> None:
     token = uuid.uuid4().hex
     code = """
 import os, sys
-executed, inherited = os.pipe()  # closed by exec: reading ends when the daemon is its own program
+executed, inherited = os.pipe()  # exec closes it, so reading ends when the daemon runs its program
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -310,14 +310,14 @@ if os.fork() == 0:
     os._exit(0)
 os.close(inherited)
 assert os.read(executed, 1) == b''
-print('parent leaves')
+print('parent exits')
 """
     result = run(code, argv=[token])
-    assert (result.status, result.stdout) == (Status.OK, "parent leaves\n")
+    assert (result.status, result.stdout) == (Status.OK, "parent exits\n")
     assert processes_that_mention(token) == []
 
 
-def test_kernel_doors_are_shut(run: RunPython) -> None:
+def test_dangerous_system_calls_are_denied(run: RunPython) -> None:
     code = """
 import ctypes, os, platform
 libc = ctypes.CDLL(None, use_errno=True)
@@ -350,10 +350,10 @@ for become in (os.setuid, os.setgid):
     assert len(lines) == 11
 
 
-# ---- many at a time ----
+# ---- concurrent runs ----
 
 
-def test_run_many_keeps_the_order_and_mixes_verdicts(bwrap: None) -> None:
+def test_run_many_returns_results_in_the_order_of_the_jobs(bwrap: None) -> None:
     jobs = [Job(f"print({i})") for i in range(6)] + [
         Job("while True: pass", timeout_s=0.3),
         Job("raise ValueError"),
@@ -365,7 +365,7 @@ def test_run_many_keeps_the_order_and_mixes_verdicts(bwrap: None) -> None:
         run_many(jobs, max_concurrent=0)
 
 
-def test_limits_of_one_run_do_not_count_the_others(bwrap: None) -> None:
+def test_limits_are_per_run(bwrap: None) -> None:
     code = """
 import os, time
 for _ in range(6):
@@ -391,7 +391,7 @@ def test_a_forked_process_may_use_the_sandbox_too(bwrap: None) -> None:
     process.start()
     assert queue.get(timeout=60) == "from a fork\n"
     process.join(30)
-    assert run_python("print('and still')").stdout == "and still\n"
+    assert run_python("print('parent')").stdout == "parent\n"
 
 
 def test_wall_time_is_reported(bwrap: None) -> None:

@@ -1,4 +1,4 @@
-"""The box sees the interpreter it needs and no other part of where that lies."""
+"""The box sees its interpreter, but not the other files beside it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from hone.sandbox.interpreter import SYSTEM_PYTHON, choose, describe
 
 
 def test_running_interpreter_is_described_outside_its_environment() -> None:
-    found = describe()
-    assert os.path.samefile(found.executable, os.path.realpath(sys.executable))
-    assert not any(path == sys.prefix for path in found.reads) or sys.prefix == sys.base_prefix
-    assert not any(path in ("/", os.path.expanduser("~")) for path in found.reads)
+    python = describe()
+    assert os.path.samefile(python.executable, os.path.realpath(sys.executable))
+    assert (
+        not any(path == sys.prefix for path in python.read_paths) or sys.prefix == sys.base_prefix
+    )
+    assert not any(path in ("/", os.path.expanduser("~")) for path in python.read_paths)
 
 
 def test_box_runs_the_same_version_without_its_packages(bwrap: None) -> None:
@@ -30,7 +32,7 @@ def test_system_interpreter_can_be_named(bwrap: None) -> None:
     assert result.stdout == "/usr\n"
 
 
-def test_an_environment_named_brings_its_packages(bwrap: None, tmp_path: Path) -> None:
+def test_a_virtual_environment_brings_its_packages(bwrap: None, tmp_path: Path) -> None:
     import venv
 
     venv.create(tmp_path / "env", symlinks=True)
@@ -46,14 +48,14 @@ def test_an_interpreter_that_does_not_run_is_named() -> None:
         describe("/nowhere/python")
 
 
-def test_closed_directories_are_noticed(tmp_path: Path) -> None:
+def test_an_interpreter_in_a_private_directory_is_not_reachable(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o700)
     (tmp_path / "closed" / "python").write_text("")
-    found = interpreter.Interpreter(str(tmp_path / "closed" / "python"), (), ())
+    python = interpreter.Interpreter(str(tmp_path / "closed" / "python"), (), ())
     (tmp_path / "closed" / "python").chmod(0o755)
-    assert not found.reachable_by(12345, 12345)
+    assert not python.reachable_by(12345, 12345)
     (tmp_path / "closed").chmod(0o755)
-    assert found.reachable_by(12345, 12345)
+    assert python.reachable_by(12345, 12345)
 
 
 def test_unreachable_interpreter_falls_back_only_when_none_was_named(
@@ -61,7 +63,7 @@ def test_unreachable_interpreter_falls_back_only_when_none_was_named(
 ) -> None:
     monkeypatch.setattr(interpreter.Interpreter, "reachable_by", lambda *_: False)
     if os.path.exists(SYSTEM_PYTHON):
-        assert choose(None, uid=1, gid=1, staged=False) == describe(SYSTEM_PYTHON)
+        assert choose(None, uid=1, gid=1, bind_interpreter=False) == describe(SYSTEM_PYTHON)
     with pytest.raises(SandboxUnavailable, match="uid 1 cannot read"):
-        choose(sys.executable, uid=1, gid=1, staged=False)
-    assert choose(None, uid=1, gid=1, staged=True) == describe()
+        choose(sys.executable, uid=1, gid=1, bind_interpreter=False)
+    assert choose(None, uid=1, gid=1, bind_interpreter=True) == describe()

@@ -1,4 +1,4 @@
-"""Walls are counted, and a missing one stops the run before it starts."""
+"""The layers of this machine are reported, and a missing one stops a run before it starts."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from hone.sandbox import (
     Status,
     bubblewrap,
     client,
-    direct,
+    landlock,
     layers,
     run_python,
 )
 from hone.sandbox.client import run_job
-from hone.sandbox.layers import DEFAULT_MINIMUM, GUARANTEES, LAYERS, _examine, plan_for
+from hone.sandbox.layers import DEFAULT_MINIMUM, GUARANTEES, LAYERS, _probe_machine, plan_for
 from hone.sandbox.plan import Plan
 
 from .attacks import NETWORK, TRY_TO_WRITE, processes_that_mention
 
 
-def forget() -> None:
-    """Examine the machine anew at the next use."""
-    _examine.cache_clear()
+def clear_caches() -> None:
+    """Makes the next use probe the machine again."""
+    _probe_machine.cache_clear()
     bubblewrap.find.cache_clear()
 
 
 @pytest.fixture
 def without_bwrap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    forget()
+    clear_caches()
     with monkeypatch.context() as patch:
         patch.setattr("shutil.which", lambda *_, **__: None)
-        bubblewrap.find()  # remembers that there is none
+        bubblewrap.find()  # caches that there is none
     yield
-    forget()
+    clear_caches()
 
 
-def test_every_layer_is_reported_with_a_sentence() -> None:
+def test_every_layer_is_reported_with_a_detail() -> None:
     states = layers()
     assert set(states) == set(LAYERS)
     assert all(state.detail for state in states.values())
@@ -62,12 +62,12 @@ def test_broken_bubblewrap_fails_closed(tmp_path: Path, monkeypatch: pytest.Monk
     fake.write_text("#!/bin/sh\necho 'bwrap: no permission to make namespaces' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    forget()
+    clear_caches()
     try:
         with pytest.raises(SandboxUnavailable, match="no permission to make namespaces"):
             run_python("print('must not run')")
     finally:
-        forget()
+        clear_caches()
 
 
 def test_unknown_minimum_is_refused_with_the_known_names() -> None:
@@ -75,12 +75,12 @@ def test_unknown_minimum_is_refused_with_the_known_names() -> None:
         run_python("pass", minimum={"filesytem"})
 
 
-def test_every_guarantee_is_given_by_known_layers() -> None:
+def test_every_guarantee_is_provided_by_known_layers() -> None:
     assert set(GUARANTEES) >= DEFAULT_MINIMUM
-    assert all(set(givers) <= set(LAYERS) for givers in GUARANTEES.values())
+    assert all(set(providers) <= set(LAYERS) for providers in GUARANTEES.values())
 
 
-def test_an_asked_for_layer_that_is_missing_is_named(without_bwrap: None) -> None:
+def test_a_required_layer_that_is_missing_is_named(without_bwrap: None) -> None:
     with pytest.raises(SandboxUnavailable, match="asks for 'bubblewrap'"):
         run_python("pass", minimum={"bubblewrap"})
 
@@ -100,7 +100,7 @@ def test_namespaces_alone_stop_the_network(bwrap: None) -> None:
             udp.recv(1)
 
 
-def test_without_a_cgroup_the_sum_of_memory_still_holds(bwrap: None) -> None:
+def test_without_a_cgroup_total_memory_is_still_limited(bwrap: None) -> None:
     plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), cgroup=None)
     code = "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n"
     code += "        x = bytearray(b'x') * (80 << 20); time.sleep(99)\ntime.sleep(99)"
@@ -118,57 +118,66 @@ def test_without_proc_the_box_still_works(bwrap: None) -> None:
 
 
 @pytest.fixture
-def bare(without_bwrap: None) -> Plan:
-    if direct.landlock_abi() == 0:
+def landlock_plan(without_bwrap: None) -> Plan:
+    if landlock.abi_version() == 0:
         pytest.skip("this kernel has no Landlock: there is no box without bubblewrap")
     return plan_for({"filesystem", "network"})
 
 
-def test_landlock_and_seccomp_make_a_box_on_their_own(bare: Plan, tmp_path: Path) -> None:
-    assert bare.bwrap is None
-    result = run_job(Job("print(input())", stdin="hello\n"), bare)
+def test_landlock_and_seccomp_isolate_without_bubblewrap(
+    landlock_plan: Plan, tmp_path: Path
+) -> None:
+    assert landlock_plan.bwrap is None
+    result = run_job(Job("print(input())", stdin="hello\n"), landlock_plan)
     assert (result.status, result.stdout) == (Status.OK, "hello\n"), result
     tmp_path.chmod(0o777)
     victim = tmp_path / "victim"
     victim.write_text("planted-secret")
     victim.chmod(0o666)
     targets = (str(victim), str(tmp_path / "new"), "/tmp/hone-planted")
-    assert run_job(Job(TRY_TO_WRITE, argv=targets), bare).stdout == ""
-    result = run_job(Job(f"print(open({str(victim)!r}).read())"), bare)
+    assert run_job(Job(TRY_TO_WRITE, argv=targets), landlock_plan).stdout == ""
+    result = run_job(Job(f"print(open({str(victim)!r}).read())"), landlock_plan)
     assert "PermissionError" in result.stderr
     assert (victim.read_text(), (tmp_path / "new").exists()) == ("planted-secret", False)
 
 
-def test_bare_box_reaches_no_network_and_no_other_process(bare: Plan) -> None:
+def test_landlock_box_reaches_no_network_and_no_other_process(landlock_plan: Plan) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
     ):
         udp.bind(("127.0.0.1", 0))
         ports = (str(tcp.getsockname()[1]), str(udp.getsockname()[1]))
-        assert run_job(Job(NETWORK, argv=ports), bare).stdout == "refused refused refused refused\n"
+        assert (
+            run_job(Job(NETWORK, argv=ports), landlock_plan).stdout
+            == "refused refused refused refused\n"
+        )
     code = f"import os\nprint(open('/proc/{os.getpid()}/environ').read())"
-    assert "PermissionError" in run_job(Job(code), bare).stderr
-    assert not run_job(Job(f"import os; os.kill({os.getpid()}, 0)"), bare).ok
+    assert "PermissionError" in run_job(Job(code), landlock_plan).stderr
+    assert not run_job(Job(f"import os; os.kill({os.getpid()}, 0)"), landlock_plan).ok
 
 
 @pytest.mark.parametrize("code", [126, 127])
-def test_bare_box_takes_any_exit_code_for_the_programs_own(bare: Plan, code: int) -> None:
-    result = run_job(Job(f"import os; os._exit({code})"), bare)
+def test_landlock_box_reports_every_exit_code_as_the_programs(
+    landlock_plan: Plan, code: int
+) -> None:
+    result = run_job(Job(f"import os; os._exit({code})"), landlock_plan)
     assert (result.status, result.exit_code) == (Status.ERROR, code)
 
 
-def test_bare_box_that_cannot_be_built_is_an_error_not_a_verdict(bare: Plan) -> None:
-    absent = dataclasses.replace(bare.interpreter, executable="/usr/bin/absent")
+def test_landlock_box_that_cannot_be_built_is_an_error_and_not_a_result(
+    landlock_plan: Plan,
+) -> None:
+    absent = dataclasses.replace(landlock_plan.interpreter, executable="/usr/bin/absent")
     with pytest.raises(SandboxError, match="FileNotFoundError"):
-        run_job(Job("pass"), dataclasses.replace(bare, interpreter=absent))
+        run_job(Job("pass"), dataclasses.replace(landlock_plan, interpreter=absent))
 
 
-def test_bare_box_kills_what_a_program_leaves_behind(bare: Plan) -> None:
+def test_landlock_box_kills_processes_that_a_program_leaves(landlock_plan: Plan) -> None:
     token = uuid.uuid4().hex
     code = """
 import os, sys
-executed, inherited = os.pipe()  # closed by exec: reading ends when the child is its own program
+executed, inherited = os.pipe()  # exec closes it, so reading ends when the child runs its program
 if os.fork() == 0:
     try:
         os.setsid()
@@ -178,16 +187,16 @@ if os.fork() == 0:
 os.close(inherited)
 assert os.read(executed, 1) == b''
 """
-    result = run_job(Job(code, argv=(token,), processes=4096), bare)
+    result = run_job(Job(code, argv=(token,), processes=4096), landlock_plan)
     assert (result.status, result.stdout) == (Status.OK, "stays in its group\n"), result
     assert processes_that_mention(token) == []
 
 
-def test_bare_box_removes_its_directory_even_when_it_is_locked(bare: Plan) -> None:
+def test_landlock_box_removes_its_directory_even_without_permissions(landlock_plan: Plan) -> None:
     code = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a/b', 0)\nos.chmod('a', 0)"
     code += "\nfor _ in range(1050):\n    os.mkdir('d')\n    os.chdir('d')\n"
-    assert run_job(Job(code, timeout_s=60.0), bare).ok
+    assert run_job(Job(code, timeout_s=60.0), landlock_plan).ok
     process = client._warden._process
     assert process is not None
     assert list(Path("/tmp").glob(f"hone-box-{process.pid}-*")) == []
-    assert run_job(Job("while True: pass", timeout_s=0.3), bare).status is Status.TIMEOUT
+    assert run_job(Job("while True: pass", timeout_s=0.3), landlock_plan).status is Status.TIMEOUT

@@ -1,4 +1,4 @@
-"""A job that cannot be meant is refused where it is written."""
+"""Job refuses invalid limits, file names and texts."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def test_too_many_files_are_refused() -> None:
         Job("pass", files={str(i): "" for i in range(201)})
 
 
-def test_cpu_limit_stands_behind_the_wall_limit_unless_given() -> None:
+def test_default_cpu_limit_is_above_the_wall_limit() -> None:
     assert Job("pass", timeout_s=2.1).cpu_limit_s == 3 + 5
     assert Job("pass", timeout_s=2.1, cpu_s=6.5).cpu_limit_s == 7

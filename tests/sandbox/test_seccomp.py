@@ -1,4 +1,4 @@
-"""The filter is interpreted here, instruction by instruction, and the call numbers are checked."""
+"""The filter, run by a small BPF interpreter, and its system call numbers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ HEADERS = {
 }
 
 
-def verdict(program: bytes, arch: int, number: int, *arguments: int) -> int:
-    """A second, slow implementation of the few instructions the filter uses."""
+def run_filter(program: bytes, arch: int, number: int, *arguments: int) -> int:
+    """Interprets the BPF instructions of the filter and returns its result."""
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("=iIQ6Q", number, arch, 0, *padded)
     code = list(struct.iter_unpack("HBBI", program))
-    register, at = 0, 0
+    register, position = 0, 0
     while True:
-        op, if_true, if_false, value = code[at]
-        at += 1
+        op, if_true, if_false, value = code[position]
+        position += 1
         if op == 0x06:
             return int(value)
         if op == 0x20:
             register = struct.unpack_from("=I", data, value)[0]
         else:
-            taken = {
+            is_true = {
                 0x15: register == value,
                 0x35: register >= value,
                 0x45: bool(register & value),
             }[op]
-            at += if_true if taken else if_false
+            position += if_true if is_true else if_false
 
 
 def refused(code: int) -> int:
@@ -53,34 +53,37 @@ def test_denied_calls_are_refused_and_others_pass(machine: str) -> None:
     for number in range(500):
         expected = refused(errno.EPERM) if number in denied else ALLOW
         if number not in special - denied:
-            assert verdict(program, ARCH[machine], number) == expected, number
+            assert run_filter(program, ARCH[machine], number) == expected, number
 
 
 @pytest.mark.parametrize(("machine", "clone", "ioctl"), [("x86_64", 56, 16), ("aarch64", 220, 29)])
 def test_clone_may_fork_but_not_make_namespaces(machine: str, clone: int, ioctl: int) -> None:
     program, arch = seccomp.build_filter(machine), ARCH[machine]
-    assert verdict(program, arch, clone, 0x01200011) == ALLOW
-    assert verdict(program, arch, clone, 0x003D0F00) == ALLOW  # a thread
+    assert run_filter(program, arch, clone, 0x01200011) == ALLOW
+    assert run_filter(program, arch, clone, 0x003D0F00) == ALLOW  # a thread
     for bit in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
-        assert verdict(program, arch, clone, bit | 17) == refused(errno.EPERM)
-    assert verdict(program, arch, 435) == refused(errno.ENOSYS)
-    assert verdict(program, arch, ioctl, 0, 0x5412) == refused(errno.EPERM)
-    assert verdict(program, arch, ioctl, 0, 0x541C) == refused(errno.EPERM)
-    assert verdict(program, arch, ioctl, 0, 0x5401) == ALLOW
+        assert run_filter(program, arch, clone, bit | 17) == refused(errno.EPERM)
+    assert run_filter(program, arch, 435) == refused(errno.ENOSYS)
+    assert run_filter(program, arch, ioctl, 0, 0x5412) == refused(errno.EPERM)
+    assert run_filter(program, arch, ioctl, 0, 0x541C) == refused(errno.EPERM)
+    assert run_filter(program, arch, ioctl, 0, 0x5401) == ALLOW
 
 
 def test_foreign_architecture_is_killed_and_x32_is_absent() -> None:
     program = seccomp.build_filter("x86_64")
-    assert verdict(program, 0x40000003, 1) == KILL  # 32-bit calls by int 0x80
-    assert verdict(program, ARCH["x86_64"], 0x40000000 | 41) == refused(errno.ENOSYS)
-    assert verdict(seccomp.build_filter("aarch64"), ARCH["x86_64"], 1) == KILL
+    assert run_filter(program, 0x40000003, 1) == KILL  # 32-bit calls by int 0x80
+    assert run_filter(program, ARCH["x86_64"], 0x40000000 | 41) == refused(errno.ENOSYS)
+    assert run_filter(seccomp.build_filter("aarch64"), ARCH["x86_64"], 1) == KILL
 
 
-def test_keep_group_also_refuses_to_leave_the_group() -> None:
-    plain, kept = seccomp.build_filter("x86_64"), seccomp.build_filter("x86_64", keep_group=True)
+def test_deny_leaving_group_refuses_setsid_and_setpgid() -> None:
+    plain, strict = (
+        seccomp.build_filter("x86_64"),
+        seccomp.build_filter("x86_64", deny_leaving_group=True),
+    )
     for number in (109, 112):
-        assert verdict(plain, ARCH["x86_64"], number) == ALLOW
-        assert verdict(kept, ARCH["x86_64"], number) == refused(errno.EPERM)
+        assert run_filter(plain, ARCH["x86_64"], number) == ALLOW
+        assert run_filter(strict, ARCH["x86_64"], number) == refused(errno.EPERM)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -88,9 +91,9 @@ def test_call_numbers_are_those_of_the_kernel_headers(machine: str) -> None:
     path, pattern = HEADERS[machine]
     if not path.exists():
         pytest.skip(f"{path} is not installed (linux-libc-dev)")
-    known = {name: int(number) for name, number in re.findall(pattern, path.read_text())}
-    ours = seccomp.DENIED[machine]
-    assert {name: known.get(name) for name in ours} == ours
+    headers = {name: int(number) for name, number in re.findall(pattern, path.read_text())}
+    denied = seccomp.DENIED[machine]
+    assert {name: headers.get(name) for name in denied} == denied
 
 
 def test_unknown_machine_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The server refuses what is not an order before anything runs, and ends what nobody waits for."""
+"""The server refuses invalid requests before anything runs, and ends runs of lost clients."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def running() -> Iterator[SandboxServer]:
 def send(
     instance: SandboxServer, body: bytes, path: str = RUN_PATH, **headers: Any
 ) -> socket.socket:
-    """A POST as raw bytes: header names with _ for -, None leaves a header out."""
-    given = {
+    """Sends a POST as raw bytes; header names have _ for -, and None omits a header."""
+    fields = {
         "Host": f"127.0.0.1:{instance.server_address[1]}",
         "Content_Type": "application/json",
         "Content_Length": len(body),
         **headers,
     }
     lines = [f"POST {path} HTTP/1.1"]
-    lines += [f"{k.replace('_', '-')}: {v}" for k, v in given.items() if v is not None]
+    lines += [f"{k.replace('_', '-')}: {v}" for k, v in fields.items() if v is not None]
     connection = socket.create_connection(("127.0.0.1", instance.server_address[1]), timeout=60)
     connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
     return connection
@@ -93,7 +93,7 @@ def test_a_server_without_finite_limits_does_not_start(limits: dict[str, Any]) -
         *({"code": "x", "memory_limit_MB": v} for v in ("1", True, 0, -5, 1e308, 2**70, 2**50)),
     ],
 )
-def test_malformed_orders_and_limits_are_refused_with_a_sentence(
+def test_malformed_requests_and_limits_are_refused_with_a_message(
     running: SandboxServer, content: Any
 ) -> None:
     status, answer = post(running, content)
@@ -122,7 +122,7 @@ def test_malformed_orders_and_limits_are_refused_with_a_sentence(
         ({"path": "/etc"}, 404),
     ],
 )
-def test_requests_that_a_client_of_ours_would_not_send_are_refused(
+def test_requests_that_our_client_does_not_send_are_refused(
     running: SandboxServer, headers: dict[str, Any], status: int
 ) -> None:
     assert post(running, {"code": "x"}, **headers)[0] == status
@@ -154,23 +154,23 @@ def test_assertions_are_judged_in_two_boxes(running: SandboxServer, bwrap: None)
 
 
 @pytest.mark.parametrize("path", [RUN_PATH, JUDGE_PATH])
-def test_a_client_that_hangs_up_ends_its_box_and_frees_its_slot(
+def test_a_client_that_disconnects_ends_its_box_and_frees_its_slot(
     running: SandboxServer, bwrap: None, path: str
 ) -> None:
     token = f"50.{time.time_ns()}"
     forever = f"import subprocess\nsubprocess.run(['sleep', {token!r}])"
-    orders = {RUN_PATH: {"code": forever}, JUDGE_PATH: {"program": forever, "tests": "f()"}}
-    body = json.dumps({**orders[path], "run_timeout": 50}).encode()
+    requests = {RUN_PATH: {"code": forever}, JUDGE_PATH: {"program": forever, "tests": "f()"}}
+    body = json.dumps({**requests[path], "run_timeout": 50}).encode()
     with send(running, body, path=path):
         assert wait_until(lambda: processes_that_mention(token))
-        with send(running, body, path=path):  # waits for the only slot, and is given up too
+        with send(running, body, path=path):  # waits for the only slot, and disconnects too
             pass
     status, answer = post(running, {"code": "print(1)"})
     assert (status, answer["run_result"]["stdout"]) == (200, "1\n")
     assert wait_until(lambda: processes_that_mention(token) == [])
 
 
-def test_a_missing_wall_is_a_sandbox_error_not_a_verdict(
+def test_a_missing_layer_is_a_sandbox_error_and_not_a_result(
     running: SandboxServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unavailable(**_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The service's client, against our own server and against one that misbehaves."""
+"""The client of a sandbox service, with our own server and with a fake one that misbehaves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def url(bwrap: None) -> Iterator[str]:
 
 
 @contextmanager
-def answering(reply: Callable[[dict[str, Any]], tuple[int, bytes]]) -> Iterator[str]:
+def fake_service(reply: Callable[[dict[str, Any]], tuple[int, bytes]]) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -52,7 +52,7 @@ def client(url: str, max_concurrent: int = 4, memory_limit_mb: int = 256) -> San
     return SandboxService(url, max_concurrent=max_concurrent, memory_limit_mb=memory_limit_mb)
 
 
-def test_verdicts_come_back_over_http(url: str) -> None:
+def test_results_are_returned_over_http(url: str) -> None:
     remote = client(url)
     result = remote.run_python("print(input() + '!')", stdin="hello")
     assert (result.status, result.stdout, result.exit_code) == (Status.OK, "hello!\n", 0)
@@ -64,12 +64,12 @@ def test_verdicts_come_back_over_http(url: str) -> None:
     assert remote.run_python("x = bytearray(1 << 30)").status is Status.MEMORY
 
 
-def test_the_server_keeps_its_own_memory_limit(url: str) -> None:
+def test_the_server_enforces_its_own_memory_limit(url: str) -> None:
     greedy = client(url, memory_limit_mb=100_000)
     assert greedy.run_python("x = bytearray(1 << 29)", memory_mb=100_000).status is Status.MEMORY
 
 
-def test_assertions_are_judged_there_in_two_boxes(url: str) -> None:
+def test_the_service_judges_assertions_in_two_boxes(url: str) -> None:
     limits: dict[str, Any] = {"preamble": "", "timeout_s": 5.0, "memory_mb": 128}
     program = "def f(x): return x + 1"
     assert client(url).judge(program, "assert f(1) == 2", **limits).passed
@@ -77,22 +77,22 @@ def test_assertions_are_judged_there_in_two_boxes(url: str) -> None:
 
 
 def test_a_service_with_one_box_is_refused_for_assertions() -> None:
-    with answering(lambda _: (404, b"{}")) as url:
+    with fake_service(lambda _: (404, b"{}")) as url:
         with pytest.raises(SandboxUnavailable, match=r"hone\.sandbox\.server"):
             client(url).judge("", "", preamble="", timeout_s=1.0, memory_mb=64)
 
 
-def test_the_request_has_the_agreed_fields() -> None:
-    seen: list[dict[str, Any]] = []
+def test_the_request_has_the_fields_of_sandbox_fusion() -> None:
+    requests: list[dict[str, Any]] = []
 
     def reply(request: dict[str, Any]) -> tuple[int, bytes]:
-        seen.append(request)
+        requests.append(request)
         result = {"status": "Finished", "return_code": 0, "stdout": "ok", "stderr": ""}
         return 200, json.dumps({"status": "Success", "run_result": result}).encode()
 
-    with answering(reply) as url:
+    with fake_service(reply) as url:
         assert client(url, memory_limit_mb=64).run_python("x", stdin="y", timeout_s=3.0).ok
-    assert seen == [
+    assert requests == [
         {
             "code": "x",
             "stdin": "y",
@@ -104,34 +104,34 @@ def test_the_request_has_the_agreed_fields() -> None:
     ]
 
 
-def test_no_more_than_max_concurrent_requests_are_under_way() -> None:
-    lock, now, most = threading.Lock(), 0, 0
+def test_at_most_max_concurrent_requests_are_sent_at_a_time() -> None:
+    lock, running, highest = threading.Lock(), 0, 0
     all_slots_taken = threading.Event()
 
     def reply(_: dict[str, Any]) -> tuple[int, bytes]:
-        nonlocal now, most
+        nonlocal running, highest
         with lock:
-            now += 1
-            most = max(most, now)
-            if most == 3:
+            running += 1
+            highest = max(highest, running)
+            if highest == 3:
                 all_slots_taken.set()
         all_slots_taken.wait(60)
-        time.sleep(0.05)  # for one too many to come in
+        time.sleep(0.05)  # time for one request too many
         with lock:
-            now -= 1
+            running -= 1
         return 200, b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}'
 
-    with answering(reply) as url:
+    with fake_service(reply) as url:
         remote = client(url, max_concurrent=3)
         threads = [threading.Thread(target=remote.run_python, args=("x",)) for _ in range(9)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert most == 3
+    assert highest == 3
 
 
-def test_a_busy_service_is_asked_again_and_a_refusal_is_not(
+def test_a_busy_service_is_retried_and_a_refusal_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.01)
@@ -142,7 +142,7 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_not(
         good = b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}'
         return (503, b"busy") if len(calls) == 1 else (200, good)
 
-    with answering(busy_once) as url:
+    with fake_service(busy_once) as url:
         assert client(url).run_python("x").ok
     assert len(calls) == 2
 
@@ -152,7 +152,7 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_not(
         calls.append(1)
         return 422, b"no such language"
 
-    with answering(refuse) as url, pytest.raises(SandboxServiceError, match="no such language"):
+    with fake_service(refuse) as url, pytest.raises(SandboxServiceError, match="no such language"):
         client(url).run_python("x")
     assert len(calls) == 1
 
@@ -171,19 +171,19 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_not(
         (b'{"status": "Failed", "run_result": null}', "neither run_result"),
     ],
 )
-def test_an_answer_that_is_no_verdict_is_an_error(answer: bytes, message: str) -> None:
-    with answering(lambda _: (200, answer)) as url:
+def test_an_invalid_answer_is_an_error(answer: bytes, message: str) -> None:
+    with fake_service(lambda _: (200, answer)) as url:
         with pytest.raises(SandboxServiceError, match=message):
             client(url).run_python("x")
 
 
-def test_no_service_at_all_is_an_error_that_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_service_is_an_error_with_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.01)
     with pytest.raises(SandboxServiceError, match=r"127\.0\.0\.1:9/.*sandbox_fusion\.url"):
         client("http://127.0.0.1:9/run_code").run_python("x")
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="http://"):
         client("ftp://x")
     with pytest.raises(ValueError, match="max_concurrent=0"):

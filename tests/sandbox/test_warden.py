@@ -1,4 +1,4 @@
-"""Nothing stays behind: no process, no file, no cgroup, whoever dies first."""
+"""No process, file or cgroup is left, even if the warden, the trainer or the box is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from hone.sandbox import Job, SandboxError, Status, cgroups, client, run_many, run_python
 from hone.sandbox.client import run_job
 from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
-from hone.sandbox.plan import Order
+from hone.sandbox.plan import RunRequest
 
 from .attacks import processes_that_mention
 
@@ -42,44 +42,44 @@ HOSTILE: dict[str, dict[str, Any]] = {
         "code": "import os, tempfile\nfor i in range(50): os.mkdir(f'd{i}', 0); tempfile.mkstemp()"
     },
 }
-BURNS = ("fork bomb", "endless loop")  # these use a whole core for their wall time
+CPU_BOUND = ("fork bomb", "endless loop")  # these use a whole core until their timeout
 
 
-def hostile_jobs(count: int, burning_every: int) -> list[dict[str, Any]]:
-    quick = [job for name, job in HOSTILE.items() if name not in BURNS]
-    burning = [HOSTILE[name] for name in BURNS]
+def hostile_jobs(count: int, cpu_bound_every: int) -> list[dict[str, Any]]:
+    quick = [job for name, job in HOSTILE.items() if name not in CPU_BOUND]
+    cpu_bound = [HOSTILE[name] for name in CPU_BOUND]
     return [
-        burning[(i // burning_every) % len(burning)]
-        if i % burning_every == 0
+        cpu_bound[(i // cpu_bound_every) % len(cpu_bound)]
+        if i % cpu_bound_every == 0
         else quick[i % len(quick)]
         for i in range(count)
     ]
 
 
 def members(session: int) -> list[int]:
-    """Living processes of a session."""
-    found = []
+    """Returns the living processes of a session."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # a process may end while it is looked at
+        with contextlib.suppress(OSError):  # a process may end meanwhile
             if os.getsid(int(entry.name)) == session and (entry / "exe").exists():
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def descendants(pid: int) -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):  # a process may end while it is looked at
+    pids = []
+    with contextlib.suppress(OSError):  # a process may end meanwhile
         for task in os.listdir(f"/proc/{pid}/task"):
             for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                found += [int(child), *descendants(int(child))]
-    return found
+                pids += [int(child), *descendants(int(child))]
+    return pids
 
 
-def remains(warden: int) -> list[str]:
-    """Files and groups that a warden's boxes left on this machine."""
+def leftovers(warden: int) -> list[str]:
+    """Returns the files and cgroups that a warden's boxes left on this machine."""
     parents, _ = cgroups.find_parents()
-    places = [*(parents.unique if parents else ()), "/tmp"]
-    names = [str(p) for place in places for p in Path(place).glob(f"hone-*{warden}-*")]
+    folders = [*(parents.unique if parents else ()), "/tmp"]
+    names = [str(p) for folder in folders for p in Path(folder).glob(f"hone-*{warden}-*")]
     return names + [name for name in ("/usr/x", "/box") if os.path.exists(name)]
 
 
@@ -103,64 +103,64 @@ def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def attack(count: int, burning_every: int) -> None:
-    plan_for(DEFAULT_MINIMUM)  # its probe is a run too
+def attack(count: int, cpu_bound_every: int) -> None:
+    plan_for(DEFAULT_MINIMUM)  # the probe runs a program
     client.close()
-    pid = warden_pid()  # a first run leaves no spare behind: what is open now is the warden's own
+    pid = warden_pid()  # one run builds no spare, so only the warden's own descriptors are open
     open_before = descriptors(pid)
-    jobs = [Job(**job) for job in hostile_jobs(count, burning_every)]
-    seen = Counter(result.status for result in run_many(jobs, max_concurrent=4))
-    assert set(seen) >= {Status.TIMEOUT, Status.MEMORY, Status.OUTPUT, Status.ERROR}, seen
+    jobs = [Job(**job) for job in hostile_jobs(count, cpu_bound_every)]
+    statuses = Counter(result.status for result in run_many(jobs, max_concurrent=4))
+    assert set(statuses) >= {Status.TIMEOUT, Status.MEMORY, Status.OUTPUT, Status.ERROR}, statuses
     assert warden_pid() == pid
     assert wait_until(lambda: descendants(pid) == [])
-    assert wait_until(lambda: remains(pid) == [])
+    assert wait_until(lambda: leftovers(pid) == [])
     assert wait_until(lambda: descriptors(pid) == open_before)
-    assert run_python("print('still well')").stdout == "still well\n"
+    assert run_python("print('works')").stdout == "works\n"
 
 
 def test_120_hostile_runs_leave_nothing_behind(bwrap: None) -> None:
-    attack(120, burning_every=12)
+    attack(120, cpu_bound_every=12)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_storm_of_hostile_runs_leaves_nothing_behind(bwrap: None) -> None:
-    attack(int(os.environ.get("HONE_HOSTILE_RUNS", "1000")), burning_every=25)
+    attack(int(os.environ.get("HONE_HOSTILE_RUNS", "1000")), cpu_bound_every=25)
 
 
 @pytest.mark.slow
 def test_120_hostile_runs_as_uid_65534_leave_nothing_behind(nobody: Any) -> None:
     nobody.ask({"code": "pass"})
     pid = nobody.ask({"ask": "facts"})["warden"]
-    question = {"ask": "many", "max_concurrent": 4, "jobs": hostile_jobs(120, burning_every=12)}
-    assert set(nobody.ask(question)) >= {"timeout", "memory", "output", "error"}
+    request = {"ask": "many", "max_concurrent": 4, "jobs": hostile_jobs(120, cpu_bound_every=12)}
+    assert set(nobody.ask(request)) >= {"timeout", "memory", "output", "error"}
     assert wait_until(lambda: descendants(pid) == [])
-    assert wait_until(lambda: remains(pid) == [])
+    assert wait_until(lambda: leftovers(pid) == [])
 
 
-def test_a_killed_warden_takes_its_boxes_down_and_is_replaced(bwrap: None) -> None:
+def test_a_killed_warden_ends_its_boxes_and_is_replaced(bwrap: None) -> None:
     client.close()
     pid = warden_pid()
-    raised: list[Exception] = []
+    errors: list[Exception] = []
 
-    def wait_for_ever() -> None:
+    def run_long() -> None:
         try:
-            # With arguments: no spare is built for it, so the third process below is the program.
+            # Arguments prevent a spare, so the third process below is the program.
             run_python("import time; time.sleep(1000)", timeout_s=50.0, argv=["x"])
         except SandboxError as error:
-            raised.append(error)
+            errors.append(error)
 
-    thread = threading.Thread(target=wait_for_ever)
+    thread = threading.Thread(target=run_long)
     thread.start()
     assert wait_until(lambda: len(descendants(pid)) >= 3)
-    boxed = descendants(pid)
+    box_pids = descendants(pid)
     os.kill(pid, signal.SIGKILL)
     thread.join(30)
-    assert "warden ended" in str(raised[0])
-    assert wait_until(lambda: not any(os.path.exists(f"/proc/{child}/exe") for child in boxed))
+    assert "warden ended" in str(errors[0])
+    assert wait_until(lambda: not any(os.path.exists(f"/proc/{child}/exe") for child in box_pids))
     assert run_python("print(1)").stdout == "1\n"
     assert warden_pid() != pid
-    assert wait_until(lambda: remains(pid) == [])  # the next warden sweeps
+    assert wait_until(lambda: leftovers(pid) == [])  # the next warden removes stale cgroups
 
 
 def test_a_warden_killed_while_a_box_is_being_built_leaves_nothing(bwrap: None) -> None:
@@ -204,20 +204,20 @@ def test_a_warden_killed_while_a_box_is_being_built_leaves_nothing(bwrap: None) 
         {"plan": None},
     ],
 )
-def test_no_order_takes_the_warden_and_other_runs_with_it(
+def test_no_invalid_request_ends_the_warden_or_other_runs(
     bwrap: None, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orders that Job would refuse, sent all the same."""
+    """Job refuses these values; here they are sent to the warden anyway."""
     pid = warden_pid()
     others: list[str] = []
     code = "import time; time.sleep(0.3); print(1)"
     other = threading.Thread(target=lambda: others.append(run_python(code).stdout))
     other.start()
-    order = Order.of(Job("pass"), plan_for(DEFAULT_MINIMUM))
+    request = RunRequest.from_job(Job("pass"), plan_for(DEFAULT_MINIMUM))
     for name, value in limits.items():
-        object.__setattr__(order if name == "plan" else order.job, name, value)
+        object.__setattr__(request if name == "plan" else request.job, name, value)
     with monkeypatch.context() as patched:
-        patched.setattr(Order, "of", lambda *_, **__: order)
+        patched.setattr(RunRequest, "from_job", lambda *_, **__: request)
         with contextlib.suppress(SandboxError):
             run_job(Job("pass", timeout_s=20.0), plan_for(DEFAULT_MINIMUM))
     other.join(60)
@@ -225,18 +225,18 @@ def test_no_order_takes_the_warden_and_other_runs_with_it(
     assert warden_pid() == pid
 
 
-def test_a_warden_killed_while_it_starts_is_tried_again(
+def test_a_warden_killed_while_it_starts_is_retried(
     bwrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_for(DEFAULT_MINIMUM)
-    mark = tmp_path / "again"
-    fragile = f"import os\nif not os.path.exists({str(mark)!r}):\n"
-    fragile += f"    open({str(mark)!r}, 'w').close()\n    os.kill(os.getpid(), 9)\n"
-    monkeypatch.setattr(client, "_BOOT", fragile + client._BOOT)
+    flag = tmp_path / "again"
+    fragile = f"import os\nif not os.path.exists({str(flag)!r}):\n"
+    fragile += f"    open({str(flag)!r}, 'w').close()\n    os.kill(os.getpid(), 9)\n"
+    monkeypatch.setattr(client, "_START_WARDEN", fragile + client._START_WARDEN)
     client.close()
     assert run_job(Job("print(1)"), plan).stdout == "1\n"
-    assert mark.exists()
-    monkeypatch.setattr(client, "_BOOT", "import os; os.kill(os.getpid(), 9)")
+    assert flag.exists()
+    monkeypatch.setattr(client, "_START_WARDEN", "import os; os.kill(os.getpid(), 9)")
     client.close()
     with pytest.raises(SandboxError, match="warden"):
         run_job(Job("print(1)"), plan)
@@ -244,12 +244,10 @@ def test_a_warden_killed_while_it_starts_is_tried_again(
     assert run_job(Job("print(1)"), plan).stdout == "1\n"
 
 
-def test_a_warden_killed_before_the_program_starts_is_tried_again(
-    bwrap: None, tmp_path: Path
-) -> None:
-    slow, mark = tmp_path / "bwrap", tmp_path / "again"
+def test_a_warden_killed_before_the_program_starts_is_retried(bwrap: None, tmp_path: Path) -> None:
+    slow, flag = tmp_path / "bwrap", tmp_path / "again"
     real = plan_for(DEFAULT_MINIMUM).bwrap
-    slow.write_text(f'#!/bin/sh\nif test -e {mark}; then exec {real} "$@"; fi\nexec sleep 1000\n')
+    slow.write_text(f'#!/bin/sh\nif test -e {flag}; then exec {real} "$@"; fi\nexec sleep 1000\n')
     for path in (slow, tmp_path, *list(tmp_path.parents)[:2]):
         path.chmod(0o755)
     plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap=str(slow))
@@ -260,36 +258,36 @@ def test_a_warden_killed_before_the_program_starts_is_tried_again(
     )
     thread.start()
     assert wait_until(lambda: {*members(pid)} & {*processes_that_mention("sleep")})
-    mark.touch()
+    flag.touch()
     os.kill(pid, signal.SIGKILL)
     thread.join(60)
     assert results == ["1\n"]
 
 
-def test_a_box_killed_before_its_program_starts_is_tried_again(bwrap: None, tmp_path: Path) -> None:
-    fragile, mark = tmp_path / "bwrap", tmp_path / "again"
+def test_a_box_killed_before_its_program_starts_is_retried(bwrap: None, tmp_path: Path) -> None:
+    fragile, flag = tmp_path / "bwrap", tmp_path / "again"
     real = plan_for(DEFAULT_MINIMUM).bwrap
     fragile.write_text(
-        f'#!/bin/sh\nif test -e {mark}; then exec {real} "$@"; fi\ntouch {mark}\nkill -9 $$\n'
+        f'#!/bin/sh\nif test -e {flag}; then exec {real} "$@"; fi\ntouch {flag}\nkill -9 $$\n'
     )
     for path in (fragile, tmp_path, *list(tmp_path.parents)[:2]):
         path.chmod(0o777)
     plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap=str(fragile))
     assert run_job(Job("print(1)"), plan).stdout == "1\n"
-    assert mark.exists()
+    assert flag.exists()
 
 
-def test_a_box_not_yet_bound_to_its_wardens_life_is_killed_by_the_caller(
+def test_the_caller_kills_a_box_that_does_not_die_with_its_warden_yet(
     bwrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bubblewrap asks to die with its parent some time after it starts: here it never gets there."""
+    """bubblewrap sets its parent-death signal some time after it starts; this one never does."""
     monkeypatch.setattr(client, "_ATTEMPTS", 1)
     slow = tmp_path / "bwrap"
     slow.write_text("#!/bin/sh\nsleep 1000\n")
     slow.chmod(0o755)
     plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap=str(slow))
     pid = warden_pid()
-    raised: list[str] = []
+    errors: list[str] = []
 
     def sleepers() -> set[int]:
         return {*members(pid)} & {*processes_that_mention("sleep")}
@@ -298,18 +296,18 @@ def test_a_box_not_yet_bound_to_its_wardens_life_is_killed_by_the_caller(
         try:
             run_job(Job("pass"), plan)
         except SandboxError as error:
-            raised.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=run)
     thread.start()
     assert wait_until(sleepers)
     os.kill(pid, signal.SIGKILL)
     thread.join(60)
-    assert "warden was killed" in raised[0]
+    assert "warden was killed" in errors[0]
     assert members(pid) == []
 
 
-def test_a_killed_trainer_leaves_no_box_no_warden_no_group(bwrap: None) -> None:
+def test_a_killed_trainer_leaves_no_box_warden_or_cgroup(bwrap: None) -> None:
     code = (
         "from hone.sandbox import client, run_python\nrun_python('pass')\n"
         "print(client._warden._process.pid, flush=True)\n"
@@ -322,18 +320,18 @@ def test_a_killed_trainer_leaves_no_box_no_warden_no_group(bwrap: None) -> None:
     assert trainer.stdout is not None
     pid = int(trainer.stdout.readline())
     assert wait_until(lambda: len(descendants(pid)) >= 3)
-    everyone = [pid, *descendants(pid)]
+    pids = [pid, *descendants(pid)]
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    assert wait_until(lambda: not any(os.path.exists(f"/proc/{p}/exe") for p in everyone))
-    assert wait_until(lambda: remains(pid) == [])
+    assert wait_until(lambda: not any(os.path.exists(f"/proc/{p}/exe") for p in pids))
+    assert wait_until(lambda: leftovers(pid) == [])
 
 
-def test_a_caller_that_gives_up_ends_its_run(bwrap: None) -> None:
+def test_a_killed_caller_ends_its_run(bwrap: None) -> None:
     pid = warden_pid()
     forked = os.fork()
-    if forked == 0:  # shares our warden, then is killed in the middle of a run
+    if forked == 0:  # shares our warden and is killed during a run
         run_python("import time; time.sleep(1000)", timeout_s=500.0)
         os._exit(0)
     assert wait_until(lambda: len(descendants(pid)) >= 3)

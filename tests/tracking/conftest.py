@@ -1,4 +1,4 @@
-"""Run folders for the report's tests, as a trainer would leave them."""
+"""Fixtures: run folders for tests of the report, as a trainer writes them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hone.tracking import atomic_path, atomic_write_bytes, atomic_write_text
 from hone.tracking.atomic import grant_by_umask, make_folder, remove_leftovers, rename_folder
 
 
-def test_text_and_bytes_arrive_whole_and_leave_nothing_else(tmp_path: Path) -> None:
+def test_text_and_bytes_are_written_without_other_files(tmp_path: Path) -> None:
     atomic_write_text(tmp_path / "new" / "a.txt", "größe\n")
     atomic_write_bytes(tmp_path / "new" / "b.bin", b"\x00\xff")
     assert (tmp_path / "new" / "a.txt").read_bytes() == "größe\n".encode()
@@ -22,7 +22,7 @@ def test_a_lone_surrogate_is_written_escaped(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").read_text() == "x\\ud800y"
 
 
-def test_the_old_file_stays_while_the_new_one_is_written(tmp_path: Path) -> None:
+def test_the_old_file_exists_while_the_new_one_is_written(tmp_path: Path) -> None:
     target = tmp_path / "a.txt"
     target.write_text("old")
     with atomic_path(target) as temporary:
@@ -76,7 +76,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return calls
 
 
-def test_a_folder_is_on_the_disk_with_all_it_holds_before_it_gets_its_name(
+def test_the_content_of_a_folder_is_synced_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = tmp_path / ".new.tmp", tmp_path / "new"
@@ -103,11 +103,11 @@ def test_new_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_files_are_readable_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+def test_files_get_the_permissions_of_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     private, script = tmp_path / "weights", tmp_path / "script"
-    for file, given in ((private, 0o600), (script, 0o755)):
+    for file, initial_mode in ((private, 0o600), (script, 0o755)):
         file.touch()
-        file.chmod(given)
+        file.chmod(initial_mode)
     before = os.umask(umask)
     try:
         grant_by_umask(tmp_path)

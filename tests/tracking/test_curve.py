@@ -51,21 +51,21 @@ def test_smoothing_changes_the_picture(tmp_path: Path) -> None:
     assert pixels(raw) != pixels(soft)
 
 
-def test_a_key_that_no_run_has_is_answered_with_close_ones(tmp_path: Path) -> None:
+def test_an_unknown_key_is_an_error_with_suggestions(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", 1.0)
     with pytest.raises(ValueError, match="'reward/maen'; close: reward/mean"):
         draw_curve(a, ["reward/maen"], tmp_path / "x.png", "t")
     assert not (tmp_path / "x.png").exists()
 
 
-def test_a_run_without_a_key_is_left_out_of_its_panel(tmp_path: Path) -> None:
+def test_a_run_without_a_key_is_not_drawn_in_its_panel(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", 1.0)
     other = MetricsFile(tmp_path / "b" / "metrics.jsonl")
     other.append({"train/loss": 1.0}, 1)
     assert draw_curve([a, other.path], ["train/loss"], tmp_path / "x.png", "t").is_file()
 
 
-def test_drawing_needs_no_display_and_leaves_pyplot_alone(tmp_path: Path) -> None:
+def test_drawing_needs_no_display_and_does_not_import_pyplot(tmp_path: Path) -> None:
     import subprocess
 
     a = make_run(tmp_path / "a", 1.0, steps=3)
@@ -77,7 +77,7 @@ def test_drawing_needs_no_display_and_leaves_pyplot_alone(tmp_path: Path) -> Non
     subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
 
 
-def test_measurements_on_held_out_rows_are_never_smoothed(tmp_path: Path) -> None:
+def test_held_out_metrics_are_never_smoothed(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in range(30):
         file.append({"val-core/x/acc/mean@1": float(step % 2)}, step)

@@ -1,4 +1,4 @@
-"""The lock of a folder: one holder, told from a dead one, on this machine and on others."""
+"""The lock of a folder has one live holder, on this machine or another; dead ones lose it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from hone.tracking.lock import (
 STARTER = """
 import sys, time
 from hone.tracking.lock import FolderLocked, lock_folder
-folder, go = sys.argv[1:3]
-import os
+folder = sys.argv[1]
 sys.stdout.write("ready\\n"); sys.stdout.flush()
 sys.stdin.readline()
 try:
@@ -43,7 +42,7 @@ except FolderLocked as error:
 
 
 def starter(folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", STARTER, str(folder), "go"]
+    command = [sys.executable, "-c", STARTER, str(folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -52,19 +51,19 @@ def answer(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def press(process: subprocess.Popen[str]) -> None:
+def send_newline(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
 
 
 def contest(folder: Path, count: int) -> list[str]:
-    """What each of many processes that start at once is told."""
+    """Starts many processes at once and returns the answer of each."""
     processes = [starter(folder) for _ in range(count)]
     try:
         assert [answer(process) for process in processes] == ["ready"] * count
         for process in processes:
-            press(process)
+            send_newline(process)
         return [answer(process) for process in processes]
     finally:
         for process in processes:
@@ -76,95 +75,97 @@ def write_lock(folder: Path, holder: Holder, age_s: float = 0.0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / LOCK
     file.write_text(json.dumps(asdict(holder)))
-    then = time.time() - age_s
-    os.utime(file, (then, then))
+    mtime = time.time() - age_s
+    os.utime(file, (mtime, mtime))
     return file
 
 
-def dead_here() -> Holder:
+def dead_local_holder() -> Holder:
     """A holder on this machine whose process has ended."""
     return replace(Holder.here(), pid=os.getpid(), started="1")
 
 
-def elsewhere() -> Holder:
+def remote_holder() -> Holder:
     return replace(Holder.here(), host="node-7", boot="another")
 
 
 @pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "BEAT_S", 0.02)
-    monkeypatch.setattr(lock, "SILENT_S", 0.4)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(lock, "DEAD_AFTER_S", 0.4)
 
 
-def test_a_second_process_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_with_the_name_of_the_holder(tmp_path: Path) -> None:
     first = starter(tmp_path)
     try:
         answer(first)
-        press(first)
+        send_newline(first)
         assert answer(first) == "won"
         with pytest.raises(FolderLocked) as caught, lock_folder(tmp_path):
             pass
     finally:
         first.kill()
         first.communicate()
-    said = str(caught.value)
-    assert f"process {first.pid} on {Holder.here().host}, since 20" in said
-    assert "nothing was changed" in said
-    with lock_folder(tmp_path):  # its process was killed: the lock is stale
+    message = str(caught.value)
+    assert f"process {first.pid} on {Holder.here().host}, since 20" in message
+    assert "nothing was changed" in message
+    with lock_folder(tmp_path):  # its process was killed, so the lock is stale
         assert (tmp_path / LOCK).is_file()
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_of_many_that_start_at_once_one_wins(tmp_path: Path, stale: bool) -> None:
+def test_one_of_many_concurrent_processes_gets_the_lock(tmp_path: Path, stale: bool) -> None:
     if stale:
-        write_lock(tmp_path, dead_here())
+        write_lock(tmp_path, dead_local_holder())
     answers = contest(tmp_path, 8)
     assert sorted(answers) == ["refused"] * 7 + ["won"]
 
 
-def test_a_process_enters_its_own_lock_again(tmp_path: Path) -> None:
+def test_the_lock_is_reentrant(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "run"):
         with lock_folder(tmp_path / "run"):
             pass
         assert (tmp_path / "run" / LOCK).is_file()
-    assert not list(tmp_path.iterdir())  # a folder made for the lock alone goes with it
+    assert not list(
+        tmp_path.iterdir()
+    )  # the folder was created for the lock and is removed with it
 
 
-def test_a_number_used_again_by_another_process_is_not_the_holder(tmp_path: Path) -> None:
-    write_lock(tmp_path, dead_here())
+def test_a_reused_pid_is_not_the_holder(tmp_path: Path) -> None:
+    write_lock(tmp_path, dead_local_holder())
     with lock_folder(tmp_path):
         record = json.loads((tmp_path / LOCK).read_text())
         assert record["started"] == Holder.here().started
 
 
 def test_a_holder_on_another_machine_is_live_while_it_touches_its_lock(
-    tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, short_intervals: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write_lock(tmp_path, elsewhere())
-    slept = time.sleep
+    file = write_lock(tmp_path, remote_holder())
+    sleep = time.sleep
 
-    def touched_meanwhile(seconds: float) -> None:
-        slept(seconds)
+    def sleep_and_touch(seconds: float) -> None:
+        sleep(seconds)
         os.utime(file)
 
-    monkeypatch.setattr(time, "sleep", touched_meanwhile)
+    monkeypatch.setattr(time, "sleep", sleep_and_touch)
     with pytest.raises(FolderLocked, match="on node-7"), lock_folder(tmp_path):
         pass
 
 
 @pytest.mark.parametrize("age_s", [0.0, 3600.0, -3600.0])
 def test_the_lock_of_a_machine_that_crashed_is_taken_over(
-    tmp_path: Path, fast: None, caplog: pytest.LogCaptureFixture, age_s: float
+    tmp_path: Path, short_intervals: None, caplog: pytest.LogCaptureFixture, age_s: float
 ) -> None:
-    write_lock(tmp_path, elsewhere(), age_s)
+    write_lock(tmp_path, remote_holder(), age_s)
     with caplog.at_level(logging.WARNING), lock_folder(tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     assert "is stale and was removed" in caplog.text
 
 
-def test_the_same_number_in_another_container_is_another_process(
-    tmp_path: Path, fast: None
+def test_the_same_pid_in_another_container_is_another_process(
+    tmp_path: Path, short_intervals: None
 ) -> None:
     write_lock(tmp_path, replace(Holder.here(), process_space="pid:[1]"), age_s=9.0)
     with lock_folder(tmp_path):
@@ -174,10 +175,10 @@ def test_the_same_number_in_another_container_is_another_process(
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"{}", b"\x80\x04", b'{"token": "../../x"}', b"[" * 100_000],
-    ids=["empty", "torn", "list", "table", "binary", "path", "deep"],
+    ids=["empty", "incomplete", "list", "object", "binary", "path", "deep"],
 )
-def test_a_lock_that_names_no_holder_is_judged_by_its_age(
-    tmp_path: Path, fast: None, content: bytes
+def test_an_invalid_lock_file_is_stale_after_a_while(
+    tmp_path: Path, short_intervals: None, content: bytes
 ) -> None:
     (tmp_path / LOCK).write_bytes(content)
     with lock_folder(tmp_path):
@@ -185,10 +186,10 @@ def test_a_lock_that_names_no_holder_is_judged_by_its_age(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_starter_killed_while_it_took_over_stops_nothing(tmp_path: Path) -> None:
-    dead = dead_here()
+def test_a_process_killed_during_a_takeover_blocks_nobody(tmp_path: Path) -> None:
+    dead = dead_local_holder()
     file = write_lock(tmp_path, dead)
-    rival = replace(dead_here(), token="c0ffee")
+    rival = replace(dead_local_holder(), token="c0ffee")
     file.with_name(f"{LOCK}-{dead.token}.next").write_text(json.dumps(asdict(rival)))
     file.with_name(f"{LOCK}-c0ffee").write_text(json.dumps(asdict(rival)))
     assert sorted(contest(tmp_path, 4)) == ["refused"] * 3 + ["won"]
@@ -197,7 +198,7 @@ def test_a_starter_killed_while_it_took_over_stops_nothing(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_without_hard_links_one_wins_all_the_same(
+def test_without_hard_links_one_process_gets_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*_: Any) -> None:
@@ -207,25 +208,27 @@ def test_without_hard_links_one_wins_all_the_same(
     with lock_folder(tmp_path):
         other = starter(tmp_path)
         answer(other)
-        press(other)
+        send_newline(other)
         assert answer(other) == "refused"
         other.kill()
         other.communicate()
-    write_lock(tmp_path, dead_here())
+    write_lock(tmp_path, dead_local_holder())
     with lock_folder(tmp_path):
         pass
 
 
-def test_a_process_that_was_taken_for_dead_writes_nothing_more(tmp_path: Path, fast: None) -> None:
+def test_a_process_that_lost_its_lock_writes_nothing_more(
+    tmp_path: Path, short_intervals: None
+) -> None:
     from hone.tracking import RunFolder, Tracking
     from hone.trainer.ppo.checkpoint import writing
 
     with lock_folder(tmp_path):
         tracking = Tracking("p", "e", [], {}, run_folder=tmp_path)
         tracking.log({"a": 1}, 1)
-        write_lock(tmp_path, elsewhere())
+        write_lock(tmp_path, remote_holder())
         deadline = time.monotonic() + 20
-        while not lock._held[tmp_path / LOCK].is_lost and time.monotonic() < deadline:
+        while not lock._locks[tmp_path / LOCK].is_lost and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(LockLost, match="taken over"):
             require_lock(tmp_path)
@@ -233,10 +236,10 @@ def test_a_process_that_was_taken_for_dead_writes_nothing_more(tmp_path: Path, f
             tracking.log({"a": 1}, 2)
         with pytest.raises(LockLost), writing(RunFolder(tmp_path), 1):
             pass
-    assert (tmp_path / LOCK).is_file()  # it is the other's
+    assert (tmp_path / LOCK).is_file()  # it belongs to the other process
 
 
-def test_a_lock_is_touched_while_it_is_held(tmp_path: Path, fast: None) -> None:
+def test_the_holder_touches_the_lock_file(tmp_path: Path, short_intervals: None) -> None:
     with lock_folder(tmp_path):
         os.utime(tmp_path / LOCK, (1, 1))
         deadline = time.monotonic() + 20
@@ -245,16 +248,16 @@ def test_a_lock_is_touched_while_it_is_held(tmp_path: Path, fast: None) -> None:
         assert time.time() - (tmp_path / LOCK).stat().st_mtime < 60
 
 
-def test_a_forked_child_neither_holds_nor_releases(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_hold_or_release_the_lock(tmp_path: Path) -> None:
     with lock_folder(tmp_path):
         child = os.fork()
         if child == 0:
             require_lock(tmp_path)
-            os._exit(0 if not lock._held else 1)
+            os._exit(0 if not lock._locks else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert (tmp_path / LOCK).is_file()
 
 
-def test_a_target_is_locked_beside_it(tmp_path: Path) -> None:
+def test_the_lock_of_a_target_is_beside_it(tmp_path: Path) -> None:
     with lock_target(tmp_path / "out.parquet"):
         assert [p.name for p in tmp_path.iterdir()] == [".out.parquet.lock"]

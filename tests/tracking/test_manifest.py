@@ -1,4 +1,4 @@
-"""The seal of a checkpoint folder."""
+"""The manifest of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def step(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_sealed_folder_is_sound_and_can_be_sealed_again(step: Path) -> None:
+def test_a_sealed_folder_is_undamaged_and_can_be_sealed_again(step: Path) -> None:
     assert damage(step) is None
     seal(step)
     assert damage(step) is None
@@ -34,7 +34,7 @@ def test_a_sealed_folder_is_sound_and_can_be_sealed_again(step: Path) -> None:
         (None, "actor/huggingface/weights is missing"),
     ],
 )
-def test_a_file_that_is_not_the_one_written_is_named(
+def test_a_changed_or_missing_file_is_named(
     step: Path, content: bytes | None, problem: str
 ) -> None:
     file = step / "actor" / "huggingface" / "weights"
@@ -46,7 +46,7 @@ def test_a_file_that_is_not_the_one_written_is_named(
     assert damage(step, step / "actor" / "huggingface") == problem
 
 
-def test_ranks_seal_their_own_shards_and_the_manifest_takes_their_word(
+def test_ranks_compute_the_checksums_of_their_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "global_step_1" / "actor"
@@ -74,7 +74,7 @@ def test_ranks_seal_their_own_shards_and_the_manifest_takes_their_word(
     assert damage(folder.parent) == "actor/__11_0.distcp (the shard of rank 11) is missing"
 
 
-def test_a_shard_that_the_sealing_process_does_not_see_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_shard_that_the_sealing_process_does_not_see_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "__3_0.distcp").write_bytes(b"shard")
     seal_shards(tmp_path, 3)
     (tmp_path / "__3_0.distcp").unlink()  # as if written to another machine's disk
@@ -83,29 +83,31 @@ def test_a_shard_that_the_sealing_process_does_not_see_is_no_checkpoint(tmp_path
     assert not (tmp_path / MANIFEST).exists()
 
 
-@pytest.mark.parametrize("seen", [b"", b"shar", b"shard and more"])
-def test_a_shard_of_another_size_than_its_rank_wrote_is_no_checkpoint(
-    tmp_path: Path, seen: bytes
+@pytest.mark.parametrize("content", [b"", b"shar", b"shard and more"])
+def test_a_shard_of_another_size_than_its_rank_wrote_is_an_error(
+    tmp_path: Path, content: bytes
 ) -> None:
     shard = tmp_path / "__2_0.distcp"
     shard.write_bytes(b"shard")
     seal_shards(tmp_path, 2)
-    shard.write_bytes(seen)
-    with pytest.raises(NotShared, match=rf"rank 2\) was written with 5 bytes and has {len(seen)} "):
+    shard.write_bytes(content)
+    with pytest.raises(
+        NotShared, match=rf"rank 2\) was written with 5 bytes and has {len(content)} "
+    ):
         seal(tmp_path)
     assert not (tmp_path / MANIFEST).exists()
 
 
-def test_only_the_part_asked_for_is_looked_at(step: Path) -> None:
+def test_only_the_given_subfolder_is_checked(step: Path) -> None:
     (step / "actor" / "shard").unlink()
     assert damage(step, step / "actor" / "huggingface") is None
     assert damage(step, step / "actor") == "actor/shard is missing"
 
 
-NO_MANIFESTS: dict[str, bytes | None] = {
+INVALID_MANIFESTS: dict[str, bytes | None] = {
     "absent": None,
     "empty": b"",
-    "torn": b"{",
+    "incomplete": b"{",
     "list": b"[]",
     "no file": b"{}",
     "number": b"5",
@@ -121,9 +123,9 @@ NO_MANIFESTS: dict[str, bytes | None] = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_MANIFESTS)
-def test_without_a_readable_manifest_nothing_is_sound(step: Path, kind: str) -> None:
-    content = NO_MANIFESTS[kind]
+@pytest.mark.parametrize("kind", INVALID_MANIFESTS)
+def test_without_a_valid_manifest_the_checkpoint_is_damaged(step: Path, kind: str) -> None:
+    content = INVALID_MANIFESTS[kind]
     if content is None:
         (step / MANIFEST).unlink()
     else:
@@ -132,12 +134,12 @@ def test_without_a_readable_manifest_nothing_is_sound(step: Path, kind: str) -> 
     assert "manifest" in str(damage(step, step / "actor" / "huggingface"))
 
 
-def test_a_file_name_that_cannot_be_is_damage(step: Path) -> None:
+def test_an_impossible_file_name_is_damage(step: Path) -> None:
     (step / MANIFEST).write_text('{"a\\u0000b": [1, 1]}')
     assert "cannot be read" in str(damage(step)) or "is missing" in str(damage(step))
 
 
-def test_the_checkpoint_is_found_from_what_lies_in_it(
+def test_the_checkpoint_is_found_from_its_subfolders(
     step: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for inside in ("", "actor", "actor/huggingface"):

@@ -1,4 +1,4 @@
-"""verl's timers and markers: the timers measure, the markers change nothing."""
+"""verl's timers measure time; verl's markers do nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_timers_add_up_also_through_an_exception() -> None:
     assert timing["gen"] > first > 0
 
 
-def test_decorators_leave_the_function_as_it_is() -> None:
+def test_decorators_do_not_change_the_function() -> None:
     def one() -> int:
         return 1
 
@@ -38,7 +38,7 @@ def test_the_device_has_verls_names() -> None:
     assert device.get_torch_device().__name__ == f"torch.{device.get_device_name()}"
 
 
-def test_a_profiler_of_one_worker_is_off_or_refused() -> None:
+def test_a_profiler_of_one_worker_is_disabled_or_refused() -> None:
     profiler = markers.DistProfiler(0, config=markers.ProfilerConfig(ranks=[0]))
     profiler.start(role="actor")
     profiler.stop()
@@ -54,7 +54,7 @@ def test_a_trace_backend_is_named_in_a_warning(caplog: pytest.LogCaptureFixture)
     assert markers.RolloutTraceConfig.get_backend() is None
 
 
-def test_lines_of_ranks(
+def test_lines_and_log_records_name_the_rank(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -66,6 +66,6 @@ def test_lines_of_ranks(
     markers.print_rank_0("second")
     assert capsys.readouterr().out == "step:2 - a:1.5\n[Rank 1] hi\nfirst\n"
     logger = logging.getLogger("ranks")
-    markers.log_with_rank("kept", 0, logger, logging.WARNING, log_only_rank_0=True)
-    markers.log_with_rank("lost", 1, logger, logging.WARNING, log_only_rank_0=True)
-    assert [record.getMessage() for record in caplog.records] == ["[Rank 0] kept"]
+    markers.log_with_rank("first", 0, logger, logging.WARNING, log_only_rank_0=True)
+    markers.log_with_rank("second", 1, logger, logging.WARNING, log_only_rank_0=True)
+    assert [record.getMessage() for record in caplog.records] == ["[Rank 0] first"]

@@ -75,14 +75,14 @@ def test_scalars_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [[1.0], "0.5", None, np.zeros(3), {"a": 1}, 1j])
-def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: object) -> None:
+def test_a_value_that_is_not_a_number_is_refused_by_name(tmp_path: Path, value: object) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     with pytest.raises(TrackerError, match=r"'actor/x' is .* not a number"):
         file.append({"actor/x": value}, 1)
     assert not file.path.exists()
 
 
-def test_a_step_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+def test_a_step_in_the_metrics_must_equal_the_logged_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step=3 but are logged at step=4"):
         MetricsFile(tmp_path / "metrics.jsonl").append({"step": 3}, 4)
 
@@ -93,40 +93,40 @@ def test_opening_a_file_again_appends(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
 
 
-def test_cut_back_drops_later_steps_and_returns_how_many(tmp_path: Path) -> None:
+def test_truncate_after_removes_later_steps_and_returns_how_many(tmp_path: Path) -> None:
     file = make(tmp_path, 0, 1, 2, 3, 4)
     before = file.path.read_bytes().splitlines(keepends=True)
-    assert file.cut_back(2) == 2
+    assert file.truncate_after(2) == 2
     assert file.path.read_bytes() == b"".join(before[:3])
     file.append({"a": 3}, 3)
     assert [row["step"] for row in file.rows()] == [0, 1, 2, 3]
 
 
-def test_cut_back_to_the_last_step_leaves_the_file_untouched(tmp_path: Path) -> None:
+def test_truncate_after_the_last_step_does_not_write_the_file(tmp_path: Path) -> None:
     file = make(tmp_path, 1, 2)
     inode = os.stat(file.path).st_ino
-    assert file.cut_back(2) == 0
+    assert file.truncate_after(2) == 0
     assert os.stat(file.path).st_ino == inode
 
 
-def test_cut_back_without_a_file_does_nothing(tmp_path: Path) -> None:
-    assert MetricsFile(tmp_path / "metrics.jsonl").cut_back(3) == 0
+def test_truncate_after_without_a_file_does_nothing(tmp_path: Path) -> None:
+    assert MetricsFile(tmp_path / "metrics.jsonl").truncate_after(3) == 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_killed_anywhere_in_a_line_cut_back_gives_the_whole_lines(tmp_path: Path) -> None:
+def test_truncate_after_removes_a_line_that_is_incomplete_at_any_position(tmp_path: Path) -> None:
     whole = make(tmp_path, 1, 2, 3).path.read_bytes()
     lines = whole.splitlines(keepends=True)
     for length in range(len(whole) + 1):
-        file = MetricsFile(tmp_path / "torn.jsonl")
+        file = MetricsFile(tmp_path / "incomplete.jsonl")
         file.path.write_bytes(whole[:length])
-        file.cut_back(2)
-        # A line that lost only its line end is whole.
+        file.truncate_after(2)
+        # A line that lacks only its line break is complete.
         expected = [line for line in lines[:2] if whole[:length].find(line.rstrip()) >= 0]
         assert file.path.read_bytes() == b"".join(expected)
 
 
-def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
+def test_a_line_after_an_incomplete_one_is_read(tmp_path: Path) -> None:
     file = make(tmp_path, 1)
     with open(file.path, "ab") as raw:
         raw.write(b'{"a": 2, "rew')
@@ -134,14 +134,14 @@ def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
     assert [row["step"] for row in file.rows()] == [1, 3]
 
 
-def test_a_failed_cut_back_keeps_every_line(
+def test_a_failed_truncate_after_keeps_every_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = make(tmp_path, 1, 2, 3)
     before = file.path.read_bytes()
     monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(OSError("no rename")))
     with pytest.raises(OSError, match="no rename"):
-        file.cut_back(1)
+        file.truncate_after(1)
     assert file.path.read_bytes() == before
 
 
@@ -158,11 +158,11 @@ def test_series_is_ordered_by_step_and_takes_the_last_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("note", [{"a": "oops"}, {"a": None}, ["a"], "a"])
-def test_a_note_on_what_is_not_finite_that_cannot_be_read_leaves_the_null(note: object) -> None:
+def test_an_invalid_nonfinite_entry_leaves_the_value_null(note: object) -> None:
     line = json.dumps({"step": 1, "a": None, "b": 2.0, "_nonfinite": note})
     assert decode_line(line) == {"step": 1, "a": None, "b": 2.0}
 
 
-def test_missing_metrics_say_what_to_name(tmp_path: Path) -> None:
+def test_missing_metrics_are_an_error_with_advice(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="name a run folder"):
         read_metrics(tmp_path)

@@ -10,7 +10,7 @@ from hone.tracking import RunFolder, TrackerError, Tracking
 from hone.tracking.mlflow import allowed_name
 
 
-def test_names_mlflow_refuses_are_spelled_out() -> None:
+def test_characters_that_mlflow_rejects_are_replaced() -> None:
     assert allowed_name("val-core/x/acc/mean@1") == "val-core/x/acc/mean_at_1"
     assert allowed_name("a:b(c)é") == "a_b_c__"
 
@@ -23,7 +23,7 @@ def test_without_the_package_the_error_names_the_extra(
         Tracking("p", "e", "mlflow", {}, tmp_path)
 
 
-def test_a_run_and_its_resumption_are_one_run_in_the_file_store(
+def test_a_resumed_run_continues_the_same_mlflow_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("mlflow")

@@ -1,4 +1,4 @@
-"""PURE's panels: one table, drawn by the report and built as a wandb workspace."""
+"""PURE's panels in the report and in the wandb workspace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from hone import cli
 from hone.tracking import RunFolder
-from hone.tracking.panels import OWN_METRIC, SECTIONS
+from hone.tracking.panels import PURE_METRIC, SECTIONS
 from hone.tracking.report import write_report
 
 NAMES = [
@@ -28,7 +28,7 @@ def page(folder: Path, *lines: dict[str, float]) -> str:
 
 
 def charts(html: str) -> dict[str, list[str]]:
-    """Group → the metrics of its charts."""
+    """Returns group → the metrics of its charts."""
     groups = re.split(r"<details[^>]*><summary>", html)[1:]
     return {
         group.partition(" <span")[0].replace("&amp;", "&"): re.findall(
@@ -48,7 +48,7 @@ def test_the_sections_are_those_of_pures_workspace_and_every_metric_is_in_one_pa
 
 def test_the_report_of_a_run_with_pures_metrics_has_the_panels_in_sections(tmp_path: Path) -> None:
     line = {
-        OWN_METRIC: 0.1,
+        PURE_METRIC: 0.1,
         "instant_rewards/kl/mean": 0.2,
         "response_length/correct/mean": 7.0,
         "val-core/math500/acc/mean@1": 0.5,
@@ -60,7 +60,7 @@ def test_the_report_of_a_run_with_pures_metrics_has_the_panels_in_sections(tmp_p
     groups = charts(html)
     assert groups["Validation ACC"] == ["val-core/math500/acc/mean@1", "val-core/other/acc/mean@1"]
     assert groups["Reward & Return"] == ["instant_rewards/kl/mean"]
-    assert groups["High-Level Pattern"] == [OWN_METRIC, "response_length/correct/mean"]
+    assert groups["High-Level Pattern"] == [PURE_METRIC, "response_length/correct/mean"]
     assert groups["Stability"] == ["alarms/raised"]
     assert groups["Loss"] == ["actor/pg_loss"]
     assert groups["actor"] == ["actor/lr"]
@@ -70,7 +70,7 @@ def test_the_report_of_a_run_with_pures_metrics_has_the_panels_in_sections(tmp_p
     assert re.search(r"<details><summary>Loss", html)
 
 
-def test_the_report_of_a_plain_run_has_no_such_section(tmp_path: Path) -> None:
+def test_the_report_of_a_run_without_pures_metrics_has_no_such_section(tmp_path: Path) -> None:
     line = {"actor/pg_loss": 0.3, "reward/mean": 0.1, "timing_s/step": 1.0}
     assert not set(charts(page(tmp_path, line))) & set(NAMES)
 
@@ -107,14 +107,14 @@ def test_the_workspace_that_is_sent_has_the_panels_of_the_table(
     (view,) = sent
     assert (view["entity"], view["project"], view["displayName"]) == ("me", "sums", "PURE")
     sections = view["spec"]["section"]["panelBankConfig"]["sections"]
-    ours = sections[: len(SECTIONS)]
-    assert [s["name"] for s in ours] == NAMES
-    assert [s["isOpen"] for s in ours] == [section.is_open for section in SECTIONS]
-    for section, built in zip(SECTIONS, ours, strict=True):
-        plots = [panel["config"] for panel in built["panels"]]
+    built = sections[: len(SECTIONS)]
+    assert [s["name"] for s in built] == NAMES
+    assert [s["isOpen"] for s in built] == [section.is_open for section in SECTIONS]
+    for section, view_section in zip(SECTIONS, built, strict=True):
+        plots = [panel["config"] for panel in view_section["panels"]]
         assert [p["chartTitle"] for p in plots] == [panel.title for panel in section.panels]
         for panel, plot in zip(section.panels, plots, strict=True):
             pattern = plot.get("metricRegex") if panel.is_pattern else plot["metrics"][0]
             assert pattern == panel.metric
-            assert plot.get("yAxisMin") == panel.least
+            assert plot.get("yAxisMin") == panel.y_min
             assert (plot["smoothingType"], plot["smoothingWeight"]) == ("exponential", 0.8)

@@ -22,7 +22,7 @@ HOSTILE = (
 
 
 class Page(HTMLParser):
-    """The elements, attributes and texts a browser would see."""
+    """The elements, attributes and texts of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_the_page_has_every_section_of_a_run(make_run: MakeRun, tmp_path: Path) 
         assert text in page.text, text
 
 
-def test_two_runs_are_laid_over_each_other(make_run: MakeRun, tmp_path: Path) -> None:
+def test_two_runs_are_overlaid(make_run: MakeRun, tmp_path: Path) -> None:
     html = report(tmp_path, make_run("slow"), make_run("fast", lr=2e-6))
     data = json.loads(Page(html).scripts[0])
     assert data["runs"] == ["slow", "fast"]
@@ -94,7 +94,7 @@ def test_the_page_loads_nothing_and_allows_only_its_own_script(
     assert "unsafe" not in policy
 
 
-def test_hostile_text_from_anywhere_in_a_run_stays_text(
+def test_hostile_text_of_a_run_is_shown_as_text(
     make_run: MakeRun, write_parquet: Any, rows_of: Any, tmp_path: Path
 ) -> None:
     clean = Page(report(tmp_path, make_run("clean")))
@@ -129,12 +129,12 @@ def test_a_run_that_has_not_finished_a_step_has_a_report(tmp_path: Path) -> None
     assert "has not finished a step" in report(tmp_path, run)
 
 
-def test_no_runs_are_refused(tmp_path: Path) -> None:
+def test_a_report_without_runs_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one run"):
         write_report([], tmp_path / "x.html")
 
 
-def test_any_number_of_runs_is_laid_over_each_other_each_in_its_colour(
+def test_any_number_of_runs_is_overlaid_each_in_its_colour(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     html = report(tmp_path, *[make_run(f"run-{i}") for i in range(12)])
@@ -147,7 +147,7 @@ def test_any_number_of_runs_is_laid_over_each_other_each_in_its_colour(
     assert [curve["run"] for curve in data["charts"][0]] == list(range(12))
 
 
-def test_parts_that_cannot_be_read_are_left_out_and_named_in_the_page(
+def test_unreadable_parts_are_skipped_and_named_in_the_page(
     write_parquet: Any, tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "broken")
@@ -167,18 +167,18 @@ def test_parts_that_cannot_be_read_are_left_out_and_named_in_the_page(
     write_parquet(run.validation_file(1), [row])
     page = Page(report(tmp_path, run))
     for note in (
-        "null: left out where it is no number (2 lines)",
-        "text: left out where it is no number (1 line)",
-        "list: left out where it is no number (1 line)",
-        "whole: left out where it is no number (1 line)",
-        "strange: left out where it is no number (1 line)",
+        "null: skipped where it is not a number (2 lines)",
+        "text: skipped where it is not a number (1 line)",
+        "list: skipped where it is not a number (1 line)",
+        "whole: skipped where it is not a number (1 line)",
+        "strange: skipped where it is not a number (1 line)",
         "huge: not drawn where it is beyond ±1e+300 (2 lines)",
-        "1 line left out: the step is beyond",
-        "left out what is no metrics line (1 line, the first being line 5)",
-        "config.yaml cannot be read and is left out: while parsing a flow sequence",
-        "config_origins.json cannot be read and is left out: Unterminated string",
-        "rollouts/step_1.parquet: 'score' is left out where it is no number",
-        "validation/step_1.parquet: 'score' is left out where it is no number",
+        "1 line skipped: the step is beyond",
+        "skipped lines that are not metrics (1 line, the first being line 5)",
+        "config.yaml cannot be read and is skipped: while parsing a flow sequence",
+        "config_origins.json cannot be read and is skipped: Unterminated string",
+        "rollouts/step_1.parquet: 'score' is skipped where it is not a number",
+        "validation/step_1.parquet: 'score' is skipped where it is not a number",
     ):
         assert note in page.text, note
     drawn = [value for _, name, value in page.attributes if name == "data-name"]
@@ -191,7 +191,7 @@ def test_parts_that_cannot_be_read_are_left_out_and_named_in_the_page(
     "config", ["- 1\n", "x\n", "\x00", "a: &a [*a]\n", "a: [{2026-11-15: 1}]\n", "1: {2: 3}\n"]
 )
 @pytest.mark.parametrize("origins", ["", "[1]", "null", '{"a": 1}', "[" * 100_000])
-def test_a_config_of_any_shape_leaves_the_report_whole(
+def test_an_invalid_config_does_not_break_the_report(
     config: str, origins: str, tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "odd")

@@ -15,7 +15,7 @@ from hone.tracking.run_folder import labels_of
 MakeRun = Callable[..., RunFolder]
 
 
-def test_a_whole_run_is_read(make_run: MakeRun) -> None:
+def test_all_data_of_a_run_are_read(make_run: MakeRun) -> None:
     run = load_run(make_run().path, "label")
     assert run.metric_names() == [
         "reward/mean",
@@ -29,17 +29,17 @@ def test_a_whole_run_is_read(make_run: MakeRun) -> None:
     assert run.notes == []
 
 
-def test_a_prompt_is_followed_through_the_validations(make_run: MakeRun) -> None:
-    story = load_run(make_run().path, "r").validation
-    assert list(story) == ["prompt a", "prompt b"]
-    assert [(s.step, s.response) for s in story["prompt a"]] == [
+def test_a_prompt_has_a_response_of_each_validation(make_run: MakeRun) -> None:
+    validation = load_run(make_run().path, "r").validation
+    assert list(validation) == ["prompt a", "prompt b"]
+    assert [(s.step, s.response) for s in validation["prompt a"]] == [
         (0, "response a at 0"),
         (10, "response a at 10"),
         (20, "response a at 20"),
     ]
 
 
-def test_many_validations_are_chosen_evenly_with_the_first_and_the_last(
+def test_validations_are_sampled_evenly_with_the_first_and_the_last(
     make_run: MakeRun, write_parquet: Any, rows_of: Any
 ) -> None:
     folder = make_run()
@@ -52,7 +52,9 @@ def test_many_validations_are_chosen_evenly_with_the_first_and_the_last(
     assert max(gaps) - min(gaps) <= 10
 
 
-def test_best_and_worst_are_one_a_prompt_and_the_latest_of_equals(make_run: MakeRun) -> None:
+def test_best_and_worst_have_one_response_per_prompt_and_the_latest_of_equals(
+    make_run: MakeRun,
+) -> None:
     run = load_run(make_run().path, "r")
     assert [(s.uid, s.step, s.score) for s in run.best] == [
         ("u7", 2, 0.875),
@@ -72,7 +74,7 @@ def test_best_and_worst_are_one_a_prompt_and_the_latest_of_equals(make_run: Make
     assert run.best[0].parts == {"rule": 0.875, "format": 0.125}
 
 
-def test_a_prompt_has_one_place_though_its_uid_is_another_in_every_epoch(
+def test_a_prompt_appears_once_although_its_uid_changes_every_epoch(
     make_run: MakeRun, write_parquet: Any, rows_of: Any
 ) -> None:
     folder = make_run()
@@ -89,7 +91,7 @@ def test_a_prompt_has_one_place_though_its_uid_is_another_in_every_epoch(
     ]
 
 
-def test_rows_without_a_prompt_are_told_apart_by_uid(make_run: MakeRun, write_parquet: Any) -> None:
+def test_rows_without_a_prompt_are_identified_by_uid(make_run: MakeRun, write_parquet: Any) -> None:
     folder = make_run()
     for step in (1, 2):
         rows = [{"score": 1.0, "uid": "a"}, {"score": 0.5, "uid": "b"}, {"score": 0.2, "uid": "a"}]
@@ -109,7 +111,7 @@ def test_a_reward_part_by_token_is_shown_as_its_sum(
     assert load_run(folder.path, "r").best[0].parts == {"rule": 0.75}
 
 
-def test_a_text_score_is_left_out_and_noted_and_the_rest_is_shown(
+def test_a_text_score_is_skipped_with_a_note(
     make_run: MakeRun, write_parquet: Any, rows_of: Any
 ) -> None:
     folder = make_run()
@@ -118,13 +120,13 @@ def test_a_text_score_is_left_out_and_noted_and_the_rest_is_shown(
     run = load_run(folder.path, "r")
     assert {s.step for s in run.best + run.worst} == {1}
     assert [s.score for s in run.validation["prompt a"]] == [0.0, 0.0, None]
-    assert [note for note in run.notes if "no number" in note] == [
-        "validation/step_20.parquet: 'score' is left out where it is no number",
-        "rollouts/step_2.parquet: 'score' is left out where it is no number",
+    assert [note for note in run.notes if "not a number" in note] == [
+        "validation/step_20.parquet: 'score' is skipped where it is not a number",
+        "rollouts/step_2.parquet: 'score' is skipped where it is not a number",
     ]
 
 
-def test_an_earlier_step_can_hold_the_best(
+def test_the_best_response_may_be_of_an_earlier_step(
     make_run: MakeRun, write_parquet: Any, rows_of: Any
 ) -> None:
     folder = make_run()
@@ -136,7 +138,7 @@ def test_an_earlier_step_can_hold_the_best(
     assert (run.worst[0].uid, run.worst[0].step) == ("z", 1)
 
 
-def test_scores_that_are_missing_or_not_finite_are_no_extremes(
+def test_missing_and_non_finite_scores_are_not_best_or_worst(
     make_run: MakeRun, write_parquet: Any, rows_of: Any
 ) -> None:
     folder = make_run()
@@ -146,7 +148,7 @@ def test_scores_that_are_missing_or_not_finite_are_no_extremes(
     assert {s.step for s in run.best + run.worst} == {2}
 
 
-def test_a_file_that_cannot_be_read_is_noted_and_left_out(make_run: MakeRun) -> None:
+def test_an_unreadable_file_is_skipped_with_a_note(make_run: MakeRun) -> None:
     folder = make_run()
     (folder.rollouts / "step_2.parquet").write_bytes(b"PAR1 torn")
     folder.validation_file(10).write_bytes(b"")
@@ -156,9 +158,7 @@ def test_a_file_that_cannot_be_read_is_noted_and_left_out(make_run: MakeRun) -> 
     assert sum("cannot be read" in note for note in run.notes) == 2
 
 
-def test_columns_that_are_missing_leave_gaps_not_errors(
-    make_run: MakeRun, write_parquet: Any
-) -> None:
+def test_missing_columns_are_empty(make_run: MakeRun, write_parquet: Any) -> None:
     folder = make_run()
     for step in (1, 2):
         write_parquet((folder.rollouts / f"step_{step}.parquet"), [{"score": 1.0}, {"score": 0.5}])
@@ -167,7 +167,7 @@ def test_columns_that_are_missing_leave_gaps_not_errors(
     assert run.best[0].prompt == ""
 
 
-def test_samples_are_found_where_the_config_put_them(
+def test_samples_are_read_from_the_folder_of_the_config(
     make_run: MakeRun, write_parquet: Any, rows_of: Any, tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path / "plain")
@@ -203,7 +203,7 @@ def test_labels_tell_runs_apart() -> None:
     assert labels_of(["/x/a", "/x/a"]) == ["x/a (1)", "x/a (2)"]
 
 
-def test_turns_are_read_with_the_calls_they_made(
+def test_turns_are_read_with_their_tool_calls(
     make_run: MakeRun, write_parquet: Any, rows_of: Any
 ) -> None:
     turns = [
@@ -246,7 +246,7 @@ def test_turns_are_read_with_the_calls_they_made(
         '{"f": {}}',
     ],
 )
-def test_turns_of_any_other_form_leave_the_sample_whole(
+def test_invalid_turns_do_not_affect_the_sample(
     make_run: MakeRun, write_parquet: Any, rows_of: Any, hostile: Any
 ) -> None:
     texts = dict.fromkeys(("turns", "tool_outputs", "reward_scores"), hostile)

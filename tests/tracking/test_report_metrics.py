@@ -19,7 +19,7 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-def test_arrays_hold_what_the_rows_say(rows: list[dict[str, float]]) -> None:
+def test_arrays_equal_the_rows(rows: list[dict[str, float]]) -> None:
     metrics = metrics_of(rows)
     assert list(metrics.series) == sorted({key for row in rows for key in row} - {"step"})
     for key in ("a", "b"):
@@ -30,7 +30,7 @@ def test_arrays_hold_what_the_rows_say(rows: list[dict[str, float]]) -> None:
     assert metrics.notes == []
 
 
-def test_what_is_not_finite_stays_and_what_is_huge_becomes_infinite() -> None:
+def test_non_finite_values_stay_and_huge_values_become_infinite() -> None:
     values = [math.nan, math.inf, 1e300, 1.01e300, -1.7e308]
     metrics = metrics_of([{"step": i, "a": v} for i, v in enumerate(values)])
     assert repr(metrics.of("a").values.tolist()) == "[nan, inf, 1e+300, inf, -inf]"
@@ -38,12 +38,12 @@ def test_what_is_not_finite_stays_and_what_is_huge_becomes_infinite() -> None:
     assert metrics.notes == ["a: not drawn where it is beyond ±1e+300 (2 lines)"]
 
 
-def test_lines_that_are_no_metrics_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+def test_invalid_lines_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     good = json.dumps({"step": 1, "a": 1.0})
     file.write_text(f"{good}\n\nnonsense\n[1]\n{good[:-3]}")
     metrics = load_metrics(file)
     assert metrics.of("a").values.tolist() == [1.0]
     assert metrics.notes == [
-        "metrics.jsonl: left out what is no metrics line (3 lines, the first being line 3)"
+        "metrics.jsonl: skipped lines that are not metrics (3 lines, the first being line 3)"
     ]

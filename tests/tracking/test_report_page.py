@@ -17,10 +17,10 @@ def run_of(label: str, rows: list[dict[str, Any]], **more: Any) -> RunData:
 
 
 def section(name: str, runs: list[RunData]) -> str:
-    """The part of the page under one heading."""
-    found = re.search(rf'<section id="{name}"><h2>.*?</h2>(.*?)</section>', render(runs), re.DOTALL)
-    assert found is not None
-    return found[1]
+    """Returns the part of the page under one heading."""
+    match = re.search(rf'<section id="{name}"><h2>.*?</h2>(.*?)</section>', render(runs), re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
 def text_of(html: str) -> str:
@@ -28,7 +28,7 @@ def text_of(html: str) -> str:
 
 
 @pytest.mark.parametrize("hostile", ["<b>", "</pre>", "&lt;", '"x"', "'x'"])
-def test_text_is_shown_as_it_is(hostile: str) -> None:
+def test_text_is_escaped(hostile: str) -> None:
     html = section("summary", [run_of("r", [], notes=[hostile])])
     assert f"r: {hostile}" in text_of(html).replace("&lt;", hostile)
     assert f"r: {hostile}" not in html
@@ -39,7 +39,7 @@ def test_characters_that_hide_or_reverse_text_are_made_visible() -> None:
     assert visible("one\r\n\ttwo") == "one\n\ttwo"
 
 
-def test_long_text_is_cut_and_says_by_how_much() -> None:
+def test_long_text_is_truncated_with_the_number_of_characters() -> None:
     assert visible("x" * 4100) == "x" * 4000 + " … 100 more characters"
 
 
@@ -101,7 +101,7 @@ def test_parts_that_sum_to_more_than_the_step_are_noted() -> None:
     assert "parts overlap" in section("time", [run_of("r", rows)])
 
 
-def test_validation_and_checkpoints_lie_beside_the_step() -> None:
+def test_validation_and_checkpoints_are_not_part_of_the_step() -> None:
     rows = [
         {"step": 0, "timing_s/testing": 2.0},
         {"step": 1, "timing_s/gen": 9.0, "timing_s/testing": 5.0, "timing_s/step": 10.0},
@@ -111,7 +111,7 @@ def test_validation_and_checkpoints_lie_beside_the_step() -> None:
     assert "overlap" not in text
 
 
-def test_metrics_that_are_equal_throughout_share_one_chart_of_the_overview() -> None:
+def test_equal_metrics_share_one_chart_of_the_overview() -> None:
     rows = [{"step": s, "accuracy": 0.1 * s, "reward/mean": 0.1 * s} for s in range(3)]
     html = section("curves", [run_of("r", rows)])
     overview, _, rest = html.partition("</details>")
@@ -119,14 +119,14 @@ def test_metrics_that_are_equal_throughout_share_one_chart_of_the_overview() -> 
     assert re.findall('data-name="([^"]+)"', rest) == ["reward/mean"]
 
 
-def test_the_last_held_out_result_of_each_run_stands_large() -> None:
+def test_the_headline_is_the_last_held_out_result() -> None:
     rows = [{"step": s, "reward/mean": 0.5, "val-core/x/acc/mean@1": s / 10} for s in (1, 4)]
     html = section("summary", [run_of("r", rows)])
     assert "<b>0.4</b>" in html
     assert "from 0.1" in html
 
 
-def test_each_run_stands_large_by_a_result_of_its_own() -> None:
+def test_each_run_has_a_headline_of_its_own_metrics() -> None:
     runs = [run_of(n, [{"step": 1, f"val-core/{n}/acc/mean@1": 0.5}]) for n in ("a", "b")]
     tiles = section("summary", runs).partition("<table>")[0]
     assert (
@@ -135,7 +135,7 @@ def test_each_run_stands_large_by_a_result_of_its_own() -> None:
     )
 
 
-def test_what_a_run_shows_goes_with_it_when_it_is_hidden() -> None:
+def test_hiding_a_run_hides_all_of_its_content() -> None:
     runs = [
         run_of(name, [{"step": 1, "accuracy": 1.0, "timing_s/step": 1.0}], config={"lr": "1"})
         for name in ("first", "second")
@@ -148,7 +148,7 @@ def test_what_a_run_shows_goes_with_it_when_it_is_hidden() -> None:
         assert "second" not in without, name
 
 
-TALK = Sample(
+MULTI_TURN = Sample(
     step=7,
     uid="u",
     prompt="6*7?",
@@ -164,8 +164,8 @@ TALK = Sample(
 )
 
 
-def test_a_response_of_several_turns_says_who_wrote_what_and_what_it_earned() -> None:
-    run = run_of("r", [], best=[TALK], validation={"6*7?": [TALK]})
+def test_a_multi_turn_response_shows_roles_and_rewards() -> None:
+    run = run_of("r", [], best=[MULTI_TURN], validation={"6*7?": [MULTI_TURN]})
     for html in (section("best-and-worst-responses", [run]), section("validation-samples", [run])):
         assert (
             'assistant let me <look> called find(x="</pre>") · reward -0.05 tool 41 '
@@ -173,17 +173,17 @@ def test_a_response_of_several_turns_says_who_wrote_what_and_what_it_earned() ->
             "score of the trajectory: find 0.25"
         ) in text_of(html)
         assert "all of it" not in html
-        looks = re.findall('class="turn (\\w+)"', html)
-        assert looks == ["assistant", "tool", "assistant", "environment"]
+        classes = re.findall('class="turn (\\w+)"', html)
+        assert classes == ["assistant", "tool", "assistant", "environment"]
         assert not re.search("<(look|judge)>", html)
 
 
-def test_a_run_without_responses_says_so_once() -> None:
+def test_a_run_without_responses_has_one_message() -> None:
     text = text_of(section("best-and-worst-responses", [run_of("r", [])]))
     assert text == "r no scored responses of training steps"
 
 
-def test_a_run_without_timers_says_so() -> None:
+def test_a_run_without_timers_has_a_message() -> None:
     assert "no timing_s/" in section("time", [run_of("r", [{"step": 1, "a": 1.0}])])
 
 
@@ -200,7 +200,7 @@ def test_config_rows_carry_origins_and_mark_differences() -> None:
     assert rows["new"] == ("setting differs", "new – <x>")
 
 
-def test_many_notes_are_cut_and_counted() -> None:
+def test_many_notes_are_truncated_and_counted() -> None:
     text = text_of(section("summary", [run_of("r", [], notes=[f"note {i}" for i in range(25)])]))
     assert "note 19" in text
     assert "note 20" not in text

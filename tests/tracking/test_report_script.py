@@ -1,4 +1,4 @@
-"""The page's script, run by node: scales, lines, ticks and smoothing."""
+"""The script of the report, run by node: scales, lines, ticks and smoothing."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs node
 
 
 def run(expression: str) -> Any:
-    """The value of an expression of the script."""
+    """Returns the value of an expression in the script."""
     program = f"{SCRIPT}\nconsole.log(JSON.stringify({expression}));"
-    done = subprocess.run(
+    process = subprocess.run(
         ["node", "-"], input=program, capture_output=True, text=True, check=True, timeout=60
     )
-    return json.loads(done.stdout)
+    return json.loads(process.stdout)
 
 
 def curve_of(values: list[float], steps: list[int] | None = None) -> dict[str, Any]:
-    """What the page hands to the script of a run with these values."""
-    at = steps or range(len(values))
-    rows = [{"step": step, "k": value} for step, value in zip(at, values, strict=True)]
+    """Returns the script's data for a run with these values."""
+    steps = steps or list(range(len(values)))
+    rows = [{"step": step, "k": value} for step, value in zip(steps, values, strict=True)]
     (curve,) = _curves("k", [RunData("r", metrics_of(rows))])
     return dict(curve)
 
@@ -62,35 +62,35 @@ def test_any_values_can_be_drawn() -> None:
         f"{curves}.map(c => (s => [pathOf(s, c.steps, c.values), ticks(s.y0, s.y1)])(scaleOf([c])))"
     )
     assert not re.search("NaN|Infinity", json.dumps(drawn))
-    assert all(1 <= len(marks) <= 6 for _, marks in drawn)
+    assert all(1 <= len(tick_values) <= 6 for _, tick_values in drawn)
 
 
 def test_ticks_are_few_round_and_inside() -> None:
     ranges = [(0, 100), (0.1, 0.9), (-3.0, 17.0), (1e-7, 3e-7), (0.0, 52_000.0), (2e6, 9e6)]
-    marks = run(f"{json.dumps(ranges)}.map(([low, high]) => ticks(low, high))")
-    assert marks[0] == pytest.approx([0, 50, 100])
-    assert marks[1] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    for (low, high), inside in zip(ranges, marks, strict=True):
-        assert 1 <= len(inside) <= 6
-        assert all(low - 1e-9 <= mark <= high * (1 + 1e-9) for mark in inside)
+    tick_values = run(f"{json.dumps(ranges)}.map(([low, high]) => ticks(low, high))")
+    assert tick_values[0] == pytest.approx([0, 50, 100])
+    assert tick_values[1] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    for (low, high), ticks_inside in zip(ranges, tick_values, strict=True):
+        assert 1 <= len(ticks_inside) <= 6
+        assert all(low - 1e-9 <= tick <= high * (1 + 1e-9) for tick in ticks_inside)
     values = [0.05, 250, 9000, 40_000, -1.5e6, 2e9]
     texts = ["0.05", "250", "9000", "40k", "-1.5M", "2G"]
     assert run(f"{values}.map(tickText)") == texts
 
 
-def test_smoothing_is_that_of_the_learning_curve() -> None:
+def test_smoothing_equals_that_of_the_learning_curve() -> None:
     smoothed = run("smooth([1, null, 3, 2], 0.9)")
-    want = smooth([1.0, math.nan, 3.0, 2.0], 0.9)
+    expected = smooth([1.0, math.nan, 3.0, 2.0], 0.9)
     assert smoothed[1] is None
-    assert [smoothed[i] for i in (0, 2, 3)] == pytest.approx([want[i] for i in (0, 2, 3)])
-    counted, written_out = run("[smooth([1, 5], 0.7, [3, 2]), smooth([1, 1, 1, 5, 5], 0.7)]")
-    assert counted == pytest.approx([written_out[2], written_out[4]])
+    assert [smoothed[i] for i in (0, 2, 3)] == pytest.approx([expected[i] for i in (0, 2, 3)])
+    weighted, repeated = run("[smooth([1, 5], 0.7, [3, 2]), smooth([1, 1, 1, 5, 5], 0.7)]")
+    assert weighted == pytest.approx([repeated[2], repeated[4]])
 
 
 @pytest.mark.parametrize("count", [400, 2000, 20_000])
-def test_the_slider_keeps_the_line_at_the_height_of_the_data(count: int) -> None:
-    chooser = random.Random(count)
-    values = [float(chooser.random() < 0.05) for _ in range(count)]
+def test_smoothing_preserves_the_mean(count: int) -> None:
+    rng = random.Random(count)
+    values = [float(rng.random() < 0.05) for _ in range(count)]
     curve = curve_of(values)
     assert len(curve["steps"]) == (count if count <= POINTS_DRAWN else POINTS_DRAWN // 2)
     means = run(
@@ -100,7 +100,7 @@ def test_the_slider_keeps_the_line_at_the_height_of_the_data(count: int) -> None
     assert means == pytest.approx([sum(values) / count] * 4, abs=0.005)
 
 
-def test_the_faint_line_of_a_long_curve_keeps_its_peaks() -> None:
+def test_the_raw_line_of_a_long_curve_keeps_its_peaks() -> None:
     values = [0.0] * 20_000
     values[7_003] = 1.0
     curve = curve_of(values)

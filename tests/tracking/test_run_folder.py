@@ -41,8 +41,8 @@ def test_a_changed_config_keeps_the_earlier_ones(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     for lr in (1, 1, 2, 3):
         run.write_config({"lr": lr})
-    kept = {p.name: p.read_text() for p in tmp_path.iterdir()}
-    assert kept == {
+    files = {p.name: p.read_text() for p in tmp_path.iterdir()}
+    assert files == {
         "config.1.yaml": "lr: 1\n",
         "config.2.yaml": "lr: 2\n",
         "config.yaml": "lr: 3\n",
@@ -59,7 +59,7 @@ def test_checkpoints_are_listed_by_number_not_by_name(tmp_path: Path) -> None:
     ]
 
 
-def test_cut_back_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_truncate_after_removes_metrics_and_samples_after_the_checkpoint(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     for step in (1, 2, 10):
         run.metrics.append({"a": step}, step)
@@ -69,7 +69,7 @@ def test_cut_back_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None
         run.checkpoint(step).mkdir()
     (run.rollouts / ".step_11.parquet.5.tmp").write_text("half")
     (run.rollouts / "notes.txt").write_text("the user's")
-    run.cut_back(2)
+    run.truncate_after(2)
     assert [row["step"] for row in run.metrics.rows()] == [1, 2]
     assert [step for step, _ in step_files(run.rollouts)] == [1, 2]
     assert [step for step, _ in step_files(run.validation)] == [1, 2]
@@ -81,25 +81,23 @@ def test_cut_back_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None
     ]
 
 
-def test_tracker_ids_are_kept_side_by_side(tmp_path: Path) -> None:
+def test_ids_of_several_trackers_are_saved(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert run.tracker_id("wandb") is None
-    run.keep_tracker_id("wandb", "abc")
-    run.keep_tracker_id("mlflow", "def")
+    run.save_tracker_id("wandb", "abc")
+    run.save_tracker_id("mlflow", "def")
     assert (run.tracker_id("wandb"), run.tracker_id("mlflow")) == ("abc", "def")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"[]", b'{"wandb": 5}', b""])
-def test_files_that_are_not_what_they_should_be_are_kept_or_passed_over(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_invalid_files_are_kept_or_ignored(tmp_path: Path, content: bytes) -> None:
     run = RunFolder(tmp_path)
     run.config_file.write_bytes(content)
     run.trackers_file.write_bytes(content)
     run.write_config({"a": 1})
     assert (tmp_path / "config.1.yaml").read_bytes() == content
     assert run.tracker_id("wandb") is None
-    run.keep_tracker_id("wandb", "x1")
+    run.save_tracker_id("wandb", "x1")
     assert run.tracker_id("wandb") == "x1"
 
 

@@ -14,18 +14,20 @@ FINITE = st.floats(-1e6, 1e6)
 @given(st.lists(FINITE), st.floats(0, 0.99))
 def test_each_point_is_the_weighted_mean_of_those_before(values: list[float], w: float) -> None:
     smoothed = smooth(values, w)
-    for i, got in enumerate(smoothed):
+    for i, value in enumerate(smoothed):
         weights = [w ** (i - j) for j in range(i + 1)]
-        want = math.fsum(a * b for a, b in zip(weights, values, strict=False)) / math.fsum(weights)
-        assert got == pytest.approx(want, rel=1e-9, abs=1e-3)
+        expected = math.fsum(a * b for a, b in zip(weights, values, strict=False)) / math.fsum(
+            weights
+        )
+        assert value == pytest.approx(expected, rel=1e-9, abs=1e-3)
 
 
-def test_no_weight_changes_nothing_and_a_constant_stays() -> None:
+def test_weight_zero_changes_nothing_and_a_constant_stays() -> None:
     assert smooth([3.0, 1.0, 2.0], 0) == [3.0, 1.0, 2.0]
     assert smooth([5.0] * 4, 0.9) == pytest.approx([5.0] * 4)
 
 
-def test_what_is_not_finite_does_not_spread() -> None:
+def test_non_finite_values_do_not_affect_others() -> None:
     smoothed = smooth([1.0, math.nan, 1.0], 0.5)
     assert math.isnan(smoothed[1])
     assert smoothed[2] == pytest.approx(1.0)
@@ -48,7 +50,7 @@ def test_an_envelope_keeps_ends_and_extremes(values: list[float], buckets: int) 
 
 
 @given(st.lists(FINITE, min_size=51, max_size=400), st.integers(1, 50))
-def test_buckets_hold_every_value_once(values: list[float], buckets: int) -> None:
+def test_every_value_is_in_one_bucket(values: list[float], buckets: int) -> None:
     steps, means, counts = bucket_means(range(len(values)), values, buckets)
     assert len(steps) == len(means) == len(counts) == buckets
     assert steps == sorted(set(steps))
@@ -57,7 +59,7 @@ def test_buckets_hold_every_value_once(values: list[float], buckets: int) -> Non
     assert total == pytest.approx(math.fsum(values), rel=1e-9, abs=1e-3)
 
 
-def test_a_bucket_leaves_out_what_is_not_finite_and_nothing_else_is_a_gap() -> None:
+def test_a_bucket_ignores_non_finite_values_and_is_nan_without_others() -> None:
     values = [1.0, math.nan, 3.0, math.nan, math.inf, math.nan]
     steps, means, counts = bucket_means([10, 11, 12, 13, 14, 15], values, 2)
     assert steps == [11, 14]

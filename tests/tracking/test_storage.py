@@ -1,4 +1,4 @@
-"""Why a write failed, found under what libraries wrap around it."""
+"""The cause of a failed write is found even behind errors of libraries."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hone.tracking.storage import storage_failure, storage_sentence
 from hone.trainer.command_line import mistake_in_words
 
 
-def raised(action: Callable[[], object]) -> BaseException:
+def error_of(action: Callable[[], object]) -> BaseException:
     with pytest.raises(BaseException) as caught:
         action()
     return caught.value
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("number", "cause"),
     [
         (errno.ENOSPC, "the disk is full"),
         (errno.EDQUOT, "quota"),
@@ -29,12 +29,12 @@ def raised(action: Callable[[], object]) -> BaseException:
         (errno.EFBIG, "larger than"),
     ],
 )
-def test_each_failure_is_one_sentence_with_the_file_and_what_to_do(number: int, words: str) -> None:
-    said = str(mistake_in_words(OSError(number, os.strerror(number), "/runs/a/metrics.jsonl")))
-    assert words in said
-    assert "/runs/a/metrics.jsonl could not be written" in said
-    assert "start the same command again" in said
-    assert "\n" not in said
+def test_each_failure_has_a_message_with_file_and_remedy(number: int, cause: str) -> None:
+    message = str(mistake_in_words(OSError(number, os.strerror(number), "/runs/a/metrics.jsonl")))
+    assert cause in message
+    assert "/runs/a/metrics.jsonl could not be written" in message
+    assert "start the same command again" in message
+    assert "\n" not in message
 
 
 def test_the_cause_is_found_behind_other_errors() -> None:
@@ -44,18 +44,18 @@ def test_the_cause_is_found_behind_other_errors() -> None:
         except OSError as error:
             raise RuntimeError("the writer failed") from error
 
-    assert storage_failure(raised(wrapped)) == errno.ENOSPC
+    assert storage_failure(error_of(wrapped)) == errno.ENOSPC
     assert storage_failure(RuntimeError("I/O error: No space left on device (os error 28)"))
     assert storage_failure(RuntimeError("something else")) is None
     assert storage_sentence(ValueError("x")) is None
 
 
-FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
-@FULL
+@needs_dev_full
 @pytest.mark.parametrize("kind", ["parquet", "safetensors", "torch", "jsonl"])
-def test_what_libraries_raise_on_a_full_disk_is_a_sentence(kind: str) -> None:
+def test_errors_of_libraries_on_a_full_disk_are_explained(kind: str) -> None:
     full = "/dev/full"
 
     def write() -> None:
@@ -79,4 +79,4 @@ def test_what_libraries_raise_on_a_full_disk_is_a_sentence(kind: str) -> None:
             with open(full, "ab", buffering=0) as file:
                 file.write(b"x")
 
-    assert "the disk is full" in str(mistake_in_words(raised(write)))
+    assert "the disk is full" in str(mistake_in_words(error_of(write)))

@@ -13,7 +13,7 @@ from hone.tracking import RunFolder, TrackerError, Tracking
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A stand-in that remembers how it was called."""
+    """A fake module that records its calls."""
     module: Any = types.ModuleType("swanlab")
     module.inits, module.logged, module.finished = [], [], 0
 

@@ -27,11 +27,11 @@ def test_scalars_and_samples_reach_the_event_file(tmp_path: Path) -> None:
     scalars = events.Scalars("reward/mean")  # type: ignore[attr-defined]
     assert [(e.step, e.value) for e in scalars] == [(1, 0.5), (2, 0.75)]
     (text,) = events.Tensors("val/0/text_summary")  # type: ignore[attr-defined]
-    shown = text.tensor_proto.string_val[0].decode()
-    assert "    # a\n    <b>" in shown  # indented: code, not a heading or markup
+    markdown = text.tensor_proto.string_val[0].decode()
+    assert "    # a\n    <b>" in markdown  # indented, so it is code and not markup
 
 
-def test_a_resumed_run_replaces_the_steps_it_redoes(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_repeated_steps(tmp_path: Path) -> None:
     with Tracking("p", "e", "tensorboard", {}, tmp_path) as tracking:
         for step in (1, 2, 3):
             tracking.log({"a": step}, step)
@@ -41,7 +41,7 @@ def test_a_resumed_run_replaces_the_steps_it_redoes(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in scalars] == [(1, 1.0), (2, 20.0)]
 
 
-def test_the_variable_chooses_another_place(
+def test_the_environment_variable_sets_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))

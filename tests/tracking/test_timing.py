@@ -21,7 +21,7 @@ def test_a_timer_becomes_a_metric() -> None:
     assert timers.drain() == {"timing_s/gen": 2.5}
 
 
-def test_a_name_used_again_adds_up_and_timers_nest() -> None:
+def test_a_repeated_timer_adds_up_and_timers_nest() -> None:
     clock = Clock()
     timers = Timers(clock)
     with timers.timer("step"):

@@ -72,7 +72,7 @@ def test_a_run_folder_always_gets_its_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backends", ["file", ["jsonl"], ["file", "jsonl"]])
-def test_file_is_the_familys_name_for_jsonl(backends: Any, tmp_path: Path) -> None:
+def test_file_is_verls_name_for_jsonl(backends: Any, tmp_path: Path) -> None:
     start(backends, tmp_path).log({"a": 1}, 1)
     assert len(read_metrics(tmp_path)) == 1
 
@@ -83,7 +83,7 @@ def test_a_second_process_appends_to_the_first(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_a_broken_tracker_is_counted_and_the_run_goes_on(
+def test_failures_of_a_tracker_are_counted_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracking = start([BROKEN, NOTEBOOK], tmp_path)
@@ -91,32 +91,32 @@ def test_a_broken_tracker_is_counted_and_the_run_goes_on(
         for step in (1, 2, 3):
             tracking.log({"a": step}, step)
     assert tracking.failures == {BROKEN: 3}
-    assert len([r for r in caplog.records if "the run goes on" in r.message]) == 1
+    assert len([r for r in caplog.records if "the run continues" in r.message]) == 1
     assert "the cloud is down" in caplog.text
     rows = read_metrics(tmp_path)
     assert [row.get(f"tracking/failures/{BROKEN}") for row in rows] == [None, 1, 2]
     assert len(tracking.trackers[NOTEBOOK].calls) == 3  # type: ignore[attr-defined]
 
 
-def test_a_record_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
+def test_a_failed_write_of_metrics_jsonl_stops_the_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(OSError, match="cannot append step 1"):
         start("jsonl", tmp_path).log({"a": 1}, 1)
 
 
-def test_what_is_no_number_is_refused_before_anyone_sees_it(tmp_path: Path) -> None:
+def test_a_value_that_is_not_a_number_reaches_no_tracker(tmp_path: Path) -> None:
     tracking = start([NOTEBOOK], tmp_path)
     with pytest.raises(TrackerError, match="'a' is list"):
         tracking.log({"a": [1, 2]}, 1)
     assert tracking.trackers[NOTEBOOK].calls == []  # type: ignore[attr-defined]
 
 
-def test_an_unknown_tracker_is_answered_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_tracker_is_an_error_with_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"unknown tracker in trainer.logger 'wanbd'.*'wandb'"):
         start(["wanbd"], tmp_path)
 
 
-def test_jsonl_without_a_folder_says_so() -> None:
+def test_jsonl_without_a_folder_is_an_error() -> None:
     with pytest.raises(TrackerError, match="needs a run folder"):
         start("jsonl", None)
 
@@ -141,7 +141,7 @@ def test_it_is_called_as_in_verl(tmp_path, capsys):
         assert list(bare.trackers) == ["console"]
 
 
-def test_a_step_may_go_to_named_backends_alone(tmp_path, capsys):
+def test_a_step_may_be_logged_to_named_backends_only(tmp_path, capsys):
     with Tracking("p", "e", "console", {}, tmp_path) as tracking:
         tracking.log({"reward/mean": 0.25}, 1, backend="file")
         with pytest.raises(TrackerError, match="no tracker 'wandb' in this run; it has jsonl, con"):

@@ -1,4 +1,4 @@
-"""The page docs/tracking.md is run, so that it stays true."""
+"""The code in docs/tracking.md runs and does what the page says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tracking.md"
 
 
-def test_the_code_on_the_page_runs_and_leaves_what_it_says(
+def test_the_code_on_the_page_runs_and_writes_the_files_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

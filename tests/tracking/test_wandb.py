@@ -23,7 +23,7 @@ class FakeSession:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A stand-in that remembers how it was called."""
+    """A fake module that records its calls."""
     module: Any = types.ModuleType("wandb")
     module.inits = []
 

@@ -21,7 +21,7 @@ RawRewardFn = Function
 
 
 class AbstractRewardManager(ABC):
-    """Scores a batch: `manager(data)` returns rewards [B, T], zero except at each row's last policy token."""
+    """Scores a batch; rewards are zero except at each row's last policy token."""
 
     def __init__(
         self,
@@ -49,4 +49,4 @@ class AbstractRewardManager(ABC):
 
     # Most managers hold no resources, so this is not abstract.
     def close(self) -> None:  # noqa: B027
-        """Release the manager's resources (processes). Safe to call twice."""
+        """Releases the manager's resources (processes). It may be called twice."""

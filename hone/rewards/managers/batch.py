@@ -1,7 +1,7 @@
 """The batch manager: calls the scorer once for the whole batch.
 
-It is for scorers that work on lists (a model, a service). A failed call fails every row, because the
-row that caused it is unknown; an invalid value in the list fails only its row.
+It is for scorers that work on lists (a model, a service). A failed call fails every row, since the
+cause is unknown; an invalid value in the list fails only its row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from hone.rewards.calling import BATCH_ARGUMENTS, ROW_ARGUMENTS, call_scorer
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Response, compare_ahead, failed_by, read_result, score_row
+from hone.rewards.outcome import (
+    Response,
+    exception_failure,
+    precompute_comparisons,
+    read_result,
+    score_row,
+)
 
 
 class BatchRewardManager(RuleRewardManager):
@@ -23,24 +29,24 @@ class BatchRewardManager(RuleRewardManager):
     def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         if not rows:
             return []
-        compare_ahead(self.compute_score, rows, self.options)
+        precompute_comparisons(self.compute_score, rows, self.options)
         try:
             return call_with_deadline(lambda: self._score_all(rows), self.policy.timeout_s)
         except DeadlineExceeded:
-            return [self.late()] * len(rows)
+            return [self.timeout_failure()] * len(rows)
 
     def _score_all(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        """Returns the scorer's list; the table of data sources has no batch form and scores row by row."""
+        """Returns the scorer's results; the built-in rules are called row by row."""
         if self.uses_table:
             return [score_row(self.compute_score, row, self.options) for row in rows]
         names = zip(BATCH_ARGUMENTS, ROW_ARGUMENTS, strict=True)
-        arguments = {many: [getattr(row, one) for row in rows] for many, one in names}
+        arguments = {plural: [getattr(row, name) for row in rows] for plural, name in names}
         try:
             results = call_scorer(self.compute_score, arguments, self.options)
         except SetupError:
             raise
         except Exception as error:  # a user's scorer may raise anything; the policy applies
-            return [failed_by(error, self.compute_score)] * len(rows)
+            return [exception_failure(error, self.compute_score)] * len(rows)
         count = len(results) if hasattr(results, "__len__") else type(results).__name__
         if count != len(rows):
             return [Failed("bad_return", f"{len(rows)} scores expected, got {count}")] * len(rows)

@@ -1,7 +1,4 @@
-"""The blank manager: no rule, every reward is 0 (only process rewards drive training).
-
-It returns verl's format, so that the trainer needs no special case.
-"""
+"""The blank manager: every reward is 0, and only process rewards are used for training."""
 
 from __future__ import annotations
 

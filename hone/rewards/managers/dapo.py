@@ -1,6 +1,6 @@
 """The dapo manager: naive scores with a soft penalty for responses close to the length limit.
 
-The penalty falls from 0 to -factor over the last `len` tokens before `max_resp_len` and keeps falling
+The penalty falls from 0 to -factor over the last `len` tokens before `max_resp_len`, and further
 beyond it. The reward includes the penalty; `acc` and `score` do not.
 """
 
@@ -18,9 +18,9 @@ from hone.types import JsonValue, Settings
 
 
 def overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float) -> float:
-    """Returns 0 up to `max_resp_len - buffer` tokens, then falls linearly to -factor at `max_resp_len`."""
-    expected = max_resp_len - buffer
-    return min(-(length - expected) / buffer * factor, 0.0)
+    """Returns 0 up to `max_resp_len - buffer` tokens, then less, and -factor at `max_resp_len`."""
+    excess = length - (max_resp_len - buffer)
+    return min(-excess / buffer * factor, 0.0)
 
 
 class DAPORewardManager(NaiveRewardManager):
@@ -48,14 +48,14 @@ class DAPORewardManager(NaiveRewardManager):
                 "reward_model.reward_kwargs.{max_resp_len,overlong_buffer_cfg.len}."
             )
 
-    def shape(
+    def shape_rewards(
         self, scores: list[float], lengths: list[int]
     ) -> tuple[list[float], dict[str, Sequence[JsonValue]]]:
-        buffer, longest = self.buffer, self.max_resp_len
-        if not buffer.enable or longest is None:
+        buffer, max_resp_len = self.buffer, self.max_resp_len
+        if not buffer.enable or max_resp_len is None:
             return scores, {}
         penalties = [
-            overlong_penalty(length, longest, buffer.len, buffer.penalty_factor)
+            overlong_penalty(length, max_resp_len, buffer.len, buffer.penalty_factor)
             for length in lengths
         ]
         rewards = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]

@@ -1,7 +1,4 @@
-"""Scores a batch with a reward model outside of the run's workers, under the failure policy of the rules.
-
-The trainer uses it in the place of a reward model's workers: a served classifier, or a judge.
-"""
+"""The manager of a reward model outside of the run's workers: a served classifier, or a judge."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ class ModelScorer(Protocol):
 
     def pop_metrics(self) -> dict[str, float]: ...
 
-    def refusal(self) -> str | None:
-        """Returns why the server of the model cannot be reached, or None."""
+    def connection_error(self) -> str | None:
+        """Returns why the model's server cannot be reached, or None."""
 
 
 class ModelRewardManager(RuleRewardManager):
@@ -47,7 +44,7 @@ class ModelRewardManager(RuleRewardManager):
         return run_coroutine(self.scorer.score_rows(rows))
 
     def pop_metrics(self) -> dict[str, float]:
-        """Returns failures by reason and counts of requests, apart from those of the rules."""
-        names = super().pop_metrics().items()
-        failures = {name.replace("reward/", "reward/model_", 1): value for name, value in names}
+        """Returns failures by reason and counts of requests, under other names than the rules'."""
+        items = super().pop_metrics().items()
+        failures = {name.replace("reward/", "reward/model_", 1): value for name, value in items}
         return failures | self.scorer.pop_metrics()

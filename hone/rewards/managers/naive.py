@@ -1,4 +1,4 @@
-"""The naive manager: scores rows sequentially in this process, and async scorers concurrently.
+"""The naive manager: scores rows one by one in this process, or concurrently by an async scorer.
 
 Its deadlines are soft (see `deadline.py`). Use `prime` for a scorer that may hang in C code.
 """
@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from hone.event_loop import as_exception, run_coroutine
-from hone.rewards.calling import is_async, taken_arguments
+from hone.rewards.calling import accepted_arguments, is_async
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Response, compare_ahead, failed_by, read_result, score_row
+from hone.rewards.outcome import (
+    Response,
+    exception_failure,
+    precompute_comparisons,
+    read_result,
+    score_row,
+)
 from hone.types import Function
 
 
@@ -25,7 +31,7 @@ class NaiveRewardManager(RuleRewardManager):
         function = self.compute_score
         if is_async(function):
             return run_coroutine(self._await_all(rows))
-        compare_ahead(function, rows, self.options)
+        precompute_comparisons(function, rows, self.options)
         return [self._score_one(row) for row in rows]
 
     def _score_one(self, row: Response) -> Scored | Failed:
@@ -33,28 +39,28 @@ class NaiveRewardManager(RuleRewardManager):
         try:
             return call_with_deadline(work, self.policy.timeout_s)
         except DeadlineExceeded:
-            return self.late()
+            return self.timeout_failure()
 
     async def _await_all(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        """Await all rows concurrently, each with its own deadline."""
+        """Awaits all rows concurrently, each with its own deadline."""
         return list(await asyncio.gather(*map(self._await_one, rows)))
 
     async def _await_one(self, row: Response) -> Scored | Failed:
         function: Function = self.compute_score
-        arguments = taken_arguments(function, row.arguments(), self.options)
+        arguments = accepted_arguments(function, row.arguments(), self.options)
         try:
             call = asyncio.ensure_future(function(**arguments))
-            limit = None if getattr(function, "keeps_time", False) else self.policy.timeout_s
+            limit = None if getattr(function, "has_own_deadline", False) else self.policy.timeout_s
             done, _ = await asyncio.wait({call}, timeout=limit)
             if not done:
-                call.cancel()  # not awaited: it may ignore this; the loop cancels it again at its end
-                return self.late()
+                call.cancel()  # not awaited, because it may ignore this; the loop cancels it again
+                return self.timeout_failure()
             if call.cancelled():
                 raise RuntimeError("it cancelled itself (asyncio.CancelledError)")
             return read_result(call.result())
         except SetupError:
             raise
         except Exception as error:  # a user's scorer may raise anything; the policy applies
-            return failed_by(error, function)
+            return exception_failure(error, function)
         except SystemExit as error:  # our event loop continues after it
-            return failed_by(as_exception(error), function)
+            return exception_failure(as_exception(error), function)

@@ -1,7 +1,7 @@
 """The prime manager: scores rows in parallel processes, with a hard deadline per call.
 
-A scorer that hangs is killed at `timeout_s` with its children, its process is replaced, and the other
-rows keep their scores.
+A scorer that hangs is killed with its children after `timeout_s`. Its process is replaced, and the
+other rows keep their scores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from hone.cores import usable_cores
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Response, compare_ahead
+from hone.rewards.outcome import Response, precompute_comparisons
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.transport import row_scorer_keywords
 
@@ -26,19 +26,19 @@ class PrimeRewardManager(RuleRewardManager):
         self.pool: DeadlinePool[Scored | Failed] | None = None
 
     def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        message = row_scorer_keywords(self.compute_score, self.options)
-        if self.pool is not None and self.pool.keywords != message:
+        keywords = row_scorer_keywords(self.compute_score, self.options)
+        if self.pool is not None and self.pool.keywords != keywords:
             self.close()  # a score was registered since the processes started
         if self.pool is None:
             factory = "hone.rewards.transport:make_row_scorer"
-            self.pool = DeadlinePool(factory, message, self.num_processes)
-        comparisons = compare_ahead(self.compute_score, rows, self.options)
+            self.pool = DeadlinePool(factory, keywords, self.num_processes)
+        comparisons = precompute_comparisons(self.compute_score, rows, self.options)
         pairs = zip(rows, comparisons, strict=True)
-        jobs = [{"row": row, "comparisons": of_row} for row, of_row in pairs]
+        jobs = [{"row": row, "comparisons": results} for row, results in pairs]
         return self.pool.run(jobs, self.policy.timeout_s)
 
     def close(self) -> None:
-        """End the scoring processes."""
+        """Ends the scoring processes."""
         if self.pool is not None:
             self.pool.close()
             self.pool = None

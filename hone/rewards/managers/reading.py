@@ -1,7 +1,7 @@
 """Converts a batch to the rows that scorers read: text, ground truth, extra information.
 
-The text is the policy's tokens (`response_mask` 1) without special tokens. The output of tools, searches
-and users is only in `extra_info["transcript"]`.
+The text is that of the policy's tokens (`response_mask` 1), without special tokens. The output of
+tools, searches and users is only in `extra_info["transcript"]`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROLLOUT_SCORES = ("reward_scores", "rollout_reward_scores")
 def tensors(data: DataProto) -> TensorDict:
     """Returns the batch's tensors, or raises if it has none."""
     if data.batch is None:
-        raise ValueError("the batch holds no tensors; a reward manager needs 'responses'")
+        raise ValueError("the batch has no tensors; a reward manager needs 'responses'")
     return data.batch
 
 
@@ -42,11 +42,11 @@ def response_attention(data: DataProto) -> torch.Tensor:
 def valid_response_ids(data: DataProto) -> list[list[int]]:
     """Returns the token ids of each response without padding."""
     rows = zip(tensors(data)["responses"].tolist(), response_attention(data).tolist(), strict=True)
-    return [list(compress(ids, exists)) for ids, exists in rows]
+    return [list(compress(ids, mask)) for ids, mask in rows]
 
 
 def policy_mask(data: DataProto) -> torch.Tensor:
-    """Returns the mask of policy tokens, bool [B, T]; without a response_mask all response tokens count."""
+    """Returns the mask of policy tokens, bool [B, T]; by default all response tokens."""
     if "response_mask" in tensors(data):
         return tensors(data)["response_mask"].bool()
     return response_attention(data)
@@ -69,15 +69,15 @@ def read_rows(
     *,
     score_observations: bool = False,
 ) -> list[Response]:
-    """Returns one row per response; with `score_observations` the scored text includes observations."""
+    """Returns one row per response; `score_observations` includes observations in the text."""
     columns = data.non_tensor_batch
     if key not in columns:
         raise KeyError(
-            f"the batch has no column {key!r} to choose a score by; it has "
+            f"the batch has no column {key!r} that selects the scorer; it has "
             f"{', '.join(sorted(columns)) or 'none'}. Set data.reward_fn_key to the right column."
         )
-    exists, by_policy = response_attention(data), policy_mask(data)
-    has_observation = (exists & ~by_policy).any(dim=1).tolist()
+    attention, by_policy = response_attention(data), policy_mask(data)
+    has_observation = (attention & ~by_policy).any(dim=1).tolist()
     assert tokenizer is not None, "a manager without a tokenizer scores texts, not batches"
     rows = []
     for index, token_ids in enumerate(ids):
@@ -85,8 +85,8 @@ def read_rows(
         transcript = tokenizer.decode(token_ids, skip_special_tokens=True)
         segments = [{"role": POLICY, "text": transcript}]
         if has_observation[index]:
-            authors = by_policy[index][exists[index]].tolist()
-            segments = _segments(token_ids, authors, tokenizer)
+            is_policy = by_policy[index][attention[index]].tolist()
+            segments = _segments(token_ids, is_policy, tokenizer)
         extra = extra_info_of(columns, reward_model, index)
         rows.append(
             Response(
@@ -99,10 +99,10 @@ def read_rows(
     return rows
 
 
-def _segments(ids: list[int], by_policy: list[bool], tokenizer: Tokenizer) -> list[dict[str, str]]:
-    """Splits the response by author: `{"role": "policy" or "observation", "text"}`."""
+def _segments(ids: list[int], is_policy: list[bool], tokenizer: Tokenizer) -> list[dict[str, str]]:
+    """Returns the segments of the response by author (see `transcript.py`)."""
     segments, start = [], 0
-    for policy, run in groupby(by_policy):
+    for policy, run in groupby(is_policy):
         end = start + len(list(run))
         text = tokenizer.decode(ids[start:end], skip_special_tokens=True)
         segments.append({"role": POLICY if policy else OBSERVATION, "text": text})
@@ -111,7 +111,7 @@ def _segments(ids: list[int], by_policy: list[bool], tokenizer: Tokenizer) -> li
 
 
 def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Row:
-    """Returns the row's `extra_info`, the other fields of its `reward_model`, and rollout statistics."""
+    """Returns the row's `extra_info`, other fields of `reward_model`, and rollout statistics."""
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(_dict_at(columns, "extra_info", index))
     turns, calls, scores = (

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hone.plugins import Table
 
 if TYPE_CHECKING:
     from hone.rewards.managers.abstract import AbstractRewardManager
-
-M = TypeVar("M", bound=type)
 
 _HERE = "hone.rewards.managers"
 
@@ -26,12 +23,7 @@ MANAGERS: Table[type[AbstractRewardManager]] = Table(
     },
 )
 
-
-def register(name: str) -> Callable[[M], M]:
-    """Class decorator that makes the class available as `reward_manager.name=<name>`."""
-    return MANAGERS.register(name)
-
-
-def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """Returns the class of that name, or of "pkg.mod:Class"; an unknown name is an error."""
-    return MANAGERS.get(name)
+register = MANAGERS.register
+"""Class decorator: `@register("mine")` makes a class available as `reward_manager.name=mine`."""
+get_reward_manager_cls = MANAGERS.get
+"""Returns the class of a name or of "pkg.mod:Class"; an unknown name is an error."""

@@ -1,7 +1,6 @@
-"""The shared base of the built-in managers: reads rows, applies the failure policy, places scores.
+"""The base of the built-in managers: reads rows, applies the failure policy, puts scores on tokens.
 
-A manager implements `score_rows` and may override `shape`. The trainer mixes rule, reward-model and
-process rewards.
+A manager implements `score_rows` and may override `shape_rewards`.
 """
 
 from __future__ import annotations
@@ -17,13 +16,7 @@ import torch
 from hone.config.reward import RewardKwargs
 from hone.protocol import DataProto
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
-from hone.rewards.failures import (
-    NO_GROUND_TRUTH,
-    Failed,
-    FailurePolicy,
-    RewardError,
-    Scored,
-)
+from hone.rewards.failures import NO_GROUND_TRUTH, Failed, FailurePolicy, RewardError, Scored
 from hone.rewards.ground_truth import is_missing
 from hone.rewards.managers.abstract import AbstractRewardManager, RawRewardFn
 from hone.rewards.managers.reading import (
@@ -75,7 +68,7 @@ class RuleRewardManager(AbstractRewardManager):
         self.score_observations = score_observations
         self.masks_missing = masks_missing
         self.num_masked = 0
-        self.has_told = False
+        self.has_warned = False
         self.is_first_batch = True
         self.options = options
         if score_observations and self.uses_table:
@@ -85,16 +78,16 @@ class RuleRewardManager(AbstractRewardManager):
     def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """Returns one result per row, in order."""
 
-    def shape(
+    def shape_rewards(
         self, scores: list[float], lengths: list[int]
     ) -> tuple[list[float], dict[str, Sequence[JsonValue]]]:
-        """Converts scores to rewards and extra columns; `lengths` has each response's number of tokens."""
+        """Returns rewards and extra columns; `lengths` are the responses' token counts."""
         return scores, {}
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
         extras: dict[str, Sequence[JsonValue]] = {}
         if "rm_scores" in tensors(data) and "reward_model" not in data.non_tensor_batch:
-            # As in verl: without ground truths no rule applies, and the reward model's score is used.
+            # As in verl: without ground truths, the reward model's scores are the rewards.
             rewards = tensors(data)["rm_scores"]
         else:
             rewards, extras = self.score_batch(data)
@@ -106,19 +99,20 @@ class RuleRewardManager(AbstractRewardManager):
         rows = self.read_rows(data, ids)
         if self.uses_table:
             table.check_sources(row.data_source for row in rows)
-        outcomes = self.score_known(rows)
-        self._stop_if_nothing_scores(rows, outcomes)
+        outcomes = self.score_checked_rows(rows)
+        self._raise_if_all_failed(rows, outcomes)
         results = self._apply_policy(rows, outcomes)
-        rewards, extras = self.shape([result.score for result in results], [len(r) for r in ids])
+        scores = [result.score for result in results]
+        rewards, extras = self.shape_rewards(scores, [len(r) for r in ids])
         if self.repeat_threshold is not None:
             repeats = repeatness([row.solution_str for row in rows])
             extras["repeat_score"] = repeats
             for index, repeat in enumerate(repeats):
                 if repeat > self.repeat_threshold:
                     rewards[index] = 0.0
-        num_unplaced = int((~policy_mask(data).any(dim=1)).sum())
-        if num_unplaced:
-            self.failures["no_policy_token"] += num_unplaced
+        num_without_policy_token = int((~policy_mask(data).any(dim=1)).sum())
+        if num_without_policy_token:
+            self.failures["no_policy_token"] += num_without_policy_token
         self._log_examples(rows, rewards)
         return on_last_policy_token(data, rewards), {**extra_columns(results), **extras}
 
@@ -127,8 +121,8 @@ class RuleRewardManager(AbstractRewardManager):
         key, observations = self.reward_fn_key, self.score_observations
         return read_rows(data, ids, self.tokenizer, key, score_observations=observations)
 
-    def score_known(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        """Score the rows; a row without the ground truth that its rule needs fails without a call."""
+    def score_checked_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+        """Scores rows; one that lacks the ground truth of its rule fails without a call."""
         lacks_truth = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
         scorable = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
         results = iter(self.score_rows(scorable))
@@ -140,16 +134,16 @@ class RuleRewardManager(AbstractRewardManager):
         ]
         if not self.masks_missing:
             return outcomes
-        # A user's function may need the ground truth or not; where it fails without one, it does.
+        # If a user's function fails for a row without a ground truth, it needs one.
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
             if not isinstance(outcome, Failed) or not is_missing(row.ground_truth):
                 continue
             outcomes[index] = Failed(NO_GROUND_TRUTH, outcome.detail)
-            if outcome.reason != NO_GROUND_TRUTH and not self.has_told:
-                self.has_told = True
+            if outcome.reason != NO_GROUND_TRUTH and not self.has_warned:
+                self.has_warned = True
                 logger.warning(
-                    "the score function fails for a row without a ground truth (%s: %s); only the reward "
-                    "model scores such rows",
+                    "the score function fails for a row without a ground truth (%s: %s); only the "
+                    "reward model scores such rows",
                     outcome.reason,
                     outcome.detail,
                 )
@@ -166,28 +160,28 @@ class RuleRewardManager(AbstractRewardManager):
     @property
     def uses_table(self) -> bool:
         """Whether rows are scored by the table of data sources (not by a user's function)."""
-        return table.is_table(self.compute_score)
+        return table.is_table_scorer(self.compute_score)
 
     def check_scorer(self) -> None:
-        """Raise before the first step when the user's score function cannot be called."""
+        """Raises if the user's score function cannot be called; used before the first step."""
         if not self.uses_table:
             check_signature(self.compute_score, self.arguments, self.options)
 
     def check_rows(
         self, rows: Iterable[Settings], where: Callable[[int], str] = "row {}".format
     ) -> None:
-        """Raise before the first step when a row's data source has no scorer."""
+        """Raises if a row's data source has no scorer; used before the first step."""
         if self.uses_table:
             table.check_sources(rows, self.reward_fn_key, where)
 
-    def late(self) -> Failed:
+    def timeout_failure(self) -> Failed:
         """Returns the failure of a scorer that exceeded its deadline."""
         return Failed("timeout", f"no score after {self.policy.timeout_s:g} s")
 
-    def _stop_if_nothing_scores(
+    def _raise_if_all_failed(
         self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
     ) -> None:
-        """Raise if no row of the first batch has a score, because such a scorer never works."""
+        """Raises if no row of the first batch has a score, because such a scorer never works."""
         outcomes = [outcome for outcome in outcomes if not self._is_masked(outcome)]
         is_first, self.is_first_batch = self.is_first_batch, self.is_first_batch and not outcomes
         first = outcomes[0] if outcomes else None
@@ -195,15 +189,15 @@ class RuleRewardManager(AbstractRewardManager):
             return
         if all(isinstance(outcome, Failed) for outcome in outcomes):
             raise RewardError(
-                f"none of the {len(rows)} responses of the first batch could be scored, so there is "
-                f"nothing to learn from. The first (data_source {rows[0].data_source!r}): "
+                f"none of the {len(rows)} responses of the first batch could be scored, so there "
+                f"is nothing to learn from. The first (data_source {rows[0].data_source!r}): "
                 f"{first.reason}: {first.detail}"
             )
 
     def _apply_policy(
         self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
     ) -> list[Scored]:
-        """Apply the failure policy, count, and add `score` and `acc` to the extras."""
+        """Applies the failure policy, counts failures, and adds `score` and `acc` to the extras."""
         results = []
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
             if self._is_masked(outcome):
@@ -211,7 +205,7 @@ class RuleRewardManager(AbstractRewardManager):
                 results.append(Scored(0.0, {"reward_failure": NO_GROUND_TRUTH}))
                 continue
             if isinstance(outcome, Failed):
-                outcome = self._settle_failure(index, row, outcome)
+                outcome = self._score_of_failure(index, row, outcome)
             self.failures.update(outcome.mishaps)
             extras = {"score": outcome.score, **outcome.extras}
             if self.uses_table and "acc" not in extras:
@@ -227,8 +221,8 @@ class RuleRewardManager(AbstractRewardManager):
 
     def _is_masked(self, outcome: Scored | Failed) -> bool:
         """Whether the row has no ground truth and only its reward model counts."""
-        missing = isinstance(outcome, Failed) and outcome.reason == NO_GROUND_TRUTH
-        return missing and self.masks_missing
+        lacks_truth = isinstance(outcome, Failed) and outcome.reason == NO_GROUND_TRUTH
+        return lacks_truth and self.masks_missing
 
     def pop_metrics(self) -> dict[str, float]:
         metrics = super().pop_metrics()
@@ -237,8 +231,8 @@ class RuleRewardManager(AbstractRewardManager):
             self.num_masked = 0
         return metrics
 
-    def _settle_failure(self, index: int, row: Response, failed: Failed) -> Scored:
-        """Count and log the failure, then raise or return a score, as the policy requires."""
+    def _score_of_failure(self, index: int, row: Response, failed: Failed) -> Scored:
+        """Counts and logs a failure; raises, or returns a score, as the policy requires."""
         self.failures[failed.reason] += 1
         message = (
             f"row {index} (data_source {row.data_source!r}) could not be scored: {failed.reason}: "
@@ -246,7 +240,7 @@ class RuleRewardManager(AbstractRewardManager):
         )
         if self.policy.on_failure == "raise":
             raise RewardError(
-                f"{message}. Mend the scorer, or set "
+                f"{message}. Fix the scorer, or set "
                 "reward_model.reward_kwargs.on_failure=score to give such rows failure_score."
             )
         # One line per reason and step; the count is in the metrics.
@@ -255,7 +249,7 @@ class RuleRewardManager(AbstractRewardManager):
         return Scored(self.policy.failure_score, {"reward_failure": failed.reason})
 
     def _log_examples(self, rows: Sequence[Response], scores: Sequence[float]) -> None:
-        """Log the first `num_examine` responses of each data source."""
+        """Logs the first `num_examine` responses of each data source."""
         logged: Counter[str] = Counter()
         text = "[%s] score %s, ground truth %s, response:\n%s"
         for row, score in zip(rows, scores, strict=True):

@@ -1,7 +1,6 @@
 """Reward managers with the interface of verl's reward loop: concurrent calls of `run_single`.
 
-A user's manager subclasses `RewardManagerBase`, implements `async run_single(data)` and can be called with
-a batch like any other. verl's router to a reward model is not supported: reward models are workers here.
+A user's manager subclasses `RewardManagerBase` and implements `async run_single(data)`.
 """
 
 from __future__ import annotations
@@ -83,8 +82,8 @@ class RewardManagerBase(AbstractRewardManager, ABC):
 
     async def _run_all(self, data: DataProto) -> list[Row]:
         self.loop = asyncio.get_running_loop()
-        singles = (self._run_one(data[row : row + 1]) for row in range(len(data)))
-        return list(await asyncio.gather(*singles))
+        calls = (self._run_one(data[row : row + 1]) for row in range(len(data)))
+        return list(await asyncio.gather(*calls))
 
     async def _run_one(self, data: DataProto) -> Row:
         """Calls `run_single` under the failure policy of `reward_kwargs`, if there is one."""
@@ -137,9 +136,9 @@ class DAPORewardManager(RewardManagerBase):
         settings = _reward_kwargs(self.config)
         buffer = settings.get("overlong_buffer_cfg") or {}
         buffer = OverlongBufferConfig(**buffer) if isinstance(buffer, dict) else buffer
-        longest = settings.get("max_resp_len") or self.config["data"]["max_response_length"]
+        max_resp_len = settings.get("max_resp_len") or self.config["data"]["max_response_length"]
         if buffer.enable:
-            penalty = overlong_penalty(length, longest, buffer.len, buffer.penalty_factor)
+            penalty = overlong_penalty(length, max_resp_len, buffer.len, buffer.penalty_factor)
             reward += penalty
             if buffer.log:
                 extra |= {"overlong_reward": penalty, "overlong": penalty < 0}
@@ -156,7 +155,7 @@ class AsyncTokenBucket:
         self.last_update: float | None = None
 
     async def acquire(self, num_tokens: float = 1.0) -> None:
-        """Take tokens now and wait until they are refilled, so that calls proceed in order."""
+        """Takes tokens and waits until they are refilled, so that calls proceed in order."""
         self._refill()
         missing = num_tokens - self.tokens
         self.tokens -= num_tokens
@@ -175,8 +174,8 @@ class RateLimitedRewardManager(RewardManagerBase):
     """For score functions that call a service: limits concurrent calls and calls per minute.
 
     Settings of the `reward` (or `reward_model`) block: `max_concurrent`, `max_rpm`, `max_tpm` with
-    `estimated_tokens_per_request`, `timeout`. All instances of the class share the limits. A call that
-    fails or times out scores 0, with `error` or `timeout` in its extra information.
+    `estimated_tokens_per_request`, `timeout`. All instances of the class share the limits. A failed
+    or late call scores 0, with `error` or `timeout` in its extra information.
     """
 
     _max_concurrent: ClassVar[int] = 1
@@ -204,8 +203,8 @@ class RateLimitedRewardManager(RewardManagerBase):
         tokens = limits.get("estimated_tokens_per_request", TOKENS_PER_REQUEST)
         cls._estimated_tokens_per_request = tokens
 
-    def _slots(self) -> asyncio.Semaphore:
-        """Returns the semaphore of the running event loop; one of another loop cannot be awaited."""
+    def _current_semaphore(self) -> asyncio.Semaphore:
+        """Returns a semaphore of the running event loop; others cannot be awaited."""
         cls, loop = type(self), asyncio.get_running_loop()
         if cls._semaphore is None or cls._semaphore_loop is not loop:
             cls._semaphore = asyncio.Semaphore(cls._max_concurrent)
@@ -217,7 +216,7 @@ class RateLimitedRewardManager(RewardManagerBase):
             await self._rpm_limiter.acquire(1.0)
         if self._tpm_limiter is not None:
             await self._tpm_limiter.acquire(self._estimated_tokens_per_request)
-        async with self._slots():
+        async with self._current_semaphore():
             try:
                 score, extra, _ = await asyncio.wait_for(self._score(data), self.timeout)
             except asyncio.TimeoutError:
@@ -234,28 +233,26 @@ def _result(score: float, extra: Row) -> Row:
     return {"reward_score": score, "reward_extra_info": extra}
 
 
-def _block(config: Settings) -> Settings:
+def _reward_block(config: Settings) -> Settings:
     """Returns the reward settings: the block `reward`, or `reward_model` before verl 0.9."""
     block: Settings = config.get("reward") or config.get("reward_model") or {}
     return block
 
 
 def _reward_kwargs(config: Settings) -> Settings:
-    return _block(config).get("reward_kwargs") or {}
+    return _reward_block(config).get("reward_kwargs") or {}
 
 
 def _limits(config: Settings) -> Settings:
     """Returns the settings of the block, and those under its `reward_kwargs`."""
-    return {**_block(config), **(_reward_kwargs(config).get("extra") or {})}
+    return {**_reward_block(config), **(_reward_kwargs(config).get("extra") or {})}
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """Returns the manager of that name; the names of verl's reward loop select the classes of this file."""
-    own: dict[str, type[AbstractRewardManager]] = {
+    """Returns a manager class by name; names of verl's reward loop select classes of this file."""
+    managers: dict[str, type[AbstractRewardManager]] = {
         "naive": NaiveRewardManager,
         "dapo": DAPORewardManager,
         "rate_limited": RateLimitedRewardManager,
     }
-    if name in own:
-        return own[name]
-    return registry.get_reward_manager_cls(name)
+    return managers.get(name) or registry.get_reward_manager_cls(name)

@@ -1,8 +1,4 @@
-"""Extracts the text between `<answer>` and `</answer>`, for several data sources.
-
-Only surrounding white space is removed. The search takes linear time, even for text that consists
-of tags.
-"""
+"""Extracts the text between `<answer>` and `</answer>`, in linear time for any text."""
 
 from __future__ import annotations
 

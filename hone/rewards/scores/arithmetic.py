@@ -31,16 +31,13 @@ def extract_solution(solution_str: str, *, compat: bool = False) -> int | None:
 def compute_score(
     solution_str: str,
     ground_truth: JsonValue,
-    method: str = "strict",
+    method: str = "strict",  # ignored; part of verl's signature
     format_score: float = 0.1,
     score: float = 1.0,
     *,
     compat: bool = False,
 ) -> float:
-    """Returns `score` for the right integer, `format_score` for another one, 0 for none.
-
-    `method` is ignored; it is part of verl's signature.
-    """
+    """Returns `score` for the right integer, `format_score` for another one, 0 for none."""
     answer = extract_solution(solution_str, compat=compat)
     if answer is None:
         return 0.0

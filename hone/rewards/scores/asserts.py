@@ -23,14 +23,14 @@ def compute_score(
 ) -> float:
     """Returns 1.0 if every assertion holds, else 0.0."""
     limits = Limits(timeout_s, memory_limit_mb, sandbox_fusion_url)
-    tests = read_tests(ground_truth or _from_benchmark(extra_info or {}), extra_info)
+    tests = read_tests(ground_truth or _benchmark_assertions(extra_info or {}), extra_info)
     sources = [test.source for test in tests if isinstance(test, SourceTest)]
     combined_tests = [SourceTest("\n".join(sources))] if len(sources) > 1 else tests
     code = extract_code(solution_str)
     return float(all(passes(code, test, limits) for test in combined_tests))
 
 
-def _from_benchmark(extra_info: Settings) -> list[JsonValue]:
+def _benchmark_assertions(extra_info: Settings) -> list[JsonValue]:
     """Returns the assertions from the fields of MBPP and HumanEval."""
     info: Row = {name: truth.plain(value) for name, value in extra_info.items()}
     if info.get("test") and info.get("entry_point"):

@@ -25,7 +25,7 @@ def extract_solution(
     last_line_only: bool = False,
     assistant_marker: bool | None = None,
 ) -> str | None:
-    """Returns the model's expression, or None. `assistant_marker=None` uses the value of `compat`."""
+    """Returns the model's expression, or None. `assistant_marker` defaults to `compat`."""
     text = solution_str
     if compat if assistant_marker is None else assistant_marker:
         marker = next((m for m in _MARKERS if m in text), None)
@@ -42,7 +42,7 @@ def extract_solution(
 def compute_score(
     solution_str: str,
     ground_truth: JsonValue,
-    method: str = "strict",
+    method: str = "strict",  # ignored; part of verl's signature
     format_score: float = 0.1,
     score: float = 1.0,
     *,
@@ -51,10 +51,7 @@ def compute_score(
     assistant_marker: bool | None = None,
     require_all: bool = True,
 ) -> float:
-    """Returns `score` if right, `format_score` for any other tagged answer, 0 without one.
-
-    `method` is ignored; it is part of verl's signature.
-    """
+    """Returns `score` if right, `format_score` for any other tagged answer, 0 without one."""
     problem = truth.mapping(ground_truth, "target", "numbers")
     target = truth.integer(problem["target"], "target")
     numbers = truth.integers(problem["numbers"], "numbers")

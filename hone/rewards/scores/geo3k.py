@@ -14,8 +14,8 @@ def format_reward(solution_str: str) -> float:
     r"""Returns 1.0 if the text starts with `<think>` and has `</think>…\boxed{…}` after it."""
     if not solution_str.startswith("<think>"):
         return 0.0
-    thought = solution_str.find("</think>")
-    boxed = solution_str.find("\\boxed{", thought) if thought >= 0 else -1
+    think_end = solution_str.find("</think>")
+    boxed = solution_str.find("\\boxed{", think_end) if think_end >= 0 else -1
     return float(boxed >= 0 and solution_str.find("}", boxed) >= 0)
 
 
@@ -30,9 +30,9 @@ def judge(
 ) -> dict[str, float]:
     """Returns the score and its two parts."""
     accuracy = acc_reward(solution_str, ground_truth, use_boxed)
-    form = format_reward(solution_str)
-    score = (1.0 - format_score) * accuracy + format_score * form
-    return {"score": score, "acc": accuracy, "format": form}
+    format_valid = format_reward(solution_str)
+    score = (1.0 - format_score) * accuracy + format_score * format_valid
+    return {"score": score, "acc": accuracy, "format": format_valid}
 
 
 def compute_score(

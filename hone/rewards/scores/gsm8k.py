@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 from hone.types import JsonValue
 
 TAIL_CHARS = 300
-"""Only the end of a response is read: it holds the answer, and this bounds the regex time."""
+"""Only the end of a response, which has the answer, is read; this bounds the regex time."""
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|-?[0-9]*\.?[0-9]+")
@@ -24,10 +24,10 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     tail = solution_str[-TAIL_CHARS:]
     if method == "strict":
         matches = [text for text in _STRICT.findall(tail) if any(map(str.isdigit, text))]
-        return _plain(matches[-1]) if matches else None
+        return _without_commas(matches[-1]) if matches else None
     if method == "flexible":
         matches = _NUMBER.findall(tail)
-        return _plain(matches[-1]) if matches else None
+        return _without_commas(matches[-1]) if matches else None
     raise ValueError(f"gsm8k method={method!r} is not known; use 'strict' or 'flexible'")
 
 
@@ -38,18 +38,18 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Returns `score` if the answer equals the ground truth, `format_score` if not, 0 without an answer."""
+    """Returns `score` if the answer is right, `format_score` if it is wrong, 0 without one."""
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
-    expected = _plain(str(ground_truth).strip())
+    expected = _without_commas(str(ground_truth).strip())
     if answer == expected or (method == "flexible" and _same_number(answer, expected)):
         return score
     return format_score
 
 
-def _plain(number: str) -> str:
-    """Removes thousands separators; `42,43` is not a number and stays unchanged."""
+def _without_commas(number: str) -> str:
+    """Removes thousands separators; `42,43` is not one number and stays unchanged."""
     number = number.rstrip(",")
     return number.replace(",", "") if _GROUPED.fullmatch(number) else number
 

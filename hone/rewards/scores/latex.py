@@ -86,7 +86,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 _SHORT_NAME = re.compile(r"[^=\d\s][^=\s]? ?=(?!=)")
 _GROUPED = re.compile(r"[+-]? ?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
 _MIXED = re.compile(
-    r"(?<![\w.^}\\])(\d{1,64})(?: (\d{1,64})/(\d{1,64})| ?\\frac\{(\d{1,64})\}\{(\d{1,64})\})(?![\w.])"
+    r"(?<![\w.^}\\])(\d{1,64})"
+    r"(?: (\d{1,64})/(\d{1,64})| ?\\frac\{(\d{1,64})\}\{(\d{1,64})\})(?![\w.])"
 )
 _PRIMED = re.compile(r"\d\s*'+\s*\d")
 _LOOSE_SPACE = re.compile(r"(?<![\d.]) | (?![\d.])")
@@ -98,8 +99,8 @@ _FRACTION = re.compile(r"([+-]?)\\frac\{(-?\d{1,64})\}\{(-?\d{1,64})\}", re.ASCI
 def strip_string(string: str) -> str:
     """Returns the normal form of an answer, without units, spacing, `x=` and spelling variants.
 
-    A percent sign is a unit. A mixed number (`1 1/2`) becomes one fraction. Two numbers separated only by
-    a space stay two: `4 2` is not `42`.
+    A percent sign is a unit. A mixed number (`1 1/2`) becomes one fraction. Two numbers that are
+    separated only by a space stay two: `4 2` is not `42`.
     """
     text = string.strip()
     if len(text) > MAX_CHARS:
@@ -113,7 +114,7 @@ def strip_string(string: str) -> str:
         text = text[name.end() :].strip()
     if _GROUPED.fullmatch(text):
         text = text.replace(",", "").replace(" ", "")
-    text = _LOOSE_SPACE.sub("", _MIXED.sub(_improper, text))
+    text = _LOOSE_SPACE.sub("", _MIXED.sub(_to_improper_fraction, text))
     return _RATIO.sub(r"\1\\frac{\2}{\3}", text) if _RATIO.fullmatch(text) else text
 
 
@@ -123,20 +124,19 @@ def without_unit(text: str) -> str:
     return text[: match.start()] if match and not _NOT_A_UNIT.search(match.group(1)) else text
 
 
-def has_one_reading(string: str) -> bool:
-    r"""Returns False for text that a symbolic parser reads only in part: `42\text{ or 43}`, `4 2`, `4'2`."""
+def is_unambiguous(string: str) -> bool:
+    r"""Whether a symbolic parser reads the whole text, unlike `42\text{ or 43}`, `4 2` or `4'2`."""
     words = [text.strip() for text in _TEXT.findall(without_unit(string.strip()))]
     if any(_NOT_A_UNIT.search(text) and text not in ("or", "and") for text in words):
         return False
     return " " not in strip_string(string) and not _PRIMED.search(string)
 
 
-def _improper(match: re.Match[str]) -> str:
-    whole, top, bottom = match.group(1), match.group(2), match.group(3)
-    top, bottom = top or match.group(4), bottom or match.group(5)
-    if int(top) >= int(bottom):
+def _to_improper_fraction(match: re.Match[str]) -> str:
+    whole, numerator, denominator = (group for group in match.groups() if group)
+    if int(numerator) >= int(denominator):
         return match.group()
-    return rf"\frac{{{int(whole) * int(bottom) + int(top)}}}{{{bottom}}}"
+    return rf"\frac{{{int(whole) * int(denominator) + int(numerator)}}}{{{denominator}}}"
 
 
 def as_number(normal: str) -> Fraction | None:
@@ -150,14 +150,14 @@ def as_number(normal: str) -> Fraction | None:
     return -value if match.group(1) == "-" else value
 
 
-def decimals_of(normal: str) -> int | None:
-    """Returns the number of digits after the decimal point, or None if it is not a decimal number."""
-    _, point, rest = normal.partition(".")
-    return len(rest) if point and _DECIMAL.fullmatch(normal) else None
+def num_decimals(normal: str) -> int | None:
+    """Returns the number of digits after the decimal point; None if there is none."""
+    _, point, digits = normal.partition(".")
+    return len(digits) if point and _DECIMAL.fullmatch(normal) else None
 
 
-def collection_of(normal: str) -> str | None:
-    """Returns the kind of an answer with commas: set, tuple, interval, list (no brackets), or None."""
+def collection_kind(normal: str) -> str | None:
+    """Returns the kind of an answer with commas (set, tuple, interval, list), or None."""
     depth, first_close, has_outer_comma = 0, None, False
     for index, character in enumerate(normal):
         depth += (character in "([{") - (character in ")]}")

@@ -1,7 +1,7 @@
 r"""DAPO and AIME: the text after the last `Answer:` near the end, else the last `\boxed{}` there.
 
-Returns +1 or -1, with `acc` and `pred`. `strict_box_verify=True` reads only the last box in the last
-hundred characters. There is no symbolic check: the references are integers or short expressions.
+Scores are +1 or -1. `strict_box_verify=True` reads only the last box of the last 100 characters.
+There is no symbolic check, because references are integers or short expressions.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _NUMBER = re.compile(r"\d")
 _UNIT_WORDS = re.compile(
     r"(?<![A-Za-z\\])(?:square|cubic|units?|ways?|integers?|dollars?|cents?|mph|inch(?:es)?|feet|ft"
-    r"|hours?|minutes?|seconds?|days?|km|cm|mm|gm|kg|meters?|points?|digits?|degrees?|pounds?|edges?"
-    r"|students?|people|an?|the)(?![A-Za-z])",
+    r"|hours?|minutes?|seconds?|days?|km|cm|mm|gm|kg|meters?|points?|digits?|degrees?|pounds?"
+    r"|edges?|students?|people|an?|the)(?![A-Za-z])",
     re.IGNORECASE,
 )
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Normalizes an answer to the right side of `=`, without marks, units and separators."""
+    """Returns the normal form of the right side of `=`, without markup, units and separators."""
     text = final_answer.split("=")[-1]
     boxed = boxed_answer(text)
     if boxed is not None:
@@ -44,14 +44,14 @@ def verify(solution_str: str, answer: str, strict_box_verify: bool = False) -> t
     if strict_box_verify:
         boxed = boxed_answer(solution_str[-BOX_TAIL_CHARS:])
         pred = INVALID if boxed is None else boxed
-        return boxed is not None and _same(pred.strip(), answer.strip()), pred
+        return boxed is not None and _is_equal(pred.strip(), answer.strip()), pred
     tail = solution_str[-TAIL_CHARS:]
     matches = _ANSWER.findall(tail)
     answer_text = matches[-1] if matches else boxed_answer(tail)
     if answer_text is None:
         return False, INVALID
     pred = normalize_final_answer(answer_text)
-    return _same(pred, normalize_final_answer(answer)), pred
+    return _is_equal(pred, normalize_final_answer(answer)), pred
 
 
 def compute_score(
@@ -62,7 +62,7 @@ def compute_score(
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
-def _same(left: str, right: str) -> bool:
+def _is_equal(left: str, right: str) -> bool:
     if not left:
         return False
     if left == right:

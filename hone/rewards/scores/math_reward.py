@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from hone.rewards.scores.latex import (
     as_number,
     boxed_answer,
-    collection_of,
-    has_one_reading,
+    collection_kind,
+    is_unambiguous,
     last_boxed_only_string,
     remove_boxed,
     strip_string,
@@ -65,10 +65,10 @@ def is_equiv(str1: str | None, str2: str | None, *, symbolic: bool = True) -> bo
     if left is not None and right is not None:
         return left == right
     # math-verify alone is too lenient: it accepts a set for a pair, and `42_8` for 42.
-    kinds = {_UNORDERED.get(kind, kind) for kind in map(collection_of, (answer, truth)) if kind}
+    kinds = {_UNORDERED.get(kind, kind) for kind in map(collection_kind, (answer, truth)) if kind}
     has_base = _BASE.search(answer) or _BASE.search(truth)
     too_long = max(len(str1), len(str2)) > MAX_CHARS
-    if not symbolic or len(kinds) > 1 or has_base or too_long or not has_one_reading(str1):
+    if not symbolic or len(kinds) > 1 or has_base or too_long or not is_unambiguous(str1):
         return False
     forms = (_PERCENT.sub("", without_unit(text.strip())) for text in (str1, str2))
     return symbolically_equal(*forms)

@@ -1,6 +1,6 @@
 r"""Numina problems: finds the answer in a box or after key words, and compares it symbolically.
 
-More lenient than MATH: `\boxed` is not required, and a decimal may equal the rounded other one.
+It is more lenient than MATH: `\boxed` is not required, and answers may be rounded.
 Returns `(correct, well formed, extracted answer)`; the first is the score.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from hone.rewards.scores.latex import as_number, boxed_answer, decimals_of, strip_string
+from hone.rewards.scores.latex import as_number, boxed_answer, num_decimals, strip_string
 from hone.rewards.scores.math_reward import is_equiv
 from hone.types import JsonValue
 
 RELATIVE_TOLERANCE = Fraction(1, 10_000)
 TAIL_CHARS = 2000
 
-_AFTER = re.compile(r"answers?\s*(?::|(?:is|are)\b:?)", re.IGNORECASE)
+_ANSWER_PHRASE = re.compile(r"answers?\s*(?::|(?:is|are)\b:?)", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\\end\{([a-zA-Z]{1,20}\*?)\}[\s$.\\\])]*$")
 _CONNECTIVES = re.compile(r"^.*(?:\b(?:be|is|are|get|gives?)\b|=|:\s)", re.DOTALL)
 
@@ -29,18 +29,18 @@ def extract_answer(text: str) -> tuple[str, bool]:
     tail = text[-TAIL_CHARS:]
     environment = last_environment(tail)
     if environment is not None:
-        return environment, bool(_AFTER.search(tail))
-    marks = list(_AFTER.finditer(tail))
-    sentence = tail[marks[-1].end() :] if marks else tail.strip().split("\n")[-1]
+        return environment, bool(_ANSWER_PHRASE.search(tail))
+    phrases = list(_ANSWER_PHRASE.finditer(tail))
+    sentence = tail[phrases[-1].end() :] if phrases else tail.strip().split("\n")[-1]
     sentence = sentence.strip().split("\n")[0]
     sentence = re.split(r"\.\s", sentence)[0].strip().rstrip(".")
-    if not marks:
+    if not phrases:
         sentence = _CONNECTIVES.sub("", sentence)
-    return sentence.strip(" $*"), bool(marks)
+    return sentence.strip(" $*"), bool(phrases)
 
 
 def last_environment(text: str) -> str | None:
-    r"""Returns the `\begin{…}…\end{…}` at the end of the text (a matrix over several lines), or None."""
+    r"""Returns the `\begin{…}…\end{…}` (such as a matrix) at the end of the text, or None."""
     match = _ENVIRONMENT.search(text)
     start = text.rfind(f"\\begin{{{match.group(1)}}}") if match else -1
     return text[start : match.end(1) + 1] if match and start >= 0 else None
@@ -49,8 +49,8 @@ def last_environment(text: str) -> str | None:
 def grade_answer(answer: str, truth: str) -> bool:
     """Whether the answers are equal as text, number or mathematics, or one is the other rounded.
 
-    Rounded numbers must agree to the decimals of the shorter one and to at least four digits. Integers
-    must be exact: nothing is rounded to an integer.
+    Rounded numbers must agree in the decimals of the shorter one, and in at least four digits.
+    Nothing is rounded to an integer.
     """
     if is_equiv(answer, truth, symbolic=False):
         return True
@@ -58,14 +58,14 @@ def grade_answer(answer: str, truth: str) -> bool:
     left, right = map(as_number, forms)
     if left is None or right is None:
         return is_equiv(answer, truth)
-    decimals = [places for places in map(decimals_of, forms) if places is not None]
+    decimals = [places for places in map(num_decimals, forms) if places is not None]
     if not decimals or left.denominator == 1 or right.denominator == 1:
         return False
-    half_a_unit = Fraction(1, 2 * 10 ** min(decimals))
-    return abs(left - right) <= min(half_a_unit, RELATIVE_TOLERANCE * abs(right))
+    half_unit = Fraction(1, 2 * 10 ** min(decimals))
+    return abs(left - right) <= min(half_unit, RELATIVE_TOLERANCE * abs(right))
 
 
 def compute_score(solution_str: str, ground_truth: JsonValue) -> tuple[bool, bool, str]:
     """Returns `(correct, well formed, extracted answer)`."""
-    answer, marked = extract_answer(solution_str)
-    return bool(answer) and grade_answer(answer, str(ground_truth)), marked, answer
+    answer, is_marked = extract_answer(solution_str)
+    return bool(answer) and grade_answer(answer, str(ground_truth)), is_marked, answer

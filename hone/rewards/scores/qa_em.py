@@ -22,7 +22,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Converts to lower case and removes punctuation, articles and extra spaces (in SQuAD's order)."""
+    """Converts to lower case and removes punctuation, articles and extra spaces, as SQuAD does."""
     bare = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
@@ -35,14 +35,11 @@ def golden_answers(ground_truth: JsonValue) -> list[str]:
         return [target]
     if isinstance(target, Iterable):
         return [str(item) for item in target]
-    raise truth.GroundTruthError(
-        f"ground_truth must be {{'target': [answers]}}; got {ground_truth!r:.80}. "
-        "Check reward_model.ground_truth of the data row."
-    )
+    raise truth.invalid(f"ground_truth must be {{'target': [answers]}}; got {ground_truth!r:.80}")
 
 
 def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
-    """Whether the normalized texts match exactly; an answer of only articles is compared unchanged."""
+    """Whether normalized texts match exactly; an answer of only articles is not normalized."""
     answer_text = normalize_answer(prediction)
     for answer in [golden] if isinstance(golden, str) else golden:
         if answer_text and answer_text == normalize_answer(answer):
@@ -73,7 +70,7 @@ def remove_information(text: str) -> str:
 
 
 def extract_solution(solution_str: str, *, compat: bool = False) -> str | None:
-    """Returns the last answer. `compat` expects prompt and response together and ignores a single answer."""
+    """Returns the last answer. With `compat` the text includes the prompt's example answer."""
     if compat:
         answers = all_answers(solution_str)
         return answers[-1] if len(answers) > 1 else None
@@ -105,7 +102,7 @@ def judge(
             extra_info,
             score_observations,
         )
-    return _graded(solution_str, ground_truth, em_check, format_score, score)
+    return _grade_answer(solution_str, ground_truth, em_check, format_score, score)
 
 
 def compute_score(
@@ -116,7 +113,7 @@ def compute_score(
     score: float = 1.0,
 ) -> float:
     """Returns `score` for an exact match, `format_score` for another answer, 0 without one."""
-    return _graded(solution_str, ground_truth, em_check, format_score, score)["score"]
+    return _grade_answer(solution_str, ground_truth, em_check, format_score, score)["score"]
 
 
 compute_score_em = compute_score
@@ -130,10 +127,10 @@ def compute_score_subem(
     score: float = 1.0,
 ) -> float:
     """Like `compute_score`, but the prediction only needs to contain a reference answer."""
-    return _graded(solution_str, ground_truth, subem_check, format_score, score)["score"]
+    return _grade_answer(solution_str, ground_truth, subem_check, format_score, score)["score"]
 
 
-def _graded(
+def _grade_answer(
     text: str,
     ground_truth: JsonValue,
     check: Callable[[str, list[str]], bool],
@@ -145,5 +142,5 @@ def _graded(
         return {"score": 0.0, "acc": 0.0}
     if not check(answer, golden_answers(ground_truth)):
         return {"score": format_score, "acc": 0.0}
-    spam = max(text.count("<answer>"), text.count("</answer>")) > MAX_TAGS
-    return {"score": score / 4 if spam else score, "acc": 1.0}
+    is_spam = max(text.count("<answer>"), text.count("</answer>")) > MAX_TAGS
+    return {"score": score / 4 if is_spam else score, "acc": 1.0}

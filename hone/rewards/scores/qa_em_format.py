@@ -1,8 +1,7 @@
-"""Search-R1 with format rewards for a right answer, a well-formed trajectory, a useful retrieval.
+"""Search-R1 with format rewards: for a right answer, a well-formed trajectory, a useful retrieval.
 
-A well-formed trajectory is think, any number of (search, information, think), and answer, with only white
-space in between. Information must be a search result: a block that the policy wrote makes the trajectory
-ill-formed. Tags inside a passage are ignored.
+A well-formed trajectory is think, any number of (search, information, think), and answer, with only
+white space in between. The policy must not write information. Tags in a passage are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 _OPEN, _CLOSE = "<information>", "</information>"
 _MARKER = "<|im_start|>assistant"
 _SPECIAL = re.compile(r"<\|[^|<>]{1,40}\|>$")
-_NEXT = {
+_NEXT_BLOCKS = {
     "start": ("think",),
     "think": ("search", "answer"),
     "search": ("information",),
@@ -37,7 +36,7 @@ def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
         text = text.split(_MARKER, 1)[1]
     elif compat:
         return False, "missing assistant marker"
-    return _well_formed(text if compat else _without_trailing_special(text))
+    return _check_blocks(text if compat else _without_trailing_special(text))
 
 
 def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
@@ -52,8 +51,8 @@ def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
         elif _passage(text) is not None:
             parts.append(_OPEN + _CLOSE)  # tags inside a passage are ignored
         elif text.strip():
-            return False, "an observation that is no <information>"
-    return _well_formed(_without_trailing_special("".join(parts)))
+            return False, "an observation without <information>"
+    return _check_blocks(_without_trailing_special("".join(parts)))
 
 
 def _without_trailing_special(text: str) -> str:
@@ -63,27 +62,27 @@ def _without_trailing_special(text: str) -> str:
     return text
 
 
-def _well_formed(text: str) -> tuple[bool, str]:
+def _check_blocks(text: str) -> tuple[bool, str]:
     for tag in _TAGS:
         if text.count(f"<{tag}>") != text.count(f"</{tag}>"):
             return False, f"unbalanced <{tag}>"
-    done, inside, position = "start", None, 0
+    last_block, open_block, position = "start", None, 0
     for match in _TAG.finditer(text):
-        closing, tag = bool(match.group(1)), match.group(2)
-        if inside is None:
+        is_closing, tag = bool(match.group(1)), match.group(2)
+        if open_block is None:
             if text[position : match.start()].strip():
                 return False, "text between blocks"
-            if closing or tag not in _NEXT[done]:
-                return False, f"{match.group()} after {done}"
-            inside = tag
-        elif closing and tag == inside:
-            done, inside = tag, None
+            if is_closing or tag not in _NEXT_BLOCKS[last_block]:
+                return False, f"{match.group()} after {last_block}"
+            open_block = tag
+        elif is_closing and tag == open_block:
+            last_block, open_block = tag, None
         else:
-            return False, f"{match.group()} inside <{inside}>"
+            return False, f"{match.group()} inside <{open_block}>"
         position = match.end()
     if text[position:].strip():
         return False, "text after the last block"
-    return (True, "") if done == "answer" else (False, f"ends after {done}")
+    return (True, "") if last_block == "answer" else (False, f"ends after {last_block}")
 
 
 def extract_information_blocks(text: str) -> list[str]:
@@ -99,7 +98,7 @@ def observed_passages(segments: Segments) -> list[str]:
 
 
 def _passage(observation: str) -> str | None:
-    """Returns the text from the first opening to the last closing tag, since passages may contain tags."""
+    """Returns the text from the first opening to the last closing tag, or None without tags."""
     start, end = observation.find(_OPEN), observation.rfind(_CLOSE)
     return observation[start + len(_OPEN) : end].strip() if 0 <= start < end else None
 
@@ -122,8 +121,8 @@ def judge(
 ) -> dict[str, float]:
     """Returns the score and its parts.
 
-    `extra_info["transcript_segments"]` distinguishes retrieved passages from those that the policy wrote;
-    with `score_observations` only the text is read, like upstream.
+    `extra_info["transcript_segments"]` separates retrieved passages from the policy's text; with
+    `score_observations` only the text is read, like upstream.
     """
     golden = golden_answers(ground_truth)
     if score_observations:
@@ -163,9 +162,10 @@ def compute_score(
     score_observations: bool = False,
 ) -> float:
     """Returns only the score. `method` and `format_score` are unused, as in Search-R1."""
-    form = (structure_format_score, final_format_score, retrieval_score)
-    parts = judge(solution_str, ground_truth, *form, score, extra_info, score_observations)
-    return parts["score"]
+    format_scores = (structure_format_score, final_format_score, retrieval_score)
+    return judge(solution_str, ground_truth, *format_scores, score, extra_info, score_observations)[
+        "score"
+    ]
 
 
 compute_score_em = compute_score

@@ -1,7 +1,7 @@
-"""RLLA (tool use): checks the format (think, tool_call and response blocks) and compares the tool calls.
+"""RLLA (tool use): checks the format (think, tool_call, response) and compares the tool calls.
 
-The reference is a response of that format; its tool_call block has one JSON call per line. The format scores
-0 or 1, the calls score -3 to 3 by names, parameter names and values.
+The reference is a response of that format; its tool_call block has one JSON call per line. The
+format scores 0 or 1, the calls score -3 to 3 by names, parameter names and values.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hone.text import BadText, read_json
 from hone.types import JsonObject, Settings
 
 Call: TypeAlias = tuple[str, JsonObject]
-FORM = 1.0
-CALLS = 3.0
+FORMAT_REWARD = 1.0
+MAX_CALLS_REWARD = 3.0
 _BLOCKS = ("tool_call", "response")
 _MARKERS = ("<|im_start|>assistant", "<|start_header_id|>assistant<|end_header_id|>")
 _ENDS = re.compile(r"<\|im_end\|>|<\|eot_id\|>")
@@ -33,19 +33,20 @@ def compute_score(
     for marker in _MARKERS:
         solution_str = solution_str.rpartition(marker)[2]
     response = _ENDS.split(solution_str)[0].strip()
-    form = FORM if _has_form(response, ground_truth) else 0.0
-    calls = _calls_reward(response, ground_truth)
-    return {"score": form + calls, "format_reward": form, "accuracy_reward": calls}
+    format_reward = FORMAT_REWARD if _has_format(response, ground_truth) else 0.0
+    calls_reward = _calls_reward(response, ground_truth)
+    score = format_reward + calls_reward
+    return {"score": score, "format_reward": format_reward, "accuracy_reward": calls_reward}
 
 
-def _has_form(response: str, reference: str) -> bool:
+def _has_format(response: str, reference: str) -> bool:
     """Whether the response has the blocks of the reference, each once, after its think block."""
     names = [name for name in _BLOCKS if f"<{name}>" in reference]
     bodies = {"tool_call": r"\n.*?\n", "response": ".*?"}
     parts = [rf"\n<{name}>{bodies[name]}</{name}>" for name in names]
-    marks = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
+    tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
     pattern = rf"<think>.*?</think>{''.join(parts)}"
-    return all(response.count(mark) == 1 for mark in marks) and bool(
+    return all(response.count(tag) == 1 for tag in tags) and bool(
         re.fullmatch(pattern, response, re.DOTALL)
     )
 
@@ -57,27 +58,27 @@ def _calls_reward(response: str, reference: str) -> float:
     if expected is None:
         raise ValueError(f"the tool calls of the ground truth cannot be read: {reference!r:.80}")
     if calls is None:
-        return -CALLS
+        return -MAX_CALLS_REWARD
     if calls == expected:
-        return CALLS
+        return MAX_CALLS_REWARD
     score = _overlap([name for name, _ in expected], [name for name, _ in calls])
-    most = 1.0
-    rest = list(calls)
+    max_score = 1.0
+    unmatched = list(calls)
     for call in expected:
-        most += 1.0 + len(call[1])
-        values = [(_similarity(call, other), index) for index, other in enumerate(rest)]
-        best, index = max(values, default=(0.0, 0), key=lambda pair: pair[0])
+        max_score += 1.0 + len(call[1])
+        similarities = [(_similarity(call, other), index) for index, other in enumerate(unmatched)]
+        best, index = max(similarities, default=(0.0, 0), key=lambda pair: pair[0])
         if best > 0:
             score += best
-            del rest[index]
-    return 2 * CALLS * score / most - CALLS
+            del unmatched[index]
+    return 2 * MAX_CALLS_REWARD * score / max_score - MAX_CALLS_REWARD
 
 
 def _calls(text: str) -> list[Call] | None:
-    """Returns the calls of the first block, one JSON object per line; None if one cannot be parsed."""
-    _, opened, after = text.partition("<tool_call>")
-    body, closed, _ = after.partition("</tool_call>")
-    if not opened or not closed:
+    """Returns the calls of the first block, one per line; None if one cannot be parsed."""
+    _, opening, after = text.partition("<tool_call>")
+    body, closing, _ = after.partition("</tool_call>")
+    if not opening or not closing:
         return None
     calls: list[Call] = []
     for line in body.strip().split("\n"):
@@ -90,7 +91,7 @@ def _calls(text: str) -> list[Call] | None:
 
 
 def _similarity(call: Call, other: Call) -> float:
-    """Returns 0 for another tool, else the overlap of parameter names plus the number of equal values."""
+    """Returns 0 for another tool, else the overlap of names plus the number of equal values."""
     (name, parameters), (other_name, others) = call, other
     if name != other_name:
         return 0.0
@@ -99,7 +100,7 @@ def _similarity(call: Call, other: Call) -> float:
 
 
 def _overlap(left: Sequence[str], right: Sequence[str]) -> float:
-    """Returns the shared entries divided by all entries, with multiplicity."""
+    """Returns the number of shared entries divided by that of all entries, with multiplicity."""
     if not left or not right:
         return float(left == right)
     shared = (Counter(left) & Counter(right)).total()

@@ -1,4 +1,4 @@
-"""Scores programs with a Sandbox Fusion service, or in the local box without a url; returns verl's format."""
+"""Scores programs with a Sandbox Fusion service or in the local box; returns verl's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def compute_score(
     continuous: bool = False,
     timeout: float = 10,
 ) -> tuple[float, list[Row]]:
-    """Returns the share of passed tests (of the first ten with `continuous`) and one entry per test."""
+    """Returns the share of passed tests and an entry per test; `continuous` runs the first ten."""
     limits = Limits(timeout, memory_limit_mb, sandbox_fusion_url)
     code = extract_code(completion)
     tests = read_tests(test_cases, None)[: FIRST_TESTS if continuous else None]

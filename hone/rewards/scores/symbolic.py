@@ -1,8 +1,8 @@
 """Compares two LaTeX answers symbolically with math-verify, in processes that can be killed.
 
-Only its LaTeX parser is used, because the plain-expression parser calls Python's `eval`. Expressions that
-are too large are refused, and comparisons that exceed their CPU time or memory count as not equal; the
-manager reports both. The comparisons of a batch run together (`compare_all`), within one budget.
+Only its LaTeX parser is used, because the plain-expression parser calls Python's `eval`. Too large
+expressions, and comparisons that exceed their CPU time or memory, count as not equal; the manager
+reports both. The comparisons of a batch run together (`compare_all`), within one budget.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LONG_CPU_S = 0.5
 """CPU time per comparison in the second round, for those that timed out in the first."""
 MAX_LONG = 32
 """Limit on comparisons per batch in the second round."""
-MAX_DEATHS = 8
-"""Number of killed processes after which the rest of a round is skipped."""
+MAX_CRASHES = 8
+"""Number of crashed processes after which the rest of a round is skipped."""
 WALL_LIMIT_S = 60.0
 """Seconds after which a process that uses no CPU is killed."""
 MAX_PROCESSES = 8
@@ -43,7 +43,7 @@ _CACHE_SIZE = 65_536
 MAX_EXPONENT = 9_999
 MAX_POWERS = 1_000_000
 """Limit on the product of exponents from 100 on, because a power of a power multiplies them."""
-MAX_COUNTED = 999
+MAX_COUNTING = 999
 """Largest number in a factorial, binomial, sum, product, integral or limit."""
 MAX_DIGITS = 64
 MAX_DEPTH = 40
@@ -51,21 +51,23 @@ MAX_DEPTH = 40
 _NUMBER = re.compile(r"\d+")
 _EXPONENT = re.compile(r"\^\s*\{?\s*[+-]?\s*(\d+)")
 _TOWER = re.compile(r"\^\s*\{[^{}]*\^\s*\{?[^{}]*\^")
-_COUNTING = re.compile(r"!|\\(?:binom|[dt]binom|sum|prod|int|lim|factorial|Gamma|zeta)(?![a-zA-Z])")
+_COUNTING_OPERATOR = re.compile(
+    r"!|\\(?:binom|[dt]binom|sum|prod|int|lim|factorial|Gamma|zeta)(?![a-zA-Z])"
+)
 
 _lock = threading.Lock()
 _pool: DeadlinePool[bool | None] | None = None
 _processes: int | None = None
 _cache: dict[Pair, bool | Failed] = {}
-_noted: ContextVar[list[Pair] | None] = ContextVar("noted", default=None)
+_recorded_pairs: ContextVar[list[Pair] | None] = ContextVar("noted", default=None)
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
-    """Whether math-verify finds `answer` equal to `truth`; False if it is not installed or times out."""
+    """Whether math-verify finds both equal; False if it is not installed or times out."""
     if not available() or max(len(answer), len(truth)) > MAX_CHARS:
         return False
     pair = (answer, truth)
-    pairs = _noted.get()
+    pairs = _recorded_pairs.get()
     if pairs is not None:
         pairs.append(pair)
         return False
@@ -91,31 +93,31 @@ def available() -> bool:
 
 
 @contextmanager
-def noting() -> Iterator[list[Pair]]:
-    """Inside the block, comparisons are only recorded in the list, and each returns False."""
+def recording_pairs() -> Iterator[list[Pair]]:
+    """Yields a list; inside the block, comparisons are added to it and return False."""
     pairs: list[Pair] = []
-    token = _noted.set(pairs)
+    token = _recorded_pairs.set(pairs)
     try:
         yield pairs
     finally:
-        _noted.reset(token)
+        _recorded_pairs.reset(token)
 
 
 def compare_all(pairs: Iterable[Pair]) -> None:
-    """Run the comparisons that are not cached, in parallel; those that time out are retried once."""
-    new = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
-    reasons = {pair: too_large(pair[0]) or too_large(pair[1]) for pair in new}
-    remember({pair: Failed("refused", reason) for pair, reason in reasons.items() if reason})
-    rest = [pair for pair in new if not reasons[pair]]
-    if len(rest) > 1:
-        results = _compare_within_budget(rest, SHORT_CPU_S)
-        outcomes = zip(rest, results, strict=True)
-        rest = [pair for pair, r in outcomes if isinstance(r, Failed) and r.reason == "timeout"]
-    _compare_within_budget(rest[:MAX_LONG], LONG_CPU_S)
+    """Runs the uncached comparisons in parallel, and those that time out a second time."""
+    uncached = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
+    reasons = {pair: size_problem(pair[0]) or size_problem(pair[1]) for pair in uncached}
+    add_to_cache({pair: Failed("refused", reason) for pair, reason in reasons.items() if reason})
+    pending = [pair for pair in uncached if not reasons[pair]]
+    if len(pending) > 1:
+        results = _compare_within_budget(pending, SHORT_CPU_S)
+        outcomes = zip(pending, results, strict=True)
+        pending = [pair for pair, r in outcomes if isinstance(r, Failed) and r.reason == "timeout"]
+    _compare_within_budget(pending[:MAX_LONG], LONG_CPU_S)
 
 
-def too_large(text: str) -> str | None:
-    """Returns the reason to refuse an expression, or None."""
+def size_problem(text: str) -> str | None:
+    """Returns why an expression is too large, or None."""
     numbers = [match.group().lstrip("0") for match in _NUMBER.finditer(text)]
     if any(len(number) > MAX_DIGITS for number in numbers):
         return f"a number of more than {MAX_DIGITS} digits"
@@ -127,18 +129,20 @@ def too_large(text: str) -> str | None:
             return f"a power of {value}"
     if _TOWER.search(text):
         return "a tower of powers"
-    if _COUNTING.search(text) and any(int(number or 0) > MAX_COUNTED for number in numbers):
-        return f"a factorial, sum or the like of more than {MAX_COUNTED}"
+    if _COUNTING_OPERATOR.search(text) and any(
+        int(number or 0) > MAX_COUNTING for number in numbers
+    ):
+        return f"a factorial, sum or the like of more than {MAX_COUNTING}"
     return "nested too deeply" if nesting_depth(text) > MAX_DEPTH else None
 
 
-def cached(pairs: Iterable[Pair]) -> dict[Pair, bool | Failed]:
-    """Returns the results of `pairs`, for `remember` in another process."""
+def cached_results(pairs: Iterable[Pair]) -> dict[Pair, bool | Failed]:
+    """Returns the results of `pairs`, for `add_to_cache` in another process."""
     return {pair: _cache[pair] for pair in pairs if pair in _cache}
 
 
-def remember(comparisons: Mapping[Pair, bool | Failed]) -> None:
-    """Add comparisons to the cache."""
+def add_to_cache(comparisons: Mapping[Pair, bool | Failed]) -> None:
+    """Adds comparisons to the cache."""
     for pair, result in comparisons.items():
         while len(_cache) >= _CACHE_SIZE:
             del _cache[next(iter(_cache))]
@@ -146,21 +150,21 @@ def remember(comparisons: Mapping[Pair, bool | Failed]) -> None:
 
 
 def use_processes(count: int) -> None:
-    """Set the number of comparison processes; the default is one per core, at most `MAX_PROCESSES`."""
+    """Sets the number of comparison processes; the default is one per core."""
     global _processes
     _processes = count
 
 
 def _compare_within_budget(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
-    """Compare in parts, so that a batch that kills many processes ends early."""
+    """Compares in parts, so that a batch that kills many processes ends early."""
     results: list[bool | Failed] = []
     for start in range(0, len(pairs), 2 * MAX_PROCESSES):
         part = pairs[start : start + 2 * MAX_PROCESSES]
-        if sum(isinstance(r, Failed) and r.reason == "crash" for r in results) >= MAX_DEATHS:
+        if sum(isinstance(r, Failed) and r.reason == "crash" for r in results) >= MAX_CRASHES:
             results += [Failed("skipped", "the budget is spent")] * len(part)
         else:
             results += _run(part, cpu_s)
-    remember(dict(zip(pairs, results, strict=True)))
+    add_to_cache(dict(zip(pairs, results, strict=True)))
     return results
 
 

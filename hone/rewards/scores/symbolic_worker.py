@@ -1,7 +1,7 @@
 """The process that compares expressions: math-verify under memory and CPU time limits.
 
-A comparison that exceeds its time is interrupted, and the process continues with the next. If it cannot
-be interrupted (a single huge operation inside C code), the kernel kills the process shortly after.
+A comparison that exceeds its CPU time is interrupted, and the process continues with the next. If
+it cannot be interrupted (one huge operation in C code), the kernel soon kills the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MEMORY_LIMIT_MB = 2048
 GRACE_CPU_S = 0.5
 """CPU time between the interrupt and the kernel's kill."""
-_TYPICAL = (
+_WARM_UP_PAIRS = (
     (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt 3}"),
     (r"\{2,1\}", r"\{1,2\}"),
     ("(1,2)", "(1,3)"),
@@ -32,16 +32,16 @@ _TYPICAL = (
 """Compared once at startup, because the first comparison of a kind is many times slower."""
 
 
-class _TooLate(BaseException):
-    """Raised when time is up; not an Exception, because sympy catches those in many places."""
+class _CpuTimeExceeded(BaseException):
+    """Raised after the CPU time; a BaseException, because sympy catches Exceptions."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise _TooLate
+    raise _CpuTimeExceeded
 
 
 def make_verifier() -> Callable[..., bool | None]:
-    """Limit memory, load math-verify and return the comparison, which returns None on a timeout."""
+    """Limits memory, loads math-verify and returns a comparison; it returns None on a timeout."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     limit = MEMORY_LIMIT_MB << 20
@@ -52,22 +52,22 @@ def make_verifier() -> Callable[..., bool | None]:
     signal.signal(signal.SIGPROF, _interrupt)
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
 
-    def read(text: str) -> list[Basic | str]:
+    def parse_answer(text: str) -> list[Basic | str]:
         return parse(rf"\boxed{{{text}}}", extraction_config=latex, parsing_timeout=None)
 
-    def equal(answer: str, truth: str, cpu_s: float) -> bool | None:
+    def is_equal(answer: str, truth: str, cpu_s: float) -> bool | None:
         try:
             # The timer repeats, because a bare `except` may catch the first signal.
             signal.setitimer(signal.ITIMER_PROF, cpu_s, cpu_s)
             signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s + GRACE_CPU_S)
             try:
-                return bool(verify(read(truth), read(answer), timeout_seconds=None))
+                return bool(verify(parse_answer(truth), parse_answer(answer), timeout_seconds=None))
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0.0)
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        except _TooLate:
+        except _CpuTimeExceeded:
             return None
 
-    for answer, truth in _TYPICAL:
-        equal(answer, truth, cpu_s=10.0)
-    return equal
+    for answer, truth in _WARM_UP_PAIRS:
+        is_equal(answer, truth, cpu_s=10.0)
+    return is_equal

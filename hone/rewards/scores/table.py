@@ -1,7 +1,7 @@
 """The table from `data_source` to scorer, and `default_compute_score`, which reads it.
 
-Exact names come first, then prefixes, then substrings, as in verl. Scorers added by `register_score`
-come before all of them. Scorers are imported on first use.
+Exact names come first, then prefixes, then substrings, as in verl. Scorers of `register_score` come
+before all of them. Scorers are imported on first use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from hone.plugins import load_object, proposal
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
-from hone.rewards.ground_truth import GroundTruthError, is_missing
+from hone.rewards.ground_truth import invalid, is_missing
 from hone.types import Function, JsonValue, Row, Settings
 
 _HERE = "hone.rewards.scores"
@@ -47,23 +47,25 @@ class Entry:
     """Whether the rule compares expressions symbolically."""
 
 
-def _rows(
+def _entries(
     module: str, *sources: str, function: str = "compute_score", **options: Any
 ) -> dict[str, Entry]:
     return {source: Entry(f"{_HERE}.{module}:{function}", **options) for source in sources}
 
 
 _EXACT: dict[str, Entry] = {
-    **_rows("gsm8k", "openai/gsm8k", "gsm8k"),
-    **_rows("math_reward", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", symbolic=True),
-    **_rows("math_reward", "HuggingFaceH4/MATH-500", *_BOXED_SETS, symbolic=True),
-    **_rows("math_dapo", "math_dapo", "math", "math_dapo_reasoning", *_AIME_SETS),
-    **_rows("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS), symbolic=True),
-    **_rows("prime_code", *_CONTESTS, function="judge", needs_ground_truth=False),
-    **_rows("geo3k", "hiyouga/geometry3k", function="judge", symbolic=True),
-    **_rows("qa_em", *_SEARCH_SETS, function="judge"),
-    **_rows("qa_em", *(f"searchR1_{name}" for name in _SEARCH_SETS), function="judge"),
-    **_rows("asserts", *_ASSERT_SETS, needs_ground_truth=False),
+    **_entries("gsm8k", "openai/gsm8k", "gsm8k"),
+    **_entries(
+        "math_reward", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", symbolic=True
+    ),
+    **_entries("math_reward", "HuggingFaceH4/MATH-500", *_BOXED_SETS, symbolic=True),
+    **_entries("math_dapo", "math_dapo", "math", "math_dapo_reasoning", *_AIME_SETS),
+    **_entries("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS), symbolic=True),
+    **_entries("prime_code", *_CONTESTS, function="judge", needs_ground_truth=False),
+    **_entries("geo3k", "hiyouga/geometry3k", function="judge", symbolic=True),
+    **_entries("qa_em", *_SEARCH_SETS, function="judge"),
+    **_entries("qa_em", *(f"searchR1_{name}" for name in _SEARCH_SETS), function="judge"),
+    **_entries("asserts", *_ASSERT_SETS, needs_ground_truth=False),
 }
 SYMBOLIC_MODULES = frozenset(
     entry.target.partition(":")[0]
@@ -73,10 +75,10 @@ SYMBOLIC_MODULES = frozenset(
 """Modules whose score functions `custom_reward_function.path` may also select for all rows."""
 _BUILT_IN: dict[str, dict[str, Entry]] = {
     "exact": _EXACT,
-    "prefix": _rows("math_dapo", "aime"),
+    "prefix": _entries("math_dapo", "aime"),
     "substring": {
-        **_rows("countdown", "countdown"),
-        **_rows("arithmetic", "multiply", "arithmetic"),
+        **_entries("countdown", "countdown"),
+        **_entries("arithmetic", "multiply", "arithmetic"),
     },
 }
 _registered: dict[str, dict[str, Entry]] = {match: {} for match in _MATCHES}
@@ -90,17 +92,17 @@ def register_score(
     full_mark: float = 1.0,
     needs_ground_truth: bool = False,
 ) -> None:
-    """Score rows of `source` by `target`: a function, `"pkg.mod:name"` or `"file.py:name"`.
+    """Sets the scorer of `source`: a function, `"pkg.mod:name"` or `"file.py:name"`.
 
-    The function takes any of data_source, solution_str, ground_truth, extra_info by name. It replaces a
-    built-in entry of the same name. `match` may be exact, prefix or substring.
+    The function takes any of data_source, solution_str, ground_truth, extra_info by name. It
+    replaces a built-in entry. `match` may be exact, prefix or substring.
     """
     if match not in _MATCHES:
         raise ValueError(f"match={match!r} is not known; use one of {', '.join(_MATCHES)}")
     if isinstance(target, str) and ":" not in target:
         raise ValueError(f"score of {source!r}: got {target!r}; write 'pkg.mod:function'")
     _registered[match][source] = Entry(target, full_mark, needs_ground_truth)
-    _forget_entries()
+    _clear_caches()
 
 
 def registered_scores() -> dict[str, dict[str, Entry]]:
@@ -109,13 +111,13 @@ def registered_scores() -> dict[str, dict[str, Entry]]:
 
 
 def restore_scores(registered: Mapping[str, Mapping[str, Entry]]) -> None:
-    """Replace the user's part of the table by `registered` (from `registered_scores`)."""
+    """Replaces the registered entries by those of `registered_scores`."""
     for match in _MATCHES:
         _registered[match] = dict(registered.get(match, {}))
-    _forget_entries()
+    _clear_caches()
 
 
-def _forget_entries() -> None:
+def _clear_caches() -> None:
     find.cache_clear()
     scorer_of.cache_clear()
 
@@ -146,7 +148,7 @@ def scorer_of(data_source: str) -> tuple[Entry, Function]:
     """Returns the entry and the imported scorer, or raises UnknownSourceError."""
     entry = find(data_source)
     if entry is None:
-        raise UnknownSourceError(_unknown(data_source, "a row"))
+        raise UnknownSourceError(_unknown_source_message(data_source, "a row"))
     target = entry.target
     return entry, load_object(target) if isinstance(target, str) else target
 
@@ -158,17 +160,17 @@ def default_compute_score(
     extra_info: Settings | None = None,
     **options: Any,
 ) -> float | Row:
-    """Score one response by the rule of its data source; `options` go to that rule.
+    """Scores one response by the rule of its data source; `options` go to that rule.
 
-    Returns a number where verl does; `compute_in_detail` returns the parts of the score as well.
+    Returns a number where verl does; `compute_score_details` also returns the parts.
     """
-    result = compute_in_detail(data_source, solution_str, ground_truth, extra_info, **options)
+    result = compute_score_details(data_source, solution_str, ground_truth, extra_info, **options)
     target = scorer_of(data_source)[0].target
     is_judge = isinstance(target, str) and target.endswith(":judge")
     return float(result["score"]) if is_judge and isinstance(result, dict) else result
 
 
-def compute_in_detail(
+def compute_score_details(
     data_source: str,
     solution_str: str,
     ground_truth: JsonValue,
@@ -178,10 +180,7 @@ def compute_in_detail(
     """Like `default_compute_score`, with the parts of the score if the rule has any."""
     entry, scorer = scorer_of(data_source)
     if entry.needs_ground_truth and is_missing(ground_truth):
-        raise GroundTruthError(
-            f"ground_truth is {ground_truth!r:.80}, which no response can equal. "
-            "Check reward_model.ground_truth of the data row."
-        )
+        raise invalid(f"ground_truth is {ground_truth!r:.80}, which no response can equal")
     arguments = {
         "data_source": data_source,
         "solution_str": solution_str,
@@ -194,15 +193,15 @@ def compute_in_detail(
     return float(result[0]) if isinstance(result, (tuple, list)) else float(result)
 
 
-def in_detail(function: Function) -> Function:
-    """Returns the function, with `compute_in_detail` in place of `default_compute_score`."""
-    if isinstance(function, partial) and is_table(function):
-        return partial(in_detail(function.func), *function.args, **function.keywords)
-    return compute_in_detail if function is default_compute_score else function
+def detailed_scorer(function: Function) -> Function:
+    """Returns the function, with `compute_score_details` in place of `default_compute_score`."""
+    if isinstance(function, partial) and is_table_scorer(function):
+        return partial(detailed_scorer(function.func), *function.args, **function.keywords)
+    return compute_score_details if function is default_compute_score else function
 
 
-def is_table(function: Function) -> bool:
-    """Whether a score function is this table (not a user's function), possibly with bound arguments."""
+def is_table_scorer(function: Function) -> bool:
+    """Whether a score function is `default_compute_score`, possibly with bound arguments."""
     while isinstance(function, partial):
         function = function.func
     return function is default_compute_score
@@ -218,12 +217,12 @@ def check_sources(
     key: str = "data_source",
     where: Callable[[int], str] = "row {}".format,
 ) -> None:
-    """Raise UnknownSourceError for the first row without a scorer; the message lists the known names.
+    """Raises UnknownSourceError for the first row without a scorer.
 
-    A row is its data source, or the data row itself; rows of style "model" need no rule. `where` describes
-    the row with a given index.
+    A row is its data source, or the data row itself; rows of style "model" need no rule. `where`
+    describes the row with a given index.
     """
-    seen: set[str] = set()
+    checked_sources: set[str] = set()
     for index, row in enumerate(rows):
         if isinstance(row, str):
             source: JsonValue = row
@@ -233,21 +232,21 @@ def check_sources(
             source = row.get(key)
         if not isinstance(source, str):
             raise UnknownSourceError(
-                f"{where(index)} has no data source in column {key!r} (got {source!r}). Write one, or "
-                "name the right column with data.reward_fn_key."
+                f"{where(index)} has no data source in column {key!r} (got {source!r}). Write one, "
+                "or name the right column with data.reward_fn_key."
             )
-        if source not in seen and find(source) is None:
-            raise UnknownSourceError(_unknown(source, where(index)))
-        seen.add(source)
+        if source not in checked_sources and find(source) is None:
+            raise UnknownSourceError(_unknown_source_message(source, where(index)))
+        checked_sources.add(source)
 
 
-def _unknown(source: str, where: str) -> str:
+def _unknown_source_message(source: str, where: str) -> str:
     names = known_sources()
     others = sum(map(len, names.values())) - len(_EXAMPLES)
     hint = proposal(source, names["exact"])
     return (
-        f"no score for data_source {source!r} ({where}).{hint} Known are {', '.join(_EXAMPLES)} and "
-        f"{others} more (docs/rewards.md); name your own score function with "
+        f"no score for data_source {source!r} ({where}).{hint} Known are {', '.join(_EXAMPLES)} "
+        f"and {others} more (docs/rewards.md); name your own score function with "
         "custom_reward_function.path=FILE.py"
     )
 

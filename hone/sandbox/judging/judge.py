@@ -1,7 +1,7 @@
-"""The client side of judging: starts the program's box and has the judge's box run the tests.
+"""The client of judging: starts the program's box, and lets the judge's box run the tests.
 
-Each process has one judge's box, which runs every judgement in a separate child. If that box is lost, it
-is replaced and the judgement is repeated. The program's box is used once.
+Each process has one judge's box, which runs every judgement in a separate child. If that box is
+lost, it is replaced and the judgement is repeated. The program's box is used once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.sandbox import sealed
+from hone.sandbox import memfd
 from hone.sandbox.client import Run, wait_for
-from hone.sandbox.judging.deciding import READY, REQUEST
+from hone.sandbox.judging.judge_server import READY, REQUEST
 from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
 from hone.sandbox.plan import Plan
 from hone.sandbox.result import MAX_TIMEOUT_S, Job, SandboxError
 
 _HERE = Path(__file__).parent
-_CONCURRENT = 8
+_MAX_CONCURRENT = 8
 _CHILD_MEMORY_MB = 1024  # address space of one judgement
 _START_S, _GRACE_S = 30.0, 2.0
 _ATTEMPTS = 3
@@ -41,7 +41,7 @@ class Judgement:
     answers: int
     """Number of plain values that the tests received from the program; 0 if they called nothing."""
     usable: bool = True
-    """False when the tests cannot run with any program."""
+    """False if the tests cannot run with any program."""
 
 
 class JudgeLost(SandboxError):
@@ -59,33 +59,33 @@ def judge(
     interpreter: str | None = None,
     caller: socket.socket | None = None,
 ) -> Judgement:
-    """Run `tests` (Python source) against `program`; the preamble runs before both, in both boxes.
+    """Runs `tests` (Python source) against `program`; the preamble runs before both, in both boxes.
 
-    Raises SandboxError when a box failed, not the program. caller: the run ends when this connection closes.
+    Raises SandboxError if a box failed, not the program. caller: the run ends if it disconnects.
     """
     plan = plan_for(minimum, interpreter)
-    boot = (
-        f"exec({_answering()}, _ := {{'__name__': 'answering'}})\n"
+    start_code = (
+        f"exec({_program_server()}, _ := {{'__name__': 'program_server'}})\n"
         f"_['main']({program!r}, {preamble!r})\n"
     )
-    job = Job(boot, timeout_s=timeout_s, memory_mb=memory_mb)
-    texts = json.dumps({"preamble": preamble, "tests": tests})
+    job = Job(start_code, timeout_s=timeout_s, memory_mb=memory_mb)
+    sources = json.dumps({"preamble": preamble, "tests": tests})
     for _ in range(_ATTEMPTS - 1):
         try:
-            return _judge_once(job, plan, texts, caller)
+            return _judge_once(job, plan, sources, caller)
         except JudgeLost:
             pass
-    return _judge_once(job, plan, texts, caller)
+    return _judge_once(job, plan, sources, caller)
 
 
-def _judge_once(job: Job, plan: Plan, texts: str, caller: socket.socket | None) -> Judgement:
+def _judge_once(job: Job, plan: Plan, sources: str, caller: socket.socket | None) -> Judgement:
     with _boxes_lock:  # one box per plan and process: a fork must not share its parent's box
         box = _boxes.setdefault((os.getpid(), repr(plan)), JudgeBox(plan))
     box.start()  # before the program's time limit starts
     with box.slots, Run(job, plan, channel=True, caller=caller) as run:
         channel = run.channel()
         ours, theirs = socket.socketpair()
-        source = sealed.write(texts)
+        source = memfd.write_sealed(sources)
         try:
             box.send(job.timeout_s, [channel, theirs.fileno(), source])
         finally:
@@ -111,7 +111,7 @@ class JudgeBox:
     """The judge's box of this process, started on first use."""
 
     def __init__(self, plan: Plan) -> None:
-        self.slots = threading.BoundedSemaphore(_CONCURRENT)
+        self.slots = threading.BoundedSemaphore(_MAX_CONCURRENT)
         self._plan = plan
         self._lock = threading.RLock()
         self._run: Run | None = None
@@ -122,12 +122,12 @@ class JudgeBox:
             if self._control is not None:
                 return self._control
             job = Job(
-                "from hone.sandbox.judging.deciding import main\nmain()\n",
+                "from hone.sandbox.judging.judge_server import main\nmain()\n",
                 timeout_s=MAX_TIMEOUT_S,
                 cpu_s=MAX_TIMEOUT_S,
-                memory_mb=_CHILD_MEMORY_MB * (_CONCURRENT + 1),
-                processes=4 * _CONCURRENT,
-                files=_files(),
+                memory_mb=_CHILD_MEMORY_MB * (_MAX_CONCURRENT + 1),
+                processes=4 * _MAX_CONCURRENT,
+                files=_judge_files(),
             )
             self._run = Run(job, self._plan, channel=True)
             self._control = socket.socket(fileno=self._run.channel())
@@ -138,7 +138,9 @@ class JudgeBox:
                     raise JudgeLost("sandbox: the judge's box did not start")
             except TimeoutError as error:
                 self.drop()
-                raise JudgeLost(f"sandbox: the judge's box not ready in {_START_S} s") from error
+                raise JudgeLost(
+                    f"sandbox: the judge's box was not ready in {_START_S} s"
+                ) from error
             except BaseException:
                 self.drop()
                 raise
@@ -154,7 +156,7 @@ class JudgeBox:
                 raise JudgeLost("sandbox: the judge's box has ended") from error
 
     def drop(self) -> None:
-        """End the box; the next judgement starts a new one."""
+        """Ends the box; the next judgement starts a new one."""
         with self._lock:
             if self._control is not None:
                 self._control.close()
@@ -168,21 +170,21 @@ _boxes_lock = threading.Lock()
 
 
 @functools.lru_cache(maxsize=1)
-def _files() -> dict[str, str]:
+def _judge_files() -> dict[str, str]:
     packages = ("hone/__init__.py", "hone/sandbox/__init__.py", "hone/sandbox/judging/__init__.py")
     modules = {
         f"hone/sandbox/judging/{name}.py": (_HERE / f"{name}.py").read_text()
-        for name in ("plain_data", "proxies", "deciding")
+        for name in ("plain_data", "proxies", "judge_server")
     }
     return {**dict.fromkeys(packages, ""), **modules}
 
 
 @functools.lru_cache(maxsize=1)
-def _answering() -> str:
-    """Returns answering.py as an expression for its code, compiled if the interpreter version matches."""
-    source = (_HERE / "answering.py").read_text()
-    compiled = marshal.dumps(compile(source, "answering.py", "exec", dont_inherit=True))
+def _program_server() -> str:
+    """Returns an expression for the code of program_server.py, compiled if the versions match."""
+    source = (_HERE / "program_server.py").read_text()
+    compiled = marshal.dumps(compile(source, "program_server.py", "exec", dont_inherit=True))
     return (
         f"__import__('marshal').loads({compiled!r}) if __import__('sys').hexversion =="
-        f" {sys.hexversion} else compile({source!r}, 'answering.py', 'exec')"
+        f" {sys.hexversion} else compile({source!r}, 'program_server.py', 'exec')"
     )

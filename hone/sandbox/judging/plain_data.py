@@ -1,6 +1,6 @@
-"""The judge's side of the data exchange with the program.
+"""Writes requests to the program's box, and reads its answers.
 
-Requests may hold anything that the program may know. Answers are untrusted: tagged JSON is read as exact
+Requests contain only what the program may know. Answers are untrusted: tagged JSON is read as exact
 built-in types, instances of the tests' classes or handles; anything else raises Malformed.
 """
 
@@ -24,12 +24,12 @@ Shape: TypeAlias = type | list[type]
 
 MAX_FRAME = 16 << 20
 _MAX_DIGITS = 1 << 18
-_FLAT = frozenset({type(None), bool, int, float, str, bytes, complex})
-_SENT = (
+_SCALAR_TYPES = frozenset({type(None), bool, int, float, str, bytes, complex})
+_PICKLED_TYPES = (
     *(collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict),
     *(Decimal, Fraction, range, complex, bytearray, type(...)),
 )
-_REFUSALS = (
+_PARSE_ERRORS = (
     *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError),
     *(RecursionError, MemoryError),
 )
@@ -74,31 +74,31 @@ class Reader:
         self._tags: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
             **_TAGS,
             "o": ([int, str], self._object),
-            "h": (int, lambda number: handle("handle", _natural(number))),
-            "g": (int, lambda number: handle("iterator", _natural(number))),
-            "e": (list, lambda names: exception([_checked(name, str) for name in names])),
+            "h": (int, lambda number: handle("handle", _non_negative(number))),
+            "g": (int, lambda number: handle("iterator", _non_negative(number))),
+            "e": (list, lambda names: exception([_check_shape(name, str) for name in names])),
         }
 
     def read(self, data: bytes) -> tuple[str, Value, list[Value]]:
         """Returns (kind, value, changed arguments) of a message."""
         try:
-            message = json.loads(data, object_hook=self._tagged)
-            kind, value, table, after = _checked(message, list)
-            for row in _checked(table, list):
-                number, name, attributes = _checked(row, [int, str, list])
-                self._fill(self._object([number, name]), _mapping(attributes))
+            message = json.loads(data, object_hook=self._decode_tag)
+            kind, value, table, changes = _check_shape(message, list)
+            for row in _check_shape(table, list):
+                number, name, attributes = _check_shape(row, [int, str, list])
+                self._set_attributes(self._object([number, name]), _mapping(attributes))
             return (
-                _checked(kind, str),
+                _check_shape(kind, str),
                 value,
-                [_checked(change, list) for change in _checked(after, list)],
+                [_check_shape(change, list) for change in _check_shape(changes, list)],
             )
-        except _REFUSALS as error:
+        except _PARSE_ERRORS as error:
             raise Malformed(f"{type(error).__name__}: {error}"[:200]) from None
 
-    def _tagged(self, content: dict[str, Value]) -> Value:
+    def _decode_tag(self, content: dict[str, Value]) -> Value:
         ((tag, value),) = content.items()
-        shape, make = self._tags[tag]
-        return make(_checked(value, shape))
+        shape, convert = self._tags[tag]
+        return convert(_check_shape(value, shape))
 
     def _object(self, content: list[Value]) -> Value:
         number, name = content
@@ -107,17 +107,18 @@ class Reader:
         return self._objects[number]
 
     @staticmethod
-    def _fill(shared: Value, attributes: dict[Value, Value]) -> None:
-        """Set the attributes, which are data; none may shadow a method of the tests' class."""
+    def _set_attributes(shared: Value, attributes: dict[Value, Value]) -> None:
+        """Sets the attributes; raises Malformed if one would shadow a method of the class."""
         for name in attributes:
-            member = getattr(type(shared), _checked(name, str), None)
+            member = getattr(type(shared), _check_shape(name, str), None)
             if callable(member) or hasattr(type(member), "__get__") or name.startswith("__"):
                 raise Malformed(f"attribute {name!r} would replace a method")
         shared.__dict__.clear()
         shared.__dict__.update(attributes)
 
 
-def _checked(value: Value, shape: Shape) -> Value:
+def _check_shape(value: Value, shape: Shape) -> Value:
+    """Returns the value, or raises Malformed if it does not have exactly this shape."""
     if isinstance(shape, type):
         fits = type(value) is shape
     else:
@@ -127,7 +128,7 @@ def _checked(value: Value, shape: Shape) -> Value:
     return value
 
 
-def _natural(number: int) -> int:
+def _non_negative(number: int) -> int:
     if number < 0:
         raise Malformed("a number was expected")
     return number
@@ -145,7 +146,7 @@ def _large_integer(text: str) -> int:
 
 def _deque(content: list[Value]) -> Value:
     items, size = content
-    return collections.deque(_checked(items, list), size)
+    return collections.deque(_check_shape(items, list), size)
 
 
 _TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
@@ -171,16 +172,16 @@ _TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
     "-": (type(None), lambda _: ABSENT),
     ".": (type(None), lambda _: ...),
 }
-"""Tag → the shape of its content, and a function to the value."""
+"""Tag → the shape of its content, and the function from content to value."""
 
 
 def resolve(kind: str, key: Value) -> NoReturn:
-    """Placeholder in a request, replaced by an object in the program's box (see answering.py)."""
+    """Marks an object in a request; program_server.py replaces it with an object of its box."""
     raise NotImplementedError(kind, key)
 
 
 class Writer(pickle.Pickler):
-    """Writes one request: plain values natively; handles, functions and shared objects by number."""
+    """Writes one request: plain values directly, other objects and functions by number."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class Writer(pickle.Pickler):
 
     def write(self, request: tuple[Value, ...]) -> bytes:
         try:
-            if _is_native(request):  # the usual case: marshal needs no imports to read it
+            if _is_marshalable(request):  # the usual case: reading marshal needs no imports
                 return b"m" + marshal.dumps(request)
         except (RecursionError, ValueError):
             pass  # the list contains itself, or is too deep for marshal
@@ -209,7 +210,8 @@ class Writer(pickle.Pickler):
         number = self._handle_of(value)
         if number is not None:
             return resolve, ("handle", number)
-        if kind in _SENT or value is resolve or (isinstance(value, type) and value in _SENT):
+        is_pickled_type = isinstance(value, type) and value in _PICKLED_TYPES
+        if kind in _PICKLED_TYPES or is_pickled_type or value is resolve:
             return NotImplemented
         if self._shared.get(kind.__name__) is kind:
             self.objects.append(value)
@@ -223,36 +225,36 @@ class Writer(pickle.Pickler):
         raise NotPlain(f"{kind.__name__} is not plain data: it cannot be sent to the program")
 
 
-def _is_native(value: Value) -> bool:
+def _is_marshalable(value: Value) -> bool:
     kind = type(value)
     if kind in (list, tuple, set, frozenset):
-        return _FLAT.issuperset(map(type, value)) or all(map(_is_native, value))
+        return _SCALAR_TYPES.issuperset(map(type, value)) or all(map(_is_marshalable, value))
     if kind is dict:
-        return all(map(_is_native, value)) and all(map(_is_native, value.values()))
-    return kind in _FLAT
+        return all(map(_is_marshalable, value)) and all(map(_is_marshalable, value.values()))
+    return kind in _SCALAR_TYPES
 
 
-def update(mine: Value, theirs: Value) -> Value:
-    """Returns `mine` with the content of `theirs` if they have the same mutable type, else `theirs`."""
-    kind = type(mine)
-    if type(theirs) is not kind:
-        return theirs
+def update(local: Value, remote: Value) -> Value:
+    """Copies `remote` into `local` if both have the same mutable type; returns the new value."""
+    kind = type(local)
+    if type(remote) is not kind:
+        return remote
     if kind in (list, collections.deque):
-        paired = min(len(mine), len(theirs))
-        items = [update(mine[i], theirs[i]) for i in range(paired)]
-        items += [theirs[i] for i in range(paired, len(theirs))]
-        mine.clear()
-        mine.extend(items)
-        return mine
+        paired = min(len(local), len(remote))
+        items = [update(local[i], remote[i]) for i in range(paired)]
+        items += [remote[i] for i in range(paired, len(remote))]
+        local.clear()
+        local.extend(items)
+        return local
     if issubclass(kind, dict):
-        pairs = {key: update(mine.get(key), value) for key, value in theirs.items()}
-        mine.clear()
-        dict.update(mine, pairs)
-        return mine
+        pairs = {key: update(local.get(key), value) for key, value in remote.items()}
+        local.clear()
+        dict.update(local, pairs)
+        return local
     if kind in (set, bytearray):
-        mine.clear()
-        (mine.update if kind is set else mine.extend)(theirs)
-        return mine
-    if kind is tuple and len(mine) == len(theirs):
-        return tuple([update(a, b) for a, b in zip(mine, theirs, strict=True)])
-    return theirs
+        local.clear()
+        (local.update if kind is set else local.extend)(remote)
+        return local
+    if kind is tuple and len(local) == len(remote):
+        return tuple([update(a, b) for a, b in zip(local, remote, strict=True)])
+    return remote

@@ -1,7 +1,7 @@
-"""Proxies of the program for the tests: names, functions and objects that live in the other box.
+"""Proxies through which the tests use names, functions and objects of the program's box.
 
-A proxy forwards calls and returns plain data. The program never decides what is equal, true or contained:
-a test that needs this ends the judgement. plain_data.py reads the data.
+A proxy forwards calls and returns plain data. The program never decides what is equal, true or
+contained: a test that needs this ends the judgement. plain_data.py reads the data.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hone.sandbox.judging.plain_data import (
     update,
 )
 
-# Operators that are forwarded. None of them shows the program the other side of a comparison, as
-# `-` would in `abs(f(x) - 3) < 1e-6`.
+# Operators that are forwarded. None of them shows the program the expected value, as `-` would in
+# `abs(f(x) - 3) < 1e-6`.
 _OPERATORS = (
     *("len", "getitem", "setitem", "delitem", "str", "repr", "enter", "exit"),
     *("abs", "neg", "pos", "int", "float", "index", "round"),
 )
-_DESCRIPTIVE = frozenset({"__name__", "__qualname__"})
+_FORWARDED_DUNDERS = frozenset({"__name__", "__qualname__"})
 _PREDICATES = frozenset(
     name
     for kind in (str, bytes, list, dict, set, int, float)
@@ -41,14 +41,14 @@ _PREDICATES = frozenset(
 )
 
 
-class Failed(BaseException):
+class TestsFailed(BaseException):
     """Ends the judgement with a failure, even when a bare `except` in the tests catches it."""
 
     reason: str | None = None
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
-        Failed.reason = reason
+        TestsFailed.reason = reason
 
 
 class Session:
@@ -64,58 +64,58 @@ class Session:
     def wait_until_loaded(self) -> None:
         kind, value, _ = self._receive([])
         if kind != "v":
-            raise Failed(f"the program does not load: {_error_text(value)}")
+            raise TestsFailed(f"the program does not load: {_error_text(value)}")
 
-    def ask(
-        self, verb: str, *words: Value, arguments: tuple[list[Value], dict[str, Value]]
+    def request(
+        self, operation: str, *fields: Value, arguments: tuple[list[Value], dict[str, Value]]
     ) -> Value:
-        """Send a request, serve callbacks meanwhile, and return the value or raise."""
+        """Sends a request, serves callbacks meanwhile, and returns the value or raises."""
         positional, named = arguments
-        content = (positional, named) if verb == "call" else (positional,)
-        objects = self._send((verb, *words, *content))
+        content = (positional, named) if operation == "call" else (positional,)
+        objects = self._send((operation, *fields, *content))
         while True:
-            kind, value, after = self._receive(objects)
+            kind, value, changes = self._receive(objects)
             if kind == "b":
                 self._run_callback(value)
                 continue
             try:  # apply the program's changes to the tests' arguments
-                for place, changed in after:
-                    update(named[place] if type(place) is str else positional[place], changed)
+                for key, changed in changes:
+                    update(named[key] if type(key) is str else positional[key], changed)
             except (LookupError, TypeError, ValueError):
-                raise Failed("the program's box changed an argument that was not given") from None
+                raise TestsFailed("the program's box changed an unknown argument") from None
             if kind == "x":
-                raise self._raised(value)
-            if kind != "v" or (value is ABSENT and verb != "get"):
-                raise Failed("the program's box sent no value")
+                raise self._to_exception(value)
+            if kind != "v" or (value is ABSENT and operation != "get"):
+                raise TestsFailed("the program's box sent no value")
             return value
 
-    def value(self, verb: str, *words: Value, arguments: Value = ((), {})) -> Value:
-        """Calls `ask` and counts the answer, because the tests have learned something about the program."""
-        value = self.ask(verb, *words, arguments=([*arguments[0]], arguments[1]))
+    def request_value(self, operation: str, *fields: Value, arguments: Value = ((), {})) -> Value:
+        """Calls `request` and counts answers that tell the tests something about the program."""
+        value = self.request(operation, *fields, arguments=([*arguments[0]], arguments[1]))
         self.answers += not isinstance(value, Remote)
         return value
 
     def _send(self, request: tuple[Value, ...]) -> list[Value]:
-        """Send a request and return the shared objects in it."""
-        writer = Writer(self.shared, _number_of, self._register)
+        """Sends a request and returns the shared objects in it."""
+        writer = Writer(self.shared, _handle_of, self._register_callback)
         data = writer.write(request)
         view = memoryview(len(data).to_bytes(8, "big") + data)
         try:
             while view:
                 view = view[os.write(self._channel, view) :]
         except OSError:
-            raise Failed("the program ended before the tests did") from None
+            raise TestsFailed("the program ended before the tests did") from None
         return writer.objects
 
     def _receive(self, objects: list[Value]) -> tuple[str, Value, list[Value]]:
         size = int.from_bytes(self._read(8), "big")
         if size > MAX_FRAME:
-            raise Failed(f"an answer of {size} bytes; at most {MAX_FRAME} are read")
+            raise TestsFailed(f"an answer of {size} bytes; at most {MAX_FRAME} are read")
         try:
             data = self._read(size)
             return Reader(self.shared, objects, self._proxy, self._exception).read(data)
         except Malformed as error:
-            raise Failed(f"the program's box sent no answer: {error}") from None
+            raise TestsFailed(f"the program's box sent no answer: {error}") from None
 
     def _read(self, size: int) -> bytes:
         parts = []
@@ -125,7 +125,7 @@ class Session:
             except OSError:
                 part = b""
             if not part:
-                raise Failed("the program ended before the tests did")
+                raise TestsFailed("the program ended before the tests did")
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
@@ -134,33 +134,33 @@ class Session:
         return RemoteIterator(self, number) if kind == "iterator" else Remote(self, number)
 
     def _exception(self, names: list[str]) -> type:
-        """Returns a local class with the name of the program's exception and its nearest built-in base."""
+        """Returns a local class with the name and built-in base of the program's exception."""
         base = _builtin_exception(names)
         if names and names[0] != base.__name__ and names[0] not in self._exceptions:
             self._exceptions[names[0]] = type(names[0], (base,), {})
         return self._exceptions.get(names[0], base) if names else base
 
-    def _raised(self, value: Value) -> Exception:
+    def _to_exception(self, value: Value) -> Exception:
         names, message = _error_parts(value)
         if "Exception" not in names:  # SystemExit, KeyboardInterrupt, GeneratorExit
-            raise Failed(f"the program raised {_error_text(value)}")
+            raise TestsFailed(f"the program raised {_error_text(value)}")
         try:
             error = self._exception(names)(message)
         except TypeError:  # UnicodeDecodeError and others need more than a message
             error = ValueError(message)
         return error if isinstance(error, Exception) else RuntimeError(message)
 
-    def _register(self, function: Callable[..., Value]) -> int:
+    def _register_callback(self, function: Callable[..., Value]) -> int:
         self._callbacks.append(function)
         return len(self._callbacks) - 1
 
     def _run_callback(self, value: Value) -> None:
-        """Run a function of the tests that the program calls."""
+        """Runs a function of the tests that the program calls."""
         try:
             number, positional, named = value
             function = self._callbacks[number]
         except (TypeError, ValueError, LookupError):
-            raise Failed("the program's box called a function it was not given") from None
+            raise TestsFailed("the program's box called an unknown function") from None
         try:
             self._send(("return", function(*positional, **named)))
         except Exception as error:
@@ -177,23 +177,23 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *arguments: Value, **named: Value) -> Value:
-        return self._session.value("call", self._number, arguments=(arguments, named))
+        return self._session.request_value("call", self._number, arguments=(arguments, named))
 
     def __getattr__(self, name: str) -> Value:
-        if name.startswith("__") and name.endswith("__") and name not in _DESCRIPTIVE:
+        if name.startswith("__") and name.endswith("__") and name not in _FORWARDED_DUNDERS:
             raise AttributeError(name)
-        if name in _PREDICATES:  # the tests expect a string or a number here
+        if name in _PREDICATES:  # a program's class must not answer what str or int would
             self._refuse()
-        return self._session.value("attribute", self._number, name)
+        return self._session.request_value("attribute", self._number, name)
 
     def __setattr__(self, name: str, value: Value) -> None:
-        self._session.ask("assign", self._number, name, arguments=([value], {}))
+        self._session.request("assign", self._number, name, arguments=([value], {}))
 
     def __iter__(self) -> Iterator[Value]:
-        return iter(self._session.value("method", self._number, "__iter__"))
+        return iter(self._session.request_value("method", self._number, "__iter__"))
 
     def _refuse(self, *_: Value) -> NoReturn:
-        raise Failed("the tests need the truth or equality of an object that is not plain data")
+        raise TestsFailed("the tests compare an object of the program that is not plain data")
 
     def __eq__(self, other: object) -> bool:
         return self is other if other is None or self is other else self._refuse()
@@ -207,7 +207,8 @@ class Remote:
 
 def _forward(special: str) -> Callable[..., Value]:
     def operator(self: Remote, *arguments: Value) -> Value:
-        return self._session.value("method", self._number, special, arguments=(arguments, {}))
+        call: Value = (arguments, {})
+        return self._session.request_value("method", self._number, special, arguments=call)
 
     return operator
 
@@ -219,14 +220,14 @@ for _name in _OPERATORS:
 class RemoteIterator(Remote):
     """A generator or iterator of the program, read in growing chunks."""
 
-    __slots__ = ("_done", "_items", "_portion")
+    __slots__ = ("_chunk_size", "_done", "_items")
 
     def __init__(self, session: Session, number: int) -> None:
         super().__init__(session, number)
-        self._keep([], False, 1)
+        self._set_state([], False, 1)
 
-    def _keep(self, items: list[Value], done: bool, portion: int) -> None:
-        for name, value in (("_items", items), ("_done", done), ("_portion", portion)):
+    def _set_state(self, items: list[Value], done: bool, chunk_size: int) -> None:
+        for name, value in (("_items", items), ("_done", done), ("_chunk_size", chunk_size)):
             object.__setattr__(self, name, value)
 
     def __iter__(self) -> Iterator[Value]:
@@ -237,17 +238,17 @@ class RemoteIterator(Remote):
 
     def __next__(self) -> Value:
         if not self._items and not self._done:
-            answer = self._session.value("next", self._number, self._portion)
+            answer = self._session.request_value("next", self._number, self._chunk_size)
             if type(answer) is not list or len(answer) != 2 or type(answer[0]) is not list:
-                raise Failed("the program's box sent no items")
+                raise TestsFailed("the program's box sent no items")
             done = answer[1] is not False or not answer[0]
-            self._keep(answer[0][::-1], done, min(2 * self._portion, 1024))
+            self._set_state(answer[0][::-1], done, min(2 * self._chunk_size, 1024))
         if not self._items:
             raise StopIteration
         return self._items.pop()
 
 
-def _number_of(value: Value) -> int | None:
+def _handle_of(value: Value) -> int | None:
     return value._number if isinstance(value, Remote) else None
 
 
@@ -256,7 +257,7 @@ def _error_parts(value: Value) -> tuple[list[str], str]:
         names, message = value
         if names and all(type(item) is str for item in [*names, message]):
             return names, message
-    raise Failed("the program's box sent no error")
+    raise TestsFailed("the program's box sent no error")
 
 
 def _error_text(value: Value) -> str:
@@ -274,11 +275,11 @@ def _builtin_exception(names: list[str]) -> type:
     return Exception
 
 
-class Names(dict[str, Value]):
-    """The global names of the tests; names that the tests do not define are looked up in the program.
+class TestNamespace(dict[str, Value]):
+    """The global names of the tests; other names are looked up in the program.
 
-    Names of built-ins and standard modules refer to the program only if the tests cannot mean anything else:
-    `set` in `set(f(x)) == {1}` must not be a function of the program.
+    Names of built-ins and standard modules refer to the program only if the tests cannot mean
+    anything else: `set` in `set(f(x)) == {1}` must not be a function of the program.
     """
 
     def __init__(self, session: Session, content: dict[str, Value]) -> None:
@@ -286,11 +287,10 @@ class Names(dict[str, Value]):
         self._session = session
         self._codes: list[CodeType] = []
 
-    def resolve(self, code: CodeType) -> None:
-        """Set the code whose names these are. A class body skips __missing__, so its names are looked
-        up now."""
+    def set_code(self, code: CodeType) -> None:
+        """Sets the tests' code, and looks up names of class bodies, which skip __missing__."""
         self._codes = [code]
-        for body in self._codes:  # the loop appends
+        for body in self._codes:  # the loop appends to this list
             self._codes += [part for part in body.co_consts if isinstance(part, CodeType)]
         for body in self._codes[1:]:
             for name in () if body.co_flags & CO_OPTIMIZED else body.co_names:
@@ -301,20 +301,20 @@ class Names(dict[str, Value]):
         if not self._codes or name.startswith("__"):
             raise KeyError(name)
         if hasattr(builtins, name):
-            remote = self._session.ask("get", name, arguments=([], {}))
-            if remote is ABSENT or self._tested() != {name}:
+            remote = self._session.request("get", name, arguments=([], {}))
+            if remote is ABSENT or self._program_names() != {name}:
                 return self.setdefault(name, getattr(builtins, name))
             self._session.answers += not isinstance(remote, Remote)
             return remote
-        if name in sys.stdlib_module_names and not any(_calls(code, name) for code in self._codes):
+        if name in sys.stdlib_module_names and not any(_loads_bare(c, name) for c in self._codes):
             return self.setdefault(name, __import__(name))
-        value = self._session.value("get", name)
+        value = self._session.request_value("get", name)
         if value is ABSENT:
             raise KeyError(name)
         return value
 
-    def _tested(self) -> set[str]:
-        """Returns names that the tests load and do not define; built-ins only when there are no others."""
+    def _program_names(self) -> set[str]:
+        """Returns names that the tests load and do not define; built-ins only as a last resort."""
         steps = [step for code in self._codes for step in dis.get_instructions(code)]
         loaded = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
         stored = {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_NAME")}
@@ -327,7 +327,7 @@ def _is_function(value: Value) -> bool:
     return callable(value) and not (isinstance(value, type) and issubclass(value, BaseException))
 
 
-def _calls(code: CodeType, name: str) -> bool:
+def _loads_bare(code: CodeType, name: str) -> bool:
     """Whether the name is loaded without its attributes: `calendar(3)`, not `calendar.month(3)`."""
     previous_name, is_loaded = "", False
     for step in dis.get_instructions(code):

@@ -135,7 +135,7 @@ def begin(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | Non
             _remove(new_path)
             folder.rename(new_path)
             log.warning("%s is not what this run continues from; kept as %s", folder, new_path.name)
-    run.cut_back(-1 if source is None else source[0])
+    run.truncate_after(-1 if source is None else source[0])
     return source
 
 

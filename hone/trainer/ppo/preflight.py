@@ -127,7 +127,7 @@ class _Preflight:
             self._add(self._prompt_problems(datasets))
             if plan is not None and plan.is_outside:
                 outside = attempt(lambda: outside_model(config, tokenizer, None))
-                if outside is not None and (why := outside.scorer.refusal()):
+                if outside is not None and (why := outside.scorer.connection_error()):
                     self.warnings.append(f"the reward model's server cannot be reached ({why})")
         self._try_scorers(datasets)
         trainer = self._assembled(tokenizer, datasets)

@@ -34,7 +34,7 @@ def test_one_call_gets_the_lists_of_the_batch(tokenizer: Any, make_batch: MakeBa
     assert call["weight"] == 3
 
 
-def test_arrays_and_coroutines_are_fine(tokenizer: Any, make_batch: MakeBatch) -> None:
+def test_a_scorer_may_be_async_and_return_an_array(tokenizer: Any, make_batch: MakeBatch) -> None:
     async def score(solution_strs: list[str]) -> np.ndarray:
         return np.array([len(text) for text in solution_strs])
 
@@ -73,7 +73,7 @@ def hanging(solution_strs: list[str]) -> list[float]:
         (hanging, [-1.0, -1.0], {"timeout": 2}),
     ],
 )
-def test_failures_cost_the_rows_they_concern(
+def test_an_invalid_value_fails_its_row_and_a_failed_call_all_rows(
     tokenizer: Any, make_batch: MakeBatch, scorer: Any, rewards: list[float], failures: Any
 ) -> None:
     manager = BatchRewardManager(tokenizer, 0, scorer, policy=LENIENT)

@@ -7,7 +7,7 @@ from hone.protocol import DataProto
 from hone.rewards.managers.blank import BlankRewardManager
 
 
-def test_every_reward_is_zero_and_the_form_is_the_familys(
+def test_every_reward_is_zero_and_the_format_is_verls(
     tokenizer: Any, make_batch: Callable[..., DataProto]
 ) -> None:
     data = make_batch(["abc", "d"], "no such source")

@@ -19,16 +19,18 @@ def test_the_penalty_grows_over_the_buffer(length: int, penalty: float) -> None:
     assert overlong_penalty(length, max_resp_len=20, buffer=4, factor=1.0) == penalty
 
 
-def one(solution_str: str) -> float:
+def always_one(solution_str: str) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("form", [dict, OverlongBufferConfig])
-def test_the_reward_carries_the_penalty_and_the_score_does_not(
-    tokenizer: Any, make_batch: MakeBatch, form: Any
+@pytest.mark.parametrize("config_type", [dict, OverlongBufferConfig])
+def test_the_reward_includes_the_penalty_and_the_score_does_not(
+    tokenizer: Any, make_batch: MakeBatch, config_type: Any
 ) -> None:
-    config = form(enable=True, len=4, penalty_factor=2.0, log=True)
-    manager = DAPORewardManager(tokenizer, 0, one, max_resp_len=10, overlong_buffer_cfg=config)
+    config = config_type(enable=True, len=4, penalty_factor=2.0, log=True)
+    manager = DAPORewardManager(
+        tokenizer, 0, always_one, max_resp_len=10, overlong_buffer_cfg=config
+    )
     result = manager(make_batch(["abc", "abcdefg", "abcdefghi"]), return_dict=True)
     # One token more than characters: the end of the turn counts.
     assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0, -1.0]
@@ -40,7 +42,9 @@ def test_the_reward_carries_the_penalty_and_the_score_does_not(
 
 def test_without_log_the_penalty_is_not_reported(tokenizer: Any, make_batch: MakeBatch) -> None:
     config = OverlongBufferConfig(enable=True, len=4)
-    manager = DAPORewardManager(tokenizer, 0, one, max_resp_len=5, overlong_buffer_cfg=config)
+    manager = DAPORewardManager(
+        tokenizer, 0, always_one, max_resp_len=5, overlong_buffer_cfg=config
+    )
     assert set(manager(make_batch(["abc"]), return_dict=True)["reward_extra_info"]) == {"score"}
 
 
@@ -48,7 +52,7 @@ def test_without_log_the_penalty_is_not_reported(tokenizer: Any, make_batch: Mak
 def test_without_the_penalty_it_is_the_naive_manager(
     tokenizer: Any, make_batch: MakeBatch, config: Any
 ) -> None:
-    manager = DAPORewardManager(tokenizer, 0, one, overlong_buffer_cfg=config)
+    manager = DAPORewardManager(tokenizer, 0, always_one, overlong_buffer_cfg=config)
     assert manager(make_batch(["a" * 50])).sum() == 1.0
 
 

@@ -22,7 +22,7 @@ LENIENT = FailurePolicy("score", -1.0, 60.0)
 STRICT = FailurePolicy("raise", -1.0, 60.0)
 
 
-def seen(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> dict[str, Any]:
+def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> dict[str, Any]:
     return {
         "score": len(solution_str),
         "source": data_source,
@@ -32,7 +32,7 @@ def seen(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any
     }
 
 
-def test_the_score_stands_on_the_last_token_of_each_response(
+def test_the_score_is_on_the_last_token_of_each_response(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     data = make_batch(["#### 1", "so #### 23"], "openai/gsm8k", ["1", "23"])
@@ -44,20 +44,20 @@ def test_the_score_stands_on_the_last_token_of_each_response(
     assert rewards.sum(1).tolist() == [1.0, 1.0]
 
 
-def test_a_score_never_stands_on_a_token_the_policy_did_not_write(
-    tokenizer: Any, make_batch: MakeBatch
-) -> None:
+def test_the_score_is_on_the_last_policy_token(tokenizer: Any, make_batch: MakeBatch) -> None:
     data = make_batch(["abcdef"], masks=["1110000"])
-    manager = NaiveRewardManager(tokenizer, 0, seen)
+    manager = NaiveRewardManager(tokenizer, 0, echo)
     result = manager(data, return_dict=True)
     assert result["reward_tensor"].nonzero().tolist() == [[0, 2]]
     assert result["reward_extra_info"]["text"] == ["abc"]
 
 
-def test_without_a_response_mask_attention_decides(tokenizer: Any, make_batch: MakeBatch) -> None:
+def test_without_a_response_mask_the_attention_mask_is_used(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
     data = make_batch(["abc"])
     del data.batch["response_mask"]
-    assert NaiveRewardManager(tokenizer, 0, seen)(data).nonzero().tolist() == [[0, 3]]
+    assert NaiveRewardManager(tokenizer, 0, echo)(data).nonzero().tolist() == [[0, 3]]
 
 
 def test_an_empty_response_gets_no_reward_and_is_counted(
@@ -81,7 +81,7 @@ def test_the_scorer_sees_the_response_without_prompt_padding_and_special_tokens(
         reward_scores=[{"tool": [0.5]}, {}],
     )
     data.non_tensor_batch["reward_model"][0].update(keywords=["k"], level="model")
-    extras = NaiveRewardManager(tokenizer, 0, seen)(data, return_dict=True)["reward_extra_info"]
+    extras = NaiveRewardManager(tokenizer, 0, echo)(data, return_dict=True)["reward_extra_info"]
     assert extras["text"] == ["abc", "z"]
     assert extras["source"] == ["s1", "s2"]
     assert extras["truth"] == ["t1", {"target": 3}]
@@ -99,14 +99,14 @@ def test_the_scorer_sees_the_response_without_prompt_padding_and_special_tokens(
     assert extras["extra"][1]["rollout_reward_scores"] == {}
 
 
-def test_the_source_column_can_be_another(tokenizer: Any, make_batch: MakeBatch) -> None:
+def test_the_source_column_is_configurable(tokenizer: Any, make_batch: MakeBatch) -> None:
     data = make_batch(["#### 1"], "unknown", ["1"], kind=["openai/gsm8k"])
     assert NaiveRewardManager(tokenizer, 0, reward_fn_key="kind")(data).sum() == 1.0
     with pytest.raises(KeyError, match=r"no column 'task'.*data\.reward_fn_key"):
         NaiveRewardManager(tokenizer, 0, reward_fn_key="task")(data)
 
 
-def test_plain_rules_gain_accuracy_and_a_rules_own_accuracy_wins(
+def test_accuracy_is_added_unless_the_rule_returns_it(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     texts = ["<answer>2*3</answer>", "<answer>2+3</answer>", "Answer: 4"]
@@ -118,12 +118,12 @@ def test_plain_rules_gain_accuracy_and_a_rules_own_accuracy_wins(
     assert extras["pred"] == [None, None, "4"]
 
 
-def test_a_users_scorer_gains_no_accuracy(tokenizer: Any, make_batch: MakeBatch) -> None:
+def test_no_accuracy_is_added_for_a_users_scorer(tokenizer: Any, make_batch: MakeBatch) -> None:
     manager = NaiveRewardManager(tokenizer, 0, lambda solution_str: 1.0)
     assert manager(make_batch(["a"]), return_dict=True)["reward_extra_info"] == {"score": [1.0]}
 
 
-def test_options_reach_the_rule_and_full_marks_follow_them(
+def test_options_are_passed_to_the_rule_and_change_the_full_mark(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     data = make_batch(["#### 1", "#### 2"], "openai/gsm8k", ["1", "1"])
@@ -132,22 +132,26 @@ def test_options_reach_the_rule_and_full_marks_follow_them(
     assert extras == {"score": [0.5, 0.1], "acc": [1.0, 0.0]}
 
 
-def test_an_option_no_scorer_takes_is_an_error(tokenizer: Any, make_batch: MakeBatch) -> None:
+def test_an_option_that_no_scorer_accepts_is_an_error(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
     manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT, fromat_score=0.1)
     with pytest.raises(ScorerSignatureError, match="fromat_score"):
         manager(make_batch(["#### 1"], "openai/gsm8k", ["1"]))
 
 
-def test_an_unknown_source_stops_under_any_policy(tokenizer: Any, make_batch: MakeBatch) -> None:
+def test_an_unknown_source_is_an_error_under_every_policy(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
     manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
     with pytest.raises(UnknownSourceError, match=r"'mystery' \(row 1\)"):
         manager(make_batch(["#### 1", "a"], ["openai/gsm8k", "mystery"], ["1", "1"]))
     with pytest.raises(UnknownSourceError, match="'mystery'"):
         manager.check_rows([{"data_source": "mystery"}])
-    NaiveRewardManager(tokenizer, 0, seen).check_rows([{"data_source": "mystery"}])
+    NaiveRewardManager(tokenizer, 0, echo).check_rows([{"data_source": "mystery"}])
 
 
-def troubled(solution_str: str) -> Any:
+def failing(solution_str: str) -> Any:
     if solution_str == "raise":
         raise ValueError("bad day")
     if solution_str == "hang":
@@ -160,7 +164,7 @@ def test_failures_are_scored_counted_and_named_by_reason(
 ) -> None:
     texts = ["ok", "raise", "hang", "nan", "none", "raise"]
     policy = FailurePolicy("score", -1.0, 3.0)
-    manager = NaiveRewardManager(tokenizer, 0, troubled, policy=policy)
+    manager = NaiveRewardManager(tokenizer, 0, failing, policy=policy)
     result = manager(make_batch(texts), return_dict=True)
     extras = result["reward_extra_info"]
     assert result["reward_tensor"].sum(1).tolist() == [1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
@@ -180,34 +184,34 @@ def test_failures_are_scored_counted_and_named_by_reason(
 
 
 @pytest.mark.parametrize(("text", "reason"), [("raise", "bad day"), ("nan", "nan")])
-def test_the_strict_policy_stops_with_row_source_and_remedy(
+def test_the_raise_policy_names_row_source_and_remedy(
     tokenizer: Any, make_batch: MakeBatch, text: str, reason: str
 ) -> None:
-    manager = NaiveRewardManager(tokenizer, 0, troubled, policy=STRICT)
-    words = rf"row 1 \(data_source 'custom'\).*{reason}.*on_failure=score"
-    with pytest.raises(RewardError, match=words):
+    manager = NaiveRewardManager(tokenizer, 0, failing, policy=STRICT)
+    message = rf"row 1 \(data_source 'custom'\).*{reason}.*on_failure=score"
+    with pytest.raises(RewardError, match=message):
         manager(make_batch(["ok", text]))
     assert sum(manager.failures.values()) == 1
 
 
-def test_a_first_batch_without_one_score_stops_and_a_later_one_is_counted(
+def test_a_first_batch_without_a_score_is_an_error_and_a_later_one_is_counted(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
-    manager = NaiveRewardManager(tokenizer, 0, troubled, policy=LENIENT)
-    words = (
+    manager = NaiveRewardManager(tokenizer, 0, failing, policy=LENIENT)
+    message = (
         r"none of the 2 responses of the first batch could be scored.*'custom'\): "
-        r"exception: .*troubled raised ValueError: bad day at .*test_naive\.py:\d+$"
+        r"exception: .*failing raised ValueError: bad day at .*test_naive\.py:\d+$"
     )
-    with pytest.raises(RewardError, match=words):
+    with pytest.raises(RewardError, match=message):
         manager(make_batch(["raise", "nan"]))
-    manager = NaiveRewardManager(tokenizer, 0, troubled, policy=LENIENT)
+    manager = NaiveRewardManager(tokenizer, 0, failing, policy=LENIENT)
     assert manager(make_batch(["raise", "ok"])).sum(1).tolist() == [-1.0, 1.0]
     assert manager(make_batch(["raise", "nan"])).sum(1).tolist() == [-1.0, -1.0]
     assert manager.failures == {"exception": 2, "nan": 1}
 
 
 @pytest.mark.parametrize("truth", [None, "", "  ", "null", "[INVALID]", []])
-def test_a_first_batch_without_a_ground_truth_stops(
+def test_a_first_batch_without_a_ground_truth_is_an_error(
     tokenizer: Any, make_batch: MakeBatch, truth: Any
 ) -> None:
     manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
@@ -215,7 +219,7 @@ def test_a_first_batch_without_a_ground_truth_stops(
         manager(make_batch(["#### ,"], "openai/gsm8k", [truth]))
 
 
-def test_a_missing_ground_truth_is_a_failure_not_a_zero(
+def test_a_missing_ground_truth_is_a_failure_and_not_a_zero(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     data = make_batch(["#### 1", "#### 1"], "openai/gsm8k", ["1", None])
@@ -226,12 +230,12 @@ def test_a_missing_ground_truth_is_a_failure_not_a_zero(
 
 @pytest.mark.parametrize("truth", [None, "null", ""])
 @pytest.mark.parametrize("policy", [LENIENT, STRICT])
-def test_beside_a_reward_model_a_row_without_a_ground_truth_is_not_scored_and_no_failure(
+def test_with_a_reward_model_a_row_without_a_ground_truth_is_unscored_and_not_a_failure(
     tokenizer: Any, make_batch: MakeBatch, truth: Any, policy: FailurePolicy
 ) -> None:
     manager = NaiveRewardManager(tokenizer, 0, policy=policy, masks_missing=True)
-    nothing = make_batch(["#### 1"] * 2, "openai/gsm8k", [truth] * 2)
-    assert manager(nothing).sum(1).tolist() == [0.0, 0.0]  # also as the first batch
+    unscored = make_batch(["#### 1"] * 2, "openai/gsm8k", [truth] * 2)
+    assert manager(unscored).sum(1).tolist() == [0.0, 0.0]  # also as the first batch
     result = manager(
         make_batch(["#### 1", "#### 1", "#### 2"], "openai/gsm8k", ["1", truth, "1"]),
         return_dict=True,
@@ -249,7 +253,7 @@ def needs_a_number(solution_str: str, ground_truth: Any) -> float | None:
     return None if ground_truth == "null" else float(int(ground_truth) == len(solution_str))
 
 
-def test_a_function_of_ones_own_that_fails_without_a_ground_truth_leaves_the_row_to_the_model(
+def test_with_a_reward_model_a_user_function_may_fail_without_a_ground_truth(
     tokenizer: Any, make_batch: MakeBatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = NaiveRewardManager(tokenizer, 0, needs_a_number, policy=STRICT, masks_missing=True)
@@ -257,16 +261,18 @@ def test_a_function_of_ones_own_that_fails_without_a_ground_truth_leaves_the_row
     result = manager(data, return_dict=True)
     assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0, 0.0, 0.0]
     assert result["reward_extra_info"]["score"] == [1.0, None, None, 0.0]
-    (told,) = [r.getMessage() for r in caplog.records if "without a ground truth" in r.getMessage()]
-    assert "int() argument must be" in told
+    (warning,) = [
+        r.getMessage() for r in caplog.records if "without a ground truth" in r.getMessage()
+    ]
+    assert "int() argument must be" in warning
     with pytest.raises(RewardError, match="invalid literal"):
         manager(make_batch(["ab"], "custom", ["x"]))
 
 
-def test_other_failures_beside_a_reward_model_still_stop_a_first_batch(
+def test_with_a_reward_model_other_failures_of_a_first_batch_are_an_error(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
-    manager = NaiveRewardManager(tokenizer, 0, troubled, policy=LENIENT, masks_missing=True)
+    manager = NaiveRewardManager(tokenizer, 0, failing, policy=LENIENT, masks_missing=True)
     with pytest.raises(RewardError, match="none of the 2 responses"):
         manager(make_batch(["raise", "nan"], "custom", ["1", "1"]))
 
@@ -278,7 +284,7 @@ async def slow_judge(solution_str: str, ground_truth: Any, bonus: float = 0.0) -
     return 1.0 + bonus
 
 
-def test_async_scorers_run_together_each_under_its_deadline(
+def test_async_scorers_run_concurrently_each_with_its_deadline(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     policy = FailurePolicy("score", -1.0, 4.0)
@@ -310,7 +316,7 @@ def test_an_async_scorer_that_does_not_end_or_exits_is_a_failed_score(
     assert manager.failures == {"timeout": 1, "exception": 2}
 
 
-def test_model_scores_stand_only_where_no_rule_is_possible(
+def test_model_scores_are_used_only_without_ground_truths(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     data = make_batch(["#### 1"], "openai/gsm8k", ["1"])
@@ -321,17 +327,17 @@ def test_model_scores_stand_only_where_no_rule_is_possible(
     assert torch.equal(manager(data), data.batch["rm_scores"])
 
 
-def test_samples_are_logged_for_each_source_up_to_the_number(
+def test_the_first_samples_of_each_source_are_logged(
     tokenizer: Any, make_batch: MakeBatch, caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:
     caplog.set_level(logging.INFO, logger="hone.rewards")
     data = make_batch(["one", "two", "three"], ["s1", "s1", "s2"])
-    NaiveRewardManager(tokenizer, 1, seen)(data)
-    shown = [record.getMessage() for record in caplog.records]
-    assert len(shown) == 2
-    assert "[s1] score 3.0" in shown[0]
-    assert "one" in shown[0]
-    assert "three" in shown[1]
+    NaiveRewardManager(tokenizer, 1, echo)(data)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "[s1] score 3.0" in messages[0]
+    assert "one" in messages[0]
+    assert "three" in messages[1]
     assert capsys.readouterr().out == ""
 
 
@@ -357,9 +363,9 @@ def test_a_missing_sandbox_stops_the_run_under_any_policy(
     from hone.rewards.failures import SetupError
 
     def closed(*_: Any, **__: Any) -> None:
-        raise sandbox.SandboxUnavailable("no walls")
+        raise sandbox.SandboxUnavailable("no bubblewrap")
 
     monkeypatch.setattr(sandbox, "run_python", closed)
     manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
-    with pytest.raises(SetupError, match="cannot be run here: no walls"):
+    with pytest.raises(SetupError, match="cannot be run here: no bubblewrap"):
         manager(make_batch(["print(1)"], "taco", [{"inputs": [""], "outputs": ["1"]}]))

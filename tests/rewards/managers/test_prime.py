@@ -30,7 +30,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         os._exit(3)
     return {"score": 1.0 + bonus, "pid": os.getpid(), "turns": extra_info["num_turns"]}
 
-async def later(solution_str):
+async def async_score(solution_str):
     await asyncio.sleep(0.01)
     return 2.0
 """
@@ -38,18 +38,19 @@ async def later(solution_str):
 
 @pytest.fixture
 def prime(tokenizer: Any) -> Iterator[Callable[..., PrimeRewardManager]]:
-    made: list[PrimeRewardManager] = []
+    managers: list[PrimeRewardManager] = []
 
     def make(compute_score: Any = None, **keywords: Any) -> PrimeRewardManager:
-        made.append(PrimeRewardManager(tokenizer, 0, compute_score, num_processes=2, **keywords))
-        return made[-1]
+        keywords |= {"compute_score": compute_score, "num_processes": 2}
+        managers.append(PrimeRewardManager(tokenizer, 0, **keywords))
+        return managers[-1]
 
     yield make
-    for manager in made:
+    for manager in managers:
         manager.close()
 
 
-def test_a_scorer_that_hangs_raises_returns_nan_or_dies_costs_only_its_own_row(
+def test_a_scorer_that_hangs_raises_returns_nan_or_dies_fails_only_its_own_row(
     prime: Callable[..., PrimeRewardManager],
     make_batch: MakeBatch,
     scorer_file: Callable[[str], str],
@@ -83,12 +84,12 @@ def test_the_strict_policy_stops_the_run(
         manager(make_batch(["a", "raise"]))
 
 
-def test_async_scorers_work_there_too(
+def test_async_scorers_work(
     prime: Callable[..., PrimeRewardManager],
     make_batch: MakeBatch,
     scorer_file: Callable[[str], str],
 ) -> None:
-    manager = prime(load_extern_object(scorer_file(SCORER), "later"))
+    manager = prime(load_extern_object(scorer_file(SCORER), "async_score"))
     assert manager(make_batch(["a", "b"])).sum(1).tolist() == [2.0, 2.0]
 
 
@@ -100,9 +101,9 @@ def test_scores_equal_the_naive_managers(
     sources = ["openai/gsm8k"] * 2 + ["countdown", "lighteval/MATH", "math_dapo", "openai/gsm8k"]
     data = make_batch(texts, sources, ["1", "1", truth, r"\frac12", "3", "1"])
     expected = NaiveRewardManager(tokenizer, 0, format_score=0.1)(data, return_dict=True)
-    given = prime(format_score=0.1)(data, return_dict=True)
-    assert given["reward_tensor"].tolist() == expected["reward_tensor"].tolist()
-    assert given["reward_extra_info"] == expected["reward_extra_info"]
+    result = prime(format_score=0.1)(data, return_dict=True)
+    assert result["reward_tensor"].tolist() == expected["reward_tensor"].tolist()
+    assert result["reward_extra_info"] == expected["reward_extra_info"]
 
 
 def test_scores_registered_later_reach_the_processes(
@@ -128,7 +129,7 @@ def test_a_local_function_is_refused_with_the_reason(
         prime(lambda solution_str: 1.0)(make_batch(["a"]))
 
 
-def test_a_scorer_that_cannot_be_imported_there_is_an_error(
+def test_a_scorer_that_the_worker_cannot_import_is_an_error(
     prime: Callable[..., PrimeRewardManager],
     make_batch: MakeBatch,
     scorer_file: Callable[[str], str],
@@ -140,7 +141,7 @@ def test_a_scorer_that_cannot_be_imported_there_is_an_error(
         prime(scorer)(make_batch(["a"]))
 
 
-def test_an_error_of_the_set_up_stops_the_run_from_there_too(
+def test_a_setup_error_stops_the_run_under_every_policy(
     prime: Callable[..., PrimeRewardManager], make_batch: MakeBatch
 ) -> None:
     manager = prime(policy=FailurePolicy("score", 0.0, 60.0), fromat_score=0.1)

@@ -1,4 +1,4 @@
-"""Who wrote what: a scorer reads the policy's tokens, under every manager."""
+"""Under every manager, a scorer reads only the text of policy tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MANAGERS = ["naive", "batch", "dapo", "prime"]
 
 
 def conversation(*turns: str) -> tuple[str, str]:
-    """The text of turns and its mask; a turn that begins with `>` is an observation."""
+    """Returns the text of turns and its mask; a turn that begins with `>` is an observation."""
     texts = [turn.removeprefix(">") for turn in turns]
-    marks = ["0" if turn.startswith(">") else "1" for turn in turns]
-    return "".join(texts), "".join(m * len(t) for m, t in zip(marks, texts, strict=True))
+    digits = ["0" if turn.startswith(">") else "1" for turn in turns]
+    return "".join(texts), "".join(d * len(t) for d, t in zip(digits, texts, strict=True))
 
 
 def rows_of(tokenizer: Any, data: DataProto, **options: Any) -> list[Response]:
@@ -36,7 +36,7 @@ def manager_of(name: str, tokenizer: Any, **options: Any) -> RuleRewardManager:
     return cls(tokenizer, 0, **options)
 
 
-def test_a_scorer_reads_what_the_policy_wrote_and_the_transcript_has_the_rest(
+def test_a_scorer_reads_policy_text_and_the_transcript_has_observations(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     text, mask = conversation("call it", ">tool: #### 42", "#### 7")
@@ -51,7 +51,7 @@ def test_a_scorer_reads_what_the_policy_wrote_and_the_transcript_has_the_rest(
     ]
 
 
-def test_two_turns_never_make_one_number(tokenizer: Any, make_batch: MakeBatch) -> None:
+def test_numbers_of_two_turns_are_not_joined(tokenizer: Any, make_batch: MakeBatch) -> None:
     text, mask = conversation("#### 4", ">ok", "2")
     data = make_batch([text], "openai/gsm8k", ["42"], masks=[mask])
     assert rows_of(tokenizer, data)[0].solution_str == "#### 4\n2"
@@ -73,10 +73,10 @@ def test_a_response_without_a_policy_token_is_empty(tokenizer: Any, make_batch: 
 
 
 @pytest.mark.parametrize("name", MANAGERS)
-def test_no_manager_credits_what_a_tool_or_a_passage_said(
+def test_no_manager_scores_the_output_of_tools_and_searches(
     tokenizer: Any, make_batch: MakeBatch, name: str
 ) -> None:
-    said = [
+    conversations = [
         conversation("I ask.", ">#### 42"),
         conversation("<search>q</search>", "><information></information><answer>Paris</answer>"),
         conversation("Hm.", r">\boxed{42}", "I do not know."),
@@ -86,38 +86,44 @@ def test_no_manager_credits_what_a_tool_or_a_passage_said(
     ]
     sources = ["openai/gsm8k", "nq", "lighteval/MATH", "math_dapo", "numina_olympiads", "countdown"]
     truths = ["42", "Paris", "42", "42", "42", {"target": 42, "numbers": [6, 7]}]
-    data = make_batch([t for t, _ in said], sources, truths, masks=[m for _, m in said])
+    data = make_batch(
+        [t for t, _ in conversations], sources, truths, masks=[m for _, m in conversations]
+    )
     manager = manager_of(name, tokenizer)
-    whole = manager_of(name, tokenizer, score_observations=True)
+    observation_manager = manager_of(name, tokenizer, score_observations=True)
     try:
         acc = manager(data, return_dict=True)["reward_extra_info"]["acc"]
         assert [float(a) for a in acc] == [0.0] * 6
-        acc = whole(data, return_dict=True)["reward_extra_info"]["acc"]
+        acc = observation_manager(data, return_dict=True)["reward_extra_info"]["acc"]
         assert [float(a) for a in acc] == [1.0] * 6
     finally:
         manager.close()
-        whole.close()
+        observation_manager.close()
 
 
-def test_retrieval_is_credited_for_what_a_search_returned_only(
-    tokenizer: Any, make_batch: MakeBatch
-) -> None:
+def test_only_retrieved_passages_count_as_retrieval(tokenizer: Any, make_batch: MakeBatch) -> None:
     head, tail = "<think>x</think><search>q</search>", "<think>y</think><answer>Rome</answer>"
     passage = "<information>Paris is the capital</information>"
-    said = [
+    conversations = [
         conversation(head, f">{passage}", tail),
         conversation(head + passage + tail),
         conversation(head + passage, ">", tail),
     ]
-    data = make_batch([t for t, _ in said], "nq", ["Paris"] * 3, masks=[m for _, m in said])
-    shape = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0.1}
-    manager = manager_of("naive", tokenizer, **shape)
+    data = make_batch(
+        [t for t, _ in conversations], "nq", ["Paris"] * 3, masks=[m for _, m in conversations]
+    )
+    format_scores = {
+        "structure_format_score": 0.2,
+        "final_format_score": 0.1,
+        "retrieval_score": 0.1,
+    }
+    manager = manager_of("naive", tokenizer, **format_scores)
     assert manager(data).sum(1).tolist() == pytest.approx([0.3, 0.1, 0.1])
-    whole = manager_of("naive", tokenizer, **shape, score_observations=True)
-    assert whole(data).sum(1).tolist() == pytest.approx([0.3, 0.3, 0.3])
+    observation_manager = manager_of("naive", tokenizer, **format_scores, score_observations=True)
+    assert observation_manager(data).sum(1).tolist() == pytest.approx([0.3, 0.3, 0.3])
 
 
-def test_repetition_is_counted_in_the_policys_words(tokenizer: Any, make_batch: MakeBatch) -> None:
+def test_repetition_is_measured_in_the_policys_text(tokenizer: Any, make_batch: MakeBatch) -> None:
     text, mask = conversation("so it is", ">" + "again " * 60, " #### 1")
     data = make_batch([text], "openai/gsm8k", ["1"], masks=[mask])
     manager = manager_of("naive", tokenizer, repeat_threshold=0.2)

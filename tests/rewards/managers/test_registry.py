@@ -22,10 +22,10 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         ("blank", "BlankRewardManager"),
     ],
 )
-def test_the_familys_managers_are_there(name: str, cls: str) -> None:
-    found = get_reward_manager_cls(name)
-    assert found.__name__ == cls
-    assert issubclass(found, AbstractRewardManager)
+def test_verls_managers_are_registered(name: str, cls: str) -> None:
+    manager_cls = get_reward_manager_cls(name)
+    assert manager_cls.__name__ == cls
+    assert issubclass(manager_cls, AbstractRewardManager)
 
 
 def test_a_users_class_is_found_by_its_name() -> None:
@@ -38,13 +38,13 @@ def test_a_users_class_is_found_by_its_name() -> None:
     assert register("mine")(Mine) is Mine
 
 
-def test_a_name_that_is_taken_is_refused() -> None:
+def test_a_registered_name_cannot_be_registered_again() -> None:
     for name in ("naive", "mine"):
         register("mine")(type("Mine", (), {}))
         with pytest.raises(ValueError, match=f"{name!r} is already"):
             register(name)(type("Other", (), {}))
 
 
-def test_an_unknown_name_says_what_was_meant() -> None:
+def test_an_unknown_name_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ValueError, match=r"'naiv'.*Did you mean 'naive'.*pkg.mod:object"):
         get_reward_manager_cls("naiv")

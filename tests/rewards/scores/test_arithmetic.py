@@ -23,11 +23,11 @@ from hone.rewards.scores import arithmetic
         ("12", 12, 0.0),
     ],
 )
-def test_one_integer_in_the_last_answer(text: str, truth: Any, score: float) -> None:
+def test_the_last_answer_must_be_one_integer(text: str, truth: Any, score: float) -> None:
     assert arithmetic.compute_score(text, truth) == score
 
 
-def test_compat_reads_only_after_the_base_templates_marker() -> None:
+def test_compat_reads_only_text_after_the_assistant_marker() -> None:
     text = "<answer>12</answer>"
     assert arithmetic.compute_score("Assistant: " + text, 12, compat=True) == 1.0
     assert arithmetic.compute_score("Assistant: " + text, 13, compat=True) == 0.1

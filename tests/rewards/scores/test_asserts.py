@@ -8,15 +8,7 @@ import pytest
 from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.scores import asserts, default_compute_score
 
-hone_sandbox = pytest.importorskip("hone.sandbox")
-
-
-@pytest.fixture(autouse=True)
-def _needs_a_box() -> None:
-    try:
-        hone_sandbox.run_python("print(1)", timeout_s=30.0)
-    except hone_sandbox.SandboxUnavailable as error:
-        pytest.skip(f"no sandbox here: {error}")
+pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 
 def block(code: str) -> str:
@@ -39,7 +31,7 @@ RIGHT = "def f(x): return x + 1"
         ("def f(", 0.0),
     ],
 )
-def test_only_held_assertions_count(code: str, score: float) -> None:
+def test_all_assertions_must_hold(code: str, score: float) -> None:
     assert asserts.compute_score(block(code), TESTS) == score
 
 
@@ -53,7 +45,7 @@ def test_only_held_assertions_count(code: str, score: float) -> None:
         (None, {"test": "def check(g):\n    assert g(1) == 2", "entry_point": "f"}),
     ],
 )
-def test_assertions_come_in_the_benchmarks_forms(truth: Any, extra: Any) -> None:
+def test_all_assertion_formats_of_benchmarks_are_read(truth: Any, extra: Any) -> None:
     assert default_compute_score("mbpp", block(RIGHT), truth, extra) == 1.0
     assert default_compute_score("mbpp", block("def f(x): return 0"), truth, extra) == 0.0
 
@@ -61,12 +53,12 @@ def test_assertions_come_in_the_benchmarks_forms(truth: Any, extra: Any) -> None
 @pytest.mark.parametrize(
     "tests", ["pass", "import math", "def check(f): pass\ncheck(f)", "assert (", "raise_(\n"]
 )
-def test_tests_that_test_nothing_are_a_failure_of_the_row_not_a_score(tests: str) -> None:
+def test_tests_that_call_nothing_are_an_error_of_the_row(tests: str) -> None:
     with pytest.raises(GroundTruthError, match="tests of this row"):
         asserts.compute_score(block(RIGHT), [tests])
 
 
-def test_functions_of_a_prompt_are_the_tests_own() -> None:
+def test_the_tests_use_the_functions_of_the_prompt() -> None:
     prompt = 'def encode(s): return s[::-1]\n\ndef decode(s):\n    """Undo encode."""\n'
     test = "def check(candidate):\n    assert candidate(encode('abc')) == 'abc'"
     extra = {"prompt": prompt, "test": test, "entry_point": "decode"}

@@ -31,11 +31,13 @@ HEAD = "User: …\nAssistant: Let me solve this.\n<think>"
         ("</think>\n<answer>49//2*1</answer>", {"target": 24, "numbers": [49, 2, 1]}, 1.0),
     ],
 )
-def test_compat_gives_the_verified_table(text: str, truth: dict[str, Any], score: float) -> None:
+def test_compat_scores_equal_those_of_tinyzero(
+    text: str, truth: dict[str, Any], score: float
+) -> None:
     assert countdown.compute_score(HEAD + text, truth, compat=True) == score
 
 
-def test_compat_needs_a_marker_unless_told_otherwise() -> None:
+def test_compat_requires_a_marker_by_default() -> None:
     text = "<answer>2*3*4</answer>"
     assert countdown.compute_score(text, TRUTH, compat=True) == 0.0
     assert countdown.compute_score("<|im_start|>assistant" + text, TRUTH, compat=True) == 1.0
@@ -71,14 +73,14 @@ def test_the_default_reads_the_last_answer_and_small_arithmetic_only(
     assert countdown.compute_score(text, truth) == score
 
 
-def test_shares_that_floats_would_round_are_exact() -> None:
+def test_fractions_are_exact() -> None:
     truth = {"target": 1, "numbers": [1, 3, 3]}
     assert countdown.compute_score("<answer>1/3*3</answer>", truth) == 1.0
-    close = {"target": 100000, "numbers": [99999, 1, 999999]}
-    assert countdown.compute_score("<answer>99999+1-1/999999</answer>", close) == 0.1
+    near_miss = {"target": 100000, "numbers": [99999, 1, 999999]}
+    assert countdown.compute_score("<answer>99999+1-1/999999</answer>", near_miss) == 0.1
 
 
-def test_numbers_may_be_left_out_only_when_told_so() -> None:
+def test_numbers_may_be_unused_only_without_require_all() -> None:
     text = "<answer>2*3</answer>"
     truth = {"target": 6, "numbers": [2, 3, 4]}
     assert countdown.compute_score(text, truth) == 0.1
@@ -105,7 +107,7 @@ def test_the_truth_may_come_from_parquet_or_json(truth: Any) -> None:
     assert countdown.compute_score("<answer>2*3*4</answer>", truth) == 1.0
 
 
-def test_a_truth_of_another_form_is_an_error_that_says_what_is_needed() -> None:
+def test_a_ground_truth_of_another_format_is_an_error() -> None:
     with pytest.raises(GroundTruthError, match=r"target, numbers; got '24'"):
         countdown.compute_score("<answer>1</answer>", "24")
 

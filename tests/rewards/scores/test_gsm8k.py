@@ -25,7 +25,7 @@ from hone.rewards.scores import gsm8k
         ("", "0", 0.0),
     ],
 )
-def test_strict_compares_the_number_after_the_last_mark(
+def test_strict_compares_the_number_after_the_last_hashes(
     text: str, truth: Any, score: float
 ) -> None:
     assert gsm8k.compute_score(text, truth) == score
@@ -36,7 +36,7 @@ def test_only_the_last_300_characters_are_read() -> None:
     assert gsm8k.compute_score("#### 7" + " " * 300, "7") == 0.0
 
 
-def test_a_wrong_well_formed_answer_earns_the_format_score() -> None:
+def test_a_wrong_well_formed_answer_scores_format_score() -> None:
     assert gsm8k.compute_score("#### 3", "4", format_score=0.1) == 0.1
     assert gsm8k.compute_score("3", "4", format_score=0.1) == 0.0
     assert gsm8k.compute_score("#### 4", "4", format_score=0.1, score=2.0) == 2.0

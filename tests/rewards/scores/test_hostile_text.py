@@ -1,4 +1,4 @@
-"""Long, nasty responses: every rule must be linear in them (the test's time-out is the measure)."""
+"""Every rule takes linear time for long hostile responses, which the test's timeout checks."""
 
 from __future__ import annotations
 

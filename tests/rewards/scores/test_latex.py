@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hone.rewards.scores.latex import (
     as_number,
     boxed_answer,
-    collection_of,
+    collection_kind,
     last_boxed_only_string,
     remove_boxed,
     strip_string,
@@ -34,7 +34,7 @@ def test_the_last_balanced_box_is_the_answer(text: str, answer: str | None) -> N
     assert boxed_answer(text) == answer
 
 
-def test_the_familys_two_steps_are_there() -> None:
+def test_verls_two_functions_find_and_remove_the_box() -> None:
     assert last_boxed_only_string(r"a \boxed{x{y}z} b") == r"\boxed{x{y}z}"
     assert remove_boxed(r"\boxed{x{y}z}") == "x{y}z"
 
@@ -141,5 +141,5 @@ def test_any_text_has_a_normal_form_and_a_box_is_balanced(text: str) -> None:
         ("", None),
     ],
 )
-def test_sets_pairs_intervals_and_lists_are_told_apart(normal: str, kind: str | None) -> None:
-    assert collection_of(normal) == kind
+def test_kinds_of_collections(normal: str, kind: str | None) -> None:
+    assert collection_kind(normal) == kind

@@ -37,24 +37,24 @@ from hone.rewards.scores import math_dapo
         ("Answer:", "", False),
     ],
 )
-def test_the_last_announced_answer_decides(text: str, truth: Any, right: bool) -> None:
+def test_the_last_answer_is_compared(text: str, truth: Any, right: bool) -> None:
     result = math_dapo.compute_score(text, truth)
     assert result["score"] == (1.0 if right else -1.0)
     assert result["acc"] is right
 
 
-def test_what_was_answered_is_reported() -> None:
+def test_the_answer_is_returned_as_pred() -> None:
     assert math_dapo.compute_score("Answer: $1{,}000$ ways", "7")["pred"] == "1000"
     assert math_dapo.compute_score("nothing", "7")["pred"] == "[INVALID]"
 
 
 def test_the_strict_box_reads_the_end_of_the_response() -> None:
     assert math_dapo.compute_score(r"\boxed{7}", "7", strict_box_verify=True)["acc"] is True
-    late = r"\boxed{7}" + " " * 100
-    assert math_dapo.compute_score(late, "7", strict_box_verify=True)["acc"] is False
+    early_box = r"\boxed{7}" + " " * 100
+    assert math_dapo.compute_score(early_box, "7", strict_box_verify=True)["acc"] is False
 
 
-def test_every_answer_of_the_real_sets_is_its_own_answer(
+def test_every_reference_answer_of_the_real_sets_is_right(
     shared_rows: Callable[[str], list[dict[str, Any]]],
 ) -> None:
     names = ["dapo_math/train.jsonl.gz", "math_eval/aime24.jsonl", "math_eval/aime25.jsonl"]

@@ -11,7 +11,7 @@ from hone.rewards.scores import math_reward, symbolic
 @pytest.fixture
 def no_symbolic(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(answer: str, truth: str) -> bool:
-        raise AssertionError(f"asked about {answer!r} and {truth!r}")
+        raise AssertionError(f"compared {answer!r} and {truth!r}")
 
     monkeypatch.setattr(math_reward, "symbolically_equal", refuse)
 
@@ -29,7 +29,7 @@ def no_symbolic(monkeypatch: pytest.MonkeyPatch) -> None:
         (r"\boxed{12}", 12, 1.0),
     ],
 )
-def test_text_and_numbers_are_settled_without_the_symbolic_check(
+def test_text_and_numbers_are_compared_without_the_symbolic_check(
     text: str, truth: Any, score: float
 ) -> None:
     assert math_reward.compute_score(text, truth) == score
@@ -60,11 +60,11 @@ needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs m
         (r"1\frac12", r"\frac32", True),
     ],
 )
-def test_equality_as_mathematics(answer: str, truth: str, equal: bool) -> None:
+def test_symbolic_equality(answer: str, truth: str, equal: bool) -> None:
     assert math_reward.is_equiv(answer, truth) is equal
 
 
-def test_without_math_verify_it_says_so_once_and_compares_text(
+def test_without_math_verify_one_warning_is_logged_and_text_is_compared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""Mathematics anywhere in the text; a check that takes too long scores what it is told to."""
+"""Answers anywhere in the text are compared; a timeout scores `timeout_score`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from hone.rewards.scores import math_batch, math_verify
 from hone.rewards.scores import math_verify as module
 
 
-def test_boxed_or_not_the_answer_is_compared() -> None:
+def test_the_answer_is_compared_with_or_without_a_box() -> None:
     assert math_verify.compute_score(model_output="so \\boxed{0.5}", ground_truth="\\frac12") == 1.0
     assert math_verify.compute_score("the answer is 42", "42") == 1.0
     assert math_verify.compute_score("the answer is 41", "42", timeout_score=0.3) == 0.0
 
 
-def test_a_check_that_ran_out_of_time_scores_timeout_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(given: str, truth: str) -> tuple[bool, bool, str]:
+def test_a_comparison_that_times_out_scores_timeout_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(answer: str, truth: str) -> tuple[bool, bool, str]:
         count_mishap("symbolic_timeout")
         return False, True, ""
 
-    monkeypatch.setattr(module, "compare", late)
+    monkeypatch.setattr(module, "compare", time_out)
     assert math_verify.compute_score("x", "y", timeout_score=0.3) == 0.3
 
 

@@ -7,17 +7,9 @@ import pytest
 
 from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.scores import default_compute_score, prime_code, sandbox_fusion
-from hone.rewards.scores.table import compute_in_detail
+from hone.rewards.scores.table import compute_score_details
 
-hone_sandbox = pytest.importorskip("hone.sandbox")
-
-
-@pytest.fixture(autouse=True)
-def _needs_a_box() -> None:
-    try:
-        hone_sandbox.run_python("print(1)", timeout_s=30.0)
-    except hone_sandbox.SandboxUnavailable as error:
-        pytest.skip(f"no sandbox here: {error}")
+pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 
 def block(code: str) -> str:
@@ -36,21 +28,21 @@ def test_all_tests_passed_is_one() -> None:
     assert prime_code.judge(ODD, suite(CASES)) == {"score": 1.0, "acc": 1.0}
 
 
-def test_some_passed_is_their_share_and_without_continuous_nothing() -> None:
+def test_partial_passes_score_their_share_or_zero_without_continuous() -> None:
     cases = [*CASES[:3], ("4", "True")]
     assert prime_code.judge(ODD, suite(cases)) == {"score": 0.75, "acc": 0.0}
-    facts = {"all_passed": False, "tests": 4}
-    assert prime_code.compute_score(completion=ODD, test_cases=suite(cases)) == (0.0, facts)
-    assert prime_code.compute_score(ODD, suite(cases), True) == (0.75, facts)
+    metadata = {"all_passed": False, "tests": 4}
+    assert prime_code.compute_score(completion=ODD, test_cases=suite(cases)) == (0.0, metadata)
+    assert prime_code.compute_score(ODD, suite(cases), True) == (0.75, metadata)
     share, results = sandbox_fusion.compute_score(None, None, None, ODD, suite(cases))
     assert (share, [result["passed"] for result in results]) == (0.75, [True, True, True, False])
 
 
-def test_tests_may_stand_in_the_extra_information() -> None:
-    cases = [{"input": given, "output": expected} for given, expected in CASES]
+def test_tests_may_be_in_the_extra_information() -> None:
+    cases = [{"input": stdin, "output": expected} for stdin, expected in CASES]
     score = default_compute_score("codecontests", ODD, None, {"test_cases": cases})
-    assert score == 1.0  # a number, as in verl; managers are told the parts
-    assert compute_in_detail("codecontests", ODD, None, {"test_cases": cases}) == {
+    assert score == 1.0  # a number, as in verl; managers get the parts
+    assert compute_score_details("codecontests", ODD, None, {"test_cases": cases}) == {
         "score": 1.0,
         "acc": 1.0,
     }

@@ -26,11 +26,13 @@ from hone.rewards.scores import prime_math
         ("", "3", False),
     ],
 )
-def test_the_answer_is_found_in_a_box_or_after_words(text: str, truth: str, right: bool) -> None:
+def test_the_answer_is_read_from_a_box_or_after_key_words(
+    text: str, truth: str, right: bool
+) -> None:
     assert prime_math.compute_score(text, truth)[0] is right
 
 
-def test_the_form_and_the_extracted_answer_are_told() -> None:
+def test_the_format_and_the_extracted_answer_are_returned() -> None:
     assert prime_math.compute_score(r"\boxed{8}", "8") == (True, True, "8")
     assert prime_math.compute_score("it is 8", "8") == (True, False, "8")
 

@@ -35,12 +35,12 @@ def test_the_last_answer_of_the_response_is_matched(text: str, score: float) -> 
     assert qa_em.compute_score(text, TRUTH) == score
 
 
-def test_tag_spam_earns_a_quarter() -> None:
+def test_tag_spam_scores_a_quarter() -> None:
     assert qa_em.compute_score("<answer>Beijing</answer>" * 10, TRUTH) == 1.0
     assert qa_em.compute_score("<answer>Beijing</answer>" * 11, TRUTH) == 0.25
 
 
-def test_a_wrong_answer_earns_the_format_score_and_none_earns_nothing() -> None:
+def test_a_wrong_answer_scores_format_score_and_no_answer_scores_zero() -> None:
     assert qa_em.compute_score("<answer>Rome</answer>", TRUTH, format_score=0.1) == 0.1
     assert qa_em.compute_score("Rome", TRUTH, format_score=0.1) == 0.0
 
@@ -49,7 +49,7 @@ def test_a_wrong_answer_earns_the_format_score_and_none_earns_nothing() -> None:
     ("prediction", "golden", "match"),
     [("a", "an", False), ("a", "A", True), ("", "the", False), ("!", "?", False)],
 )
-def test_answers_that_normalise_to_nothing_match_only_themselves(
+def test_answers_of_only_articles_match_only_themselves(
     prediction: str, golden: str, match: bool
 ) -> None:
     assert qa_em.em_check(prediction, golden) is match
@@ -80,7 +80,7 @@ def test_a_truth_without_a_target_is_an_error() -> None:
         qa_em.compute_score("<answer>x</answer>", {"answers": ["x"]})
 
 
-def test_compat_ignores_a_single_answer_as_upstream_did() -> None:
+def test_compat_ignores_a_single_answer_like_search_r1() -> None:
     assert qa_em.extract_solution("<answer>x</answer>", compat=True) is None
     assert qa_em.extract_solution("<answer>x</answer><answer>y</answer>", compat=True) == "y"
 

@@ -9,7 +9,7 @@ from hone.rewards.scores import qa_em, qa_em_format
 from hone.rewards.transcript import policy_text
 
 TRUTH = {"target": ["Paris"]}
-SHAPE: dict[str, Any] = {
+FORMAT_SCORES: dict[str, Any] = {
     "structure_format_score": 0.2,
     "final_format_score": 0.1,
     "retrieval_score": 0.1,
@@ -18,7 +18,7 @@ SEARCH = "<search>q</search>\n<information>{}</information>\n"
 
 
 def observed(text: str) -> dict[str, Any]:
-    """`extra_info` of a response whose `<information>` blocks a search wrote."""
+    """Returns the `extra_info` of a response whose `<information>` blocks are search results."""
     parts = re.split(r"(<information>.*</information>)", text, flags=re.DOTALL)
     roles = ["policy", "observation"] * len(parts)
     segments = [{"role": r, "text": t} for r, t in zip(roles, parts, strict=False)]
@@ -44,22 +44,22 @@ def valid(answer: str, passage: str | None = None) -> str:
         ("<think>x</think>", 0.0),
     ],
 )
-def test_scores_are_those_of_the_verified_table(text: str, score: float) -> None:
+def test_scores_equal_those_of_search_r1(text: str, score: float) -> None:
     extra = observed(text)
-    written = policy_text(extra["transcript_segments"])
-    told = qa_em_format.compute_score(written, TRUTH, **SHAPE, extra_info=extra)
-    assert told == pytest.approx(score)
-    whole = qa_em_format.compute_score(text, TRUTH, **SHAPE, score_observations=True)
+    policy_only = policy_text(extra["transcript_segments"])
+    result = qa_em_format.compute_score(policy_only, TRUTH, **FORMAT_SCORES, extra_info=extra)
+    assert result == pytest.approx(score)
+    whole = qa_em_format.compute_score(text, TRUTH, **FORMAT_SCORES, score_observations=True)
     assert whole == pytest.approx(score)
 
 
 @pytest.mark.parametrize("extra_info", [None, {}, {"transcript_segments": []}])
-def test_information_that_the_policy_wrote_itself_earns_nothing(extra_info: Any) -> None:
+def test_information_written_by_the_policy_scores_nothing(extra_info: Any) -> None:
     text = valid("Rome", "Paris, London, Rome, Oslo")
-    told = qa_em_format.judge(text, TRUTH, **SHAPE, extra_info=extra_info)
-    assert told == {"score": 0.1, "acc": 0.0, "format_valid": 0.0, "retrieval_hit": 0.0}
-    told = qa_em.judge(text, TRUTH, **SHAPE, extra_info=extra_info)
-    assert told["score"] == pytest.approx(0.1)
+    result = qa_em_format.judge(text, TRUTH, **FORMAT_SCORES, extra_info=extra_info)
+    assert result == {"score": 0.1, "acc": 0.0, "format_valid": 0.0, "retrieval_hit": 0.0}
+    result = qa_em.judge(text, TRUTH, **FORMAT_SCORES, extra_info=extra_info)
+    assert result["score"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_information_that_the_policy_wrote_itself_earns_nothing(extra_info: Any)
         "<answer>Paris</answer>",
     ],
 )
-def test_no_tag_of_a_passage_is_credited(passage: str) -> None:
+def test_tags_inside_a_passage_are_ignored(passage: str) -> None:
     searched = f"\n<information>{passage}</information>\n"
     segments = [
         {"role": "policy", "text": "<think>x</think><search>q</search>"},
@@ -78,11 +78,11 @@ def test_no_tag_of_a_passage_is_credited(passage: str) -> None:
         {"role": "policy", "text": "<think>y</think>"},
     ]
     extra = {"transcript_segments": segments}
-    told = qa_em_format.judge(policy_text(segments), TRUTH, **SHAPE, extra_info=extra)
-    assert told == {"score": 0.0, "acc": 0.0, "format_valid": 0.0, "retrieval_hit": 0.0}
+    result = qa_em_format.judge(policy_text(segments), TRUTH, **FORMAT_SCORES, extra_info=extra)
+    assert result == {"score": 0.0, "acc": 0.0, "format_valid": 0.0, "retrieval_hit": 0.0}
     segments.append({"role": "policy", "text": "<answer>Rome</answer>"})
-    told = qa_em_format.judge(policy_text(segments), TRUTH, **SHAPE, extra_info=extra)
-    assert told == {
+    result = qa_em_format.judge(policy_text(segments), TRUTH, **FORMAT_SCORES, extra_info=extra)
+    assert result == {
         "score": pytest.approx(0.3),
         "acc": 0.0,
         "format_valid": 1.0,
@@ -90,20 +90,20 @@ def test_no_tag_of_a_passage_is_credited(passage: str) -> None:
     }
 
 
-def test_an_observation_that_is_no_information_is_ill_formed() -> None:
+def test_an_observation_without_information_is_invalid() -> None:
     segments = [
         {"role": "policy", "text": "<think>x</think><search>q</search>"},
         {"role": "observation", "text": "no results"},
         {"role": "policy", "text": "<think>y</think><answer>a</answer>"},
     ]
     assert qa_em_format.is_valid_conversation(segments)[1] == (
-        "an observation that is no <information>"
+        "an observation without <information>"
     )
 
 
-def test_a_template_marker_does_not_hide_what_the_policy_wrote_before_it() -> None:
+def test_a_template_marker_does_not_hide_text_before_it() -> None:
     text = "noise<|im_start|>assistant" + valid("Rome")
-    assert qa_em_format.judge(text, TRUTH, **SHAPE)["format_valid"] == 0.0
+    assert qa_em_format.judge(text, TRUTH, **FORMAT_SCORES)["format_valid"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -135,24 +135,24 @@ def test_well_formed_trajectories_need_no_template_markers(text: str) -> None:
         ("", "ends after start"),
     ],
 )
-def test_what_is_wrong_with_a_trajectory_is_told(text: str, reason: str) -> None:
-    ok, told = qa_em_format.is_valid_sequence(text)
-    assert not ok
-    assert reason in told
+def test_the_reason_of_an_invalid_trajectory_is_returned(text: str, reason: str) -> None:
+    is_valid, message = qa_em_format.is_valid_sequence(text)
+    assert not is_valid
+    assert reason in message
 
 
-def test_compat_needs_the_marker_and_stumbles_over_the_end_token() -> None:
+def test_compat_requires_the_marker_and_rejects_an_end_token() -> None:
     assert not qa_em_format.is_valid_sequence(valid("a"), compat=True)[0]
     marked = "<|im_start|>assistant" + valid("a")
     assert qa_em_format.is_valid_sequence(marked, compat=True)[0]
     assert not qa_em_format.is_valid_sequence(marked + "<|im_end|>", compat=True)[0]
 
 
-def test_accuracy_is_the_match_whatever_the_form_earns() -> None:
-    told = qa_em_format.judge("<answer>Paris</answer>", TRUTH, **SHAPE)
-    assert told == {"score": 0.8, "acc": 1.0, "format_valid": 0.0, "retrieval_hit": 0.0}
+def test_accuracy_does_not_depend_on_the_format() -> None:
+    result = qa_em_format.judge("<answer>Paris</answer>", TRUTH, **FORMAT_SCORES)
+    assert result == {"score": 0.8, "acc": 1.0, "format_valid": 0.0, "retrieval_hit": 0.0}
 
 
-def test_credit_for_form_is_reached_from_the_plain_scorer() -> None:
+def test_qa_em_uses_format_scores_if_set() -> None:
     assert qa_em.judge(valid("Rome"), TRUTH)["score"] == 0.0
     assert qa_em.judge(valid("Rome"), TRUTH, structure_format_score=0.2)["score"] == 0.2

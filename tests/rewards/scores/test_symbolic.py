@@ -1,4 +1,4 @@
-"""Comparisons as mathematics: made together, within a budget, and never by an endless computation."""
+"""Symbolic comparisons run together within a budget, and huge computations are refused."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hone.rewards.failures import Failed, counted_mishaps
 from hone.rewards.managers.batch import BatchRewardManager
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
-from hone.rewards.outcome import Response, compare_ahead
+from hone.rewards.outcome import Response, precompute_comparisons
 from hone.rewards.scores import default_compute_score, math_reward, symbolic
-from hone.rewards.scores.symbolic import too_large
+from hone.rewards.scores.symbolic import size_problem
 
 MakeBatch = Callable[..., DataProto]
 needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs math-verify")
@@ -33,13 +33,13 @@ REFUSED = [
     "1" * 100,
     "(" * 60 + "x" + ")" * 60,
 ]
-LATE = [
+SLOW = [
     r"(x+3)^{999}(x+2)^{999}",
     r"(1+x+y+z+w)^{55}",
     r"\int_0^1 \sin(x^{9}) e^{x^3} \cos(x^5) dx",
     r"+".join(rf"\sin(x^{{{j}}}+7)\cos(y^{{{j}}})" for j in range(2, 14)),
 ]
-FINE = [
+ORDINARY = [
     r"x^{2023}",
     r"2^{100}\cdot 3^{50}",
     r"2^{2^{10}}",
@@ -52,12 +52,12 @@ FINE = [
 
 
 @pytest.fixture(autouse=True)
-def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symbolic, "_cache", {})
 
 
 class Recorder:
-    """Stands for the processes: says which comparisons were handed to them, and is always late."""
+    """Replaces the comparison processes: records the comparisons and always fails."""
 
     def __init__(self, reason: str = "timeout") -> None:
         self.reason = reason
@@ -82,11 +82,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch, reason: str = "timeout") -> Record
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_asks_for_huge_numbers_is_refused_unread(
+def test_expressions_of_huge_numbers_are_refused_before_parsing(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = recorded(monkeypatch)
-    assert too_large(text) is not None
+    assert size_problem(text) is not None
     with counted_mishaps() as mishaps:
         assert symbolic.symbolically_equal(text, r"\sqrt{2}") is False
         assert symbolic.symbolically_equal(r"\sqrt{2}", text) is False
@@ -94,12 +94,12 @@ def test_what_asks_for_huge_numbers_is_refused_unread(
     assert mishaps == {"symbolic_refused": 2}
 
 
-@pytest.mark.parametrize("text", [*FINE, *LATE])
-def test_ordinary_expressions_are_read(text: str) -> None:
-    assert too_large(text) is None
+@pytest.mark.parametrize("text", [*ORDINARY, *SLOW])
+def test_ordinary_expressions_are_not_refused(text: str) -> None:
+    assert size_problem(text) is None
 
 
-def test_very_long_answers_are_not_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_long_answers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorded(monkeypatch)
     assert symbolic.symbolically_equal("x" * 5000, "x+1") is False
     assert recorder.runs == []
@@ -120,7 +120,7 @@ def test_512_hostile_comparisons_have_one_budget(monkeypatch: pytest.MonkeyPatch
     assert mishaps == {"symbolic_timeout": 512}
 
 
-def test_a_batch_that_kills_process_after_process_comes_to_an_end(
+def test_a_batch_that_crashes_many_processes_ends_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = recorded(monkeypatch, "crash")
@@ -129,7 +129,7 @@ def test_a_batch_that_kills_process_after_process_comes_to_an_end(
     assert len(symbolic._cache) == 512
 
 
-def test_one_comparison_gets_the_long_time_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_comparison_gets_the_long_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorded(monkeypatch)
     symbolic.compare_all([("x", "y")])
     assert recorder.runs == [(1, symbolic.LONG_CPU_S)]
@@ -154,28 +154,28 @@ def test_every_manager_makes_the_comparisons_of_a_batch_together(
     assert len(recorder.runs) == 2
 
 
-def test_a_rule_of_ours_that_is_chosen_for_all_rows_is_asked_ahead_too(
+def test_comparisons_of_a_built_in_rule_for_all_rows_are_precomputed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = recorded(monkeypatch)
     rows = [Response("mine", rf"\boxed{{x^{{{i + 2}}}}}", r"\sqrt{y}", {}) for i in range(3)]
-    compare_ahead(math_reward.compute_score, rows, {})
+    precompute_comparisons(math_reward.compute_score, rows, {})
     assert recorder.runs == [(3, symbolic.SHORT_CPU_S), (3, symbolic.LONG_CPU_S)]
 
 
-def test_a_users_score_function_is_not_called_ahead() -> None:
+def test_a_users_score_function_is_not_called_to_precompute() -> None:
     calls: list[str] = []
 
     def score(solution_str: str) -> float:
         calls.append(solution_str)
         return 1.0
 
-    assert compare_ahead(score, [Response("lighteval/MATH", "x", "y", {})], {}) == [{}]
+    assert precompute_comparisons(score, [Response("lighteval/MATH", "x", "y", {})], {}) == [{}]
     assert calls == []
 
 
 @needs_math_verify
-def test_a_late_comparison_costs_no_process_and_the_next_is_right(
+def test_a_slow_comparison_is_interrupted_and_its_process_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from hone.rewards import pool
@@ -183,21 +183,22 @@ def test_a_late_comparison_costs_no_process_and_the_next_is_right(
     started: list[Any] = []
     worker = pool._Worker
 
-    def counted(*arguments: Any) -> Any:
+    def count_start(*arguments: Any) -> Any:
         started.append(arguments)
         return worker(*arguments)
 
-    monkeypatch.setattr(pool, "_Worker", counted)
+    monkeypatch.setattr(pool, "_Worker", count_start)
     monkeypatch.setattr(symbolic, "_pool", None)
     monkeypatch.setattr(symbolic, "_processes", 1)
     monkeypatch.setattr(symbolic, "LONG_CPU_S", 0.2)
     rows = [
-        Response("lighteval/MATH", rf"\boxed{{{text}}}", r"\sqrt{2}+x", {}) for text in LATE[:2]
+        Response("lighteval/MATH", rf"\boxed{{{text}}}", r"\sqrt{2}+x", {}) for text in SLOW[:2]
     ]
     rows.append(Response("lighteval/MATH", r"\boxed{x+\frac{2}{\sqrt{2}}}", r"\sqrt{2}+x", {}))
     try:
         results = [
-            list(of_row.values()) for of_row in compare_ahead(default_compute_score, rows, {})
+            list(pairs.values())
+            for pairs in precompute_comparisons(default_compute_score, rows, {})
         ]
         assert all(isinstance(r, Failed) and r.reason == "timeout" for [r] in results[:-1])
         assert results[-1] == [True]

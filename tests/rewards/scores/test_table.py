@@ -51,12 +51,12 @@ def _fresh_table() -> Iterator[None]:
         ("openai/openai_humaneval", "asserts"),
     ],
 )
-def test_sources_lead_to_the_familys_rules(source: str, module: str) -> None:
+def test_sources_have_verls_rules(source: str, module: str) -> None:
     _, scorer = table.scorer_of(source)
     assert scorer.__module__ == f"hone.rewards.scores.{module}"
 
 
-def test_every_line_of_the_table_points_to_a_scorer_that_takes_its_arguments() -> None:
+def test_every_entry_is_a_scorer_that_accepts_its_arguments() -> None:
     for sources in table.known_sources().values():
         for source in sources:
             _, scorer = table.scorer_of(source)
@@ -64,7 +64,7 @@ def test_every_line_of_the_table_points_to_a_scorer_that_takes_its_arguments() -
             assert {"solution_str", "ground_truth"} <= set(scorer.__code__.co_varnames)
 
 
-def test_an_unknown_source_says_what_is_known_and_what_was_meant() -> None:
+def test_an_unknown_source_is_an_error_with_suggestions() -> None:
     with pytest.raises(UnknownSourceError, match=r"'openai/gsm8'.*mean 'openai/gsm8k'") as caught:
         default_compute_score("openai/gsm8", "#### 1", "1")
     assert isinstance(caught.value, NotImplementedError)
@@ -91,7 +91,7 @@ def length_score(solution_str: str) -> float:
     return float(len(solution_str))
 
 
-def test_a_registered_function_takes_only_what_it_names() -> None:
+def test_a_registered_function_gets_only_the_arguments_it_names() -> None:
     register_score("mine", length_score)
     assert default_compute_score("mine", "abc", None) == 3.0
 
@@ -102,7 +102,7 @@ def test_a_registered_path_is_loaded_from_its_file(scorer_file: Callable[[str], 
     assert default_compute_score("team/x", "a", 1) == {"score": 2, "from": "team/x"}
 
 
-def test_a_registered_name_stands_before_the_built_in_one() -> None:
+def test_a_registered_name_replaces_the_built_in_one() -> None:
     register_score("openai/gsm8k", length_score)
     assert default_compute_score("openai/gsm8k", "abc", "1") == 3.0
 
@@ -113,23 +113,23 @@ def test_a_wrong_registration_is_refused(target: str, match: str) -> None:
         register_score("mine", target, match=match)
 
 
-def test_results_are_coerced_as_in_the_family() -> None:
+def test_results_are_converted_as_in_verl() -> None:
     results: dict[str, Any] = {"int": 1, "bool": True, "tuple": (0.5, "why")}
     for name, value in results.items():
         register_score(name, lambda solution_str, value=value: value)
     assert [default_compute_score(name, "", None) for name in results] == [1.0, 1.0, 0.5]
 
 
-def test_options_reach_the_rule_and_unknown_ones_are_errors() -> None:
+def test_options_are_passed_to_the_rule_and_unknown_ones_are_errors() -> None:
     assert default_compute_score("openai/gsm8k", "#### 2", "3", format_score=0.1) == 0.1
     assert default_compute_score("openai/gsm8k", "2", "2", method="flexible") == 1.0
     with pytest.raises(ScorerSignatureError, match=r"gsm8k.*'formt_score'.*format_score"):
         default_compute_score("openai/gsm8k", "#### 2", "3", formt_score=0.1)
 
 
-def test_sandbox_options_are_offered_but_not_forced() -> None:
-    given = {"sandbox_fusion_url": "http://x", "memory_limit_mb": 64, "retrieval_score": 0.1}
-    assert default_compute_score("openai/gsm8k", "#### 2", "2", **given) == 1.0
+def test_sandbox_options_are_passed_only_to_scorers_that_accept_them() -> None:
+    options = {"sandbox_fusion_url": "http://x", "memory_limit_mb": 64, "retrieval_score": 0.1}
+    assert default_compute_score("openai/gsm8k", "#### 2", "2", **options) == 1.0
 
 
 def test_scoring_loads_no_torch_and_no_unused_scorer() -> None:
@@ -141,7 +141,7 @@ def test_scoring_loads_no_torch_and_no_unused_scorer() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_familys_module_names_are_there() -> None:
+def test_verls_module_names_can_be_imported() -> None:
     from hone.rewards.scores import (  # noqa: F401
         geo3k,
         gsm8k,

@@ -1,7 +1,7 @@
-r"""Answers that must earn nothing, and right ones that must earn all, rule by rule.
+r"""Wrong answers must score nothing and right ones everything, under every rule.
 
-The hedging rule of each scorer is one reading: the last box, the last `Answer:`, the number after the
-last `####`, the last `<answer>`. What names two answers in that one place is no answer.
+Each rule reads one answer: the last box, the last `Answer:`, the number after the last `####`, or
+the last `<answer>`. Two answers there are wrong.
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs m
 
 @pytest.fixture
 def no_symbolic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text and numbers decide: what must hold also where math-verify is not installed."""
+    """Only text and numbers are compared, as without math-verify."""
     monkeypatch.setattr(math_reward, "symbolically_equal", lambda answer, truth: False)
 
 
 @pytest.mark.parametrize("rule", BOXED)
 @pytest.mark.parametrize(("answer", "truth"), WRONG)
-def test_a_wrong_answer_earns_nothing(
+def test_a_wrong_answer_is_wrong_under_every_rule(
     rule: str, answer: str, truth: str, no_symbolic: None
 ) -> None:
     assert not BOXED[rule](answer, truth)
@@ -163,27 +163,29 @@ def test_a_wrong_answer_earns_nothing(
 
 @pytest.mark.parametrize("rule", BOXED)
 @pytest.mark.parametrize(("answer", "truth"), RIGHT)
-def test_a_right_answer_earns_all(rule: str, answer: str, truth: str, no_symbolic: None) -> None:
+def test_a_right_answer_is_right_under_every_rule(
+    rule: str, answer: str, truth: str, no_symbolic: None
+) -> None:
     assert BOXED[rule](answer, truth)
 
 
 @needs_math_verify
-def test_the_symbolic_check_is_no_kinder_than_mathematics() -> None:
+def test_the_symbolic_check_accepts_only_right_answers() -> None:
     rules = ("math", "numina", "geometry3k")
-    credited = [
+    accepted = [
         (rule, answer, truth)
         for answer, truth in WRONG + SYMBOLIC_WRONG
         for rule in rules
         if BOXED[rule](answer, truth)
     ]
-    assert credited == []
-    refused = [
+    assert accepted == []
+    rejected = [
         (rule, answer, truth)
         for answer, truth in RIGHT + SYMBOLIC_RIGHT
         for rule in rules
         if not BOXED[rule](answer, truth)
     ]
-    assert refused == []
+    assert rejected == []
 
 
 SPELLINGS: list[Callable[[int], str]] = [
@@ -208,7 +210,7 @@ SPELLINGS: list[Callable[[int], str]] = [
     st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_no_integer_in_any_spelling_is_another(
+def test_no_spelling_of_an_integer_equals_another_integer(
     a: int,
     b: int,
     spell: Callable[[int], str],
@@ -219,13 +221,13 @@ def test_no_integer_in_any_spelling_is_another(
     assume(a != b)
     for name, rule in INTEGERS.items():
         truth: Any = b if name == "arithmetic" else spell_truth(b)
-        # Numbers are settled without the symbolic check.
+        # Numbers are compared without the symbolic check.
         assert not rule(spell(a), truth), name
 
 
 @given(st.integers(-(10**9), 10**9))
 @settings(max_examples=100, deadline=None)
-def test_every_integer_is_itself(a: int) -> None:
+def test_every_integer_equals_itself(a: int) -> None:
     for name, rule in INTEGERS.items():
         assert rule(str(a), str(a)), name
     for spell in SPELLINGS:
@@ -234,7 +236,7 @@ def test_every_integer_is_itself(a: int) -> None:
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from([" or ", ", ", " and ", "; "]))
 @settings(max_examples=100, deadline=None)
-def test_two_answers_in_one_place_are_none(a: int, b: int, between: str) -> None:
+def test_two_answers_in_one_place_are_wrong(a: int, b: int, between: str) -> None:
     assume(a != b)
     hedged = f"{a}{between}{b}"
     with pytest.MonkeyPatch.context() as patch:
@@ -246,7 +248,7 @@ def test_two_answers_in_one_place_are_none(a: int, b: int, between: str) -> None
             assert not (rule(hedged, str(a)) and rule(hedged, str(b)))
 
 
-def test_of_two_boxes_the_last_one_is_the_answer() -> None:
+def test_the_last_box_is_the_answer() -> None:
     text = r"\boxed{42} \boxed{43}"
     assert math_reward.compute_score(text, "43") == 1.0
     assert math_reward.compute_score(text, "42") == 0.0
@@ -259,7 +261,7 @@ def test_of_two_boxes_the_last_one_is_the_answer() -> None:
 @pytest.mark.parametrize(
     "text", ["#### ,", "", r"\boxed{}", "Answer: [INVALID]", "<answer></answer>"]
 )
-def test_nothing_equals_an_empty_truth(source: str, text: str, truth: Any) -> None:
+def test_an_empty_ground_truth_is_an_error(source: str, text: str, truth: Any) -> None:
     with pytest.raises(ValueError, match=r"ground_truth is .*reward_model\.ground_truth"):
         default_compute_score(source, text, truth)
 
@@ -274,7 +276,7 @@ def test_gsm8k_needs_a_number(text: str, truth: str) -> None:
 
 
 @pytest.mark.parametrize("truth", [24.5, "24.5", "x", None])
-def test_a_target_that_is_no_integer_is_refused_and_not_rounded(truth: Any) -> None:
+def test_a_target_that_is_not_an_integer_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="must be an integer"):
         countdown.compute_score("<answer>24</answer>", {"target": truth, "numbers": [24]})
     with pytest.raises(ValueError, match="must be an integer"):
@@ -301,7 +303,7 @@ COUNTDOWN_WRONG = [
 
 
 @pytest.mark.parametrize("answer", COUNTDOWN_WRONG)
-def test_countdown_takes_the_given_numbers_once_and_nothing_else(answer: str) -> None:
+def test_countdown_allows_each_number_once_and_nothing_else(answer: str) -> None:
     truth = {"target": 24, "numbers": [2, 3, 4]}
     assert countdown.compute_score(f"<answer>{answer}</answer>", truth) < 1.0
 

@@ -1,4 +1,4 @@
-"""Tests see a program's values as if it were theirs, and decide alone."""
+"""Tests get exact copies of a program's values, and the program cannot influence the verdict."""
 
 # ruff: noqa: E501 (programs as text)
 
@@ -132,14 +132,14 @@ HOLDS = {
 
 
 @pytest.mark.parametrize("name", HOLDS)
-def test_values_arrive_as_they_are(name: str) -> None:
+def test_values_of_the_program_arrive_unchanged(name: str) -> None:
     program, tests = HOLDS[name]
     judgement = judge(program, tests)
     assert judgement.passed, judgement.reason
     assert judgement.answers > 0
 
 
-def test_objects_of_the_preamble_cross_with_their_shape_and_changes() -> None:
+def test_objects_of_preamble_classes_keep_their_structure_and_changes() -> None:
     program = "def f(n):\n    n.next = Node(n.val, n.next)\n    n.val = 9\n    return n"
     tests = "n = Node(1, Node(2))\nassert f(n) is n and (n.val, n.next.val) == (9, 1) and n.total() == 12\n"
     tests += "m = Node(0)\nm.next = m\nassert f(m).next.next is m\n"
@@ -170,7 +170,7 @@ FAILS = {
         "import os\ndef f(): os._exit(0)",
         "try:\n    f()\nexcept BaseException:\n    pass",
     ),
-    "arithmetic that hears the expected value": (
+    "arithmetic that gets the expected value": (
         "class N:\n    def __sub__(self, other): return 0\ndef f(): return N()",
         "assert abs(f() - 3) < 1e-6",
     ),
@@ -182,7 +182,7 @@ FAILS = {
 
 
 @pytest.mark.parametrize("name", FAILS)
-def test_the_program_decides_nothing(name: str) -> None:
+def test_the_program_cannot_decide_a_test(name: str) -> None:
     program, tests = FAILS[name]
     judgement = judge(program, tests, preamble=NODE)
     assert not judgement.passed
@@ -199,7 +199,7 @@ def test_tests_that_cannot_run_are_not_the_programs_failure(tests: str, preamble
     assert (judgement.passed, judgement.usable) == (False, False)
 
 
-def test_tests_that_ask_nothing_are_told() -> None:
+def test_tests_without_a_call_count_no_answers() -> None:
     assert judge("def f(): return 1", "def check(c): pass\ncheck(f)").answers == 0
 
 
@@ -208,15 +208,15 @@ def test_tests_that_never_end_are_stopped() -> None:
     assert not judgement.passed
 
 
-def test_many_judgements_at_a_time_keep_apart() -> None:
-    def one(number: int) -> bool:
+def test_concurrent_judgements_are_independent() -> None:
+    def is_right(number: int) -> bool:
         return judge(f"def f(): return {number}", f"assert f() == {number}").passed
 
     with ThreadPoolExecutor(12) as pool:
-        assert all(pool.map(one, range(24)))
+        assert all(pool.map(is_right, range(24)))
 
 
-def test_a_judge_or_warden_that_is_lost_is_replaced() -> None:
+def test_a_lost_judge_or_warden_is_replaced() -> None:
     program, tests = "def f(): return 1", "assert f() == 1"
     assert judge(program, tests).passed
     client.close()
@@ -226,7 +226,7 @@ def test_a_judge_or_warden_that_is_lost_is_replaced() -> None:
     assert judge(program, tests).passed
 
 
-def test_a_judge_killed_while_it_judges_is_asked_again() -> None:
+def test_a_judgement_is_repeated_if_the_judge_is_killed() -> None:
     slow = "import time\ndef f():\n    time.sleep(0.5)\n    return 1"
     assert judge("def f(): return 1", "assert f() == 1").passed
     results: list[bool] = []
@@ -234,15 +234,15 @@ def test_a_judge_killed_while_it_judges_is_asked_again() -> None:
     thread.start()
     (box,) = _boxes.values()
     assert box._run is not None
-    signal.pidfd_send_signal(box._run._lent[0], signal.SIGKILL)
+    signal.pidfd_send_signal(box._run._descriptors[0], signal.SIGKILL)
     thread.join(60)
     assert results == [True]
 
 
 def test_a_program_and_its_judge_share_no_namespace_and_no_file() -> None:
-    look = "[__import__('os').readlink('/proc/self/ns/' + n) for n in ('pid', 'mnt', 'net', 'ipc', 'user')]"
-    program = f"def f(): open('/box/mine', 'w').close(); return {look}"
-    tests = f"import os\nmine = {look}\ntheirs = f()\nassert not set(mine) & set(theirs), (mine, theirs)\n"
+    links = "[__import__('os').readlink('/proc/self/ns/' + n) for n in ('pid', 'mnt', 'net', 'ipc', 'user')]"
+    program = f"def f(): open('/box/mine', 'w').close(); return {links}"
+    tests = f"import os\nmine = {links}\ntheirs = f()\nassert not set(mine) & set(theirs), (mine, theirs)\n"
     tests += "assert not os.path.exists('/box/mine')\nassert len(os.listdir('/box')) > 1"
     judgement = judge(program, tests)
     assert judgement.passed, judgement.reason

@@ -1,4 +1,4 @@
-"""Whatever the program's box sends becomes exact plain types, or is refused."""
+"""Every answer of the program's box is read as exact plain types, or refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.sandbox.judging.answering import Answers, Request
 from hone.sandbox.judging.plain_data import ABSENT, Malformed, Match, Reader, Writer, update
+from hone.sandbox.judging.program_server import ProgramSession, Request
 
 
 class Node:
@@ -28,7 +28,7 @@ class Node:
 
 
 class Handle:
-    """Stands for what stays in the program's box."""
+    """A handle of an object in the program's box."""
 
 
 PLAIN = (
@@ -96,7 +96,7 @@ def test_tags_become_their_types(sent: Any, value: Any) -> None:
         {"M": []},
     ],
 )
-def test_tags_with_another_content_are_refused(sent: Any) -> None:
+def test_tags_with_invalid_content_are_refused(sent: Any) -> None:
     with pytest.raises(Malformed):
         read(sent)
 
@@ -105,19 +105,19 @@ def test_tags_with_another_content_are_refused(sent: Any) -> None:
     "data",
     [b"", b"[", b"[" * 100_000, b"9" * 10_000, b"\xff\xfe", b"{}", b"[1,2,3,4]", b'["v",0,0,0]'],
 )
-def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+def test_invalid_messages_are_refused(data: bytes) -> None:
     with pytest.raises(Malformed):
         reader().read(data)
 
 
 def test_shared_objects_are_filled_and_no_method_is_replaced() -> None:
-    mine = Node(1)
+    node = Node(1)
     row = [0, "Node", ["val", {"o": [1, "Node"]}]]
-    assert read({"o": [0, "Node"]}, [row, [1, "Node", ["val", 5]]], (mine,)) is mine
-    assert mine.val.val == 5
+    assert read({"o": [0, "Node"]}, [row, [1, "Node", ["val", 5]]], (node,)) is node
+    assert node.val.val == 5
     for name in ("total", "__class__", "__eq__", "__dict__"):
         with pytest.raises(Malformed):
-            read(None, [[0, "Node", [name, 1]]], (mine,))
+            read(None, [[0, "Node", [name, 1]]], (node,))
 
 
 TAGS = st.sampled_from([*"itsfdbBrcKIVqCODNFMohge-.", "x"])
@@ -129,13 +129,13 @@ ANYTHING = st.recursive(
 
 
 def types_of(value: Any) -> set[type]:
-    found = {type(value)}
+    types = {type(value)}
     if isinstance(value, dict):
         value = [part for pair in value.items() for part in pair]
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         for item in value:
-            found |= types_of(item)
-    return found
+            types |= types_of(item)
+    return types
 
 
 @settings(max_examples=50)
@@ -153,11 +153,11 @@ def test_any_bytes_are_refused_or_read(data: bytes) -> None:
 
 
 def sent(value: Any) -> Any:
-    """What the program's box makes of a value of the tests."""
-    answers = Answers(0, {"Node": Node})
-    answers.handles.append("an object of the program")
+    """Returns the value that the program's box gets for a value of the tests."""
+    session = ProgramSession(0, {"Node": Node})
+    session.handles.append("an object of the program")
     writer = Writer({"Node": Node}, lambda v: 0 if type(v) is Handle else None, lambda function: 0)
-    return Request(answers, writer.write(("call", 0, [value], {}))).words[2][0]
+    return Request(session, writer.write(("call", 0, [value], {}))).fields[2][0]
 
 
 @pytest.mark.parametrize(
@@ -170,19 +170,19 @@ def sent(value: Any) -> Any:
         (..., "h", 0),
     ],
 )
-def test_plain_data_of_the_tests_arrives_as_it_is(value: Any) -> None:
+def test_plain_data_of_the_tests_arrives_unchanged(value: Any) -> None:
     assert sent(value) == value
     assert [*map(type, sent(value))] == [*map(type, value)]
 
 
-def test_one_list_in_two_places_stays_one_list() -> None:
+def test_a_list_that_occurs_twice_stays_one_list() -> None:
     row: list[Any] = [0]
     for shared in ([row, row], [row, row, Handle()]):
         copy = sent(shared)
         assert copy[0] is copy[1]
 
 
-def test_objects_of_both_sides_and_functions_cross_by_number() -> None:
+def test_objects_and_functions_are_sent_by_number() -> None:
     node = Node(1)
     node.val = [node, Handle()]
     copy = sent(node)
@@ -192,16 +192,16 @@ def test_objects_of_both_sides_and_functions_cross_by_number() -> None:
     assert sent(iter([1, 2])) == [1, 2]
 
 
-def test_what_cannot_be_sent_is_named() -> None:
+def test_an_error_names_the_type_that_cannot_be_sent() -> None:
     with pytest.raises(TypeError, match="Absent is not plain data"):
         sent([ABSENT])
 
 
-def test_changes_reach_the_tests_own_objects() -> None:
+def test_changes_are_made_to_the_tests_own_objects() -> None:
     inner: list[int] = [1]
-    mine = {"a": inner, "b": {2}}
-    assert update(mine, {"a": [1, 3], "b": {4}, "c": ()}) is mine
-    assert mine == {"a": [1, 3], "b": {4}, "c": ()}
-    assert mine["a"] is inner
+    local = {"a": inner, "b": {2}}
+    assert update(local, {"a": [1, 3], "b": {4}, "c": ()}) is local
+    assert local == {"a": [1, 3], "b": {4}, "c": ()}
+    assert local["a"] is inner
     assert update(inner, "other") == "other"
     assert inner == [1, 3]

@@ -1,7 +1,7 @@
 """The box without bubblewrap: a temporary directory, Landlock for files, seccomp for sockets.
 
-It is weaker than bubblewrap and used only where the configured minimum allows it: without a PID namespace
-the pids of host processes are visible (their contents are not), and stat(2) sees denied paths.
+It is weaker than bubblewrap and used only if the configured minimum allows it: the program sees the
+pids of host processes (not their contents), and stat(2) works on denied paths.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import tempfile
 from collections.abc import Iterable
 
 from hone.sandbox import seccomp
-from hone.sandbox.cgroups import Group
+from hone.sandbox.cgroups import Cgroup
 from hone.sandbox.interpreter import SYSTEM_PATHS
-from hone.sandbox.plan import DEVICES, Order, box_environment
-from hone.sandbox.rights import drop, raised
-from hone.sandbox.spawn import ORDINARY_SIGNALS, Standard, limit
+from hone.sandbox.plan import DEVICES, RunRequest, box_environment
+from hone.sandbox.privileges import as_root, drop_root
+from hone.sandbox.spawn import ORDINARY_SIGNALS, StandardFds, set_rlimits
 
 log = logging.getLogger(__name__)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_SETUP_FAILED = 126  # shown in the process list only; the report pipe has the reason
+_SETUP_FAILED = 126  # the exit code; the reason is in the error pipe
 _CLOSE_RANGE, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC = 436, (1 << 31) - 1, 4
 _SET_PARENT_DEATH_SIGNAL, _NO_NEW_PRIVILEGES = 1, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -38,10 +38,10 @@ _RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 <<
 _TCP_BIND_CONNECT, _SCOPE_SOCKETS_SIGNALS = 0b11, 0b11
 
 
-def make_home(order: Order, files: list[int]) -> str:
-    """Creates the run's directory on the host with its files."""
+def make_home(request: RunRequest, files: list[int]) -> str:
+    """Creates the run's directory on the host, writes its files, and returns its path."""
     home = tempfile.mkdtemp(prefix=f"hone-box-{os.getpid()}-")
-    for name, descriptor in zip(order.files, files, strict=True):
+    for name, descriptor in zip(request.files, files, strict=True):
         path = os.path.join(home, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as target, os.fdopen(os.dup(descriptor), "rb") as source:
@@ -50,57 +50,59 @@ def make_home(order: Order, files: list[int]) -> str:
 
 
 def remove_home(home: str) -> None:
-    """Remove the directory with the system's tools, which have no recursion limit and follow no links."""
+    """Removes the directory by chmod and rm, which have no recursion limit and follow no links."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf", "--one-file-system"]):
-        tools = {"PATH": "/usr/bin:/bin"}
-        subprocess.run([*command, "--", home], stderr=subprocess.DEVNULL, env=tools)
+        environment = {"PATH": "/usr/bin:/bin"}
+        subprocess.run([*command, "--", home], stderr=subprocess.DEVNULL, env=environment)
     if os.path.lexists(home):
         log.warning("sandbox: %s could not be removed; remove it by hand", home)
 
 
-def fork(order: Order, home: str, group: Group | None, standard: Standard, report: int) -> int:
-    """Fork, set limits, restrict and execute the program; returns the child's pid.
+def fork(
+    request: RunRequest, home: str, cgroup: Cgroup | None, standard: StandardFds, error_pipe: int
+) -> int:
+    """Forks a child that restricts itself and executes the program; returns the child's pid.
 
-    report: receives a sentence when something fails before exec; exec closes it.
+    error_pipe: the child writes the error here if setup fails; exec closes it.
     """
     pid = os.fork()
     if pid:
         return pid
     try:
-        if group is not None:
-            with raised():
-                group.admit(os.getpid())
+        if cgroup is not None:
+            with as_root():
+                cgroup.add_process(os.getpid())
         for target, descriptor in enumerate(standard):
             os.dup2(descriptor, target)
         # All descriptors are opened close-on-exec; this closes any that were missed.
         _LIBC.syscall(_CLOSE_RANGE, 3, _LAST_DESCRIPTOR, _CLOSE_ON_EXEC)
         for number in ORDINARY_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        limit(0, order.job)
-        drop()
+        set_rlimits(0, request.job)
+        drop_root()
         _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         os.setsid()
         os.chdir(home)
-        interpreter = order.plan.interpreter
-        restrict(read=(*SYSTEM_PATHS, *interpreter.reads), write=(home, *DEVICES))
-        if order.plan.seccomp:
-            seccomp.install(seccomp.build_filter(keep_group=True))
-        argv = [interpreter.executable, f"{home}/main.py", *order.job.argv]
+        interpreter = request.plan.interpreter
+        restrict(read=(*SYSTEM_PATHS, *interpreter.read_paths), write=(home, *DEVICES))
+        if request.plan.seccomp:
+            seccomp.install(seccomp.build_filter(deny_leaving_group=True))
+        argv = [interpreter.executable, f"{home}/main.py", *request.job.argv]
         os.execve(argv[0], argv, box_environment(home))
     except BaseException as error:  # the child must never continue as a second warden
-        os.write(report, f"sandbox: {type(error).__name__}: {error}".encode())
+        os.write(error_pipe, f"sandbox: {type(error).__name__}: {error}".encode())
     finally:
         os._exit(_SETUP_FAILED)
 
 
-def landlock_abi() -> int:
+def abi_version() -> int:
     """Returns the kernel's Landlock version, or 0 without Landlock."""
     return max(0, _LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
 
 
 def restrict(*, read: Iterable[str], write: Iterable[str]) -> None:
-    """Restrict this process to reading `read` and to reading and writing `write`."""
-    version = landlock_abi()
+    """Restricts this process to reading `read` and to reading and writing `write`."""
+    version = abi_version()
     if version == 0:
         raise OSError("landlock: this kernel has none; use bubblewrap")
     handled_rights = _RIGHTS_BY_ABI[max(abi for abi in _RIGHTS_BY_ABI if abi <= version)]

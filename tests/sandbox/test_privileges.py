@@ -1,4 +1,4 @@
-"""Root in reserve: used where a line says so, gone for good in a child."""
+"""A warden has root privileges only inside `as_root`, and its children have none."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hone.sandbox.rights import drop, lower, raised
+from hone.sandbox.privileges import as_root, drop_root, lower_privileges
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root has rights to lower")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can lower its privileges")
 
 
 def in_child(action: Callable[[], None]) -> int:
@@ -25,13 +25,13 @@ def in_child(action: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_lowered_process_is_nobody_until_it_is_raised() -> None:
+def test_lowered_process_is_root_only_inside_as_root() -> None:
     def action() -> None:
-        lower(65534)
+        lower_privileges(65534)
         assert (os.getuid(), os.geteuid(), os.getgroups()) == (65534, 65534, [])
-        with raised():
+        with as_root():
             assert os.geteuid() == 0
-            with raised():
+            with as_root():
                 assert os.geteuid() == 0
             assert os.geteuid() == 0
         assert os.geteuid() == 65534
@@ -39,12 +39,12 @@ def test_lowered_process_is_nobody_until_it_is_raised() -> None:
     assert in_child(action) == 0
 
 
-def test_dropped_process_cannot_come_back() -> None:
+def test_dropped_root_cannot_be_regained() -> None:
     def action() -> None:
-        lower(65534)
-        drop()
+        lower_privileges(65534)
+        drop_root()
         assert (os.getresuid(), os.getresgid()) == ((65534,) * 3, (65534,) * 3)
-        with raised():
+        with as_root():
             assert os.geteuid() == 65534
         with pytest.raises(PermissionError):
             os.seteuid(0)
@@ -52,9 +52,9 @@ def test_dropped_process_cannot_come_back() -> None:
     assert in_child(action) == 0
 
 
-def test_what_a_lowered_process_executes_has_no_reserve() -> None:
+def test_a_program_executed_by_a_lowered_process_has_no_root() -> None:
     def action() -> None:
-        lower(65534)
+        lower_privileges(65534)
         code = "grep -q '^Uid:.65534.65534.65534.65534$' /proc/self/status"
         code += " && grep -q '^CapPrm:.0000000000000000$' /proc/self/status"
         pid = os.posix_spawn("/bin/sh", ["sh", "-c", code], {"PATH": "/usr/bin:/bin"})

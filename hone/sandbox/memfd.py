@@ -1,6 +1,6 @@
-"""In-memory files that cannot be changed once they are written.
+"""Sealed memfds: in-memory files that cannot be changed once they are sealed.
 
-The program in the box reads its standard input from such a file and must not be able to write to it.
+The program in the box reads its standard input from one and must not be able to write to it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ _ADD_SEALS = 1033
 _WRITE, _GROW, _SHRINK, _SEAL = 0x0008, 0x0004, 0x0002, 0x0001
 
 
-def empty() -> int:
-    """Creates a file that can be filled and sealed later."""
+def create() -> int:
+    """Returns an empty file that can be filled and sealed later."""
     return os.memfd_create("hone-text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
-def write(text: str) -> int:
-    """Creates a sealed file with this text."""
-    descriptor = empty()
+def write_sealed(text: str) -> int:
+    """Returns a sealed file with this text."""
+    descriptor = create()
     try:
         # Model output can contain lone surrogates; Python source cannot, standard input can.
         view = memoryview(text.encode(errors="surrogatepass"))
@@ -32,15 +32,15 @@ def write(text: str) -> int:
     return descriptor
 
 
-def fill(descriptor: int, source: int) -> None:
-    """Copy all of source into an empty file and seal it. The offset of source does not change."""
-    size, done = os.fstat(source).st_size, 0
-    while done < size:
-        done += os.sendfile(descriptor, source, done, size - done)
+def fill_and_seal(descriptor: int, source: int) -> None:
+    """Copies source into an empty file and seals it; the offset of source does not change."""
+    size, copied = os.fstat(source).st_size, 0
+    while copied < size:
+        copied += os.sendfile(descriptor, source, copied, size - copied)
     _seal(descriptor)
 
 
-def content(descriptor: int) -> bytes:
+def read_all(descriptor: int) -> bytes:
     """Returns the whole content, regardless of the offset."""
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 

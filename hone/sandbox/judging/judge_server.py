@@ -1,7 +1,7 @@
 """Runs in the judge's box: forks a child per request, which runs the tests and writes the verdict.
 
-The server holds no tests and no program. A child serves one judgement; it receives the tests, the
-program's channel and the pipe for the verdict as descriptors.
+The server itself has no tests and no program. A child serves one judgement; it receives the tests,
+the program's channel and the pipe for the verdict as descriptors.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from hone.sandbox.judging.proxies import Failed, Names, Session
+from hone.sandbox.judging.proxies import Session, TestNamespace, TestsFailed
 
 REQUEST = struct.Struct("!dQ")  # seconds, bytes of memory; descriptors: channel, verdict, source
 READY = b"judge ready\n"
-_OWN_FRAMES = 64  # stack frames of this file below those of the tests
+_SERVER_FRAMES = 64  # stack frames of this file below those of the tests
 _PRELOADED = "bisect copy datetime functools heapq itertools math operator random re string typing"
 """Modules that tests import most often, loaded once before any child is forked."""
 
 
-class Unusable(Exception):
+class UnusableTests(Exception):
     """The tests themselves cannot run."""
 
 
 def main() -> None:
-    """Serve requests from standard input, which is a socket; output is discarded."""
+    """Serves requests from standard input, which is a socket; output is discarded."""
     control = socket.socket(fileno=os.dup(0))
     null_fd = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -44,7 +44,7 @@ def main() -> None:
     verdicts: dict[int, int] = {}  # child pid → descriptor for its verdict
 
     def on_child(number: int, frame: FrameType | None) -> None:
-        """Write a verdict for a child that ended without one; the caller reads only the first verdict."""
+        """Writes a verdict for each ended child; the caller reads only the first verdict."""
         while verdicts:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -67,27 +67,28 @@ def main() -> None:
         with contextlib.suppress(OSError):  # fork failed: the caller reads no verdict
             pid = os.fork()
             if pid == 0:
-                _decide(data, *descriptors)
+                _run_child(data, *descriptors)
             verdicts[pid] = os.dup(descriptors[1])
         for descriptor in descriptors:
             os.close(descriptor)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
-def _decide(data: bytes, channel: int, verdict: int, source: int) -> NoReturn:
-    """Run the tests in the child, write one line and exit."""
+def _run_child(data: bytes, channel: int, verdict: int, source: int) -> NoReturn:
+    """Runs the tests in the child, writes the verdict as one line and exits."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         seconds, memory = REQUEST.unpack(data)
         signal.setitimer(signal.ITIMER_REAL, seconds)  # kills it; on_child writes the verdict
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        texts = json.loads(os.pread(source, os.fstat(source).st_size, 0))
+        sources = json.loads(os.pread(source, os.fstat(source).st_size, 0))
         session = Session(channel)
         try:
-            _run(session, texts["preamble"], texts["tests"])
-            _write_verdict(verdict, Failed.reason is None, Failed.reason or "", session.answers)
-        except Unusable as error:
+            _run_tests(session, sources["preamble"], sources["tests"])
+            reason = TestsFailed.reason
+            _write_verdict(verdict, reason is None, reason or "", session.answers)
+        except UnusableTests as error:
             _write_verdict(verdict, False, str(error), 0, usable=False)
         except BaseException as error:  # any exception of the tests fails the program
             reason = f"{type(error).__name__}: {error}"[:500]
@@ -96,26 +97,26 @@ def _decide(data: bytes, channel: int, verdict: int, source: int) -> NoReturn:
         os._exit(0)
 
 
-def _run(session: Session, preamble: str, tests: str) -> None:
-    names = Names(session, {"__name__": "__main__", "__builtins__": __builtins__})
+def _run_tests(session: Session, preamble: str, tests: str) -> None:
+    namespace = TestNamespace(session, {"__name__": "__main__", "__builtins__": __builtins__})
     try:
         preamble_code = compile(preamble, "preamble.py", "exec", dont_inherit=True)
         code = compile(tests, "tests.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        raise Unusable(f"the tests do not compile: {error}") from None
-    sys.setrecursionlimit(sys.getrecursionlimit() + _OWN_FRAMES)
+        raise UnusableTests(f"the tests do not compile: {error}") from None
+    sys.setrecursionlimit(sys.getrecursionlimit() + _SERVER_FRAMES)
     try:
-        exec(preamble_code, names)
+        exec(preamble_code, namespace)
     except Exception as error:
-        raise Unusable(f"the tests' preamble raised {type(error).__name__}: {error}") from None
+        raise UnusableTests(f"the tests' preamble raised {type(error).__name__}: {error}") from None
     session.shared = {
         name: value
-        for name, value in names.items()
+        for name, value in namespace.items()
         if isinstance(value, type) and (value.__module__, value.__name__) == ("__main__", name)
     }
     session.wait_until_loaded()
-    names.resolve(code)
-    exec(code, names)
+    namespace.set_code(code)
+    exec(code, namespace)
 
 
 def _write_verdict(

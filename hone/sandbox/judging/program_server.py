@@ -1,6 +1,6 @@
 """Runs in the program's box: loads the program, then answers the judge until it disconnects.
 
-This file is sent as text and imports nothing of ours and few other modules, because startup delays every
+This file is sent as text and imports few modules and none of hone, because its startup delays every
 program. The program can tamper with this code, so it decides nothing: the judge reads plain data.
 """
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
     from hone.sandbox.judging.plain_data import Value
 
-_FLAT = frozenset({type(None), bool, int, float, str})
-_LARGE = 1 << 4096  # larger integers are sent as hexadecimal text
-_OWN_FRAMES = 64  # stack frames of this file, added to the recursion limit that the program expects
-_EXACT: dict[type, Callable[[Value], Value]] = {  # subclass instances are sent as their base type
+_SCALAR_TYPES = frozenset({type(None), bool, int, float, str})
+_LARGE_INT = 1 << 4096  # larger integers are sent as hexadecimal text
+_SERVER_FRAMES = 64  # stack frames of this file, added to the program's recursion limit
+# An instance of a subclass is sent as its base type.
+_TO_BASE_TYPE: dict[type, Callable[[Value], Value]] = {
     **{base: base for base in (bytes, list, tuple, dict, set, frozenset)},
     int: int.__int__,
     float: float.__float__,
@@ -32,7 +33,7 @@ def _pairs(value: dict[Value, Value]) -> list[Value]:
     return [part for pair in value.items() for part in pair]
 
 
-_PARTS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] = {
+_ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] = {
     tuple: ("t", list),
     set: ("s", list),
     frozenset: ("f", list),
@@ -53,18 +54,18 @@ _PARTS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] = {
     ("fractions", "Fraction"): ("F", lambda value: [value.numerator, value.denominator]),
     ("re", "Match"): ("M", lambda value: [value.group(), *value.span()]),
 }
-"""Type (by name where it must not be imported here) → its tag, and a function to its plain data."""
+"""Type (or module and name, if it is not imported here) → tag, and function to plain data."""
 _to_json = make_encoder(None, repr, encode_basestring_ascii, None, ":", ",", False, False, True)
 
 
 class Request:
-    """A decoded request of the judge: its words, and its shared objects by number."""
+    """A decoded request of the judge: its fields, and its shared objects by number."""
 
-    def __init__(self, answers: Answers, data: bytes) -> None:
+    def __init__(self, session: ProgramSession, data: bytes) -> None:
         self.objects: list[Value] = []
         self.data = data
-        self._answers = answers
-        self.words = marshal.loads(data[1:]) if data[:1] == b"m" else self._unpickle()
+        self._session = session
+        self.fields = marshal.loads(data[1:]) if data[:1] == b"m" else self._unpickle()
 
     def _unpickle(self) -> Value:
         import io
@@ -77,24 +78,24 @@ class Request:
                 return request._resolve if name == "resolve" else super().find_class(module, name)
 
         reader = Reader(io.BytesIO(self.data[1:]))
-        words = reader.load()
+        fields = reader.load()
         for shared in self.objects:  # load() may append
             for name, value in reader.load().items():
                 setattr(shared, name, value)
-        return words
+        return fields
 
     def _resolve(self, kind: str, key: Value) -> Value:
         if kind == "handle":
-            return self._answers.handles[key]
+            return self._session.handles[key]
         if kind == "callback":
-            return self._answers.call_back(key)
-        shared = self._answers.scope[key]
+            return self._session.make_callback(key)
+        shared = self._session.scope[key]
         self.objects.append(shared.__new__(shared))
         return self.objects[-1]
 
 
-class Answers:
-    """One session: the program's names, and the objects that the judge refers to by number."""
+class ProgramSession:
+    """The connection to the judge, the program's names, and the objects that the judge uses."""
 
     def __init__(self, channel: int, scope: dict[str, Value]) -> None:
         self.scope = scope
@@ -103,7 +104,7 @@ class Answers:
         self._channel = channel
 
     def receive(self) -> Request:
-        """Returns the next request; ends the process when the judge has disconnected."""
+        """Returns the next request; ends the process if the judge has disconnected."""
         return Request(self, self._read(int.from_bytes(self._read(8), "big")))
 
     def _read(self, size: int) -> bytes:
@@ -116,8 +117,8 @@ class Answers:
             size -= len(part)
         return b"".join(parts)
 
-    def send(self, kind: str, value: Value, after: list[Value], encoder: Encoder) -> None:
-        message = [kind, value, encoder.table(), after]
+    def send(self, kind: str, value: Value, changes: list[Value], encoder: Encoder) -> None:
+        message = [kind, value, encoder.object_rows(), changes]
         data = "".join(_to_json(message, 0)).encode()
         view = memoryview(len(data).to_bytes(8, "big") + data)
         while view:
@@ -133,12 +134,12 @@ class Answers:
 
     def answer(self, request: Request) -> None:
         try:
-            value, arguments = self._do(*request.words)
+            value, arguments = self._execute(*request.fields)
             for fast in (True, False):
                 encoder = Encoder(self, request.objects, fast)
                 try:
-                    after = self._changed(encoder, arguments, request)
-                    self.send("v", encoder.encode(value), after, encoder)
+                    changes = self._changed_arguments(encoder, arguments, request)
+                    self.send("v", encoder.encode(value), changes, encoder)
                     return
                 except ValueError:  # a large integer in a plain list
                     if not fast:
@@ -146,44 +147,44 @@ class Answers:
         except BaseException as error:  # any exception of the program is sent to the judge
             self.send_error(error)
 
-    def _do(self, verb: str, key: Value, *words: Value) -> tuple[Value, Value]:
-        """Returns the requested value and the arguments that the program may have changed."""
-        if verb == "get":
+    def _execute(self, operation: str, key: Value, *values: Value) -> tuple[Value, Value]:
+        """Returns the value, and the arguments that the program may have changed (or None)."""
+        if operation == "get":
             return self.scope.get(key, Absent), None
         target = self.handles[key]
-        if verb == "call":
-            return target(*words[0], **words[1]), words
-        if verb == "attribute":
-            return getattr(target, words[0]), None
-        if verb == "assign":
-            setattr(target, words[0], words[1][0])
+        if operation == "call":
+            return target(*values[0], **values[1]), values
+        if operation == "attribute":
+            return getattr(target, values[0]), None
+        if operation == "assign":
+            setattr(target, values[0], values[1][0])
             return None, None
-        if verb == "method":
-            if not hasattr(target, words[0]):
-                raise TypeError(f"{type(target).__name__!r} object has no {words[0]}")
-            return getattr(target, words[0])(*words[1]), None
-        assert verb == "next"
+        if operation == "method":
+            if not hasattr(target, values[0]):
+                raise TypeError(f"{type(target).__name__!r} object has no {values[0]}")
+            return getattr(target, values[0])(*values[1]), None
+        assert operation == "next"
         items = []
         for item in target:
             items.append(item)
-            if len(items) == words[0]:
+            if len(items) == values[0]:
                 return [items, False], None
         return [items, True], None
 
     @staticmethod
-    def _changed(encoder: Encoder, arguments: Value, request: Request) -> list[Value]:
-        """Returns [place, new value] for every argument that the call changed."""
+    def _changed_arguments(encoder: Encoder, arguments: Value, request: Request) -> list[Value]:
+        """Returns [position or name, new value] for every argument that the call changed."""
         if arguments is None:
             return []
-        places = [*enumerate(arguments[0]), *arguments[1].items()]
-        mutable = [(place, now) for place, now in places if type(now) not in _FLAT]
+        items = [*enumerate(arguments[0]), *arguments[1].items()]
+        mutable = [(key, value) for key, value in items if type(value) not in _SCALAR_TYPES]
         if mutable and request.data[:1] == b"m":
-            first, named = marshal.loads(request.data[1:])[2:]
-            before = {**dict(enumerate(first)), **named}
-            mutable = [(place, now) for place, now in mutable if now != before[place]]
-        return [[place, encoder.encode(now)] for place, now in mutable]
+            positional, named = marshal.loads(request.data[1:])[2:]
+            before = {**dict(enumerate(positional)), **named}
+            mutable = [(key, value) for key, value in mutable if value != before[key]]
+        return [[key, encoder.encode(value)] for key, value in mutable]
 
-    def call_back(self, number: int) -> Callable[..., Value]:
+    def make_callback(self, number: int) -> Callable[..., Value]:
         """Returns a function that calls a function of the tests in the judge's box."""
 
         def callback(*arguments: Value, **named: Value) -> Value:
@@ -192,11 +193,11 @@ class Answers:
             self.send("b", content, [], encoder)
             while True:
                 request = self.receive()
-                verb, *words = request.words
-                if verb == "return":
-                    return words[0]
-                if verb == "raise":
-                    raise getattr(sys.modules["builtins"], words[0], Exception)(words[1])
+                operation, *values = request.fields
+                if operation == "return":
+                    return values[0]
+                if operation == "raise":
+                    raise getattr(sys.modules["builtins"], values[0], Exception)(values[1])
                 self.answer(request)
 
         return callback
@@ -207,10 +208,10 @@ class Absent:
 
 
 class Encoder:
-    """Encodes the values of one answer as tagged JSON; objects of shared classes go into a table."""
+    """Encodes the values of one answer as tagged JSON; shared objects go into `object_rows`."""
 
-    def __init__(self, answers: Answers, objects: list[Value], fast: bool) -> None:
-        self._answers = answers
+    def __init__(self, session: ProgramSession, objects: list[Value], fast: bool) -> None:
+        self._session = session
         self._fast = fast
         self._objects = [*objects]
         self._numbers = {id(value): number for number, value in enumerate(objects)}
@@ -218,40 +219,41 @@ class Encoder:
     def encode(self, value: Value) -> Value:
         kind = type(value)
         if kind is int:
-            return value if -_LARGE < value < _LARGE else {"i": hex(value)}
-        if kind in _FLAT:
+            return value if -_LARGE_INT < value < _LARGE_INT else {"i": hex(value)}
+        if kind in _SCALAR_TYPES:
             return value
         if kind is list:
-            if self._fast and _FLAT.issuperset(map(type, value)):
+            if self._fast and _SCALAR_TYPES.issuperset(map(type, value)):
                 return value
             return [self.encode(item) for item in value]
-        parts = _PARTS.get(kind) or _PARTS.get((kind.__module__, kind.__name__))
-        if parts is not None:
-            return {parts[0]: self.encode(parts[1](value))}
+        encoding = _ENCODINGS.get(kind) or _ENCODINGS.get((kind.__module__, kind.__name__))
+        if encoding is not None:
+            tag, to_plain = encoding
+            return {tag: self.encode(to_plain(value))}
         if value is Absent:
             return {"-": None}
-        if kind.__name__ in self._answers.shared and hasattr(value, "__dict__"):
+        if kind.__name__ in self._session.shared and hasattr(value, "__dict__"):
             number = self._numbers.setdefault(id(value), len(self._objects))
             if number == len(self._objects):
                 self._objects.append(value)
             return {"o": [number, kind.__name__]}
-        for base, exact in _EXACT.items():
+        for base, convert in _TO_BASE_TYPE.items():
             if isinstance(value, base):
-                return self.encode(exact(value))
-        return self._handle(value, kind)
+                return self.encode(convert(value))
+        return self._add_handle(value, kind)
 
-    def _handle(self, value: Value, kind: type) -> Value:
-        self._answers.handles.append(value)
-        number = len(self._answers.handles) - 1
+    def _add_handle(self, value: Value, kind: type) -> Value:
+        self._session.handles.append(value)
+        number = len(self._session.handles) - 1
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"e": [base.__name__ for base in value.__mro__]}
         if hasattr(kind, "__next__") and hasattr(kind, "__iter__"):
-            self._answers.handles[number] = iter(value)
+            self._session.handles[number] = iter(value)
             return {"g": number}
         return {"h": number}
 
-    def table(self) -> list[Value]:
-        """Returns the shared objects as [number, class, attributes]; encoding one may add others."""
+    def object_rows(self) -> list[Value]:
+        """Returns the shared objects as [number, class, attributes]."""
         rows = []
         for number, value in enumerate(self._objects):  # encode() may append
             rows.append([number, type(value).__name__, self.encode(_pairs(value.__dict__))])
@@ -259,7 +261,7 @@ class Encoder:
 
 
 def main(program: str, preamble: str) -> None:
-    """Run the preamble and the program as `__main__`, then answer requests."""
+    """Runs the preamble and the program as `__main__`, then answers requests."""
     channel = os.dup(0)
     null_fd = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null_fd, 0)
@@ -267,12 +269,12 @@ def main(program: str, preamble: str) -> None:
     scope = sys.modules["__main__"].__dict__
     for name in [name for name in scope if not name.startswith("__")]:
         del scope[name]
-    sys.setrecursionlimit(sys.getrecursionlimit() + _OWN_FRAMES)
-    answers = Answers(channel, scope)
+    sys.setrecursionlimit(sys.getrecursionlimit() + _SERVER_FRAMES)
+    session = ProgramSession(channel, scope)
     try:
         if preamble:
             exec(compile(preamble, "preamble.py", "exec", dont_inherit=True), scope)
-            answers.shared = frozenset(
+            session.shared = frozenset(
                 name
                 for name, value in scope.items()
                 if isinstance(value, type)
@@ -280,8 +282,8 @@ def main(program: str, preamble: str) -> None:
             )
         exec(compile(program, "main.py", "exec", dont_inherit=True), scope)
     except BaseException as error:  # the judge receives the error and decides
-        answers.send_error(error)
+        session.send_error(error)
     else:
-        answers.send("v", None, [], Encoder(answers, [], True))
+        session.send("v", None, [], Encoder(session, [], True))
     while True:
-        answers.answer(answers.receive())
+        session.answer(session.receive())

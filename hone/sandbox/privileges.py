@@ -1,6 +1,6 @@
-"""A warden that root starts works as uid 65534 and becomes root only inside `raised()`.
+"""User ids of a warden that root starts: it runs as uid 65534 and is root only in `as_root()`.
 
-Programs that it executes have no root rights, because exec resets the saved user id.
+Programs that it executes never have root privileges, because exec resets the saved user id.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def lower(uid: int) -> None:
-    """Set the effective user and keep root as the saved id. Call once, as root."""
+def lower_privileges(uid: int) -> None:
+    """Sets the user and group to `uid` and keeps root as the saved id. Call it once, as root."""
     os.setgroups([])
     os.setresgid(uid, uid, 0)
     os.setresuid(uid, uid, 0)
 
 
 @contextmanager
-def raised() -> Iterator[None]:
-    """Become root inside the block, if root is the saved user id."""
+def as_root() -> Iterator[None]:
+    """Makes root the effective user inside the block, if root is the saved user id."""
     effective, saved = os.getresuid()[1:]
     if saved != 0 or effective == 0:
         yield
@@ -31,8 +31,8 @@ def raised() -> Iterator[None]:
         os.seteuid(effective)
 
 
-def drop() -> None:
-    """Give up the saved root id permanently; called in a child before untrusted code runs."""
+def drop_root() -> None:
+    """Removes the saved root id for good; called in a child before untrusted code runs."""
     effective, saved = os.getresuid()[1:]
     if saved == 0 and effective != 0:
         group = os.getegid()
