@@ -121,7 +121,7 @@ class SearchConversation:
             return self._ids(INVALID)
         talk.spans[-1]["calls"] = 1
         started = time.perf_counter()
-        passages = await asyncio.wrap_future(self.client.ask(action.content))
+        passages = await asyncio.wrap_future(self.client.submit(action.content))
         talk.seconds["tools"] += time.perf_counter() - started
         facts.retrieval_failures += passages is None
         text = clean_text(passages_text(passages or ()).strip())
