@@ -104,11 +104,11 @@ class RemoteEngine(RequestEngine):
 
     # -- requests -------------------------------------------------------------------------------
 
-    async def _answer(self, request: Request) -> TokenOutput:
+    async def _decode_request(self, request: Request) -> TokenOutput:
         request.future = asyncio.get_running_loop().create_future()
         job = self._submit(self._serve(request))
         try:
-            return await request.owner
+            return await request.awaited_future
         finally:
             request.cancelled = True
             job.cancel()
@@ -133,7 +133,7 @@ class RemoteEngine(RequestEngine):
     async def _serve(self, request: Request) -> None:
         """Streams a request, again after each interruption, until it ends; settles its future."""
         try:
-            with self._admitted(request) as running:
+            with self._register(request) as running:
                 while request.stop_reason is None:
                     await self._one_stream(running)
             outcome: TokenOutput | BaseException = request.output()
@@ -142,14 +142,14 @@ class RemoteEngine(RequestEngine):
         except Exception as error:
             outcome = decoding_failed(error)
             self._fail(error)
-        call_in(request.owner.get_loop(), _settle, request, outcome)
+        call_in(request.awaited_future.get_loop(), _settle, request, outcome)
 
     @contextmanager
-    def _admitted(self, request: Request) -> Iterator[Running]:
+    def _register(self, request: Request) -> Iterator[Running]:
         if self._closed or self._failure is not None:
             raise engine_failed(self._failure)
         if not self._paused:
-            self._update.refuse_tokens(f"request {request.request_id}")
+            self._update.raise_if_in_progress(f"request {request.request_id}")
         running = Running(request, deferred=self._paused)
         self._running[id(running)] = running
         try:
@@ -203,7 +203,7 @@ class RemoteEngine(RequestEngine):
                     return
                 self._append(request, chunk)
                 if request.on_tokens is not None:
-                    call_in(request.owner.get_loop(), _deliver, request)
+                    call_in(request.awaited_future.get_loop(), _deliver, request)
                 if request.stop_reason is not None:
                     return
                 if chunk.finished:
@@ -261,9 +261,9 @@ class RemoteEngine(RequestEngine):
     # -- control --------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        await self._submit(self._end(request_ids, deferred_too=True))
+        await self._submit(self._abort(request_ids, deferred_too=True))
 
-    async def _end(self, request_ids: Collection[str] | None, *, deferred_too: bool) -> None:
+    async def _abort(self, request_ids: Collection[str] | None, *, deferred_too: bool) -> None:
         for running in list(self._running.values()):
             request = running.request
             if request_ids is not None and request.request_id not in request_ids:
@@ -281,7 +281,7 @@ class RemoteEngine(RequestEngine):
         self._open.clear()
         self._paused = True
         if not keep:
-            await self._end(None, deferred_too=False)
+            await self._abort(None, deferred_too=False)
         streams = [r.stream for r in self._running.values() if r.stream is not None]
         for stream in streams:
             stream.cancel()
@@ -293,7 +293,7 @@ class RemoteEngine(RequestEngine):
         await self._submit(self._resume())
 
     async def _resume(self) -> None:
-        self._update.refuse_tokens("resume")
+        self._update.raise_if_in_progress("resume")
         if self._paused:
             await self._remote_resume()
         for running in self._running.values():
@@ -342,7 +342,7 @@ class RemoteEngine(RequestEngine):
     async def _sleep(self) -> None:
         await self._until_cancelled_end()
         if self._running and not self._paused:
-            raise RolloutError("sleep was asked for while requests run; abort them first")
+            raise RolloutError("sleep while requests run; abort them first")
         await self._remote_sleep()
 
     async def wake_up(self) -> None:
@@ -359,7 +359,7 @@ class RemoteEngine(RequestEngine):
 
     async def _close(self) -> None:
         self._closed = True  # this thread may be faster than the caller's
-        await self._end(None, deferred_too=True)
+        await self._abort(None, deferred_too=True)
         self._open.set()
         while self._running:
             await asyncio.sleep(0.001)
@@ -382,17 +382,17 @@ class RemoteEngine(RequestEngine):
 def _deliver(request: Request) -> None:
     """Passes new tokens to the caller; an error of its callback ends the request."""
     try:
-        if not request.owner.done():
+        if not request.awaited_future.done():
             request.stream()
     except BaseException as error:
-        request.owner.set_exception(error)
+        request.awaited_future.set_exception(error)
 
 
 def _settle(request: Request, outcome: TokenOutput | BaseException) -> None:
     _deliver(request)
-    if request.owner.done():
+    if request.awaited_future.done():
         return
     if isinstance(outcome, BaseException):
-        request.owner.set_exception(outcome)
+        request.awaited_future.set_exception(outcome)
     else:
-        request.owner.set_result(outcome)
+        request.awaited_future.set_result(outcome)

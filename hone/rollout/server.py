@@ -107,13 +107,13 @@ class ServerRollout(RemoteEngine):
 
     # -- requests -------------------------------------------------------------------------------
 
-    def _refuse(self, sampling: Sampling, request_id: str) -> None:
+    def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
         modes = [server.mode for server in self._servers]
         if not all(mode.after_temperature for mode in modes) and sampling.temperature not in (0, 1):
             self._warn(
                 f"log-probs of requests with temperature={sampling.temperature} are those at temperature 1"
             )
-        if not all(mode.before_truncation for mode in modes) and sampling.cuts:
+        if not all(mode.before_truncation for mode in modes) and sampling.truncates:
             self._warn(
                 "log-probs of requests with top-k, top-p or min-p are those after truncation"
             )
@@ -131,7 +131,7 @@ class ServerRollout(RemoteEngine):
                     f"{server.shown_url} reports log-probs at temperature 1, and the rollout has temperature="
                     f"{sampling.temperature}; {server.log_prob_hint}"
                 )
-            if not server.mode.before_truncation and sampling.cuts:
+            if not server.mode.before_truncation and sampling.truncates:
                 raise RolloutError(
                     f"{server.shown_url} reports log-probs after truncation, and the rollout truncates; use "
                     "top_k=-1, top_p=1.0 and min_p=0.0 for training"
@@ -174,7 +174,7 @@ class ServerRollout(RemoteEngine):
             await server.wait_until_healthy()
             try:
                 version = await self._noticed_version(server)
-                if self._update.under_way:  # the commit repairs it
+                if self._update.in_progress:  # the commit repairs it
                     self._stale.add(server)
                 elif version != self._expected:
                     await self._republish(server)
@@ -366,7 +366,7 @@ class ServerRollout(RemoteEngine):
     async def _remote_wake_up(self) -> None:
         async with self._waking:
             await self._each(lambda server: self._resume_memory(server, server.released))
-            if not self._update.under_way:  # otherwise the commit brings the weights
+            if not self._update.in_progress:  # otherwise the commit brings the weights
                 await self._fill()
 
     async def _fill(self) -> None:

@@ -37,7 +37,7 @@ from hone.types import Row
 log = logging.getLogger(__name__)
 
 Weights = Iterable[tuple[str, Tensor]]
-_COOLEST = 0.01
+_MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
 _STARTS = 3
 """Starts in a row of a process that samples no token."""
@@ -96,10 +96,10 @@ class VLLMRollout(RemoteEngine):
             process.serving = process.alive  # one may have died while another started
             await self._revive(process)
 
-    def _refuse(self, sampling: Sampling, request_id: str) -> None:
-        if 0 < sampling.temperature < _COOLEST:
+    def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
+        if 0 < sampling.temperature < _MIN_TEMPERATURE:
             raise RolloutError(
-                f"request {request_id}: vLLM samples at temperature {_COOLEST} or above, not at "
+                f"request {request_id}: vLLM samples at temperature {_MIN_TEMPERATURE} or above, not at "
                 f"{sampling.temperature}; 0 is greedy"
             )
 
@@ -213,8 +213,8 @@ class VLLMRollout(RemoteEngine):
                     await process.start()
                     if self._paused:
                         await process.call("pause")
-                    process.stale, process.missed = True, self._update.under_way
-                    if not self._update.under_way:
+                    process.stale, process.missed = True, self._update.in_progress
+                    if not self._update.in_progress:
                         await self._restore(process)
                     process.serving = process.alive
                 except ConnectionLost as died:
@@ -263,7 +263,7 @@ class VLLMRollout(RemoteEngine):
             for process in self._processes:
                 while True:
                     await self._revive(process)
-                    if not process.stale or self._update.under_way:
+                    if not process.stale or self._update.in_progress:
                         break
                     try:
                         await self._restore(process)
@@ -315,7 +315,7 @@ class VLLMRollout(RemoteEngine):
         for process, result in zip(live, results, strict=True):
             if isinstance(result, ConnectionLost):
                 process.missed = True
-                if len(processes) == 1 and not self._update.under_way:
+                if len(processes) == 1 and not self._update.in_progress:
                     raise result
             elif isinstance(result, BaseException):
                 raise result

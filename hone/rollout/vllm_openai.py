@@ -15,7 +15,7 @@ from hone.rollout.http_server import Event, HttpServer, ServerLost, shortened
 from hone.rollout.requests import Chunk, Request
 from hone.types import Settings
 
-_COOLEST = 0.01
+_MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
 
 
@@ -64,10 +64,10 @@ class VLLMServer(HttpServer):
         }
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        if 0 < sampling.temperature < _COOLEST:
+        if 0 < sampling.temperature < _MIN_TEMPERATURE:
             raise RolloutError(
                 f"request {request.request_id}: vLLM raises temperature={sampling.temperature} to "
-                f"{_COOLEST}; use 0 or at least that"
+                f"{_MIN_TEMPERATURE}; use 0 or at least that"
             )
         settings: Settings = {
             "stream": True,

@@ -53,10 +53,10 @@ class NativeFactory(Factory):
         return {
             "add": (core, "add"),
             "cache": (core.cache, "reserve"),
-            "forward": (core, "_hidden"),
-            "sample": (core, "_draw"),
+            "forward": (core, "_hidden_states"),
+            "sample": (core, "_sample"),
             "stop": (RequestRules, "stop_reason"),
-            "retire": (core, "_retire"),
+            "retire": (core, "_remove_finished"),
             "deliver": (engine, "_deliver"),
             "answer": (Request, "output"),
         }
@@ -95,7 +95,7 @@ class HFFactory(Factory):
         return HFRollout(policy, eos_ids=(EOS,), tokenizer=TOKENIZER)
 
     def phases(self, engine: Any) -> dict[str, Place]:
-        return {"forward": (engine, "_draw_one"), "stop": (RequestRules, "stop_reason")}
+        return {"forward": (engine, "_sample_token"), "stop": (RequestRules, "stop_reason")}
 
 
 class SGLangFactory(Factory):

@@ -77,7 +77,7 @@ MUTANTS: list[tuple[type, str, Any, str]] = [
         lambda self, weights: weights,
         "weights with unknown names are refused",
     ),
-    (RemoteEngine, "_end", ends_nothing, "abort ends the named requests alone"),
+    (RemoteEngine, "_abort", ends_nothing, "abort ends the named requests alone"),
 ]
 
 

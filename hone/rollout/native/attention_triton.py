@@ -261,7 +261,7 @@ def decode_attention(
     layer, scaling, window, softcap, sinks = options
     launch = _Launch(q, q.shape[1], cache, window, splits)
     _decode_attention[launch.grid](
-        q, cache.base, block_table, positions, launch.part, launch.lse, *cache.planes(layer),
+        q, cache.base, block_table, positions, launch.part, launch.lse, *cache.plane_offsets(layer),
         scaling, block_table.stride(0), window or 0, q.stride(0), q.stride(1), softcap or 0.0,
         sinks if sinks is not None else q, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         **launch.constants,
@@ -285,7 +285,7 @@ def rope_attention(
     _rope_attention[launch.grid](
         qkv, rotary.cos, rotary.sin, rotary.q_norm if rotary.q_norm is not None else qkv,
         rotary.k_norm if rotary.k_norm is not None else qkv, rotary.eps, slots, cache.base,
-        block_table, positions, launch.part, launch.lse, *cache.planes(options.layer),
+        block_table, positions, launch.part, launch.lse, *cache.plane_offsets(options.layer),
         options.scaling, block_table.stride(0), options.window or 0,
         NORM=rotary.q_norm is not None, **launch.constants,
     )  # fmt: skip

@@ -59,24 +59,24 @@ class DecodeStep:
         self._graphs.clear()
         self._pool = None
 
-    def run(self, rows: int, *, draw: bool) -> Tensor:
-        """Runs one step and returns logits [size, V]; without `draw` the caller samples from them."""
+    def run(self, rows: int, *, sample: bool) -> Tensor:
+        """Runs one step and returns logits [size, V]; without `sample` the caller samples from them."""
         size = next(size for size in self._sizes if size >= rows)
         if self._use_graphs and self._may_synchronize:
             self._use_graphs, self._may_synchronize = not self._synchronizes(size), False
         if not self._use_graphs:
-            return self._compute(size, draw)
-        if (size, draw) not in self._graphs:
-            self._graphs[size, draw] = self._capture(size, draw)
-        graph, logits = self._graphs[size, draw]
+            return self._compute(size, sample)
+        if (size, sample) not in self._graphs:
+            self._graphs[size, sample] = self._capture(size, sample)
+        graph, logits = self._graphs[size, sample]
         graph.replay()
         return logits
 
-    def _compute(self, size: int, draw: bool) -> Tensor:
+    def _compute(self, size: int, sample: bool) -> Tensor:
         rows = self._rows.rows(0, size)
         hidden = self._forward(rows.token, rows.position, self._layout(rows))
         logits = self._logits(hidden)
-        if draw:
+        if sample:
             self._kernels.sample(logits, rows, self._block_size)
         return logits
 
@@ -84,13 +84,13 @@ class DecodeStep:
         """Whether a step waits for the device, as some expert routers do."""
         state = self._rows.state.clone()
         self._rows.finished.fill_(1)  # finished rows sample nothing
-        self._compute(size, draw=False)  # compiles the kernels
+        self._compute(size, sample=False)  # compiles the kernels
         before = torch.cuda.get_sync_debug_mode()
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
-                self._compute(size, draw=False)
+                self._compute(size, sample=False)
         finally:
             torch.cuda.set_sync_debug_mode(before)
             self._rows.state.copy_(state)
@@ -99,7 +99,7 @@ class DecodeStep:
             logger.info("this model's layers wait for the device: decoding without CUDA graphs")
         return waits
 
-    def _capture(self, size: int, draw: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, size: int, sample: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Warms up (kernels compile, libraries allocate workspaces), then captures the step."""
         state = self._rows.state.clone()
         stream = torch.cuda.Stream()
@@ -107,12 +107,12 @@ class DecodeStep:
         with torch.cuda.stream(stream):
             self._rows.finished.fill_(1)  # finished rows sample nothing
             for _ in range(2):
-                self._compute(size, draw)
+                self._compute(size, sample)
         torch.cuda.current_stream().wait_stream(stream)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._compute(size, draw)
+            logits = self._compute(size, sample)
         self._rows.state.copy_(state)
         return graph, logits

@@ -170,7 +170,7 @@ def query_attention(
     kv = cache.kv_heads
     group = heads // kv
     out = torch.empty_like(q)
-    k_at, v_at = cache.planes(layer)
+    k_at, v_at = cache.plane_offsets(layer)
     _attention[(len(tiles.token), kv)](
         q, cache.base, k_at, v_at, queries.block_table, queries.block_table.stride(0),
         tiles.token, tiles.count, tiles.position, tiles.row, out, scaling,

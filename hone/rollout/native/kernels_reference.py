@@ -150,7 +150,7 @@ def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int
     rows.tokens_out[running, at] = tokens[running].to(rows.tokens_out.dtype)
     rows.log_probs_out[running, at] = log_probs[running]
     rows.count[running] += 1
-    stopped = (rows.stops[running] == tokens[running, None]).any(1)
+    stopped = (rows.stop_ids[running] == tokens[running, None]).any(1)
     position = rows.position[running] + 1
     finished = stopped | (position + 1 >= rows.limit[running])
     rows.finished[running] = finished.long()

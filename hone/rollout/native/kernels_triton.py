@@ -112,7 +112,7 @@ def rope_store(
     heads = qkv.shape[1] // d - 2 * kv
     q = qkv.new_empty(tokens, heads, d)
     k = qkv.new_empty(tokens if keep_keys else 0, kv, d)
-    k_at, v_at = cache.planes(layer)
+    k_at, v_at = cache.plane_offsets(layer)
     _rope_store[(tokens,)](
         qkv, rotary.cos, rotary.sin, positions, slots, q, k, cache.base, k_at, v_at,
         rotary.q_norm if rotary.q_norm is not None else qkv,
@@ -148,7 +148,7 @@ def _store(  # type: ignore[no-untyped-def]
 
 
 def store(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int) -> None:
-    k_at, v_at = cache.planes(layer)
+    k_at, v_at = cache.plane_offsets(layer)
     _store[(slots.shape[0], cache.kv_heads)](
         k, v, slots, cache.base, k_at, v_at, k.stride(0), v.stride(0), k.stride(1), v.stride(1),
         KV=cache.kv_heads, D=cache.head_dim, PADDED=triton.next_power_of_2(cache.head_dim),

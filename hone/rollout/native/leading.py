@@ -188,18 +188,18 @@ class LeadingRollout(NativeRollout):
         with self._between_steps():
             leads, self._leads = self._leads, False
             # In an update the other ranks do not listen.
-            if leads and not (self._leading.failed or self._update.under_way):
+            if leads and not (self._leading.failed or self._update.in_progress):
                 self._leading.send({"do": command})
 
     def _wait_for_work(self) -> bool:
         while True:
             with self._condition:
                 awake = self._condition.wait_for(
-                    lambda: self._stopped or self._notified or self._may_decode, self._beat_s
+                    lambda: self._stopped or self._notified or self._can_decode, self._beat_s
                 )
                 if awake:
                     notified, self._notified = self._notified, False
                     return not (self._stopped or notified)
             with self._between_steps():
-                if not self._update.under_way:
+                if not self._update.in_progress:
                     self._leading.send({"do": "wait"})

@@ -160,9 +160,9 @@ def sample(logits: Tensor, rows: BatchState, block_size: int, *, exact: bool = F
     _pick[(count,)](
         logits, rows.inverse_temperature, rows.greedy, top, mass, best, norm, vocabulary,
         rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
-        rows.block_table, rows.block_table.stride(0), rows.stops,
+        rows.block_table, rows.block_table.stride(0), rows.stop_ids,
         CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=_CHUNK, GIVEN_NORM=exact,
-        STOPS=rows.stops.shape[1], BLOCK_SIZE=block_size, ROOM=rows.tokens_out.shape[1],
+        STOPS=rows.stop_ids.shape[1], BLOCK_SIZE=block_size, ROOM=rows.tokens_out.shape[1],
         num_warps=_PICK_WARPS,
     )  # fmt: skip
 
@@ -217,6 +217,6 @@ def _advance_rows(  # type: ignore[no-untyped-def]
 def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int) -> None:
     _advance_rows[(tokens.shape[0],)](
         tokens, log_probs, rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
-        rows.block_table, rows.block_table.stride(0), rows.stops,
-        STOPS=rows.stops.shape[1], BLOCK_SIZE=block_size, ROOM=rows.tokens_out.shape[1], num_warps=1,
+        rows.block_table, rows.block_table.stride(0), rows.stop_ids,
+        STOPS=rows.stop_ids.shape[1], BLOCK_SIZE=block_size, ROOM=rows.tokens_out.shape[1], num_warps=1,
     )  # fmt: skip

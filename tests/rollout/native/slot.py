@@ -143,7 +143,7 @@ class SlotRollout:
             self.leader.drive(until)
         finally:
             self.leader.release()
-            if self.leader._update.under_way:  # it will not end
+            if self.leader._update.in_progress:  # it will not end
                 for follower in self.slot.followers:
                     asyncio.run(follower.close())
             self.slot.join()

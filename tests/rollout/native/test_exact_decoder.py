@@ -127,9 +127,9 @@ def test_a_cached_prefix_and_a_preempted_row_change_no_bit() -> None:
         again = ask_all(engine, rows, sampling)  # prompts are found in the cache now
         assert [o.log_probs for o in first] == [o.log_probs for o in again]
         told.append([o.log_probs for o in first])
-        preempted = engine._core.preempted  # type: ignore[attr-defined]
+        num_preempted = engine._core.num_preempted  # type: ignore[attr-defined]
         asyncio.run(engine.close())
-    assert preempted > 0
+    assert num_preempted > 0
     assert told[0] == told[1]
 
 
