@@ -94,6 +94,6 @@ def refuse_scripted(spec: RolloutSpec) -> RolloutEngine:
 def refuse_inexact(config: RolloutConfig, model_path: str) -> None:
     """Raises if rollout.exact is set for a model that exact mode does not support."""
     if config.exact:
-        from hone.rollout.native.exact_decoder import refuse_unless_exact
+        from hone.rollout.native.exact_decoder import refuse_unsupported_exact
 
-        refuse_unless_exact(load_config(model_path), model_path)
+        refuse_unsupported_exact(load_config(model_path), model_path)

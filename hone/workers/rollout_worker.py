@@ -159,10 +159,10 @@ class RolloutWorker(Worker):
 
     def _decode_together(self, n_groups: int | None) -> Finished:
         """Decodes with the other ranks of this model, which follow the first one until it releases them."""
-        from hone.rollout.native.leading import LeadingRollout
+        from hone.rollout.native.leader import LeaderRollout
 
         engine = self.engine
-        if not isinstance(engine, LeadingRollout):
+        if not isinstance(engine, LeaderRollout):
             self.runner.run_until(lambda: True)
             return Finished()
         try:

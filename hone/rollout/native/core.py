@@ -67,6 +67,9 @@ class NativeCore:
         self.rules.check(request)
         insort_left(self._waiting, request, key=lambda r: r.sampling.max_tokens)
 
+    def free_cache(self) -> None:
+        self.cache.free()
+
     def invalidate(self) -> None:
         """Drops everything computed from the parameters, which have changed."""
         self._forward.invalidate()

@@ -41,18 +41,11 @@ log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 30.0
 
 
-class _Cache(Protocol):
-    def free(self) -> None: ...
-
-
 class Core(Protocol):
     """The synchronous part of the engine: core.py on a CPU, paged_core.py on a GPU and in exact mode."""
 
     policy: PolicyModel
     version: int
-
-    @property
-    def cache(self) -> _Cache: ...
 
     @property
     def rules(self) -> RequestRules: ...
@@ -65,6 +58,8 @@ class Core(Protocol):
     def step(self, must_yield: Callable[[], bool]) -> list[Request]: ...
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]: ...
+
+    def free_cache(self) -> None: ...
 
     def invalidate(self) -> None: ...
 
@@ -176,7 +171,7 @@ class NativeRollout:
             self._raise_if_stopped()
             if self._core.busy or self._arrivals:
                 raise RolloutError("sleep while requests run; abort them first")
-            self._core.cache.free()
+            self._core.free_cache()
             self._core.invalidate()
 
     async def wake_up(self) -> None:

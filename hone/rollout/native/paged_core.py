@@ -149,6 +149,9 @@ class PagedCore:
         self._version = version
         self.invalidate()
 
+    def free_cache(self) -> None:
+        self.cache.free()
+
     def invalidate(self) -> None:
         """Clears the prefix cache, because the weights have changed."""
         self._scheduler.clear_prefix_cache()

@@ -62,7 +62,7 @@ def test_a_refused_update_is_told_between_two_steps(monkeypatch: pytest.MonkeyPa
     leader: Any = Slot(policy()).leader
     told: list[tuple[str, bool]] = []
     monkeypatch.setattr(
-        leader._leading,
+        leader._leader_core,
         "send",
         lambda command: told.append((command["refused"], leader._step_lock.locked())),
     )

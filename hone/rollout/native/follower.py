@@ -1,4 +1,4 @@
-"""The native engine of every other rank with one model: it carries out the commands of the first rank."""
+"""The native engine of tensor-parallel ranks above 0, which execute the commands of rank 0."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hone.rollout.weights import WeightUpdate, load_weights
 from hone.types import Settings
 
 
-class FollowingRollout:
-    """The engine of every other rank: `drive` follows the first rank until it releases or closes.
+class FollowerRollout:
+    """The engine of a rank above 0: `drive` executes commands until rank 0 releases or closes it.
 
-    Only the weights come from this rank's own worker: `begin_update` waits for the first rank's, and `drive`
-    makes no step before `commit`.
+    Only weights come from this rank's own worker: `begin_update` waits until rank 0 begins the update, and
+    `drive` executes no step before `commit`.
     """
 
     traits = TRAITS
@@ -30,10 +30,10 @@ class FollowingRollout:
         self._replica, self._peers = Replica(core), peers
         self._condition = threading.Condition()
         self._update = WeightUpdate()
-        # Updates that the first rank has begun, that this rank has begun, and that it has ended.
-        self._announced = self._begun = self._ended = 0
-        self._refusal: str | None = None
-        self._driven = self._closed = False
+        # The number of updates that rank 0 has begun, that this rank has begun, and that it has ended.
+        self._updates_announced = self._updates_begun = self._updates_ended = 0
+        self._update_error: str | None = None
+        self._is_driven = self._closed = False
         self._failure: BaseException | None = None
 
     @property
@@ -50,8 +50,8 @@ class FollowingRollout:
         multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
         raise RolloutError(
-            f"request {request_id} came to rank {self._peers.rank} of {self._peers.size} "
-            "tensor-parallel ranks; requests go to the first rank"
+            f"request {request_id} was sent to rank {self._peers.rank} of {self._peers.size} "
+            "tensor-parallel ranks; send requests to rank 0"
         )
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None: ...
@@ -67,16 +67,17 @@ class FollowingRollout:
     async def begin_update(self) -> None:
         with self._condition:
             self._raise_if_stopped()
-            self._begun += 1
-            while self._announced < self._begun:
-                if self._driven and not self._updating:  # `drive` receives
+            self._updates_begun += 1
+            while self._updates_announced < self._updates_begun:
+                if self._is_driven and not self._update_pending:  # `drive` receives
                     self._wait_for_announcement()
                 else:
-                    self._obey(self._receive())
-            if self._refusal is not None:
-                refusal, self._refusal, self._ended = self._refusal, None, self._announced
+                    self._execute_all(self._receive())
+            if self._update_error is not None:
+                error, self._update_error = self._update_error, None
+                self._updates_ended = self._updates_announced
                 self._condition.notify_all()
-                raise RolloutError(refusal)
+                raise RolloutError(error)
             self._update.begin(0)
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -89,7 +90,7 @@ class FollowingRollout:
         with self._condition:
             self._raise_if_stopped()
             self._update.commit()
-            self._ended = self._announced
+            self._updates_ended = self._updates_announced
             self._condition.notify_all()
 
     async def close(self) -> None:
@@ -98,22 +99,22 @@ class FollowingRollout:
             self._condition.notify_all()
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Follows the first rank, which decides when this ends; `until` is not called."""
+        """Executes the commands of rank 0, which decides when this ends; `until` is ignored."""
         with self._condition:
             self._raise_if_stopped()
-            self._driven = True
+            self._is_driven = True
         try:
             while not self._stopped:
                 commands = self._receive()
                 with self._condition:
-                    self._obey(commands)
+                    self._execute_all(commands)
                     if commands[-1]["do"] == "release":
                         return
                     self._condition.notify_all()
                     self._wait_for_update()
         finally:
             with self._condition:
-                self._driven = False
+                self._is_driven = False
                 self._condition.notify_all()
 
     def notify(self) -> None: ...
@@ -123,9 +124,9 @@ class FollowingRollout:
         return self._closed or self._failure is not None
 
     @property
-    def _updating(self) -> bool:
-        """Whether the first rank has begun an update that this rank has not ended."""
-        return self._announced > self._ended
+    def _update_pending(self) -> bool:
+        """Whether rank 0 has begun an update that this rank has not ended."""
+        return self._updates_announced > self._updates_ended
 
     def _raise_if_stopped(self) -> None:
         if self._stopped:
@@ -134,46 +135,46 @@ class FollowingRollout:
     def _wait_for_announcement(self) -> None:
         timeout_s = self._peers.timeout_s
         if not self._condition.wait_for(
-            lambda: self._stopped or not self._driven or self._updating, timeout_s
+            lambda: self._stopped or not self._is_driven or self._update_pending, timeout_s
         ):
-            raise RolloutError(f"the first rank began no update within {timeout_s:g} s")
+            raise RolloutError(f"rank 0 began no update within {timeout_s:g} s")
         self._raise_if_stopped()
 
     def _wait_for_update(self) -> None:
-        """Waits until this rank's worker has ended the update; its transfer has the same timeout."""
+        """Waits until this rank's worker has ended the update, whose transfer has the same timeout."""
         limit_s = 2 * self._peers.timeout_s
-        if not self._condition.wait_for(lambda: self._stopped or not self._updating, limit_s):
-            with self._failing():
+        if not self._condition.wait_for(lambda: self._stopped or not self._update_pending, limit_s):
+            with self._end_group_on_error():
                 raise RolloutError(
                     f"a weight update did not end on this rank within {limit_s:g} s "
                     "(twice actor_rollout_ref.nccl_timeout)"
                 )
 
     def _receive(self) -> list[Command]:
-        with self._failing():
+        with self._end_group_on_error():
             return self._peers.receive()
 
-    def _obey(self, commands: Iterable[Command]) -> None:
-        with self._failing():
+    def _execute_all(self, commands: Iterable[Command]) -> None:
+        with self._end_group_on_error():
             for command in commands:
-                self._change(command)
+                self._execute(command)
 
-    def _change(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         if command["do"] == "update":
-            self._announced += 1
-            self._refusal = command.get("refused")
+            self._updates_announced += 1
+            self._update_error = command.get("refused")
         elif command["do"] == "close":
             self._closed = True
         else:
-            self._replica.change(command)
+            self._replica.execute(command)
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _end_group_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
             if self._failure is None and not self._closed:
-                self._failure = cause = self._peers.failure(error)
+                self._failure = cause = self._peers.fail(error)
                 if cause is not error:
                     raise cause from error
             raise
