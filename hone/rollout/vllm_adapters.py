@@ -1,4 +1,4 @@
-"""vLLM with LoRA adapters: an update is the adapter's tensors, and the base stays as in the model's files."""
+"""vLLM with a LoRA adapter: updates load only the adapter, over the base weights of the model's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def engine_arguments(lm: PeftModel) -> Row | None:
-    """Returns what `vllm.LLM` needs for an adapter; None for one that vLLM cannot take."""
+    """Returns the arguments of `vllm.LLM` for an adapter; None if vLLM does not support it."""
     rank = lm.peft_config[lm.active_adapter].r
     if rank > _RANKS[-1] or not is_plain_lora(lm):
         return None
@@ -38,7 +38,7 @@ def engine_arguments(lm: PeftModel) -> Row | None:
 
 
 class AdapterVLLM(VLLMRollout):
-    """Every request uses the adapter of the last update, which a folder in memory holds."""
+    """A `VLLMRollout` whose requests use the adapter of the last update, stored in a folder in memory."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class AdapterVLLM(VLLMRollout):
         self._folder = tempfile.TemporaryDirectory(prefix="hone-adapter-", dir=shared)
 
     async def _load(self, weights: Weights) -> None:
-        for _ in self._checked(weights):
+        for _ in self._check_names(weights):
             pass
 
     async def _remote_commit(self, version: int, loaded: bool) -> None:
@@ -80,9 +80,9 @@ class AdapterVLLM(VLLMRollout):
     async def _restore(self, process: EngineProcess) -> None:
         if self._updated:
             await process.call("adapter", folder=self._folder.name)
-        process.stale = process.missed = process.loading = False
+        process.stale = process.missed_bucket = process.loading = False
 
-    def _sleep_level(self) -> int:
+    def _choose_sleep_level(self) -> int:
         return int(self._device.type == "cuda")
 
     async def _remote_close(self) -> None:

@@ -10,7 +10,7 @@ from hone.models.policy import PolicyModel
 from hone.ops.counter_rng import fold_seed
 from hone.rollout.contract import RolloutEngine, Traits
 from hone.rollout.hf import HFRollout
-from hone.rollout.http_server import Limits
+from hone.rollout.http_server import Timeouts
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder
 from hone.rollout.native.engine import NativeRollout
@@ -139,13 +139,16 @@ class SGLangFactory(Factory):
 def server_engine(
     servers: list[ContractServer],
     *,
-    call_s: float = 30.0,
-    start_s: float = 30.0,
+    call_timeout_s: float = 30.0,
+    start_timeout_s: float = 30.0,
     **options: Any,
 ) -> ServerRollout:
     model = servers[0].policy.lm
     engine = ServerRollout(
-        [SGLangServer(s.url, Limits(start_s, call_s), eos_ids=(EOS,)) for s in servers],
+        [
+            SGLangServer(s.url, Timeouts(start_timeout_s, call_timeout_s), eos_ids=(EOS,))
+            for s in servers
+        ],
         RequestRules.of(model.config, (EOS,), TOKENIZER),
         dict(model.named_parameters(remove_duplicate=False)),
         WeightFolder(None, "no-such-folder"),

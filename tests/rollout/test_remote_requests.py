@@ -204,7 +204,7 @@ def test_an_abort_between_a_loss_and_its_recovery_waits_for_no_recovery() -> Non
             self, request: Request, sampling: Sampling
         ) -> AsyncGenerator[Chunk, None]:
             yield Chunk([5], [-0.5])
-            await self._abort(None, deferred_too=True)
+            await self._abort(None, include_deferred=True)
             raise ConnectionLost("reset")
 
     engine = Lost()
