@@ -27,6 +27,7 @@ class EventLoopEngine(RequestEngine):
 
     def __init__(self, rules: RequestRules, seconds_per_token: float = 0.0) -> None:
         super().__init__(rules)
+        self.version = 0
         self._seconds_per_token = seconds_per_token
         self._lock = threading.Lock()
         self._step_lock = threading.Lock()  # held while a token is sampled and while weights change
@@ -61,9 +62,7 @@ class EventLoopEngine(RequestEngine):
     def _register(self, request: Request) -> Iterator[None]:
         """Registers a request for the block; raises if the engine is closed, failed or in an update."""
         with self._lock:
-            self._raise_failure()
-            if self._closed:
-                raise RolloutError(f"request {request.request_id}: the engine is closed")
+            self._raise_if_stopped()
             if not self._paused:
                 self._update.raise_if_in_progress(f"request {request.request_id}")
             (self._deferred if self._paused else self._running)[id(request)] = request

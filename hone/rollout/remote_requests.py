@@ -62,6 +62,7 @@ class RemoteEngine(RequestEngine):
 
     def __init__(self, rules: RequestRules) -> None:
         super().__init__(rules)
+        self.version = 0
         self._running: dict[int, RunningRequest] = {}  # by id
         self._loop = asyncio.new_event_loop()
         self._not_paused = asyncio.Event()
@@ -146,8 +147,7 @@ class RemoteEngine(RequestEngine):
 
     @contextmanager
     def _register(self, request: Request) -> Iterator[RunningRequest]:
-        if self._closed or self._failure is not None:
-            raise engine_failed(self._failure)
+        self._raise_if_stopped()
         if not self._paused:
             self._update.raise_if_in_progress(f"request {request.request_id}")
         running = RunningRequest(request, deferred=self._paused)

@@ -189,13 +189,12 @@ def refuse_media(request_id: str, media: Settings | None, engine: str) -> None:
 
 
 class RequestEngine:
-    """The base class of engines outside native/: common state and the validation of requests."""
+    """The base class of engines: common state and the validation of requests."""
 
     name: str
 
     def __init__(self, rules: RequestRules) -> None:
         self._rules = rules
-        self.version = 0
         self._update = WeightUpdate()
         self._failure: BaseException | None = None
         self._paused = self._closed = False
@@ -220,6 +219,14 @@ class RequestEngine:
 
     async def _decode_request(self, request: Request) -> TokenOutput:
         raise NotImplementedError
+
+    @property
+    def _stopped(self) -> bool:
+        return self._closed or self._failure is not None
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped:
+            raise engine_failed(self._failure)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -18,23 +18,19 @@ from torch import Tensor
 from hone.event_loop import call_in
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import (
-    OnTokens,
     RolloutError,
-    Sampling,
     StopReason,
     TokenOutput,
     Traits,
 )
 from hone.rollout.requests import (
     Request,
+    RequestEngine,
     RequestRules,
     decoding_failed,
-    engine_failed,
-    refuse_media,
     select,
 )
-from hone.rollout.weights import WeightUpdate, load_weights
-from hone.types import Settings
+from hone.rollout.weights import load_weights
 
 log = logging.getLogger(__name__)
 
@@ -64,15 +60,17 @@ class Core(Protocol):
     def invalidate(self) -> None: ...
 
 
-class NativeRollout:
+class NativeRollout(RequestEngine):
     """A `RolloutEngine` over a core, driven by the thread that calls `drive`.
 
     `_pending` has every request from arrival to result, so `_fail` reaches requests in every phase.
     """
 
+    name = "native"
     traits = Traits(decodes_with_module=True, adapters=True)
 
     def __init__(self, core: Core) -> None:
+        super().__init__(core.rules)
         self._core = core
         self._pending: dict[int, Request] = {}  # by id(request)
         self._submitted: dict[asyncio.AbstractEventLoop, list[Request]] = {}
@@ -86,37 +84,21 @@ class NativeRollout:
         self._notified = False
         self._in_core = 0  # number of requests in the core
         self._streaming: dict[int, Request] = {}  # pending requests with `on_tokens`
-        self._paused = False
-        self._update = WeightUpdate()
-        self._closed = False
-        self._failure: BaseException | None = None
 
     @property
     def version(self) -> int:
         return self._core.version
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        *,
-        on_tokens: OnTokens | None = None,
-        multi_modal_data: Settings | None = None,
-    ) -> TokenOutput:
-        refuse_media(request_id, multi_modal_data, "native")
+    async def _decode_request(self, request: Request) -> TokenOutput:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TokenOutput] = loop.create_future()
-        request = Request(
-            list(prompt_ids), sampling, request_id, future=future, on_tokens=on_tokens
-        )
-        self._core.rules.check(request)
+        request.future = future
         with self._condition:
             self._raise_if_stopped()
             if not self._paused:
-                self._update.raise_if_in_progress(f"request {request_id}")
+                self._update.raise_if_in_progress(f"request {request.request_id}")
             self._pending[id(request)] = request
-            if on_tokens is not None:
+            if request.on_tokens is not None:
                 self._streaming[id(request)] = request
         try:
             if loop not in self._submitted:
@@ -242,10 +224,6 @@ class NativeRollout:
         with self._submit_lock, self._step_lock:
             yield
 
-    def _raise_if_stopped(self) -> None:
-        if self._stopped:
-            raise engine_failed(self._failure)
-
     def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
         """Passes the requests of one loop iteration to the driving thread."""
         batch = self._submitted.pop(loop)
@@ -290,10 +268,6 @@ class NativeRollout:
     def _can_decode(self) -> bool:
         blocked = self._paused or self._update.in_progress
         return not blocked and bool(self._arrivals or self._core.busy)
-
-    @property
-    def _stopped(self) -> bool:
-        return self._closed or self._failure is not None
 
     def _step(self) -> list[Request]:
         with self._condition:

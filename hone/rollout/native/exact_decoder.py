@@ -27,8 +27,8 @@ from hone.rollout.native.exact_layouts import (
     ExactLayout,
     TrainingLayout,
     decode_queries,
-    prefill_layout,
     queries_per_tile,
+    segment_queries,
 )
 from hone.rollout.native.fused_decoder import JoinedDecoder, can_join
 from hone.rollout.native.kernels_reference import RotaryTable, kernels_for
@@ -98,8 +98,13 @@ class ExactDecoder(JoinedDecoder):
     def prefill_layout(
         self, cache: PagedCache, blocks: list[list[int]], starts: list[int], lengths: list[int]
     ) -> ExactLayout:
-        device, per_tile = self._embedding.device, self._queries_per_tile
-        return prefill_layout(cache, self.kernels, blocks, starts, lengths, per_tile, device)
+        """Returns the layout of new tokens after the cached tokens of each sequence."""
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        device = self._embedding.device
+        queries = segment_queries(starts, ends, blocks, self._queries_per_tile, device)
+        position, size = queries.position, cache.block_size
+        block = queries.block_table[queries.row, position // size].long()
+        return ExactLayout(cache, self.kernels, block * size + position % size, queries)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32
         return self.kernels.linear(hidden, self._head, None, float32_out=True)

@@ -80,12 +80,8 @@ def segment_queries(
         return send(torch.from_numpy(np.ascontiguousarray(values, dtype)), device)
 
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    return Queries(
-        to_device(position),
-        to_device(rows),
-        to_device(table, np.int32),
-        Tiles(*(to_device(t) for t in tiles)),
-    )
+    block_table = to_device(table, np.int32)
+    return Queries(to_device(position), to_device(rows), block_table, Tiles(*map(to_device, tiles)))
 
 
 class ExactLayout:
@@ -106,23 +102,6 @@ class ExactLayout:
         return self._kernels.query_attention(
             q, self.cache, self.cache_layer(layer), self._queries, scaling=scaling
         )
-
-
-def prefill_layout(
-    cache: PagedCache,
-    kernels: ModuleType,
-    blocks: list[list[int]],
-    starts: list[int],
-    lengths: list[int],
-    queries_per_tile: int,
-    device: torch.device,
-) -> ExactLayout:
-    """Returns the layout of new tokens that follow the cached tokens of their sequences."""
-    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-    queries = segment_queries(starts, ends, blocks, queries_per_tile, device)
-    position, size = queries.position, cache.block_size
-    block = queries.block_table[queries.row, position // size].long()
-    return ExactLayout(cache, kernels, block * size + position % size, queries)
 
 
 class TrainingLayout(ExactLayout):

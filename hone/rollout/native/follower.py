@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from hone.rollout.contract import OnTokens, RolloutError, Sampling, TokenOutput
+from hone.rollout.contract import RolloutError, TokenOutput
 from hone.rollout.native.engine import Core
 from hone.rollout.native.peers import Command, Peers
 from hone.rollout.native.replica import TRAITS, Replica
-from hone.rollout.requests import engine_failed
-from hone.rollout.weights import WeightUpdate, load_weights
-from hone.types import Settings
+from hone.rollout.requests import Request, RequestEngine
+from hone.rollout.weights import load_weights
 
 
-class FollowerRollout:
+class FollowerRollout(RequestEngine):
     """The engine of a rank above 0: `drive` executes commands until rank 0 releases or closes it.
 
     Only weights come from this rank's own worker: `begin_update` waits until rank 0 begins the update, and
     `drive` executes no step before `commit`.
     """
 
+    name = "native"
     traits = TRAITS
 
     def __init__(self, core: Core, peers: Peers) -> None:
+        super().__init__(core.rules)
         self._replica, self._peers = Replica(core), peers
         self._condition = threading.Condition()
-        self._update = WeightUpdate()
         # The number of updates that rank 0 has begun, that this rank has begun, and that it has ended.
         self._updates_announced = self._updates_begun = self._updates_ended = 0
         self._update_error: str | None = None
-        self._is_driven = self._closed = False
-        self._failure: BaseException | None = None
+        self._is_driven = False
 
     @property
     def version(self) -> int:
         return self._replica.core.version
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        *,
-        on_tokens: OnTokens | None = None,
-        multi_modal_data: Settings | None = None,
-    ) -> TokenOutput:
+    async def _decode_request(self, request: Request) -> TokenOutput:
         raise RolloutError(
-            f"request {request_id} was sent to rank {self._peers.rank} of {self._peers.size} "
+            f"request {request.request_id} was sent to rank {self._peers.rank} of {self._peers.size} "
             "tensor-parallel ranks; send requests to rank 0"
         )
 
@@ -120,17 +111,9 @@ class FollowerRollout:
     def notify(self) -> None: ...
 
     @property
-    def _stopped(self) -> bool:
-        return self._closed or self._failure is not None
-
-    @property
     def _update_pending(self) -> bool:
         """Whether rank 0 has begun an update that this rank has not ended."""
         return self._updates_announced > self._updates_ended
-
-    def _raise_if_stopped(self) -> None:
-        if self._stopped:
-            raise engine_failed(self._failure)
 
     def _wait_for_announcement(self) -> None:
         timeout_s = self._peers.timeout_s

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from torch import Tensor
 
@@ -38,12 +38,8 @@ class LeaderCore:
         self.failed = False
 
     @property
-    def inner(self) -> Core:
-        return self._replica.core
-
-    @property
     def version(self) -> int:
-        return self.inner.version
+        return self._replica.core.version
 
     @version.setter
     def version(self, version: int) -> None:
@@ -51,19 +47,14 @@ class LeaderCore:
 
     @property
     def busy(self) -> bool:
-        return self.inner.busy
+        return self._replica.core.busy
 
     def add(self, request: Request) -> None:
         self._last_number += 1
         number = self._last_number
         self._requests[number] = request
-        copy = Request(
-            request.prompt_ids,
-            request.sampling,
-            str(number),
-            request.token_ids,
-            request.log_probs,
-            request.versions,
+        copy = replace(
+            request, request_id=str(number), cancelled=False, future=None, on_tokens=None
         )
         sampling = asdict(request.sampling)
         arguments = {"number": number, "prompt": request.prompt_ids, "sampling": sampling}

@@ -90,8 +90,10 @@ class PagedPrefill:
             rows_k = slice(begin_k, begin_k + end)
             position = torch.arange(end, device=q.device)
             visible = is_visible(position[start:, None] - position, options.window)
-            batch = (x.transpose(0, 1)[None] for x in (q[rows_q], k[rows_k], v[rows_k]))
-            attended = padded_attention(*batch, as_bias(visible, q.dtype), options)
+            queries, keys, values = (
+                x.transpose(0, 1)[None] for x in (q[rows_q], k[rows_k], v[rows_k])
+            )
+            attended = padded_attention(queries, keys, values, as_bias(visible, q.dtype), options)
             out[rows_q] = attended[0].transpose(0, 1)
             begin_q, begin_k = rows_q.stop, rows_k.stop
         return out
