@@ -22,13 +22,13 @@ class BM25Index:
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         words = bm25s.tokenize(list(queries), return_ids=False, show_progress=False)
-        return [self._best(self._index.get_tokens_ids(query), topk) for query in words]
+        return [self._top_hits(self._index.get_tokens_ids(query), topk) for query in words]
 
-    def _best(self, words: list[int], topk: int) -> list[Hit]:
-        """Returns the passages that share a word with the query, by score and then by number."""
-        if not words:
+    def _top_hits(self, word_ids: list[int], topk: int) -> list[Hit]:
+        """Returns up to `topk` passages that share a word with the query, by score, then by number."""
+        if not word_ids:
             return []
-        scores: NDArray[np.float32] = self._index.get_scores_from_ids(words)
+        scores: NDArray[np.float32] = self._index.get_scores_from_ids(word_ids)
         numbers = np.flatnonzero(scores)
         positive = scores[numbers]
         if len(positive) > topk:
@@ -50,11 +50,11 @@ def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> None:
     progress("counting words", 0, len(corpus))
     index = bm25s.BM25(dtype=str(np.dtype(np.float32)))
     index.index(words, show_progress=False)
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    index.save(part)
+    temporary = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    index.save(temporary)
     shutil.rmtree(folder, ignore_errors=True)
-    part.replace(folder)
+    temporary.replace(folder)
     progress("indexed", len(corpus), len(corpus))
 
 

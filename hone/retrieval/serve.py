@@ -1,4 +1,4 @@
-"""`hone serve-retriever`: serves a corpus and its index, which is built once and then reused.
+"""`hone serve-retriever`: serves a corpus over HTTP; its index is built once and then reused.
 
 `python -m hone.retrieval.serve` also accepts the flags of Search-R1's retrieval_server.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hone.retrieval.contract import Index, Progress
 from hone.retrieval.corpus import Corpus, CorpusError, open_corpus
+from hone.tracking.atomic import atomic_write_text
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class IndexOptions:
     corpus: Path
     index: str = "bm25"
     folder: Path | None = None
-    """Folder of the index; None is beside the corpus."""
+    """Folder of the index; None: next to the corpus."""
     file: Path | None = None
     """An existing faiss file (Search-R1's index_path)."""
     encoder: str = _ENCODER
@@ -38,19 +39,19 @@ class IndexOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags; Search-R1's names are accepted as well."""
+    """Adds the flags, also by Search-R1's names."""
     flag = parser.add_argument
     flag("--corpus", "--corpus_path", type=Path, required=True, help="JSON lines, plain or .gz")
     flag("--index", default=None, choices=["bm25", "dense"], help="default bm25")
-    flag("--index-folder", type=Path, default=None, help="default: beside the corpus")
-    flag("--index_path", type=Path, default=None, help="a faiss file that is there already")
+    flag("--index-folder", type=Path, default=None, help="default: next to the corpus")
+    flag("--index_path", type=Path, default=None, help="an existing faiss file")
     flag("--encoder", "--retriever_model", default=_ENCODER, help="folder or name of the encoder")
     flag("--retriever_name", default=None, help="bm25, or any name of a dense encoder (e5, bge)")
     flag("--kind", "--faiss_type", default="Flat", help="faiss index: Flat, HNSW64 (default Flat)")
     flag("--device", default="cpu", help="where the encoder runs (default cpu)")
-    flag("--faiss_gpu", action="store_true", help="taken as --device cuda")
-    flag("--topk", type=int, default=DEFAULT_TOPK, help="passages where a request names no number")
-    flag("--host", default="127.0.0.1", help="loopback unless you ask for more")
+    flag("--faiss_gpu", action="store_true", help="the same as --device cuda")
+    flag("--topk", type=int, default=DEFAULT_TOPK, help="passages per query without topk")
+    flag("--host", default="127.0.0.1", help="default: loopback only")
     flag("--port", type=int, default=DEFAULT_PORT)
 
 
@@ -67,7 +68,7 @@ def serve(flags: argparse.Namespace) -> int:
         "cuda" if flags.faiss_gpu else flags.device,
     )
     if flags.index_path is not None and not is_dense:
-        log.info("--index_path %s is not read: BM25 is indexed here", flags.index_path)
+        log.info("--index_path %s is ignored: BM25 builds its own index", flags.index_path)
     corpus, index = open_index(options, _log_progress)
     answer_requests(corpus, index, topk=flags.topk, host=flags.host, port=flags.port)
     return 0
@@ -79,7 +80,7 @@ def answer_requests(corpus: Corpus, index: Index, *, topk: int, host: str, port:
 
     from hone.retrieval.server import Service
 
-    log.info("%s passages; answering at http://%s:%s/retrieve", f"{len(corpus):,}", host, port)
+    log.info("%s passages; serving at http://%s:%s/retrieve", f"{len(corpus):,}", host, port)
     app = Service(corpus, index, topk).application()
     try:
         web.run_app(app, host=host, port=port, print=None, handle_signals=True, access_log=None)
@@ -90,18 +91,18 @@ def answer_requests(corpus: Corpus, index: Index, *, topk: int, host: str, port:
 
 
 def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index]:
-    """Opens the corpus and its index; rebuilds an index that is missing or of another corpus or encoder."""
+    """Opens the corpus and its index; builds an index that is missing or of another corpus or encoder."""
     folder = options.folder or options.corpus.with_name(f"{options.corpus.name}.index")
     corpus = open_corpus(options.corpus, folder)
-    source = _source(options, corpus)
-    source_file = folder / f"{options.index}.json"
-    is_current = source_file.exists() and json.loads(source_file.read_text()) == source
+    fingerprint = json.dumps(_fingerprint(options, corpus), indent=1) + "\n"
+    fingerprint_file = folder / f"{options.index}.json"
+    is_current = fingerprint_file.exists() and fingerprint_file.read_text() == fingerprint
     if options.index == "bm25":
         from hone.retrieval.bm25 import build_bm25, open_bm25
 
         if not is_current:
             build_bm25(corpus, folder / "bm25", progress)
-            _write(source_file, source)
+            atomic_write_text(fingerprint_file, fingerprint)
         return corpus, open_bm25(folder / "bm25")
     from hone.retrieval.dense import Encoder, build_dense, open_dense
 
@@ -112,27 +113,21 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
         file = folder / "dense.faiss"
         if not is_current:
             build_dense(corpus, file, encoder, options.kind, options.batch, progress)
-            _write(source_file, source)
+            atomic_write_text(fingerprint_file, fingerprint)
     return corpus, open_dense(file, encoder, len(corpus))
 
 
-def _source(options: IndexOptions, corpus: Corpus) -> dict[str, str]:
-    """Returns the properties of the corpus and encoder that an index depends on."""
-    stat = corpus.file.stat()
-    source = {"passages": str(len(corpus)), "bytes": str(stat.st_size), "index": options.index}
+def _fingerprint(options: IndexOptions, corpus: Corpus) -> dict[str, str]:
+    """Returns the properties of the corpus and the encoder that an index depends on."""
+    size = corpus.file.stat().st_size
+    properties = {"passages": str(len(corpus)), "bytes": str(size), "index": options.index}
     if options.index == "dense":
-        source |= {"encoder": options.encoder, "kind": options.kind}
-    return source
+        properties |= {"encoder": options.encoder, "kind": options.kind}
+    return properties
 
 
-def _write(file: Path, source: dict[str, str]) -> None:
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(source, indent=1) + "\n")
-    part.replace(file)
-
-
-def _log_progress(what: str, done: int, of: int) -> None:
-    log.info("%s%s", what, "" if done == of else f": {done:,} of {of:,}")
+def _log_progress(activity: str, done: int, total: int) -> None:
+    log.info("%s%s", activity, "" if done == total else f": {done:,} of {total:,}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

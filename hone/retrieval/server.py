@@ -1,7 +1,7 @@
 """Search-R1's retrieval service over HTTP: `POST /retrieve` and `GET /health`.
 
-Requests that arrive during a search are batched into the next one. The service is plain HTTP without
-authentication, so it listens on loopback by default.
+Queries that arrive during a search are batched into the next one. The service has no authentication, so
+it listens on loopback by default.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ from hone.retrieval.contract import Hit, Index
 from hone.retrieval.corpus import Corpus
 from hone.types import JsonObject, JsonValue
 
-MAX_BODY = 16 << 20
-MAX_TOPK, MAX_QUERIES, MAX_TOGETHER = 1000, 10_000, 256
+_MAX_BODY_BYTES = 16 << 20
+_MAX_TOPK, _MAX_QUERIES, _MAX_BATCH = 1000, 10_000, 256
 
 
 @dataclass(frozen=True)
 class _Request:
     queries: list[str]
     topk: int
-    scores: bool
+    return_scores: bool
 
 
 class Service:
-    """Answers queries over one corpus and index; each search serves all waiting queries."""
+    """The service of one corpus and index; each search serves all waiting queries."""
 
     def __init__(self, corpus: Corpus, index: Index, topk: int) -> None:
         self._corpus, self._index, self._topk = corpus, index, topk
         self._waiting: list[tuple[str, int, asyncio.Future[list[Hit]]]] = []
-        self._arrived = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
-        self.answered = 0
+        self._has_queries = asyncio.Event()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="search")
+        self._answered = 0
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_post("/retrieve", self._retrieve)
         app.router.add_get("/health", self._health)
-        app.cleanup_ctx.append(self._searching)
+        app.cleanup_ctx.append(self._run_search_loop)
         return app
 
-    async def _searching(self, _: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._search())
+    async def _run_search_loop(self, _: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._search_loop())
         yield
         task.cancel()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _search(self) -> None:
+    async def _search_loop(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._arrived.wait()
-            batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
+            await self._has_queries.wait()
+            batch, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
             if not self._waiting:
-                self._arrived.clear()
+                self._has_queries.clear()
             queries = [query for query, _, _ in batch]
             max_topk = min(max(topk for _, topk, _ in batch), len(self._corpus))
             try:
                 results = await loop.run_in_executor(
-                    self._thread, self._index.search, queries, max_topk
+                    self._executor, self._index.search, queries, max_topk
                 )
             except Exception as error:
                 for _, _, future in batch:
@@ -73,11 +73,11 @@ class Service:
             for (_, topk, future), hits in zip(batch, results, strict=True):
                 if not future.done():
                     future.set_result(hits[:topk])
-            self.answered += len(batch)
+            self._answered += len(batch)
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         try:
-            params = _read(await request.read(), self._topk)
+            params = _parse_request(await request.read(), self._topk)
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
         loop = asyncio.get_running_loop()
@@ -87,14 +87,14 @@ class Service:
             for query, future in zip(params.queries, futures, strict=True)
         ]
         if futures:
-            self._arrived.set()
+            self._has_queries.set()
         results = await asyncio.gather(*futures)
-        passages = [self._result(hits, params.scores) for hits in results]
+        passages = [self._passages(hits, params.return_scores) for hits in results]
         return web.json_response({"result": passages})
 
-    def _result(self, hits: Sequence[Hit], scores: bool) -> JsonValue:
+    def _passages(self, hits: Sequence[Hit], return_scores: bool) -> JsonValue:
         documents: list[JsonObject] = [{**self._corpus[hit.number]._asdict()} for hit in hits]
-        if not scores:
+        if not return_scores:
             return list(documents)
         return [
             {"document": document, "score": hit.score}
@@ -103,27 +103,27 @@ class Service:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response(
-            {"status": "ok", "passages": len(self._corpus), "answered": self.answered}
+            {"status": "ok", "passages": len(self._corpus), "answered": self._answered}
         )
 
 
-def _read(body: bytes, default_topk: int) -> _Request:
-    """Parses a request body; raises ValueError if it is invalid."""
+def _parse_request(body: bytes, default_topk: int) -> _Request:
+    """Returns the request of a body; raises ValueError if it is invalid."""
     try:
         fields = json.loads(body)
     except ValueError:
-        raise ValueError("the body is no JSON") from None
+        raise ValueError("the body is not JSON") from None
     if not isinstance(fields, dict):
         raise ValueError("the body must be an object with queries, topk and return_scores")
     queries, topk = fields.get("queries"), fields.get("topk")
     if not isinstance(queries, list) or not all(isinstance(q, str) for q in queries):
         raise ValueError("queries must be a list of strings")
-    if len(queries) > MAX_QUERIES:
-        raise ValueError(f"{len(queries)} queries are too many; send {MAX_QUERIES} or fewer")
+    if len(queries) > _MAX_QUERIES:
+        raise ValueError(f"{len(queries)} queries are too many; send {_MAX_QUERIES} or fewer")
     topk = default_topk if topk is None else topk
-    if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= MAX_TOPK:
-        raise ValueError(f"topk={topk!r} must be a whole number from 1 to {MAX_TOPK}")
-    scores = fields.get("return_scores", False)
-    if not isinstance(scores, bool):
+    if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= _MAX_TOPK:
+        raise ValueError(f"topk={topk!r} must be an integer from 1 to {_MAX_TOPK}")
+    return_scores = fields.get("return_scores", False)
+    if not isinstance(return_scores, bool):
         raise ValueError("return_scores must be true or false")
-    return _Request(list(queries), topk, scores)
+    return _Request(list(queries), topk, return_scores)

@@ -19,13 +19,13 @@ ENGINES: Table[Callable[[RolloutSpec], RolloutEngine]] = Table(
         "scripted": "hone.rollout.build:refuse_scripted",
     },
 )
-_MEMBERS = sorted(name for name in vars(RolloutEngine) if not name.startswith("_"))
+_ENGINE_MEMBERS = sorted(name for name in vars(RolloutEngine) if not name.startswith("_"))
 
 
 def build_rollout(spec: RolloutSpec) -> RolloutEngine:
     """Builds the engine of `rollout.name` from the spec and checks that it has the contract's methods."""
     engine = ENGINES.get(spec.config.name)(spec)
-    if missing := [member for member in _MEMBERS if not hasattr(engine, member)]:
+    if missing := [member for member in _ENGINE_MEMBERS if not hasattr(engine, member)]:
         raise PluginError(
             f"rollout.name={spec.config.name} built a {type(engine).__name__} without "
             f"{', '.join(missing)}; an engine has every member of hone.rollout.contract.RolloutEngine"
@@ -34,8 +34,8 @@ def build_rollout(spec: RolloutSpec) -> RolloutEngine:
 
 
 def build_native(spec: RolloutSpec) -> RolloutEngine:
-    """Builds the native engine: a slot cache on a CPU; a paged cache on a GPU, in exact mode and to
-    record the routing of experts."""
+    """Builds the native engine: with a slot cache on a CPU, with a paged cache on a GPU, in exact mode and
+    to record expert routing."""
     from hone.rollout.native.engine import NativeRollout
 
     if spec.peers is not None:
@@ -86,14 +86,14 @@ def build_hf(spec: RolloutSpec) -> RolloutEngine:
 
 def refuse_scripted(spec: RolloutSpec) -> RolloutEngine:
     raise RolloutError(
-        "rollout.name=scripted needs a script, which no config can hold; in a test, build "
-        "hone.rollout.scripted.ScriptedRollout and give it to LoopRunner"
+        "rollout.name=scripted needs a script, which is not a config value; in a test, build "
+        "hone.rollout.scripted.ScriptedRollout and pass it to LoopRunner"
     )
 
 
 def refuse_inexact(config: RolloutConfig, model_path: str) -> None:
     """Raises if rollout.exact is set for a model that exact mode does not support."""
     if config.exact:
-        from hone.rollout.native.exact_decoder import refuse_unless_exact
+        from hone.rollout.native.exact_decoder import refuse_unsupported_exact
 
-        refuse_unless_exact(load_config(model_path), model_path)
+        refuse_unsupported_exact(load_config(model_path), model_path)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hone.rollout.native.peers import Peers
     from hone.tokenizer import Tokenizer
 
-_COOLEST = 1e-5
+_MIN_TEMPERATURE = 1e-5
 """The lowest temperature: below it, logits / temperature overflows."""
 
 
@@ -55,23 +55,22 @@ class Sampling:
         integers |= {f"stop_token_ids[{i}]": token for i, token in enumerate(self.stop_token_ids)}
         for name, value in integers.items():
             if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
-                raise ValueError(f"sampling: {name}={value!r} must be a whole number of 64 bits")
-        cool = self.temperature == 0 or _COOLEST <= self.temperature < math.inf
-        for name, must, holds in (
+                raise ValueError(f"sampling: {name}={value!r} must be a 64-bit integer")
+        in_range = self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature < math.inf
+        for name, rule, is_valid in (
             ("max_tokens", "at least 1", self.max_tokens >= 1),
-            ("temperature", f"0 (greedy) or at least {_COOLEST}", cool),
+            ("temperature", f"0 (greedy) or at least {_MIN_TEMPERATURE}", in_range),
             ("top_k", "-1 (all) or positive", self.top_k == -1 or self.top_k > 0),
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("min_p", "in [0, 1]", 0 <= self.min_p <= 1),
         ):
-            if not holds:
-                raise ValueError(f"sampling: {name}={getattr(self, name)} must be {must}")
+            if not is_valid:
+                raise ValueError(f"sampling: {name}={getattr(self, name)} must be {rule}")
 
     @property
-    def cuts(self) -> bool:
+    def truncates(self) -> bool:
         """Whether top-k, top-p or min-p applies; greedy requests ignore them."""
-        truncates = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return truncates and self.temperature > 0
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @staticmethod
     def from_mapping(params: Settings, *, max_tokens: int, seed: int) -> Sampling:
@@ -117,8 +116,8 @@ class TokenOutput:
     cached_tokens: int | None = None
     """Prompt tokens that hit the prefix cache; None if the engine does not report them."""
     routed_experts: Tensor | None = None
-    """The experts [tokens, layers, k] of the prompt and of all response tokens but the last, if they are
-    recorded (`rollout.enable_rollout_routing_replay`)."""
+    """The experts [tokens, layers, k] of the prompt and of all response tokens but the last, with
+    `rollout.enable_rollout_routing_replay`."""
     extra_fields: JsonObject = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -138,7 +137,7 @@ class TokenDelta:
 
 
 OnTokens = Callable[[TokenDelta], None]
-"""A callback in the event loop of the request; all its deltas together are the output."""
+"""A callback in the event loop of the request; the deltas add up to the output."""
 
 
 @dataclass(frozen=True)
@@ -146,17 +145,17 @@ class Traits:
     """The capabilities of an engine; the contract tests skip those that it lacks."""
 
     decodes_with_module: bool
-    """It decodes with the module of its spec, which may be the training module; otherwise it has separate
-    weights and receives new ones through `load`."""
+    """The engine decodes with the module of its spec, which may be the training module; otherwise it has
+    separate weights and receives new ones through `load`."""
     seeded: bool = True
-    """The same request with the same seed gets the same tokens again."""
+    """The same request with the same seed gets the same tokens."""
     positional: bool = True
-    """A token depends on the seed through (seed, absolute position) only, so that a request that is issued
-    again with its tokens as part of the prompt gets the tokens that it would have got."""
+    """A token depends on the seed only through (seed, absolute position): a request that is issued again
+    with its tokens as part of the prompt continues as if it had not been interrupted."""
     batch_invariant: bool = True
     """A request gets the same tokens alone and in any batch."""
     untruncated_log_probs: bool = True
-    """Log-probs are those before top-k, top-p and min-p; otherwise requests that truncate report others."""
+    """Log-probs are those before top-k, top-p and min-p, also of requests with these parameters."""
     partial_keep: bool = True
     """`pause(keep=True)` keeps running requests."""
     multi_modal: bool = False
@@ -176,8 +175,8 @@ class RolloutSpec:
     """The `rollout` block; both types have the fields that an engine reads."""
     model_path: str
     load_policy: Callable[[], PolicyModel]
-    """Returns the module to decode with: the training module if it is in this process, else a copy for this
-    engine. Engines with separate weights load `model_path` instead."""
+    """Returns the module to decode with: the training module if it is in this process, else a copy.
+    Engines with separate weights load `model_path` instead."""
     dtype: torch.dtype
     device: torch.device
     tokenizer: Tokenizer
@@ -187,13 +186,13 @@ class RolloutSpec:
     world_size: int = 1
     """The rollout workers of the run; each has an engine."""
     current_weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
-    """Returns the published weights where they are in this process, for an engine with separate weights that
-    must load them again; None if only `load` brings them."""
+    """Returns the published weights, for an engine with separate weights that must load them again; None
+    if they are not in this process."""
     peers: Peers | None = None
-    """The ranks that share one model, with rollout.tensor_model_parallel_size in the native engine: then
-    `load_policy` returns a module without weights, and all ranks call `current_weights` together."""
+    """The tensor-parallel ranks of the native engine: with them, `load_policy` returns a module without
+    weights, and all ranks call `current_weights` together."""
     adapters: bool = False
-    """The policy has LoRA adapters, and an engine with separate weights may take them alone."""
+    """The policy has LoRA adapters, and an engine with separate weights may load only the adapters."""
 
 
 @runtime_checkable
@@ -231,7 +230,7 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def begin_update(self) -> None:
-        """Starts an update if no request runs; until `commit`, new requests raise or, if paused, wait."""
+        """Starts an update; raises if requests run. Until `commit` new requests raise or, if paused, wait."""
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads some of the new weights by Hugging Face name; may be called repeatedly."""

@@ -1,7 +1,4 @@
-"""The base class of engines that decode in the event loop: the slow reference and the scripted fake.
-
-It makes requests wait while paused, and one error fails every request with its cause.
-"""
+"""The base class of engines that decode in the event loop: the slow reference and the scripted fake."""
 
 from __future__ import annotations
 
@@ -23,10 +20,14 @@ from hone.rollout.requests import (
 
 
 class EventLoopEngine(RequestEngine):
-    """A `RolloutEngine` without traits, sampling and weights. Methods may be called from any thread."""
+    """A `RolloutEngine` whose subclasses sample tokens and load weights.
+
+    Methods may be called from any thread. An error fails every request.
+    """
 
     def __init__(self, rules: RequestRules, seconds_per_token: float = 0.0) -> None:
         super().__init__(rules)
+        self.version = 0
         self._seconds_per_token = seconds_per_token
         self._lock = threading.Lock()
         self._step_lock = threading.Lock()  # held while a token is sampled and while weights change
@@ -35,37 +36,35 @@ class EventLoopEngine(RequestEngine):
         self._waiters: list[asyncio.Future[None]] = []
 
     def _start(self, request: Request) -> None:
-        """Called before the first token."""
+        """A hook before the first token."""
 
-    def _draw_one(self, request: Request) -> None:
+    def _sample_token(self, request: Request) -> None:
         """Appends one token or sets the stop reason."""
         raise NotImplementedError
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         raise NotImplementedError
 
-    async def _answer(self, request: Request) -> TokenOutput:
-        with self._admitted(request):
-            if await self._may_go_on(request):
+    async def _decode_request(self, request: Request) -> TokenOutput:
+        with self._register(request):
+            if await self._wait_until_running(request):
                 with self._step(request):
                     self._start(request)
-            while await self._may_go_on(request):
+            while await self._wait_until_running(request):
                 await asyncio.sleep(self._seconds_per_token)
-                with self._step(request) as may_draw:
-                    if may_draw:
-                        self._draw_one(request)
+                with self._step(request) as may_sample:
+                    if may_sample:
+                        self._sample_token(request)
                 request.stream()
         return request.output()
 
     @contextmanager
-    def _admitted(self, request: Request) -> Iterator[None]:
-        """Registers a request; raises if the engine is closed, has failed or is in an update."""
+    def _register(self, request: Request) -> Iterator[None]:
+        """Registers a request for the block; raises if the engine is closed, failed or in an update."""
         with self._lock:
-            self._raise_failure()
-            if self._closed:
-                raise RolloutError(f"request {request.request_id} came to an engine that is closed")
+            self._raise_if_stopped()
             if not self._paused:
-                self._update.refuse_tokens(f"request {request.request_id}")
+                self._update.raise_if_in_progress(f"request {request.request_id}")
             (self._deferred if self._paused else self._running)[id(request)] = request
         try:
             yield
@@ -74,7 +73,7 @@ class EventLoopEngine(RequestEngine):
                 self._running.pop(id(request), None)
                 self._deferred.pop(id(request), None)
 
-    async def _may_go_on(self, request: Request) -> bool:
+    async def _wait_until_running(self, request: Request) -> bool:
         """Waits while the engine is paused; returns False if the request has ended."""
         while True:
             with self._lock:
@@ -101,30 +100,30 @@ class EventLoopEngine(RequestEngine):
             except BaseException as error:
                 with self._lock:
                     self._failure = self._failure or error
-                self._wake()
+                self._wake_waiters()
                 if not isinstance(error, Exception):
                     raise
                 raise decoding_failed(error) from error
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         with self._lock:
-            _end([*self._running.values(), *self._deferred.values()], request_ids)
-        self._wake()
+            _abort([*self._running.values(), *self._deferred.values()], request_ids)
+        self._wake_waiters()
 
     async def pause(self, keep: bool = False) -> None:
         with self._step_lock, self._lock:
             self._paused = True
             if not keep:
-                _end(self._running.values(), None)
-        self._wake()
+                _abort(self._running.values(), None)
+        self._wake_waiters()
 
     async def resume(self) -> None:
         with self._lock:
-            self._update.refuse_tokens("resume")
+            self._update.raise_if_in_progress("resume")
             self._paused = False
             self._running |= self._deferred
             self._deferred = {}
-        self._wake()
+        self._wake_waiters()
 
     async def begin_update(self) -> None:
         with self._step_lock, self._lock:
@@ -152,19 +151,19 @@ class EventLoopEngine(RequestEngine):
             self._closed = True
         await self.abort()
 
-    def _wake(self) -> None:
+    def _wake_waiters(self) -> None:
         with self._lock:
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             with suppress(RuntimeError):  # its event loop has closed
-                waiter.get_loop().call_soon_threadsafe(_settle, waiter)
+                waiter.get_loop().call_soon_threadsafe(_complete, waiter)
 
 
-def _end(requests: Collection[Request], request_ids: Collection[str] | None) -> None:
+def _abort(requests: Collection[Request], request_ids: Collection[str] | None) -> None:
     for request in select(requests, request_ids):
         request.stop_reason = request.stop_reason or StopReason.ABORT
 
 
-def _settle(waiter: asyncio.Future[None]) -> None:
+def _complete(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)

@@ -1,6 +1,6 @@
-"""The slow reference engine: a full forward over the sequence per token, without cache or batching.
+"""The slow reference engine: every token is a full forward of one sequence, without cache or batching.
 
-Tests compare the native engine with it; the two share only the policy and the sampling function.
+Tests compare the native engine with it; both share only the policy and the sampling function.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hone.models.policy import PolicyModel
 from hone.ops.segments import SegmentLayout
 from hone.rollout.contract import Traits
 from hone.rollout.event_loop_engine import EventLoopEngine
-from hone.rollout.native.sampler import SamplingRows, draw
+from hone.rollout.native.sampler import SamplingRows, sample_tokens
 from hone.rollout.requests import Request, RequestRules
 from hone.rollout.weights import load_weights
 from hone.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class HFRollout(EventLoopEngine):
         self._policy = policy
 
     @torch.inference_mode()
-    def _draw_one(self, request: Request) -> None:
+    def _sample_token(self, request: Request) -> None:
         device = next(self._policy.parameters()).device
         ids = torch.tensor([*request.prompt_ids, *request.token_ids], device=device)
         layout = SegmentLayout([len(ids)], []).to(device)
@@ -46,7 +46,9 @@ class HFRollout(EventLoopEngine):
         ).last_hidden_state[0]
         logits = self._policy.logits(hidden[-1:])
         position = torch.tensor([len(ids)], device=device)
-        token, log_prob = draw(logits, position, SamplingRows.of([request.sampling], device))
+        token, log_prob = sample_tokens(
+            logits, position, SamplingRows.of([request.sampling], device)
+        )
         request.append(int(token), float(log_prob), self.version)
         request.stop_reason = self._rules.stop_reason(request)
 

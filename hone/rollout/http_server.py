@@ -1,4 +1,4 @@
-"""One inference server behind HTTP: calls, streamed lines, and the sentences of its failures."""
+"""An HTTP inference server: calls, streams and errors."""
 
 from __future__ import annotations
 
@@ -26,58 +26,58 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Event = dict[str, Any]
-"""One object of a stream, as the server wrote it."""
+"""One JSON object of a stream."""
 _POLL_S = 0.2
-_CHECKED, _ROWS = 8, 4
+_SAMPLED_WEIGHTS, _SAMPLED_ROWS = 8, 4
 """Weights that are read back after an update, and rows of each."""
-_SHOWN = 300
-"""Characters of a server's answer that an error message repeats."""
+_MAX_ERROR_CHARS = 300
+"""Maximum length of a server's response in an error message."""
 
 
 class ServerLost(ConnectionLost):
-    """A server did not answer, or broke off its answer."""
+    """A server did not answer, or interrupted its response."""
 
     def __init__(self, server: HttpServer, reason: str) -> None:
-        super().__init__(f"{server.shown_url} {reason}")
+        super().__init__(f"{server.safe_url} {reason}")
         self.server = server
 
 
 @dataclass(frozen=True)
 class LogProbMode:
-    """What the log-probs of a server mean, as two requests at its start have shown."""
+    """How a server computes log-probs, as detected by requests at the start."""
 
     after_temperature: bool = True
     before_truncation: bool = True
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The waits of one server, in seconds."""
+class Timeouts:
+    """The timeouts of one server."""
 
-    start_s: float
-    """Until a server is healthy, at the start and after a loss."""
-    call_s: float
-    """Until a call is answered, and between two chunks of a stream."""
+    start_timeout_s: float
+    """Until the server is healthy, at the start and after it was lost."""
+    call_timeout_s: float
+    """Until a call returns, and between two chunks of a stream."""
 
 
 @dataclass(eq=False)
 class HttpServer:
-    """A server's address and state; subclasses know its endpoints."""
+    """The address and state of a server; subclasses implement its endpoints."""
 
     url: str = field(repr=False)
-    limits: Limits
+    timeouts: Timeouts
     api_key_env: str | None = None
     streams: int = 0
-    """Requests that it serves now."""
+    """Number of open streams."""
     healthy: bool = True
     weights: str | None = None
-    """The weight version that it must report; None until it is known."""
+    """The weight version that the server must report; None until it is known."""
     released: Sequence[str] = ()
-    """What its memory lacks while it sleeps: kv_cache, weights."""
+    """The memory that is released while the server sleeps: kv_cache, weights."""
     recovery: asyncio.Task[None] | None = None
     verified: bool = False
-    """Whether its weight version was read since it last served no request."""
-    verifying: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+    """Whether the weight version was verified since the server was last idle."""
+    verify_lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     mode: LogProbMode = LogProbMode()
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
 
@@ -85,49 +85,49 @@ class HttpServer:
     log_prob_hint = "use temperature=1"
     positional = False
     seeded = False
-    launched_here = False
-    """Whether hone has started its process, and notices a restart."""
-    frees_memory = False
-    """Whether it can give back memory while the actor trains."""
-    shows_weights = False
-    """Whether it has a route that shows weights."""
+    started_by_hone = False
+    """Whether hone started the process, and so detects its restart."""
+    can_release_memory = False
+    """Whether the server can release memory while the actor trains."""
+    can_read_weights = False
+    """Whether the server has a route that returns weights."""
 
     @property
-    def shown_url(self) -> str:
-        """The address without a user name or password."""
+    def safe_url(self) -> str:
+        """The URL without user name and password."""
         parts = urlsplit(self.url)
         host = parts.netloc.rpartition("@")[2]
         return urlunsplit((parts.scheme, host, parts.path, "", ""))
 
-    # -- what a subclass provides ---------------------------------------------------------------
+    # -- implemented by subclasses --------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Reads what the server is; raises RolloutError if it cannot serve this run."""
+        """Reads the server's properties; raises RolloutError if it cannot serve this run."""
         raise NotImplementedError
 
     def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         raise NotImplementedError
 
-    async def one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
+    async def sample_one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
         """Returns the log-probs of one sampled token and of the most likely one."""
         raise NotImplementedError
 
-    async def healthy_now(self) -> bool:
-        status, _ = await self._answer("GET", "/health")
+    async def is_healthy(self) -> bool:
+        status, _ = await self._request("GET", "/health")
         return status == 200
 
     async def weight_version(self) -> str | None:
         raise NotImplementedError
 
     async def verify_version(self) -> None:
-        """Raises ServerLost if it was restarted or updated while it served no request."""
-        async with self.verifying:
+        """Raises ServerLost if the server was restarted or updated while it was idle."""
+        async with self.verify_lock:
             if self.verified or self.weights is None:
                 return
             try:
                 version = await self.weight_version()
             except RolloutError as error:
-                raise ServerLost(self, f"did not tell its weight version: {error}") from error
+                raise ServerLost(self, f"did not return its weight version: {error}") from error
             if version != self.weights:
                 raise ServerLost(
                     self,
@@ -140,13 +140,13 @@ class HttpServer:
     async def resume(self) -> None: ...
 
     async def release_memory(self, tags: Sequence[str]) -> bool:
-        """Returns whether it has freed this memory; a server that is not idle does not."""
+        """Releases memory and returns True, or returns False if the server is not idle."""
         return False
 
     async def resume_memory(self, tags: Sequence[str]) -> None: ...
 
     def refuse_updates(self) -> None:
-        """Raises if the server cannot take new weights, and so only generates."""
+        """Raises if the server cannot load new weights."""
 
     async def load_folder(self, folder: str, version: str) -> None:
         """Makes the server load a checkpoint folder, drop its KV cache and report `version`."""
@@ -157,40 +157,45 @@ class HttpServer:
         raise NotImplementedError
 
     async def end_update(self, version: str) -> None:
-        """Ends an update by `send_tensors`: the server drops its KV cache and reports `version`."""
+        """Ends an update after `send_tensors`: the server drops its KV cache and reports `version`."""
         raise NotImplementedError
 
-    async def values_of(self, name: str, count: int) -> Any:
-        """Returns the first rows of one weight; None if the server does not show its weights."""
+    async def read_weight(self, name: str, count: int) -> Any:
+        """Returns the first `count` rows of one weight; None if the server does not return weights."""
         return None
 
     async def check_weights(self, version: str, folder: WeightFolder | None) -> None:
         """Raises if the server has another version, or other values in a sample of its weights."""
         if (current := await self.weight_version()) != version:
             raise RolloutError(
-                f"{self.shown_url} acknowledged weights {version!r}, but has {current!r}"
+                f"{self.safe_url} acknowledged weights {version!r}, but has {current!r}"
             )
-        checked = 0
-        for name, tensor in folder.sample(_CHECKED) if folder is not None else ():
-            shown = await self.values_of(name, _ROWS)
-            if shown is None:
+        num_checked = 0
+        for name, tensor in folder.sample(_SAMPLED_WEIGHTS) if folder is not None else ():
+            rows = await self.read_weight(name, _SAMPLED_ROWS)
+            if rows is None:
                 continue
-            checked += 1
-            values, expected = torch.tensor(shown).flatten(), tensor[:_ROWS].float().flatten()
-            values = values[: len(expected)]  # a server with several replicas shows each
+            num_checked += 1
+            values, expected = (
+                torch.tensor(rows).flatten(),
+                tensor[:_SAMPLED_ROWS].float().flatten(),
+            )
+            values = values[
+                : len(expected)
+            ]  # a server with several replicas returns the rows of each
             if values.shape != expected.shape or not torch.allclose(
                 values.float(), expected, rtol=2e-2, atol=1e-6
             ):
                 raise RolloutError(
-                    f"{self.shown_url} acknowledged new weights, but {name!r} has other values: the update "
+                    f"{self.safe_url} acknowledged new weights, but {name!r} has other values: the update "
                     "was applied in part"
                 )
-        if folder is not None and not checked and self.shows_weights:
-            self.shows_weights = False  # one warning
+        if folder is not None and not num_checked and self.can_read_weights:
+            self.can_read_weights = False  # warn once
             log.warning(
-                "%s shows none of the weights that were asked for after an update; updates are checked by "
-                "their version alone",
-                self.shown_url,
+                "%s returned none of the weights that were read back after an update; updates are checked "
+                "only by their version",
+                self.safe_url,
             )
 
     # -- calls ----------------------------------------------------------------------------------
@@ -206,10 +211,12 @@ class HttpServer:
                         f"rollout.server.api_key_env={self.api_key_env}: this environment variable is not set"
                     )
                 headers["Authorization"] = f"Bearer {key}"
-                self.url = self.shown_url  # the key replaces a user name and password
+                self.url = self.safe_url  # the key replaces a user name and password
             self._session = aiohttp.ClientSession(
                 headers=headers,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.limits.call_s),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=self.timeouts.call_timeout_s
+                ),
                 connector=aiohttp.TCPConnector(limit=0),
             )
         return self._session
@@ -220,61 +227,64 @@ class HttpServer:
             self._session = None
 
     async def call(self, path: str, body: Settings | None = None, *, get: bool = False) -> Any:
-        """Returns the JSON answer of an endpoint; another status than 200 raises RolloutError."""
-        status, text = await self._answer("GET" if get else "POST", path, body)
+        """Returns the JSON response of an endpoint; raises RolloutError if the status is not 200."""
+        status, text = await self._request("GET" if get else "POST", path, body)
         if status != 200:
-            raise RolloutError(f"{self.shown_url}{path} answered {status}: {shortened(text)}")
+            raise RolloutError(f"{self.safe_url}{path} answered {status}: {shorten(text)}")
         try:
             return json.loads(text) if text.strip() else None
         except ValueError:
             return text
 
     async def has(self, path: str) -> bool:
-        status, _ = await self._answer("GET", path)
+        status, _ = await self._request("GET", path)
         return status == 200
 
-    async def _answer(
+    async def _request(
         self, method: str, path: str, body: Settings | None = None
     ) -> tuple[int, str]:
         aiohttp = _aiohttp()
         try:
-            work = self._exchange(method, path, body)
-            return await _within(self.limits.call_s, work)
+            return await _wait_for(
+                self.timeouts.call_timeout_s, self._send_request(method, path, body)
+            )
         except asyncio.TimeoutError:
             raise ServerLost(
-                self, f"did not answer {path} within {self.limits.call_s:g} s"
+                self, f"did not answer {path} within {self.timeouts.call_timeout_s:g} s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerLost(self, f"is lost in {path} ({_named(error)})") from error
+            raise ServerLost(self, f"was lost in {path} ({_describe(error)})") from error
 
-    async def _exchange(self, method: str, path: str, body: Settings | None) -> tuple[int, str]:
-        async with self.session().request(method, self.url + path, json=body) as answer:
-            return answer.status, await answer.text()
+    async def _send_request(self, method: str, path: str, body: Settings | None) -> tuple[int, str]:
+        async with self.session().request(method, self.url + path, json=body) as response:
+            return response.status, await response.text()
 
     async def events(self, path: str, body: Settings) -> AsyncGenerator[Event, None]:
         """Yields the objects of a stream of `data:` lines, up to `[DONE]`."""
         aiohttp = _aiohttp()
-        # Until the first part a request may wait for its turn in the server's queue.
-        limit_s = self.limits.start_s
+        # A request may wait in the server's queue before its first chunk.
+        timeout_s = self.timeouts.start_timeout_s
         wait = aiohttp.ClientTimeout(
-            total=None, sock_connect=self.limits.call_s, sock_read=self.limits.start_s
+            total=None,
+            sock_connect=self.timeouts.call_timeout_s,
+            sock_read=self.timeouts.start_timeout_s,
         )
         try:
-            async with self.session().post(self.url + path, json=body, timeout=wait) as answer:
-                if answer.status != 200:
-                    text = await answer.text()
-                    if answer.status < 500:
+            async with self.session().post(self.url + path, json=body, timeout=wait) as response:
+                if response.status != 200:
+                    text = await response.text()
+                    if response.status < 500:
                         raise RolloutError(
-                            f"{self.shown_url}{path} refused a request ({answer.status}): {shortened(text)}"
+                            f"{self.safe_url}{path} refused a request ({response.status}): {shorten(text)}"
                         )
-                    raise ServerLost(self, f"answered {answer.status} to {path}: {shortened(text)}")
-                rest = b""
+                    raise ServerLost(self, f"answered {response.status} to {path}: {shorten(text)}")
+                partial_line = b""
                 while True:
-                    part = await _within(limit_s, answer.content.readany())
-                    limit_s = self.limits.call_s
-                    if not part:
+                    data = await _wait_for(timeout_s, response.content.readany())
+                    timeout_s = self.timeouts.call_timeout_s
+                    if not data:
                         raise ServerLost(self, "ended a stream without [DONE]")
-                    *lines, rest = (rest + part).split(b"\n")
+                    *lines, partial_line = (partial_line + data).split(b"\n")
                     for line in lines:
                         text = line.decode(errors="replace").strip()
                         if text == "data: [DONE]":
@@ -282,61 +292,59 @@ class HttpServer:
                         if text.startswith("data:"):
                             yield self._event(text.removeprefix("data:"))
         except asyncio.TimeoutError:
-            raise ServerLost(self, f"sent nothing for {limit_s:g} s") from None
+            raise ServerLost(self, f"sent nothing for {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerLost(self, f"broke off a stream ({_named(error)})") from error
+            raise ServerLost(self, f"interrupted a stream ({_describe(error)})") from error
 
     def _event(self, text: str) -> Event:
         try:
             event = json.loads(text)
         except ValueError:
-            raise ServerLost(self, f"sent a line that is no JSON: {shortened(text)}") from None
+            raise ServerLost(self, f"sent a line that is not JSON: {shorten(text)}") from None
         if not isinstance(event, dict):
-            raise ServerLost(self, f"sent a line that is no object: {shortened(text)}")
+            raise ServerLost(self, f"sent a line that is not an object: {shorten(text)}")
         if "error" in event:
-            raise ServerLost(
-                self, f"reported an error in a stream: {shortened(str(event['error']))}"
-            )
+            raise ServerLost(self, f"reported an error in a stream: {shorten(str(event['error']))}")
         return event
 
     async def wait_until_healthy(self) -> None:
         """Polls `/health` until it answers 200; raises RolloutError at the deadline."""
         reason = "its /health does not answer 200"
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.limits.start_s
+        deadline = loop.time() + self.timeouts.start_timeout_s
         while loop.time() < deadline:
             try:
-                if await self.healthy_now():
+                if await self.is_healthy():
                     return
             except ServerLost as error:
                 reason = str(error)
-            self.raise_if_ended()
+            self.restart_if_ended()
             await asyncio.sleep(_POLL_S)
         raise RolloutError(
-            f"{self.shown_url} is not healthy after {self.limits.start_s:g} s "
+            f"{self.safe_url} is not healthy after {self.timeouts.start_timeout_s:g} s "
             f"(rollout.server.max_start_wait_time): {reason}"
         )
 
-    def raise_if_ended(self) -> None:
-        """Raises if the server's process has ended and cannot come back by itself."""
+    def restart_if_ended(self) -> None:
+        """Restarts the server's process if hone started it and it has ended; raises if that fails."""
 
-    async def find_log_prob_mode(self) -> None:
-        """Learns what the log-probs mean, from the most likely token at other settings."""
-        greedy, best = await self.one_token([1], {"temperature": 0.0})
-        _, hot = await self.one_token([1], {"temperature": 2.0})
-        cut, _ = await self.one_token([1], {"temperature": 1.0, "top_k": 1})
-        if abs(best) > 1e-3:  # otherwise the model is certain, and every mode says the same
+    async def detect_log_prob_mode(self) -> None:
+        """Detects how the server computes log-probs, from one token at different settings."""
+        greedy, most_likely = await self.sample_one_token([1], {"temperature": 0.0})
+        _, hot = await self.sample_one_token([1], {"temperature": 2.0})
+        truncated, _ = await self.sample_one_token([1], {"temperature": 1.0, "top_k": 1})
+        if abs(most_likely) > 1e-3:  # otherwise the model is certain, and all modes are equal
             self.mode = LogProbMode(
-                after_temperature=abs(hot - best) > 1e-4 * abs(best),
-                before_truncation=abs(cut) > 0.5 * abs(greedy),
+                after_temperature=abs(hot - most_likely) > 1e-4 * abs(most_likely),
+                before_truncation=abs(truncated) > 0.5 * abs(greedy),
             )
 
 
-async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
-    """Like `asyncio.wait_for`, which before Python 3.12 loses a cancellation if the work has just ended."""
-    task = asyncio.ensure_future(work)
+async def _wait_for(timeout_s: float, coroutine: Coroutine[None, None, T]) -> T:
+    """`asyncio.wait_for`, which before Python 3.12 loses a cancellation if the coroutine has just ended."""
+    task = asyncio.ensure_future(coroutine)
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        await asyncio.wait({task}, timeout=timeout_s)
     finally:
         if not task.done():
             task.cancel()
@@ -345,12 +353,12 @@ async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
     return task.result()
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
+    return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " …"
 
 
-def _named(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -359,6 +367,6 @@ def _aiohttp() -> Any:
         import aiohttp
     except ImportError:
         raise RolloutError(
-            "rollout.server speaks HTTP with aiohttp, which is not installed: pip install 'hone-rl[server]'"
+            "rollout.server needs aiohttp, which is not installed: pip install 'hone-rl[server]'"
         ) from None
     return aiohttp

@@ -1,8 +1,8 @@
-"""The base class of engines whose tokens come from another process: vLLM, SGLang and running servers.
+"""The base class of engines that decode in another process: vLLM, SGLang and running servers.
 
-Every token is streamed, so that this process holds it when the other process dies. A pause ends every
-stream, and a continued request is issued again with its tokens as part of the prompt. A token's version is
-therefore exact: no stream lives while the weights change. All state belongs to one event loop in a thread.
+Every token is streamed, so that no token is lost when the other process dies. A pause ends every stream;
+afterwards the request is issued again with its tokens as part of the prompt. So no stream is open while
+weights change, and the version of every token is exact. All state belongs to one event loop in a thread.
 """
 
 from __future__ import annotations
@@ -34,56 +34,57 @@ from hone.rollout.requests import (
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_CANCEL_S = 30.0
-"""The longest wait for a server to end requests whose callers have left."""
+_CANCEL_TIMEOUT_S = 30.0
+"""The longest wait until a server has ended cancelled requests."""
 
 
 @dataclass(eq=False)
-class Running:
-    """A request in the table, and the task of its current stream or recovery."""
+class RunningRequest:
+    """A request, and the task of its current stream or recovery."""
 
     request: Request
     deferred: bool
-    """It arrived while the engine was paused."""
+    """Whether the request arrived while the engine was paused."""
     stream: asyncio.Task[None] | None = None
-    losses: int = 0
-    """Streams in a row that broke off without a new token."""
+    failed_streams: int = 0
+    """Consecutive streams that failed without a new token."""
 
 
 class RemoteEngine(RequestEngine):
-    """A `RolloutEngine` without transport: subclasses stream tokens and update weights.
+    """A `RolloutEngine` whose subclasses stream tokens and update weights.
 
     Methods that begin with `_remote` run in the event loop of the engine's thread.
     """
 
     traits: Traits
     retries = 3
-    """How often in a row one request is issued again after a stream without tokens."""
+    """How often a request is issued again after consecutive streams without tokens."""
 
     def __init__(self, rules: RequestRules) -> None:
         super().__init__(rules)
-        self._running: dict[int, Running] = {}  # by id
+        self.version = 0
+        self._running: dict[int, RunningRequest] = {}  # by id
         self._loop = asyncio.new_event_loop()
-        self._open = asyncio.Event()
-        self._open.set()
+        self._not_paused = asyncio.Event()
+        self._not_paused.set()
         threading.Thread(
             target=self._loop.run_forever, name=f"hone-{self.name}", daemon=True
         ).start()
 
-    # -- what a subclass provides ---------------------------------------------------------------
+    # -- implemented by subclasses --------------------------------------------------------------
 
     def _remote_stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Streams the continuation of the request's prompt and tokens; raises ConnectionLost.
+        """Streams new tokens after the request's prompt and tokens; raises ConnectionLost.
 
-        The server ends its request when the iterator is closed.
+        Closing the iterator ends the request on the server.
         """
         raise NotImplementedError
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
-        """Waits until the server answers again, with the current weights; raises RolloutError if not."""
+        """Waits until the server serves the current weights again; raises RolloutError if it does not."""
 
     async def _remote_pause(self) -> None:
-        """Makes the server stop decoding. Every stream has ended."""
+        """Stops decoding on the server, after every stream has ended."""
 
     async def _remote_resume(self) -> None: ...
 
@@ -104,84 +105,83 @@ class RemoteEngine(RequestEngine):
 
     # -- requests -------------------------------------------------------------------------------
 
-    async def _answer(self, request: Request) -> TokenOutput:
+    async def _decode_request(self, request: Request) -> TokenOutput:
         request.future = asyncio.get_running_loop().create_future()
         job = self._submit(self._serve(request))
         try:
-            return await request.owner
+            return await request.awaited_future
         finally:
             request.cancelled = True
             job.cancel()
 
-    def _submit(self, work: Coroutine[None, None, T]) -> asyncio.Future[T]:
-        """Starts work in the engine's event loop; the future belongs to the caller's."""
+    def _submit(self, coroutine: Coroutine[None, None, T]) -> asyncio.Future[T]:
+        """Runs a coroutine in the engine's event loop; returns a future of the caller's event loop."""
         if self._closed:
-            work.close()
+            coroutine.close()
             raise engine_failed(None)
         return asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._until_closed(work), self._loop)
+            asyncio.run_coroutine_threadsafe(self._until_closed(coroutine), self._loop)
         )
 
-    async def _until_closed(self, work: Coroutine[None, None, T]) -> T:
+    async def _until_closed(self, coroutine: Coroutine[None, None, T]) -> T:
         try:
-            return await work
+            return await coroutine
         except asyncio.CancelledError:
             if self._closed:
                 raise engine_failed(None) from None
             raise
 
     async def _serve(self, request: Request) -> None:
-        """Streams a request, again after each interruption, until it ends; settles its future."""
+        """Streams a request, again after each interruption, until it ends; sets its future."""
         try:
-            with self._admitted(request) as running:
+            with self._register(request) as running:
                 while request.stop_reason is None:
-                    await self._one_stream(running)
+                    await self._run_stream(running)
             outcome: TokenOutput | BaseException = request.output()
         except RolloutError as error:
             outcome = error
         except Exception as error:
             outcome = decoding_failed(error)
             self._fail(error)
-        call_in(request.owner.get_loop(), _settle, request, outcome)
+        call_in(request.awaited_future.get_loop(), _set_outcome, request, outcome)
 
     @contextmanager
-    def _admitted(self, request: Request) -> Iterator[Running]:
-        if self._closed or self._failure is not None:
-            raise engine_failed(self._failure)
+    def _register(self, request: Request) -> Iterator[RunningRequest]:
+        self._raise_if_stopped()
         if not self._paused:
-            self._update.refuse_tokens(f"request {request.request_id}")
-        running = Running(request, deferred=self._paused)
+            self._update.raise_if_in_progress(f"request {request.request_id}")
+        running = RunningRequest(request, deferred=self._paused)
         self._running[id(running)] = running
         try:
             yield running
         finally:
             del self._running[id(running)]
 
-    async def _one_stream(self, running: Running) -> None:
-        """Runs one stream to its end, to an interruption by `abort` or `pause`, or to a lost connection."""
-        before = len(running.request.token_ids)
-        error = await self._outcome(running, self._follow(running.request))
+    async def _run_stream(self, running: RunningRequest) -> None:
+        """Runs one stream until it ends, `abort` or `pause` cancels it, or the connection is lost."""
+        num_tokens = len(running.request.token_ids)
+        error = await self._run_task(running, self._stream_tokens(running.request))
         if isinstance(error, ConnectionLost):
             if running.request.stop_reason is not None:  # aborted meanwhile
                 return
-            progress = len(running.request.token_ids) > before
-            running.losses = 1 if progress else running.losses + 1
-            if running.losses > self.retries:
+            has_new_tokens = len(running.request.token_ids) > num_tokens
+            running.failed_streams = 1 if has_new_tokens else running.failed_streams + 1
+            if running.failed_streams > self.retries:
                 raise RolloutError(
-                    f"request {running.request.request_id}: its stream broke off {running.losses} "
+                    f"request {running.request.request_id}: its stream broke off {running.failed_streams} "
                     f"times, the last time because {error}"
                 )
             log.info("%s: %s; the request is issued again", self.name, error)
-            # An abort ends the wait for a server that starts again too.
-            error = await self._outcome(running, self._remote_recover(error))
+            # An abort also ends the wait for a server that restarts.
+            error = await self._run_task(running, self._remote_recover(error))
         if error is not None:
             raise error
 
-    async def _outcome(
-        self, running: Running, work: Coroutine[None, None, None]
+    async def _run_task(
+        self, running: RunningRequest, coroutine: Coroutine[None, None, None]
     ) -> BaseException | None:
-        """Returns the error of the work; None if it ended, or if `abort` or `pause` has cancelled it."""
-        task = running.stream = asyncio.ensure_future(work)
+        """Returns the error of a coroutine; None if it ended, or `abort` or `pause` has cancelled it."""
+        task = running.stream = asyncio.ensure_future(coroutine)
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:  # the caller has cancelled the request
@@ -193,34 +193,37 @@ class RemoteEngine(RequestEngine):
             raise decoding_failed(self._failure)
         return None if task.cancelled() else task.exception()
 
-    async def _follow(self, request: Request) -> None:
-        await self._open.wait()
+    async def _stream_tokens(self, request: Request) -> None:
+        """Appends the tokens of one stream until the request ends."""
+        await self._not_paused.wait()
         if request.stop_reason is not None:
             return
-        async with aclosing(self._remote_stream(request, self._rest_of(request))) as chunks:
+        async with aclosing(
+            self._remote_stream(request, self._remaining_sampling(request))
+        ) as chunks:
             async for chunk in chunks:
                 if request.stop_reason is not None:  # aborted meanwhile
                     return
                 self._append(request, chunk)
                 if request.on_tokens is not None:
-                    call_in(request.owner.get_loop(), _deliver, request)
+                    call_in(request.awaited_future.get_loop(), _deliver_tokens, request)
                 if request.stop_reason is not None:
                     return
                 if chunk.finished:
                     raise RolloutError(
                         f"request {request.request_id}: the server ended it after "
-                        f"{len(request.token_ids)} tokens, but the last is no end token, no stop and not "
-                        f"number {request.sampling.max_tokens}"
+                        f"{len(request.token_ids)} tokens, but the last is neither an end token nor a stop "
+                        f"nor token {request.sampling.max_tokens}"
                     )
-                # An abort or a pause comes before tokens that wait in a buffer.
+                # Lets an abort or a pause run before the next buffered chunk.
                 await asyncio.sleep(0)
         raise ConnectionLost("the stream ended without a finish reason")
 
-    def _rest_of(self, request: Request) -> Sampling:
-        """Returns the sampling of the tokens that are missing.
+    def _remaining_sampling(self, request: Request) -> Sampling:
+        """Returns the sampling parameters of the remaining tokens.
 
-        Where draws do not depend on the absolute position, a continuation gets a seed of its own: with the
-        same seed the server would repeat the draws of the first tokens.
+        If the server does not sample by absolute position, a continuation gets another seed: with the same
+        seed the server would repeat the random numbers of the first tokens.
         """
         sampling, count = request.sampling, len(request.token_ids)
         if not count:
@@ -229,7 +232,7 @@ class RemoteEngine(RequestEngine):
         return replace(sampling, max_tokens=sampling.max_tokens - count, seed=seed)
 
     def _append(self, request: Request, chunk: Chunk) -> None:
-        """Appends tokens until one ends the response; refuses what no server may send."""
+        """Appends tokens until one ends the response; raises for invalid tokens or log-probs."""
         name, vocabulary = request.request_id, self._rules.vocabulary
         if len(chunk.token_ids) != len(chunk.log_probs):
             raise RolloutError(
@@ -261,14 +264,14 @@ class RemoteEngine(RequestEngine):
     # -- control --------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        await self._submit(self._end(request_ids, deferred_too=True))
+        await self._submit(self._abort(request_ids, include_deferred=True))
 
-    async def _end(self, request_ids: Collection[str] | None, *, deferred_too: bool) -> None:
+    async def _abort(self, request_ids: Collection[str] | None, *, include_deferred: bool) -> None:
         for running in list(self._running.values()):
             request = running.request
             if request_ids is not None and request.request_id not in request_ids:
                 continue
-            if deferred_too or not running.deferred:
+            if include_deferred or not running.deferred:
                 request.stop_reason = request.stop_reason or StopReason.ABORT
                 if running.stream is not None:
                     running.stream.cancel()
@@ -278,10 +281,10 @@ class RemoteEngine(RequestEngine):
 
     async def _pause(self, keep: bool) -> None:
         self._raise_failure()
-        self._open.clear()
+        self._not_paused.clear()
         self._paused = True
         if not keep:
-            await self._end(None, deferred_too=False)
+            await self._abort(None, include_deferred=False)
         streams = [r.stream for r in self._running.values() if r.stream is not None]
         for stream in streams:
             stream.cancel()
@@ -293,19 +296,19 @@ class RemoteEngine(RequestEngine):
         await self._submit(self._resume())
 
     async def _resume(self) -> None:
-        self._update.refuse_tokens("resume")
+        self._update.raise_if_in_progress("resume")
         if self._paused:
             await self._remote_resume()
         for running in self._running.values():
             running.deferred = False
         self._paused = False
-        self._open.set()
+        self._not_paused.set()
 
     async def begin_update(self) -> None:
         await self._submit(self._begin())
 
     async def _begin(self) -> None:
-        await self._until_cancelled_end()
+        await self._wait_for_cancelled()
         self._raise_failure()
         self._update.begin(0 if self._paused else len(self._running))
         self._loaded = False
@@ -313,9 +316,9 @@ class RemoteEngine(RequestEngine):
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         with self._update.loading():
-            await self._load(self._counted(weights))
+            await self._load(self._mark_loaded(weights))
 
-    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _mark_loaded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for item in weights:
             self._loaded = True
             yield item
@@ -331,18 +334,18 @@ class RemoteEngine(RequestEngine):
     async def sleep(self) -> None:
         await self._submit(self._sleep())
 
-    async def _until_cancelled_end(self) -> None:
-        """Waits for requests whose callers have left while their server still ends them."""
-        deadline = self._loop.time() + _CANCEL_S
+    async def _wait_for_cancelled(self) -> None:
+        """Waits until cancelled requests have ended on their server."""
+        deadline = self._loop.time() + _CANCEL_TIMEOUT_S
         while any(running.request.cancelled for running in self._running.values()):
             if self._loop.time() > deadline:
                 return
             await asyncio.sleep(0.001)
 
     async def _sleep(self) -> None:
-        await self._until_cancelled_end()
+        await self._wait_for_cancelled()
         if self._running and not self._paused:
-            raise RolloutError("sleep was asked for while requests run; abort them first")
+            raise RolloutError("sleep while requests run; abort them first")
         await self._remote_sleep()
 
     async def wake_up(self) -> None:
@@ -358,13 +361,13 @@ class RemoteEngine(RequestEngine):
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _close(self) -> None:
-        self._closed = True  # this thread may be faster than the caller's
-        await self._end(None, deferred_too=True)
-        self._open.set()
+        self._closed = True  # this may run before `close` sets it
+        await self._abort(None, include_deferred=True)
+        self._not_paused.set()
         while self._running:
             await asyncio.sleep(0.001)
         await self._remote_close()
-        # A call that waits for a server to come back would wait for ever in a loop that has stopped.
+        # Calls that wait for a server would never return after the event loop has stopped.
         waiting = asyncio.all_tasks() - {asyncio.current_task()}
         for task in waiting:
             task.cancel()
@@ -379,20 +382,20 @@ class RemoteEngine(RequestEngine):
                     running.stream.cancel()
 
 
-def _deliver(request: Request) -> None:
-    """Passes new tokens to the caller; an error of its callback ends the request."""
+def _deliver_tokens(request: Request) -> None:
+    """Passes new tokens to `on_tokens`; an error in it ends the request."""
     try:
-        if not request.owner.done():
+        if not request.awaited_future.done():
             request.stream()
     except BaseException as error:
-        request.owner.set_exception(error)
+        request.awaited_future.set_exception(error)
 
 
-def _settle(request: Request, outcome: TokenOutput | BaseException) -> None:
-    _deliver(request)
-    if request.owner.done():
+def _set_outcome(request: Request, outcome: TokenOutput | BaseException) -> None:
+    _deliver_tokens(request)
+    if request.awaited_future.done():
         return
     if isinstance(outcome, BaseException):
-        request.owner.set_exception(outcome)
+        request.awaited_future.set_exception(outcome)
     else:
-        request.owner.set_result(outcome)
+        request.awaited_future.set_result(outcome)

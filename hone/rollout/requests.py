@@ -1,7 +1,4 @@
-"""Requests of all engines: their state, their validation, their stop conditions, tokens of streams.
-
-The native engine, engines in other processes, the slow reference and the scripted fake share these rules.
-"""
+"""The requests of every engine: state, validation, stop conditions and streaming."""
 
 from __future__ import annotations
 
@@ -28,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class ConnectionLost(Exception):
-    """A stream broke off or a server did not answer; the request may be issued again."""
+    """A stream was interrupted or a server did not answer; the request may be issued again."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of one request in another process."""
+    """New tokens of a request from another process."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     finished: bool = False
-    """Whether the server has ended the stream by its own rules: end token, stop or length."""
+    """Whether the server has ended the response: by an end token, a stop or its length."""
     cached_tokens: int | None = None
 
 
@@ -54,9 +51,9 @@ class Request:
     versions: list[int] = field(default_factory=list)
     stop_reason: StopReason | None = None
     cancelled: bool = False
-    """The caller has cancelled it: it ends at its next token."""
+    """The caller has cancelled the request, which ends at its next token."""
     future: asyncio.Future[TokenOutput] | None = None
-    """The caller awaits it if the engine decodes in another thread; cores never read it."""
+    """The future that the caller awaits, if the engine decodes in another thread."""
     on_tokens: OnTokens | None = None
     streamed: int = 0
     """Tokens passed to `on_tokens` so far."""
@@ -65,7 +62,7 @@ class Request:
     routed_experts: Tensor | None = None
 
     @property
-    def owner(self) -> asyncio.Future[TokenOutput]:
+    def awaited_future(self) -> asyncio.Future[TokenOutput]:
         assert self.future is not None
         return self.future
 
@@ -130,15 +127,15 @@ class RequestRules:
         if not prompt:
             raise RolloutError(f"request {name} has an empty prompt")
         if self.vocabulary is not None and not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
-            wrong = next(t for t in prompt if not 0 <= t < self.vocabulary)
+            invalid = next(t for t in prompt if not 0 <= t < self.vocabulary)
             raise RolloutError(
-                f"request {name} has token id {wrong} in its prompt, but the model knows 0 to "
+                f"request {name} has token id {invalid} in its prompt, but the model knows 0 to "
                 f"{self.vocabulary - 1}; is it tokenised by the model's own tokenizer?"
             )
-        longest = len(prompt) + request.sampling.max_tokens
-        if self.max_positions is not None and longest > self.max_positions:
+        max_length = len(prompt) + request.sampling.max_tokens
+        if self.max_positions is not None and max_length > self.max_positions:
             raise RolloutError(
-                f"request {name} may reach {longest} tokens, but the model has "
+                f"request {name} may reach {max_length} tokens, but the model has "
                 f"{self.max_positions} positions; shorten the prompt or max_tokens"
             )
         if request.sampling.stop and self.tokenizer is None:
@@ -159,46 +156,45 @@ class RequestRules:
 
     def _ends_with_stop(self, request: Request) -> bool:
         """Whether the newest token completes a stop string, which may start several tokens earlier."""
-        # A token is at least one byte; a few more tokens complete the first character of the window.
-        longest = max(len(s.encode()) for s in request.sampling.stop)
+        # A token is at least one byte; 8 more tokens complete the first character.
+        stop_bytes = max(len(s.encode()) for s in request.sampling.stop)
         assert self.tokenizer is not None, "check() refuses stop strings without one"
         tail = self.tokenizer.decode(
-            request.token_ids[-(longest + 8) :], clean_up_tokenization_spaces=False
+            request.token_ids[-(stop_bytes + 8) :], clean_up_tokenization_spaces=False
         )
         return any(s in tail for s in request.sampling.stop)
 
 
 def decoding_failed(cause: BaseException) -> RolloutError:
-    """Returns the error of requests in flight when decoding fails."""
+    """Returns the error for requests that were running when decoding failed."""
     error = RolloutError(f"decoding stopped: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
 
 
 def engine_failed(cause: BaseException | None) -> RolloutError:
-    """Returns the error of requests to an engine that has failed or is closed."""
+    """Returns the error for calls to an engine that has failed (`cause`) or is closed (None)."""
     state = "is closed" if cause is None else f"failed earlier ({type(cause).__name__}: {cause})"
-    error = RolloutError(f"the rollout engine {state}; build another")
+    error = RolloutError(f"the rollout engine {state}; build a new one")
     error.__cause__ = cause
     return error
 
 
 def refuse_media(request_id: str, media: Settings | None, engine: str) -> None:
-    """Raises for images or audio, in a text-only engine."""
+    """Raises for images or audio."""
     if media:
         raise RolloutError(
-            f"request {request_id} carries {', '.join(media)}; the {engine} engine reads text only"
+            f"request {request_id} has {', '.join(media)}; the {engine} engine supports only text"
         )
 
 
 class RequestEngine:
-    """What engines outside native/ share: the state of a `RolloutEngine`, and the checks of a request."""
+    """The base class of engines: common state and the validation of requests."""
 
     name: str
 
     def __init__(self, rules: RequestRules) -> None:
         self._rules = rules
-        self.version = 0
         self._update = WeightUpdate()
         self._failure: BaseException | None = None
         self._paused = self._closed = False
@@ -215,14 +211,22 @@ class RequestEngine:
         refuse_media(request_id, multi_modal_data, self.name)
         request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
         self._rules.check(request)
-        self._refuse(sampling, request_id)
-        return await self._answer(request)
+        self._check_sampling(sampling, request_id)
+        return await self._decode_request(request)
 
-    def _refuse(self, sampling: Sampling, request_id: str) -> None:
-        """Raises for sampling parameters that the engine cannot serve as the contract says."""
+    def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
+        """Raises for sampling parameters that the engine does not support."""
 
-    async def _answer(self, request: Request) -> TokenOutput:
+    async def _decode_request(self, request: Request) -> TokenOutput:
         raise NotImplementedError
+
+    @property
+    def _stopped(self) -> bool:
+        return self._closed or self._failure is not None
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped:
+            raise engine_failed(self._failure)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -1,7 +1,7 @@
-"""A fake engine that answers from a script, one token at a time.
+"""A fake engine for tests, which returns scripted answers one token at a time.
 
-Tests of agent loops and workers use it instead of a model. It implements the contract (limits, stops,
-abort, versions) and records every request; of the sampling parameters only limits and stops apply.
+It implements the contract (limits, stops, abort, versions) and records every request. Of the sampling
+parameters only limits and stops apply.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class ScriptedAnswer:
         if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
             raise ValueError(
                 f"a scripted answer has {len(self.token_ids)} tokens but "
-                f"{len(self.log_probs)} log_probs; give one each, or none"
+                f"{len(self.log_probs)} log_probs; give one per token, or none"
             )
 
 
 Answer = str | Sequence[int] | ScriptedAnswer
-"""Text is tokenized and an end-of-text token appended; ids are used unchanged."""
+"""Text is tokenized and gets an end-of-text token; token ids are used unchanged."""
 Script = Callable[[list[int]], Answer] | Sequence[Answer]
-"""A function of the prompt's ids, or answers in the order of the requests."""
+"""A function of the prompt ids, or answers in the order of the requests."""
 
 
 class ScriptedRollout(EventLoopEngine):
@@ -53,34 +53,33 @@ class ScriptedRollout(EventLoopEngine):
         seconds_per_token: float = 0.0,
     ) -> None:
         self._script = script if callable(script) else None
-        self._lines: Iterator[Answer] = iter(()) if callable(script) else iter(script)
-        end = getattr(tokenizer, "eos_token_id", None)
-        ends = eos_ids if eos_ids is not None else () if end is None else (end,)
-        super().__init__(RequestRules(frozenset(ends), tokenizer), seconds_per_token)
+        self._answer_list: Iterator[Answer] = iter(()) if callable(script) else iter(script)
+        if eos_ids is None:
+            eos_id = getattr(tokenizer, "eos_token_id", None)
+            eos_ids = () if eos_id is None else (eos_id,)
+        super().__init__(RequestRules(frozenset(eos_ids), tokenizer), seconds_per_token)
         self._tokenizer = tokenizer
         self._answers: dict[int, ScriptedAnswer] = {}  # by id(request)
         self.asleep = False
         self.requests: list[Request] = []
-        """Every accepted request, with its answer, in order of arrival."""
+        """Every accepted request in order of arrival."""
         self.weights: list[str] = []
-        """The parameter names passed to `load`, over all calls."""
+        """The parameter names of all calls of `load`."""
 
     def _start(self, request: Request) -> None:
         if self.asleep:
-            raise RolloutError(
-                f"request {request.request_id} came to an engine that is asleep; wake_up"
-            )
+            raise RolloutError(f"request {request.request_id}: the engine sleeps; call wake_up")
         self.requests.append(request)
         self._answers[id(request)] = answer = self._next_answer(request)
         if not answer.token_ids:
             request.stop_reason = request.stop_reason or StopReason.STOP
 
-    def _draw_one(self, request: Request) -> None:
-        answer, at = self._answers[id(request)], len(request.token_ids)
-        log_prob = answer.log_probs[at] if answer.log_probs is not None else 0.0
-        request.append(answer.token_ids[at], log_prob, self.version)
+    def _sample_token(self, request: Request) -> None:
+        answer, index = self._answers[id(request)], len(request.token_ids)
+        log_prob = answer.log_probs[index] if answer.log_probs is not None else 0.0
+        request.append(answer.token_ids[index], log_prob, self.version)
         request.stop_reason = self._rules.stop_reason(request)
-        if request.stop_reason is None and at + 1 == len(answer.token_ids):
+        if request.stop_reason is None and index + 1 == len(answer.token_ids):
             request.stop_reason = StopReason.STOP
 
     def _next_answer(self, request: Request) -> ScriptedAnswer:
@@ -88,21 +87,21 @@ class ScriptedRollout(EventLoopEngine):
             answer = self._script(request.prompt_ids)
         else:
             try:
-                answer = next(self._lines)
+                answer = next(self._answer_list)
             except StopIteration:
                 raise RolloutError(
-                    f"the script has no line left for request {request.request_id} "
-                    f"(number {len(self.requests)}); give it more answers, or a function"
+                    f"the script has no answer for request {request.request_id} "
+                    f"(number {len(self.requests)}); give more answers, or a function"
                 ) from None
         if isinstance(answer, ScriptedAnswer):
             return answer
         if not isinstance(answer, str):
             return ScriptedAnswer(list(answer))
         if self._tokenizer is None:
-            raise RolloutError("the script answers in text; build the engine with a tokenizer")
+            raise RolloutError("the script has text answers; build the engine with a tokenizer")
         ids = list(self._tokenizer.encode(answer, add_special_tokens=False))
-        end = self._tokenizer.eos_token_id
-        return ScriptedAnswer(ids if end is None else [*ids, end])
+        eos_id = self._tokenizer.eos_token_id
+        return ScriptedAnswer(ids if eos_id is None else [*ids, eos_id])
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.weights += [name for name, _ in weights]

@@ -1,7 +1,7 @@
 """Inference servers as a rollout engine: SGLang (`rollout.name=sglang`), and servers that already run.
 
-Requests are routed by trajectory, prefix and load. A server that is lost is waited for, gets the current
-weights again if it has others, and the requests that it served continue from the tokens that they have.
+Requests are routed by trajectory, prefix and load. After a server is lost, the engine waits for it, sends
+the current weights again if needed, and its requests continue after the tokens received so far.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ADAPTER_VERSION = "adapter-"
-"""Begins the weight version of a server whose base is that of its files, under an adapter."""
+"""The prefix of the weight version of a server with an adapter over the base weights of its files."""
 
 
 class ServerRollout(RemoteEngine):
@@ -53,39 +53,41 @@ class ServerRollout(RemoteEngine):
         *,
         direct: bool = False,
         group: Callable[[], UpdateGroup] | None = None,
-        renamed: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict,
+        to_checkpoint: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict,
         keep_weights: bool = True,
         adapters: bool = False,
         bucket_bytes: int = 2**30,
         max_attempts: int = 3,
     ) -> None:
-        """`direct` sends tensors in requests and `group` broadcasts them; otherwise servers load the folder.
-        `parameters` are the model's, of any device; `renamed` gives them the names of a checkpoint. With
-        `adapters` they are a LoRA adapter's."""
+        """Servers get weights in requests (`direct`), by broadcast (`group`), or load the folder.
+
+        `parameters` are those of the model, or of a LoRA adapter with `adapters`; `to_checkpoint` converts
+        tensors to the names of a checkpoint.
+        """
         self.name = servers[0].kind
         self.retries = max_attempts
         self._servers = list(servers)
         self._parameters, self._folder = parameters, folder
         self._direct, self._open_group = direct, group
-        self._group: UpdateGroup | None = None  # of the update under way
-        self._renamed = renamed
+        self._update_group: UpdateGroup | None = None  # of the current update
+        self._to_checkpoint = to_checkpoint
         self._keeps_weights = keep_weights or not (direct or group)
         self._bucket_bytes = bucket_bytes
         self._token = (ADAPTER_VERSION if adapters else "") + secrets.token_hex(4)
-        self._expected: str | None = None
-        """The version string of the last published weights."""
-        self._names: set[str] = set()  # of the update under way
-        self._stale: set[HttpServer] = set()  # servers that missed a part of the update under way
-        self._hollow = False
-        """Whether the memory of the weights was released, and their values have not come back."""
-        self._waking = asyncio.Lock()
+        self._expected_version: str | None = None
+        """The version string of the last published weights; None before the first update."""
+        self._names: set[str] = set()  # of the current update
+        self._stale: set[HttpServer] = set()  # servers that missed a part of the current update
+        self._weights_released = False
+        """Whether memory of the weights was released and their values are not restored yet."""
+        self._wake_lock = asyncio.Lock()
         self._route = Router(self._servers).route
-        self._warned: set[str] = set()
+        self._warnings: set[str] = set()
         self.traits = Traits(decodes_with_module=False, adapters=adapters)
         super().__init__(rules)
 
     async def start(self) -> None:
-        """Waits for every server and learns what it can do."""
+        """Waits for every server and reads its capabilities."""
         await self._submit(self._start())
 
     async def _start(self) -> None:
@@ -107,33 +109,33 @@ class ServerRollout(RemoteEngine):
 
     # -- requests -------------------------------------------------------------------------------
 
-    def _refuse(self, sampling: Sampling, request_id: str) -> None:
+    def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
         modes = [server.mode for server in self._servers]
         if not all(mode.after_temperature for mode in modes) and sampling.temperature not in (0, 1):
-            self._warn(
+            self._warn_once(
                 f"log-probs of requests with temperature={sampling.temperature} are those at temperature 1"
             )
-        if not all(mode.before_truncation for mode in modes) and sampling.cuts:
-            self._warn(
+        if not all(mode.before_truncation for mode in modes) and sampling.truncates:
+            self._warn_once(
                 "log-probs of requests with top-k, top-p or min-p are those after truncation"
             )
 
-    def _warn(self, what: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            log.warning("%s reports: %s (docs/engines.md)", self.name, what)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warnings:
+            self._warnings.add(text)
+            log.warning("%s reports: %s (docs/engines.md)", self.name, text)
 
     def refuse_training(self, sampling: Sampling) -> None:
-        """Raises if the log-probs of training requests would not be those of the contract."""
+        """Raises if a server's log-probs with this sampling are not those of the contract."""
         for server in self._servers:
             if not server.mode.after_temperature and sampling.temperature not in (0, 1):
                 raise RolloutError(
-                    f"{server.shown_url} reports log-probs at temperature 1, and the rollout has temperature="
+                    f"{server.safe_url} reports log-probs at temperature 1, and the rollout has temperature="
                     f"{sampling.temperature}; {server.log_prob_hint}"
                 )
-            if not server.mode.before_truncation and sampling.cuts:
+            if not server.mode.before_truncation and sampling.truncates:
                 raise RolloutError(
-                    f"{server.shown_url} reports log-probs after truncation, and the rollout truncates; use "
+                    f"{server.safe_url} reports log-probs after truncation, and the rollout truncates; use "
                     "top_k=-1, top_p=1.0 and min_p=0.0 for training"
                 )
 
@@ -154,7 +156,7 @@ class ServerRollout(RemoteEngine):
             server.verified &= server.streams > 0
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
-        """Repairs the server of the error once for all its requests; another one may serve meanwhile."""
+        """Repairs the lost server; waits for it only if no other server is healthy."""
         if not isinstance(error, ServerLost):
             return
         server = error.server
@@ -163,7 +165,7 @@ class ServerRollout(RemoteEngine):
             await recovery
 
     def _recovery(self, server: HttpServer) -> asyncio.Future[None]:
-        """Returns the repair of a server, which goes on if the caller is cancelled."""
+        """Returns the repair task of a server, which continues if the caller is cancelled."""
         if server.recovery is None or server.recovery.done():
             server.recovery = asyncio.ensure_future(self._repair(server))
         return asyncio.shield(server.recovery)
@@ -173,10 +175,10 @@ class ServerRollout(RemoteEngine):
         for attempt in range(self.retries):
             await server.wait_until_healthy()
             try:
-                version = await self._noticed_version(server)
-                if self._update.under_way:  # the commit repairs it
+                version = await self._read_version(server)
+                if self._update.in_progress:  # the commit repairs it
                     self._stale.add(server)
-                elif version != self._expected:
+                elif version != self._expected_version:
                     await self._republish(server)
                 break
             except ServerLost as error:
@@ -184,48 +186,52 @@ class ServerRollout(RemoteEngine):
                     raise RolloutError(f"{error} again while it was repaired") from error
         server.healthy = True
 
-    async def _noticed_version(self, server: HttpServer) -> str | None:
-        """Returns a server's weight version, None before the first update. One that this engine did not
-        publish is that of a restart, after which no memory is released."""
-        version = None if self._expected is None else await server.weight_version()
+    async def _read_version(self, server: HttpServer) -> str | None:
+        """Returns the weight version of a server; None before the first update.
+
+        A version that this engine did not publish means a restart, after which no memory is released.
+        """
+        version = None if self._expected_version is None else await server.weight_version()
         if version is not None and not version.startswith(self._token):
             server.released = ()
         return version
 
     async def _republish(self, server: HttpServer) -> None:
-        """Gives a server the current weights again."""
+        """Publishes the current weights to a server again."""
         if self._folder.current is None:
             raise RolloutError(
-                f"{server.shown_url} has lost its weights, and no copy is kept here; set "
+                f"{server.safe_url} has lost its weights, and the engine has no copy; set "
                 "rollout.server.keep_weights=true"
             )
-        log.info("%s gets the weights of version %d again", server.shown_url, self.version)
-        assert self._expected is not None
-        await self._publish_folder(server, self._expected)
+        log.info("%s gets the weights of version %d again", server.safe_url, self.version)
+        assert self._expected_version is not None
+        await self._publish_folder(server, self._expected_version)
 
     # -- control --------------------------------------------------------------------------------
 
     async def _remote_pause(self) -> None:
-        await self._each(lambda server: server.pause())
+        await self._for_each_server(lambda server: server.pause())
 
     async def _remote_resume(self) -> None:
-        await self._each(lambda server: server.resume())
+        await self._for_each_server(lambda server: server.resume())
 
-    async def _each(self, work: Callable[[HttpServer], Coroutine[None, None, None]]) -> None:
-        """Does the work for every server; one that is lost is repaired, and the work done once more."""
+    async def _for_each_server(
+        self, call: Callable[[HttpServer], Coroutine[None, None, None]]
+    ) -> None:
+        """Calls a function for every server; repairs a lost server and calls it once more."""
 
-        async def tried(server: HttpServer) -> None:
+        async def call_with_repair(server: HttpServer) -> None:
             try:
-                await work(server)
+                await call(server)
             except ServerLost:
                 await self._recovery(server)
-                await work(server)
+                await call(server)
 
-        await self._all(tried(server) for server in self._servers)
+        await self._gather(call_with_repair(server) for server in self._servers)
 
-    async def _all(self, works: Iterable[Coroutine[None, None, None]]) -> None:
-        """Runs the works together; the first error is raised after all have ended."""
-        outcomes = await asyncio.gather(*works, return_exceptions=True)
+    async def _gather(self, calls: Iterable[Coroutine[None, None, None]]) -> None:
+        """Runs the calls concurrently; raises the first error after all have ended."""
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, ServerLost):
                 raise RolloutError(str(outcome)) from outcome
@@ -237,15 +243,15 @@ class ServerRollout(RemoteEngine):
             if server.recovery is not None and not server.recovery.done():
                 await self._recovery(server)
             server.refuse_updates()
-        await self._each(lambda server: self._resume_memory(server, ("weights",)))
+        await self._for_each_server(lambda server: self._resume_memory(server, ("weights",)))
         self._names.clear()
         self._stale.clear()
         self._folder.begin()
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for tensors in in_buckets(self._known(weights), self._bucket_bytes):
+        for tensors in in_buckets(self._check_names(weights), self._bucket_bytes):
             self._names |= set(tensors)
-            bucket = self._renamed(tensors)
+            bucket = self._to_checkpoint(tensors)
             if self._keeps_weights:
                 self._folder.add(bucket)
             if self._open_group is not None:
@@ -253,21 +259,21 @@ class ServerRollout(RemoteEngine):
             elif self._direct:
                 await self._submit(self._send_all(bucket))
 
-    def _known(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _check_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             refuse_unknown(name, tensor, self._parameters)
             yield name, tensor
 
     async def _broadcast(self, bucket: Mapping[str, Tensor]) -> None:
-        """Sends tensors through the group of this update; if it breaks, the commit publishes the copy."""
+        """Broadcasts tensors in the group of this update; if that fails, `commit` publishes the copy."""
         assert self._open_group is not None
         if self._stale:
             return
         try:
-            if self._group is None:
-                self._group = self._open_group()
-                await self._group.open()
-            await self._group.send(bucket)
+            if self._update_group is None:
+                self._update_group = self._open_group()
+                await self._update_group.open()
+            await self._update_group.send(bucket)
         except RolloutError as error:
             if not self._keeps_weights:
                 raise
@@ -283,26 +289,25 @@ class ServerRollout(RemoteEngine):
                     raise
                 self._stale.add(server)
 
-        await self._all(send(server) for server in self._servers if server not in self._stale)
+        await self._gather(send(server) for server in self._servers if server not in self._stale)
 
     async def _remote_commit(self, version: int, loaded: bool) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
+        if self._update_group is not None:
+            group, self._update_group = self._update_group, None
             await group.close()
         if loaded:
             self._refuse_incomplete()
             if self._keeps_weights:
                 self._folder.commit()
             expected = f"{self._token}-{version}"
-            await self._all(self._publish(server, expected) for server in self._servers)
-            self._expected, self._hollow = expected, False
-        else:  # the servers keep their version string, which names their weights
-            await self._fill()
+            await self._gather(self._publish(server, expected) for server in self._servers)
+            self._expected_version, self._weights_released = expected, False
+        else:  # the weights, and so the servers' version strings, do not change
+            await self._restore_weights()
 
     def _refuse_incomplete(self) -> None:
-        loaded = {
-            id(self._parameters[name]) for name in self._names
-        }  # tied weights have one tensor
+        # By id, because tied weights have two names and one tensor.
+        loaded = {id(self._parameters[name]) for name in self._names}
         missing = [name for name, tensor in self._parameters.items() if id(tensor) not in loaded]
         if missing:
             raise RolloutError(
@@ -311,7 +316,7 @@ class ServerRollout(RemoteEngine):
             )
 
     async def _publish(self, server: HttpServer, expected: str) -> None:
-        """Ends the update of one server; a lost server gets the whole weights once more."""
+        """Ends the update of one server; a lost server gets all weights once more."""
         try:
             if (self._direct or self._open_group) and server not in self._stale:
                 await server.end_update(expected)
@@ -322,7 +327,7 @@ class ServerRollout(RemoteEngine):
             if not self._keeps_weights:
                 raise
             await server.wait_until_healthy()
-            await self._noticed_version(server)
+            await self._read_version(server)
             await self._publish_folder(server, expected)
         server.weights, server.healthy = expected, True
 
@@ -338,42 +343,42 @@ class ServerRollout(RemoteEngine):
         server.weights = expected
 
     async def _remote_sleep(self) -> None:
-        """Frees the KV cache, and the weights too where a copy can restore them."""
-        if any(server.released or not server.frees_memory for server in self._servers):
+        """Frees the KV caches, and the weights if a copy can restore them."""
+        if any(server.released or not server.can_release_memory for server in self._servers):
             return
         tags = ["kv_cache"]
-        if self._expected and self._folder.current and not self.traits.adapters:
+        if self._expected_version and self._folder.current and not self.traits.adapters:
             tags.append("weights")
-        await self._each(lambda server: self._release_memory(server, tags))
+        await self._for_each_server(lambda server: self._release_memory(server, tags))
 
     async def _release_memory(self, server: HttpServer, tags: Sequence[str]) -> None:
-        if self._expected is None and not server.launched_here:
-            return  # its restart could not be noticed
+        if self._expected_version is None and not server.started_by_hone:
+            return  # a restart could not be detected
         if await server.release_memory(tags):
             server.released = tuple(tags)
-            self._hollow |= "weights" in tags
+            self._weights_released |= "weights" in tags
         else:
-            log.warning("%s serves other requests and keeps its memory", server.shown_url)
+            log.warning("%s serves other requests and keeps its memory", server.safe_url)
 
     async def _resume_memory(self, server: HttpServer, tags: Sequence[str]) -> None:
-        """Gives a server memory back; one that was restarted meanwhile has it, and would fail."""
+        """Allocates released memory again; a restarted server has it already and would fail."""
         if server.released:
-            await self._noticed_version(server)
-        if lacking := [tag for tag in server.released if tag in tags]:
-            await server.resume_memory(lacking)
+            await self._read_version(server)
+        if released := [tag for tag in server.released if tag in tags]:
+            await server.resume_memory(released)
             server.released = tuple(tag for tag in server.released if tag not in tags)
 
     async def _remote_wake_up(self) -> None:
-        async with self._waking:
-            await self._each(lambda server: self._resume_memory(server, server.released))
-            if not self._update.under_way:  # otherwise the commit brings the weights
-                await self._fill()
+        async with self._wake_lock:
+            await self._for_each_server(lambda server: self._resume_memory(server, server.released))
+            if not self._update.in_progress:  # otherwise `commit` publishes the weights
+                await self._restore_weights()
 
-    async def _fill(self) -> None:
-        """Publishes the current weights again if their memory came back without values."""
-        if self._hollow:
-            await self._each(self._republish)
-            self._hollow = False
+    async def _restore_weights(self) -> None:
+        """Publishes the current weights again if their memory was released."""
+        if self._weights_released:
+            await self._for_each_server(self._republish)
+            self._weights_released = False
 
     async def _remote_close(self) -> None:
         async def end(server: HttpServer) -> None:
@@ -385,6 +390,6 @@ class ServerRollout(RemoteEngine):
             await server.close()
 
         try:
-            await self._all(end(server) for server in self._servers)
+            await self._gather(end(server) for server in self._servers)
         finally:
             self._folder.close()

@@ -13,7 +13,7 @@ from hone.models.load import load_config, resolve_model_path
 from hone.models.lora import adapter_weights
 from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Sampling
-from hone.rollout.http_server import HttpServer, Limits
+from hone.rollout.http_server import HttpServer, Timeouts
 from hone.rollout.requests import RequestRules
 from hone.rollout.server import ServerRollout
 from hone.rollout.server_weights import (
@@ -22,8 +22,8 @@ from hone.rollout.server_weights import (
     checkpoint_tensors,
     meta_model,
 )
-from hone.rollout.sglang_adapters import all_take, lora_arguments, published_adapter
-from hone.rollout.sglang_process import LaunchedSGLang, launch_arguments
+from hone.rollout.sglang_adapters import all_accept, lora_server_arguments, published_adapter
+from hone.rollout.sglang_process import LaunchedSGLang, server_command
 from hone.rollout.sglang_server import SGLangServer
 from hone.rollout.vllm_openai import VLLMServer
 
@@ -36,27 +36,29 @@ if TYPE_CHECKING:
 def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running SGLang servers, or starts one."""
     server, adapter = spec.config.server, published_adapter(spec)
-    limits = Limits(server.max_start_wait_time, server.timeout)
+    timeouts = Timeouts(server.max_start_wait_time, server.timeout)
     if server.urls:
 
         def servers_of(spec: RolloutSpec) -> list[SGLangServer]:
-            urls = urls_of(spec)
-            return [SGLangServer(u, limits, server.api_key_env, eos_ids=spec.eos_ids) for u in urls]
+            return [
+                SGLangServer(url, timeouts, server.api_key_env, eos_ids=spec.eos_ids)
+                for url in urls_of(spec)
+            ]
 
-        # The first worker decides what all are sent, and so each asks the servers of all.
-        everyone = replace(spec, rank=0, world_size=1)
-        if adapter is not None and not run_coroutine(all_take(servers_of(everyone), adapter)):
+        # All workers get the same tensors, so each checks the servers of all workers.
+        all_workers = replace(spec, rank=0, world_size=1)
+        if adapter is not None and not run_coroutine(all_accept(servers_of(all_workers), adapter)):
             adapter = None
         return _engine(spec, servers_of(spec), adapter)
-    command, environment = launch_arguments(spec, adapter and lora_arguments(adapter))
+    command, environment = server_command(spec, adapter and lora_server_arguments(adapter))
     launched = LaunchedSGLang(
-        "", limits, eos_ids=spec.eos_ids, command=command, environment=environment
+        "", timeouts, eos_ids=spec.eos_ids, command=command, environment=environment
     )
     try:
         launched.launch()
         return _engine(spec, [launched], adapter)
     except BaseException:
-        launched.end()
+        launched.terminate()
         raise
 
 
@@ -64,39 +66,38 @@ def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running vLLM servers."""
     _refuse_experts(spec)
     server = spec.config.server
-    limits = Limits(server.max_start_wait_time, server.timeout)
+    timeouts = Timeouts(server.max_start_wait_time, server.timeout)
     tied = bool(load_config(spec.model_path).tie_word_embeddings)
     return _engine(
         spec,
         [
-            VLLMServer(url, limits, server.api_key_env, eos_ids=spec.eos_ids, tied=tied)
+            VLLMServer(url, timeouts, server.api_key_env, eos_ids=spec.eos_ids, tied=tied)
             for url in urls_of(spec)
         ],
     )
 
 
 def takes_updates(spec: RolloutSpec) -> bool:
-    """Whether an engine of this spec gets weights: those of training, or an adapter to generate with."""
+    """Whether an engine of this spec loads weights: of training, or of an adapter to generate with."""
     return isinstance(spec.config, RolloutConfig) or spec.current_weights is not None
 
 
 def _refuse_experts(spec: RolloutSpec) -> None:
-    """Raises for updates of a mixture of experts: no vLLM server was shown to take them."""
+    """Raises for updates of a mixture of experts, which are not tested with vLLM servers."""
     if takes_updates(spec) and routing_shape(load_config(spec.model_path)) is not None:
         raise RolloutError(
-            f"a running vLLM server takes no new weights of mixtures of experts, and {spec.model_path} is "
-            "one; use rollout.name=vllm without rollout.server.urls, or rollout.name=native"
+            "a running vLLM server cannot load new weights of a mixture of experts, and "
+            f"{spec.model_path} is one; use rollout.name=vllm without rollout.server.urls, or "
+            "rollout.name=native"
         )
 
 
 def urls_of(spec: RolloutSpec) -> list[str]:
-    """Returns the servers of this rank; no server has two ranks, because each rank updates its own."""
+    """Returns the servers of this rank; ranks share no server, because each updates its own."""
     urls = [url.rstrip("/").removesuffix("/v1") for url in spec.config.server.urls]
     for url in urls:
         if not url.startswith(("http://", "https://")):
-            raise RolloutError(
-                f"rollout.server.urls: {url!r} does not begin with http:// or https://"
-            )
+            raise RolloutError(f"rollout.server.urls: {url!r} must begin with http:// or https://")
     if len(urls) < spec.world_size:
         raise RolloutError(
             f"rollout.server.urls has {len(urls)} servers for {spec.world_size} rollout workers; give each "
@@ -115,8 +116,8 @@ def _group_of(spec: RolloutSpec, servers: Sequence[HttpServer]) -> Callable[[], 
 def _refuse_transfer(spec: RolloutSpec, servers: Sequence[HttpServer]) -> None:
     if spec.config.server.weights != "disk" and not isinstance(servers[0], SGLangServer):
         raise RolloutError(
-            f"rollout.server.weights={spec.config.server.weights} is SGLang's; a vLLM server loads weights "
-            "with rollout.server.weights=disk"
+            f"rollout.server.weights={spec.config.server.weights} needs SGLang; for vLLM servers use "
+            "rollout.server.weights=disk"
         )
 
 
@@ -126,21 +127,21 @@ def _engine(
     config = spec.config
     _refuse_transfer(spec, servers)
     path = resolve_model_path(spec.model_path)
-    bucket = 2**30
+    bucket_bytes = 2**30
     if isinstance(config, RolloutConfig):
-        bucket = config.checkpoint_engine.bucket_bytes
+        bucket_bytes = config.checkpoint_engine.bucket_bytes
     rules = RequestRules.of(load_config(path), spec.eos_ids, spec.tokenizer)
     if adapter is not None:
         for server in servers:
             assert isinstance(server, SGLangServer)
-            server.takes_adapters, server.shows_weights = True, False
+            server.takes_adapters, server.can_read_weights = True, False
         engine = ServerRollout(
             servers,
             rules,
             {name: tensor.to("meta") for name, tensor in adapter_weights(adapter)},
             AdapterFolder(config.server.weights_folder, adapter),
             adapters=True,
-            bucket_bytes=bucket,
+            bucket_bytes=bucket_bytes,
             max_attempts=config.server.max_attempts,
         )
     else:
@@ -152,13 +153,13 @@ def _engine(
             WeightFolder(config.server.weights_folder, path),
             direct=config.server.weights == "tensor",
             group=_group_of(spec, servers) if config.server.weights == "distributed" else None,
-            renamed=partial(checkpoint_tensors, lm),
+            to_checkpoint=partial(checkpoint_tensors, lm),
             keep_weights=config.server.keep_weights,
-            bucket_bytes=bucket,
+            bucket_bytes=bucket_bytes,
             max_attempts=config.server.max_attempts,
         )
     try:
-        run_coroutine(_begin(engine, spec))
+        run_coroutine(_connect(engine, spec))
         if isinstance(config, RolloutConfig) and config.calculate_log_probs:
             temperature = config.temperature if config.do_sample else 0.0
             engine.refuse_training(
@@ -170,10 +171,10 @@ def _engine(
     return engine
 
 
-async def _begin(engine: ServerRollout, spec: RolloutSpec) -> None:
-    """Connects; an adapter to generate with is in the current weights, not in the files of the servers."""
+async def _connect(engine: ServerRollout, spec: RolloutSpec) -> None:
+    """Connects to the servers, and loads an adapter to generate with, which is not in their files."""
     await engine.start()
-    # A trainer publishes before the first request.
+    # A trainer publishes its weights before the first request.
     if spec.current_weights is not None and not isinstance(spec.config, RolloutConfig):
         await engine.begin_update()
         await engine.load(spec.current_weights())

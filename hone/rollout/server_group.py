@@ -1,6 +1,6 @@
-"""A process group of trainer and SGLang servers, through which one update's weights are broadcast.
+"""The process group of the trainer and its SGLang servers, which broadcasts the weights of one update.
 
-Each update has a group of its own, so that a server that was restarted is a member again.
+Each update opens a new group, so that restarted servers are members again.
 """
 
 from __future__ import annotations
@@ -23,50 +23,52 @@ from hone.rollout.sglang_server import SGLangServer
 
 
 class UpdateGroup:
-    """Rank 0 is this process; every tensor-parallel rank of a server is one more."""
+    """A process group: rank 0 is this process, the other ranks are the servers' tensor-parallel ranks."""
 
     def __init__(self, servers: Sequence[SGLangServer], device: torch.device) -> None:
         self._servers, self._device = list(servers), device
         self._name = f"hone-{secrets.token_hex(8)}"
         self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._timeout = timedelta(seconds=servers[0].limits.call_s)
+        self._timeout = timedelta(seconds=servers[0].timeouts.call_timeout_s)
         self._store: TCPStore | None = None
         self._group: Any = None
 
     async def open(self) -> None:
         """Joins the group together with all servers."""
         host = _address_towards(self._servers[0].url)
-        listening = socket.create_server((host, 0))  # torch's default listens on every interface
+        listener = socket.create_server((host, 0))  # torch's default listens on every interface
         self._store = TCPStore(
             host,
-            listening.getsockname()[1],
+            listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
             timeout=self._timeout,
-            master_listen_fd=listening.detach(),
+            master_listen_fd=listener.detach(),
         )
-        world = 1 + sum(server.tensor_parallel for server in self._servers)
+        world_size = 1 + sum(server.tensor_parallel for server in self._servers)
         calls, offset = [], 1
         for server in self._servers:
             body = {
                 "master_address": host,
                 "master_port": self._store.port,
                 "rank_offset": offset,
-                "world_size": world,
+                "world_size": world_size,
                 "group_name": self._name,
                 "backend": self._backend,
             }
-            calls.append(server.succeeded("/init_weights_update_group", body))
+            calls.append(server.call_checked("/init_weights_update_group", body))
             offset += server.tensor_parallel
-        await self._together(asyncio.to_thread(self._join, world), *calls)
+        await self._gather(asyncio.to_thread(self._join, world_size), *calls)
 
-    def _join(self, world: int) -> None:
-        # The same keys as those of torch's own groups, which the servers use.
+    def _join(self, world_size: int) -> None:
+        # The servers use torch's own groups, so the keys in the store must be the same.
         assert self._store is not None
         store = PrefixStore(self._name, self._store)
         join: Any = distributed_c10d._new_process_group_helper
-        self._group, _ = join(world, 0, [], self._backend, store, self._name, timeout=self._timeout)
-        distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(world)}
+        self._group, _ = join(
+            world_size, 0, [], self._backend, store, self._name, timeout=self._timeout
+        )
+        distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 
     async def send(self, bucket: Mapping[str, Tensor]) -> None:
         """Broadcasts tensors to every server."""
@@ -79,16 +81,17 @@ class UpdateGroup:
             "flush_cache": False,
         }
         calls = [
-            server.succeeded("/update_weights_from_distributed", body) for server in self._servers
+            server.call_checked("/update_weights_from_distributed", body)
+            for server in self._servers
         ]
-        await self._together(asyncio.to_thread(self._broadcast, list(tensors.values())), *calls)
+        await self._gather(asyncio.to_thread(self._broadcast, list(tensors.values())), *calls)
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             self._group.broadcast(tensor, 0).wait()
 
     async def close(self) -> None:
-        """Leaves the group; a server that was lost has left it already."""
+        """Leaves the group; errors of lost servers are ignored."""
         body = {"group_name": self._name}
         calls = [server.call("/destroy_weights_update_group", body) for server in self._servers]
         await asyncio.gather(*calls, return_exceptions=True)
@@ -96,9 +99,9 @@ class UpdateGroup:
             distributed_c10d.destroy_process_group(self._group)
         self._group = self._store = None
 
-    async def _together(self, *works: Any) -> None:
-        """Waits for both sides; the first error of a server is the cause of the others."""
-        outcomes = await asyncio.gather(*works, return_exceptions=True)
+    async def _gather(self, *calls: Any) -> None:
+        """Waits for all calls; raises an error of a server rather than of this process, which it causes."""
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in reversed(outcomes):
             if isinstance(outcome, BaseException):
                 raise RolloutError(

@@ -1,4 +1,4 @@
-"""Which of several servers a request goes to: by trajectory, prefix and load."""
+"""Routes requests to servers by trajectory, prefix and load."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Sequence
 from hone.rollout.http_server import HttpServer
 from hone.rollout.requests import Request
 
-_PREFIX = 256
-"""Tokens of a prompt that make requests go to the same server."""
-_SLACK = 8
-"""Requests that a server may have more than the least loaded one before a prefix goes elsewhere."""
-_REMEMBERED = 8192
+_PREFIX_TOKENS = 256
+"""Requests with the same first tokens go to the same server."""
+_MAX_IMBALANCE = 8
+"""Requests that a server may have above the least loaded one before its prefixes go elsewhere."""
+_MAX_ROUTES = 8192
 
 
 class Router:
-    """Remembers the servers of recent trajectories and prefixes, whose KV cache they hold."""
+    """Routes recent trajectories and prefixes to the server whose KV cache has them."""
 
     def __init__(self, servers: Sequence[HttpServer]) -> None:
         self._servers = list(servers)
         self._server_of: OrderedDict[object, HttpServer] = OrderedDict()
 
     def route(self, request: Request) -> HttpServer:
-        """Returns the server of the trajectory, else of the prefix if it has room, else the least loaded."""
+        """Returns the trajectory's server, else its prefix's if not overloaded, else the least loaded."""
         healthy = [server for server in self._servers if server.healthy] or self._servers
         least = min(healthy, key=lambda server: server.streams)
-        trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX])
+        trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX_TOKENS])
         server = self._server_of.get(trajectory)
         if server not in healthy:
             server = self._server_of.get(prefix)
-            if server not in healthy or server.streams > least.streams + _SLACK:
+            if server not in healthy or server.streams > least.streams + _MAX_IMBALANCE:
                 server = least
         for key in (trajectory, prefix):
             self._server_of[key] = server
             self._server_of.move_to_end(key)
-        while len(self._server_of) > _REMEMBERED:
+        while len(self._server_of) > _MAX_ROUTES:
             self._server_of.popitem(last=False)
         return server

@@ -1,4 +1,4 @@
-"""New weights on their way to inference servers: a checkpoint folder, and the payload of a request."""
+"""New weights for inference servers: as a checkpoint folder, or as the payload of a request."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ _PREFIX = "hone-server-weights-"
 
 
 class WeightFolder:
-    """The last complete weights as a Hugging Face checkpoint, and those of the update under way."""
+    """The last complete weights as a Hugging Face checkpoint, and those of the current update."""
 
     def __init__(self, parent: str | None, model_path: str) -> None:
-        """`parent` is a folder that trainer and servers share; None is one in shared memory."""
-        self._made_here = parent is None
+        """`parent` is a folder that trainer and servers share; None: a new folder in shared memory."""
+        self._is_temporary = parent is None
         if parent is None:
             memory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
             _delete_abandoned(memory)
+            # Hidden from `_delete_abandoned` until it is locked.
             hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=memory))
-            self._lock = _locked(hidden)
+            self._lock = _lock_folder(hidden)
             self.root = hidden.rename(memory / hidden.name[1:])
         else:
             self.root = Path(parent).expanduser().absolute()
@@ -59,7 +60,7 @@ class WeightFolder:
         self._index = {}
 
     def add(self, bucket: Mapping[str, Tensor]) -> None:
-        assert self._next is not None, "begin() comes first"
+        assert self._next is not None, "call begin() first"
         name = f"model-{len(set(self._index.values())) + 1:05}.safetensors"
         self._save(
             {key: tensor.detach().cpu() for key, tensor in bucket.items()}, self._next / name
@@ -76,8 +77,8 @@ class WeightFolder:
             ) from error
 
     def commit(self) -> Path:
-        """Makes the update the current weights, and deletes those before it."""
-        assert self._next is not None, "begin() comes first"
+        """Makes the update the current weights, and deletes the previous ones."""
+        assert self._next is not None, "call begin() first"
         self._complete(self._next)
         if self.current is not None:
             shutil.rmtree(self.current, ignore_errors=True)
@@ -85,7 +86,7 @@ class WeightFolder:
         return self.current
 
     def _complete(self, folder: Path) -> None:
-        """Writes what a checkpoint has beside its tensors."""
+        """Writes the files of a checkpoint that are not tensors."""
         index = {"metadata": {}, "weight_map": self._index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         for file in self._model.glob("*.json"):
@@ -94,21 +95,21 @@ class WeightFolder:
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
         """Yields the current weights, one file at a time."""
-        assert self.current is not None, "commit() comes first"
+        assert self.current is not None, "call commit() first"
         for file in sorted(self.current.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
                 yield {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
 
     def sample(self, count: int) -> Iterator[tuple[str, Tensor]]:
-        """Yields some of the current weights, evenly spread."""
-        assert self.current is not None, "commit() comes first"
+        """Yields about `count` of the current weights, evenly spread by name."""
+        assert self.current is not None, "call commit() first"
         names = sorted(self._index)
         for name in names[:: max(1, len(names) // count)]:
             with safe_open(self.current / self._index[name], "pt") as tensors:
                 yield name, tensors.get_tensor(name)
 
     def close(self) -> None:
-        if self._made_here:
+        if self._is_temporary:
             shutil.rmtree(self.root, ignore_errors=True)
             self._lock.close()
         else:
@@ -118,7 +119,7 @@ class WeightFolder:
 
 
 class AdapterFolder(WeightFolder):
-    """The last complete LoRA adapter in PEFT's format, and that of the update under way."""
+    """The last complete LoRA adapter in PEFT's format, and that of the current update."""
 
     def __init__(self, parent: str | None, lm: PeftModel) -> None:
         super().__init__(parent, "")
@@ -134,12 +135,12 @@ class AdapterFolder(WeightFolder):
         self._config.save_pretrained(folder)
 
     def sample(self, count: int) -> Iterator[tuple[str, Tensor]]:
-        """Yields nothing: no server shows an adapter."""
+        """Yields nothing, because no server returns adapter weights."""
         return iter(())
 
 
 def in_buckets(weights: Weights, capacity: int) -> Iterator[dict[str, Tensor]]:
-    """Groups tensors into buckets of about `capacity` bytes; a larger tensor is a bucket of its own."""
+    """Yields tensors in buckets of about `capacity` bytes; a larger tensor is a bucket of its own."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
@@ -153,7 +154,7 @@ def in_buckets(weights: Weights, capacity: int) -> Iterator[dict[str, Tensor]]:
 
 
 def as_payload(bucket: Mapping[str, Tensor]) -> str:
-    """Serializes tensors for SGLang: CUDA tensors as IPC handles, others with their bytes."""
+    """Returns tensors serialized for SGLang: CUDA tensors as IPC handles, others by their bytes."""
     named = [(name, tensor.detach()) for name, tensor in bucket.items()]
     if all(tensor.is_cuda for _, tensor in named):
         buffer = io.BytesIO()
@@ -166,7 +167,7 @@ def as_payload(bucket: Mapping[str, Tensor]) -> str:
 
 
 def meta_model(model_path: str) -> PreTrainedModel:
-    """Returns a model without data, from its config alone."""
+    """Returns the model on the meta device."""
     from transformers import AutoModelForCausalLM
 
     from hone.models.load import load_config
@@ -176,20 +177,20 @@ def meta_model(model_path: str) -> PreTrainedModel:
 
 
 def meta_parameters(model_path: str) -> dict[str, Tensor]:
-    """Returns every parameter of a model by name, without data."""
+    """Returns every parameter of a model by name, on the meta device."""
     return dict(meta_model(model_path).named_parameters(remove_duplicate=False))
 
 
 def checkpoint_tensors(lm: PreTrainedModel, bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns parameters by the names of a checkpoint, where every expert has tensors of its own."""
+    """Returns parameters by their names in a checkpoint, where every expert has its own tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors: dict[str, Tensor] = revert_weight_conversion(lm, dict(bucket))
     return tensors
 
 
-def _locked(folder: Path) -> IO[bytes]:
-    """Locks a folder until the file is closed or this process ends; raises OSError if it is locked."""
+def _lock_folder(folder: Path) -> IO[bytes]:
+    """Returns a lock file, which locks until it is closed; raises OSError if the folder is locked."""
     file = (folder / "lock").open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,7 +201,7 @@ def _locked(folder: Path) -> IO[bytes]:
 
 
 def _delete_abandoned(memory: Path) -> None:
-    """Deletes folders of processes that were killed: their locks are free."""
+    """Deletes the folders of killed processes, whose locks are free."""
     for folder in memory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), _locked(folder):
+        with contextlib.suppress(OSError), _lock_folder(folder):
             shutil.rmtree(folder, ignore_errors=True)

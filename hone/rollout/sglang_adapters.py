@@ -1,4 +1,4 @@
-"""Whether SGLang gets a LoRA adapter alone, or merged weights, which every server takes."""
+"""Decides whether SGLang servers get a LoRA adapter or merged weights, which every server accepts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-"""Names that every SGLang with LoRA takes as `--lora-target-modules`."""
+"""Modules that every SGLang server with LoRA accepts in `--lora-target-modules`."""
 
 
 def published_adapter(spec: RolloutSpec) -> PeftModel | None:
-    """Returns the policy's PEFT model if SGLang can take its adapter alone, as a folder."""
+    """Returns the policy's PEFT model if SGLang can load its adapter from a folder."""
     config = spec.config
     replicas = config.engine_kwargs.sglang.get("dp_size", config.data_parallel_size)
     if not spec.adapters or config.server.weights != "disk" or replicas > 1:
@@ -36,11 +36,11 @@ def published_adapter(spec: RolloutSpec) -> PeftModel | None:
 
 
 def _targets(lm: PeftModel) -> set[str]:
-    """Returns the names of the adapter's modules, which PEFT may have as whole paths."""
+    """Returns the names of the adapter's modules without their paths."""
     return {name.rpartition(".")[2] for name in lm.peft_config[lm.active_adapter].target_modules}
 
 
-def lora_arguments(lm: PeftModel) -> Settings:
+def lora_server_arguments(lm: PeftModel) -> Settings:
     """Returns the server arguments that an adapter needs."""
     return {
         "enable_lora": True,
@@ -49,8 +49,8 @@ def lora_arguments(lm: PeftModel) -> Settings:
     }
 
 
-async def all_take(servers: Sequence[SGLangServer], lm: PeftModel) -> bool:
-    """Whether every running server takes this adapter, on the base of the model's files."""
+async def all_accept(servers: Sequence[SGLangServer], lm: PeftModel) -> bool:
+    """Whether every running server can load this adapter over the base weights of its files."""
     for server in servers:
         try:
             await server.wait_until_healthy()
@@ -60,19 +60,19 @@ async def all_take(servers: Sequence[SGLangServer], lm: PeftModel) -> bool:
         finally:
             await server.close()  # its connections belong to this event loop
         if reason := _refusal(info, str(version), lm):
-            log.info("%s %s: merged weights are published", server.shown_url, reason)
+            log.info("%s %s: merged weights are published", server.safe_url, reason)
             return False
     return True
 
 
 def _refusal(info: Event, version: str, lm: PeftModel) -> str | None:
-    """Returns why a server cannot take an adapter alone."""
+    """Returns why a server cannot load an adapter, or None."""
     rank, limit = lm.peft_config[lm.active_adapter].r, info.get("max_lora_rank") or 0
     targets = set(info.get("lora_target_modules") or ())
     if not info.get("enable_lora"):
         return "runs without --enable-lora"
     if (info.get("dp_size") or 1) > 1:
-        return "has replicas (--dp-size), which load no adapter"
+        return "has replicas (--dp-size), which cannot load adapters"
     if rank > limit:
         return f"has --max-lora-rank {limit}, and the adapter has rank {rank}"
     if "all" not in targets and (others := _targets(lm) - targets):

@@ -1,6 +1,6 @@
-"""An SGLang server that a rollout worker starts, watches, restarts and ends.
+"""An SGLang server in a child process of a rollout worker, which starts, restarts and ends it.
 
-A reaper ends it if the worker is killed.
+A reaper process ends the server if the worker is killed.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from hone.types import Settings
 
 log = logging.getLogger(__name__)
 
-_STARTS = 3
-"""Starts in a row of a process that does not become healthy."""
-_END_S = 10.0
+_MAX_STARTS = 3
+"""Consecutive starts of a process that does not become healthy."""
+_TERMINATE_TIMEOUT_S = 10.0
 _LOG_BYTES = 4096
-_OWN = ("model_path", "host", "port", "skip_tokenizer_init")
+_RESERVED_ARGUMENTS = ("model_path", "host", "port", "skip_tokenizer_init")
 """Server arguments that hone sets."""
 
 
 @dataclass(eq=False)
 class LaunchedSGLang(SGLangServer):
-    """A server in a child process with a process group of its own; it listens on this machine only."""
+    """A server in its own process group, which listens on loopback only."""
 
     command: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     starts: int = 0
-    """Starts since it was last healthy."""
+    """Starts since the server was last healthy."""
     _child: subprocess.Popen[bytes] | None = None
     _reaper: subprocess.Popen[bytes] | None = None
     _log: IO[bytes] | None = None
-    """Has no name, so that it goes with the last process that has it open."""
+    """An unnamed temporary file."""
 
-    launched_here = True
+    started_by_hone = True
 
     def launch(self) -> None:
         """Starts the process on a free port."""
-        self.end()
+        self.terminate()
         self.released = ()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -70,7 +70,7 @@ class LaunchedSGLang(SGLangServer):
                 start_new_session=True,
             )
         except OSError as error:
-            self.end()
+            self.terminate()
             raise RolloutError(
                 f"rollout.sglang.python={self.command[0]} does not run ({error})"
             ) from error
@@ -78,45 +78,42 @@ class LaunchedSGLang(SGLangServer):
 
     @property
     def pid(self) -> int:
-        assert self._child is not None, "launch() comes first"
+        assert self._child is not None, "call launch() first"
         return self._child.pid
 
-    def raise_if_ended(self) -> None:
-        """Starts a process that has ended again; raises after several starts in a row."""
+    def restart_if_ended(self) -> None:
+        """Restarts a process that has ended; raises after several starts in a row."""
         if self._child is None or self._child.poll() is None:
             return
-        last = self._last_lines()
-        if self.starts >= _STARTS:
+        if self.starts >= _MAX_STARTS:
             raise RolloutError(
                 f"SGLang ended {self.starts} times in a row while it started (exit status "
-                f"{self._child.returncode}); the end of its log: {last}"
+                f"{self._child.returncode}); the end of its log: {self._log_tail()}"
             )
-        log.warning(
-            "SGLang has ended (exit status %s) and is started again", self._child.returncode
-        )
+        log.warning("SGLang has ended (exit status %s) and is restarted", self._child.returncode)
         self.launch()
 
-    async def healthy_now(self) -> bool:
-        healthy = await super().healthy_now()
+    async def is_healthy(self) -> bool:
+        healthy = await super().is_healthy()
         if healthy:
             self.starts = 0
         return healthy
 
     async def close(self) -> None:
-        self.adapter = None  # it goes with the process
+        self.adapter = None  # it ends with the process, so it need not be unloaded
         await super().close()
-        self.end()
+        self.terminate()
 
-    def end(self) -> None:
-        """Ends the process group: asks it, and kills what is left at the deadline."""
+    def terminate(self) -> None:
+        """Ends the process group by SIGTERM, and by SIGKILL after the timeout."""
         if self._child is not None:
-            for number in (signal.SIGTERM, signal.SIGKILL):
+            for signal_number in (signal.SIGTERM, signal.SIGKILL):
                 try:
-                    os.killpg(self._child.pid, number)
+                    os.killpg(self._child.pid, signal_number)
                 except ProcessLookupError:
                     break
-                deadline = time.monotonic() + _END_S
-                while number == signal.SIGTERM and time.monotonic() < deadline:
+                deadline = time.monotonic() + _TERMINATE_TIMEOUT_S
+                while signal_number == signal.SIGTERM and time.monotonic() < deadline:
                     if self._child.poll() is not None:
                         break
                     time.sleep(0.05)
@@ -130,7 +127,8 @@ class LaunchedSGLang(SGLangServer):
             self._log.close()
             self._log = None
 
-    def _last_lines(self) -> str:
+    def _log_tail(self) -> str:
+        """Returns the last three lines of the log."""
         assert self._log is not None
         file = self._log.fileno()
         end = os.pread(file, _LOG_BYTES, max(0, os.fstat(file).st_size - _LOG_BYTES))
@@ -138,14 +136,16 @@ class LaunchedSGLang(SGLangServer):
         return " / ".join(line.strip() for line in lines[-3:])
 
 
-def launch_arguments(
-    spec: RolloutSpec, more: Settings | None = None
+def server_command(
+    spec: RolloutSpec, extra_arguments: Settings | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command of SGLang's server and its environment."""
     config = spec.config
-    own = {name for name in _OWN if name in config.engine_kwargs.sglang}
-    if own:
-        raise RolloutError(f"rollout.engine_kwargs.sglang.{min(own)} is set by hone; leave it out")
+    reserved = {name for name in _RESERVED_ARGUMENTS if name in config.engine_kwargs.sglang}
+    if reserved:
+        raise RolloutError(
+            f"rollout.engine_kwargs.sglang.{min(reserved)} is set by hone; leave it out"
+        )
     arguments: Settings = {
         "model_path": spec.model_path,
         "skip_tokenizer_init": True,
@@ -161,7 +161,7 @@ def launch_arguments(
         "max_running_requests": config.max_num_seqs,
         "disable_cuda_graph": config.enforce_eager,
         "disable_radix_cache": not config.enable_prefix_caching,
-        **(more or {}),
+        **(extra_arguments or {}),
         **config.engine_kwargs.sglang,
     }
     command = [config.sglang.python or sys.executable, "-m", "sglang.launch_server"]

@@ -1,9 +1,9 @@
-"""vLLM as a rollout engine (`rollout.name=vllm`): processes of their own, in an interpreter of their own.
+"""vLLM as a rollout engine (`rollout.name=vllm`), in processes with their own Python interpreter.
 
-Requests go to one of `data_parallel_size` processes by trajectory, prefix and load. Weights go through a
-bucket in a memory file or, on a GPU, in its memory (CUDA IPC); a worker of vLLM that is on another machine
-gets it from the first one. A process that dies is started again with the current weights, and its requests
-continue from the tokens that they have.
+Requests go to one of `data_parallel_size` processes by trajectory, prompt and load. Weights are sent in
+buckets of shared memory: a memory file, or GPU memory by CUDA IPC. vLLM's first worker broadcasts them to
+workers on other machines. A process that dies is restarted with the current weights, and its requests
+continue after the tokens received so far.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
-from hone.rollout.vllm_buckets import buckets
+from hone.rollout.vllm_buckets import fill_buckets
 from hone.rollout.vllm_experts import by_expert
 from hone.rollout.vllm_process import EngineProcess
 from hone.rollout.weights import refuse_unknown
@@ -37,21 +37,21 @@ from hone.types import Row
 log = logging.getLogger(__name__)
 
 Weights = Iterable[tuple[str, Tensor]]
-_COOLEST = 0.01
+_MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
-_STARTS = 3
-"""Starts in a row of a process that samples no token."""
-_REMEMBERED = 4096
-"""Trajectories and prompts whose process is remembered."""
-_SLACK = 8
-"""Requests that a process may have more than the least loaded one before a prefix goes elsewhere."""
+_MAX_STARTS = 3
+"""Consecutive starts of a process that samples no token."""
+_MAX_ROUTES = 4096
+"""Recent trajectories and prompts whose process is stored."""
+_MAX_IMBALANCE = 8
+"""Requests that a process may have above the least loaded one before its prompts go elsewhere."""
 
 
 class VLLMRollout(RemoteEngine):
     """A `RolloutEngine` over vLLM processes."""
 
     name = "vllm"
-    retries = 2**31  # `_revive` counts the starts without a token
+    retries = 2**31  # `_restart` counts the starts without a token
 
     def __init__(
         self,
@@ -63,43 +63,45 @@ class VLLMRollout(RemoteEngine):
         device: torch.device,
         current_weights: Callable[[], Weights] | None = None,
     ) -> None:
-        """`parameters` are the model's by name, of any device. Without `current_weights`, a copy of the
-        weights stays in host memory, for processes that start again."""
+        """`parameters` are those of the model by name. Without `current_weights`, the engine keeps a copy of
+        the weights in host memory for restarted processes."""
         self.traits = Traits(decodes_with_module=False, batch_invariant=device.type == "cpu")
         self._processes, self._device = list(processes), device
         self._parameters = parameters
-        first = {id(p): name for name, p in reversed(list(parameters.items()))}
-        self._required = set(first.values())  # a tied head comes once
+        name_of = {id(p): name for name, p in reversed(list(parameters.items()))}
+        self._required = set(name_of.values())  # tied parameters have one name
         self._bucket_bytes = bucket_bytes
         self._current_weights = current_weights
         self._host_copy: dict[str, Tensor] = {}
-        self._updated = False  # whether any update has ended; before, the model's files are current
+        self._updated = (
+            False  # whether an update has ended; before, the weights are those of the files
+        )
         self._names: set[str] = set()  # of the current update
         self._closing = False
-        self._slept: int | None = None  # level of the current sleep
+        self._current_sleep_level: int | None = None  # level of the current sleep
         self._keys = count()
         self._process_of: OrderedDict[object, int] = OrderedDict()
         self._requests_of = [0] * len(self._processes)
-        self._reviving, self._waking = asyncio.Lock(), asyncio.Lock()
+        self._restart_lock, self._wake_lock = asyncio.Lock(), asyncio.Lock()
         super().__init__(rules)
 
     async def start(self) -> None:
-        """Starts the processes; returns when all can decode."""
+        """Starts the processes and waits until all can decode."""
         await self._submit(self._start())
 
     async def _start(self) -> None:
         try:
             await asyncio.gather(*(process.start() for process in self._processes))
-        except ConnectionLost as died:
-            raise RolloutError(f"vLLM did not start: {died}") from died
+        except ConnectionLost as error:
+            raise RolloutError(f"vLLM did not start: {error}") from error
         for process in self._processes:
             process.serving = process.alive  # one may have died while another started
-            await self._revive(process)
+            await self._restart(process)
 
-    def _refuse(self, sampling: Sampling, request_id: str) -> None:
-        if 0 < sampling.temperature < _COOLEST:
+    def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
+        if 0 < sampling.temperature < _MIN_TEMPERATURE:
             raise RolloutError(
-                f"request {request_id}: vLLM samples at temperature {_COOLEST} or above, not at "
+                f"request {request_id}: vLLM samples at temperature {_MIN_TEMPERATURE} or above, not at "
                 f"{sampling.temperature}; 0 is greedy"
             )
 
@@ -108,7 +110,7 @@ class VLLMRollout(RemoteEngine):
     async def _remote_stream(
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
-        if self._slept is not None:
+        if self._current_sleep_level is not None:
             await self._remote_wake_up()
         process = self._processes[self._route(request)]
         key = str(next(self._keys))
@@ -116,7 +118,7 @@ class VLLMRollout(RemoteEngine):
         finished = False
         try:
             prompt = request.prompt_ids + request.token_ids
-            process.send("add", key=key, prompt=prompt, sampling=self._parameters_of(sampling))
+            process.send("add", key=key, prompt=prompt, sampling=self._sampling_params(sampling))
             while not finished:
                 item = await queue.get()
                 try:
@@ -131,61 +133,62 @@ class VLLMRollout(RemoteEngine):
             if not finished:
                 process.send("abort", keys=[key])
 
-    def _parameters_of(self, sampling: Sampling) -> Row:
-        ends = () if sampling.ignore_eos else self._rules.eos_ids
+    def _sampling_params(self, sampling: Sampling) -> Row:
+        """Returns the arguments of vLLM's SamplingParams."""
+        eos_ids = () if sampling.ignore_eos else self._rules.eos_ids
         return {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
-            # A seed of vLLM's own makes a generator, which on a CPU fails when a prefill is split.
+            # vLLM's own seed creates a generator, which on a CPU fails with chunked prefill.
             "extra_args": {"hone_seed": sampling.seed},
-            "stop_token_ids": [*ends, *sampling.stop_token_ids],
+            "stop_token_ids": [*eos_ids, *sampling.stop_token_ids],
         }
 
     def _route(self, request: Request) -> int:
-        """Returns the process of a request: that of its trajectory, else that of its prompt unless it is
-        much busier than others, else the least loaded one, of equals that with the fewest requests so far."""
+        """Returns the process of the trajectory, else of the prompt if not overloaded, else the least loaded
+        one; of equally loaded ones that with the fewest requests so far."""
         loads = [process.load for process in self._processes]
         prompt = hash(tuple(request.prompt_ids))
         least = min(range(len(loads)), key=lambda index: (loads[index], self._requests_of[index]))
         index = self._process_of.get(request.request_id)
         if index is None:
             index = self._process_of.get(prompt, least)
-            if loads[index] > loads[least] + _SLACK:
+            if loads[index] > loads[least] + _MAX_IMBALANCE:
                 index = least
         self._requests_of[index] += 1
         for key in (request.request_id, prompt):
             self._process_of[key] = index
             self._process_of.move_to_end(key)
-        while len(self._process_of) > _REMEMBERED:
+        while len(self._process_of) > _MAX_ROUTES:
             self._process_of.popitem(last=False)
         return index
 
     # -- control --------------------------------------------------------------------------------
 
     async def _pause(self, keep: bool) -> None:
-        """With `keep`, requests stay in vLLM, and go on there."""
+        """Pauses; with `keep`, requests stay in vLLM and continue there."""
         if not keep:
             await super()._pause(keep)
             return
         self._raise_failure()
-        self._open.clear()
+        self._not_paused.clear()
         self._paused = True
         await self._remote_pause()
 
     async def _remote_pause(self) -> None:
         await self._call_all("pause")
         for process in self._processes:
-            await process.delivered()
+            await process.wait_until_delivered()
 
     async def _remote_resume(self) -> None:
-        async with self._reviving:  # a process that starts meanwhile would stay paused
+        async with self._restart_lock:  # a process that restarts meanwhile would stay paused
             await self._call_all("resume")
 
     async def _call_all(self, verb: str, **arguments: object) -> None:
-        """Runs a command in every process; a dead one gets its state when it starts again."""
+        """Runs a command in every live process; a restart gives a dead one the current state."""
         calls = [p.call(verb, **arguments) for p in self._processes if p.alive]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ConnectionLost):
@@ -193,83 +196,87 @@ class VLLMRollout(RemoteEngine):
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
         for process in self._processes:
-            # A request that ends meanwhile does not end the start that the others wait for.
-            starting = asyncio.ensure_future(self._revive(process))
-            starting.add_done_callback(lambda task: task.cancelled() or task.exception())
-            await asyncio.shield(starting)
+            # Shielded, because other requests wait for the same restart.
+            restart = asyncio.ensure_future(self._restart(process))
+            restart.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.shield(restart)
 
-    async def _revive(self, process: EngineProcess) -> None:
-        """Starts a dead process with the current weights; within an update, `commit` loads them."""
-        async with self._reviving:
+    async def _restart(self, process: EngineProcess) -> None:
+        """Restarts a dead process with the current weights; during an update, `commit` loads them."""
+        async with self._restart_lock:
             while not process.serving:
                 if self._closing:
                     raise RolloutError("the engine was closed while this request waited")
-                if process.starts_without_tokens >= _STARTS:
+                if process.starts_without_tokens >= _MAX_STARTS:
                     raise RolloutError(
-                        f"vLLM ended {_STARTS} times without a token; the log has its last errors"
+                        f"vLLM ended {_MAX_STARTS} times without a token; the log has its last errors"
                     )
-                log.warning("vLLM has ended; it is started again with the current weights")
+                log.warning("vLLM has ended and is restarted with the current weights")
                 try:
                     await process.start()
                     if self._paused:
                         await process.call("pause")
-                    process.stale, process.missed = True, self._update.under_way
-                    if not self._update.under_way:
+                    process.stale, process.missed_bucket = True, self._update.in_progress
+                    if not self._update.in_progress:
                         await self._restore(process)
                     process.serving = process.alive
-                except ConnectionLost as died:
-                    log.warning("%s", died)
+                except ConnectionLost as error:
+                    log.warning("%s", error)
 
     async def _restore(self, process: EngineProcess) -> None:
         """Loads the current weights into a process that does not have them."""
         if self._updated:
             process.loading = False
-            for bucket in self._buckets(self._current()):
+            for bucket in self._buckets(self._published_weights()):
                 await self._load_bucket(bucket, [process])
             await process.call("finish")
-        process.stale = process.missed = process.loading = False
+        process.stale = process.missed_bucket = process.loading = False
 
-    def _current(self) -> Weights:
+    def _published_weights(self) -> Weights:
         return self._current_weights() if self._current_weights else self._host_copy.items()
 
     async def _remote_sleep(self) -> None:
-        """Frees GPU memory; the weights too where waking can restore them. A CPU's memory stays."""
-        self._slept, began, used = self._sleep_level(), time.monotonic(), self._used_gib()
-        await self._call_all("sleep", level=self._slept)
+        """Frees GPU memory, also of the weights if `wake_up` can restore them."""
+        self._current_sleep_level = self._choose_sleep_level()
+        start, used_before = time.monotonic(), self._gpu_memory_used_gib()
+        await self._call_all("sleep", level=self._current_sleep_level)
         log.info(
-            "vLLM sleeps at level %d after %.2f s: the GPU has %.1f of %.1f GiB in use",
-            *(self._slept, time.monotonic() - began, self._used_gib(), used),
+            "vLLM sleeps at level %d after %.2f s: %.1f GiB of the GPU in use, %.1f GiB before",
+            self._current_sleep_level,
+            time.monotonic() - start,
+            self._gpu_memory_used_gib(),
+            used_before,
         )
         for process in self._processes:
-            process.stale |= self._slept == 2
-        self._updated |= self._slept == 2
+            process.stale |= self._current_sleep_level == 2
+        self._updated |= self._current_sleep_level == 2
 
-    def _used_gib(self) -> float:
-        """Returns the memory in use on the GPU, by all processes."""
+    def _gpu_memory_used_gib(self) -> float:
+        """Returns the GPU memory in use by all processes."""
         if not torch.cuda.is_available():
             return 0.0
         free, total = torch.cuda.mem_get_info(self._device)
         return (total - free) / 2**30
 
-    def _sleep_level(self) -> int:
+    def _choose_sleep_level(self) -> int:
         if self._device.type != "cuda":
             return 0
         return 2 if self._updated or self._current_weights else 1
 
     async def _remote_wake_up(self) -> None:
-        async with self._waking:
-            if self._slept:
+        async with self._wake_lock:
+            if self._current_sleep_level:
                 await self._call_all("wake_up")
             for process in self._processes:
                 while True:
-                    await self._revive(process)
-                    if not process.stale or self._update.under_way:
+                    await self._restart(process)
+                    if not process.stale or self._update.in_progress:
                         break
                     try:
                         await self._restore(process)
-                    except ConnectionLost as died:
-                        log.warning("%s", died)
-            self._slept = None
+                    except ConnectionLost as error:
+                        log.warning("%s", error)
+            self._current_sleep_level = None
 
     async def _close(self) -> None:
         self._closing = True
@@ -277,7 +284,7 @@ class VLLMRollout(RemoteEngine):
 
     async def _remote_close(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))
-        async with self._reviving:  # a start that was under way has failed now
+        async with self._restart_lock:  # waits for a running restart, which fails now
             pass
 
     # -- weights --------------------------------------------------------------------------------
@@ -286,16 +293,16 @@ class VLLMRollout(RemoteEngine):
         await self._remote_wake_up()
         self._names = set()
         for process in self._processes:
-            process.loading = process.missed = False
+            process.loading = process.missed_bucket = False
 
     async def _load(self, weights: Weights) -> None:
-        for bucket in self._buckets(self._checked(weights)):
+        for bucket in self._buckets(self._check_names(weights)):
             await self._submit(self._load_bucket(bucket, self._processes))
 
     def _buckets(self, weights: Weights) -> Iterator[Row]:
-        return buckets(by_expert(weights), self._device, self._bucket_bytes)
+        return fill_buckets(by_expert(weights), self._device, self._bucket_bytes)
 
-    def _checked(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def _check_names(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             refuse_unknown(name, tensor, self._parameters)
             self._names.add(name)
@@ -304,7 +311,7 @@ class VLLMRollout(RemoteEngine):
             yield name, tensor
 
     async def _load_bucket(self, bucket: Row, processes: Sequence[EngineProcess]) -> None:
-        """Loads one bucket; `commit` loads all of them into a process that dies meanwhile."""
+        """Loads one bucket; if a process dies meanwhile, `commit` loads all buckets into it."""
 
         async def load(process: EngineProcess) -> None:
             first, process.loading = not process.loading, True
@@ -314,8 +321,8 @@ class VLLMRollout(RemoteEngine):
         results = await asyncio.gather(*map(load, live), return_exceptions=True)
         for process, result in zip(live, results, strict=True):
             if isinstance(result, ConnectionLost):
-                process.missed = True
-                if len(processes) == 1 and not self._update.under_way:
+                process.missed_bucket = True
+                if len(processes) == 1 and not self._update.in_progress:
                     raise result
             elif isinstance(result, BaseException):
                 raise result
@@ -323,19 +330,19 @@ class VLLMRollout(RemoteEngine):
     async def _remote_commit(self, version: int, loaded: bool) -> None:
         if loaded and (missing := sorted(self._required - self._names)):
             raise RolloutError(
-                f"the update has {len(self._names)} tensors and lacks {len(missing)}, the first "
-                f"{missing[0]!r}; vLLM takes all of them"
+                f"the update has {len(self._names)} tensors but lacks {len(missing)}, the first "
+                f"{missing[0]!r}; vLLM needs all of them"
             )
         self._updated |= loaded
-        # One may die while another commits, and then start again without the new weights.
-        while late := [p for p in self._processes if p.lacks_update]:
-            for process in late:
-                await self._revive(process)
+        # Repeated, because a process may die while another commits.
+        while outdated := [p for p in self._processes if p.lacks_update]:
+            for process in outdated:
+                await self._restart(process)
                 try:
-                    if process.loading and not process.missed:
+                    if process.loading and not process.missed_bucket:
                         await process.call("finish")
                         process.stale = process.loading = False
-                    elif process.stale or process.missed:
+                    elif process.stale or process.missed_bucket:
                         await self._restore(process)
-                except ConnectionLost as died:
-                    log.warning("%s", died)
+                except ConnectionLost as error:
+                    log.warning("%s", error)

@@ -1,19 +1,17 @@
-"""vLLM with LoRA adapters: an update is the adapter's tensors, and the base stays as in the model's files."""
+"""vLLM with a LoRA adapter: updates load only the adapter, over the base weights of the model's files."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from hone.models.lora import adapter_weights, is_plain_lora
 from hone.rollout.requests import RequestRules
+from hone.rollout.server_weights import AdapterFolder
 from hone.rollout.vllm import VLLMRollout, Weights
 from hone.rollout.vllm_process import EngineProcess
 from hone.types import Row
@@ -26,7 +24,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def engine_arguments(lm: PeftModel) -> Row | None:
-    """Returns what `vllm.LLM` needs for an adapter; None for one that vLLM cannot take."""
+    """Returns the arguments of `vllm.LLM` for an adapter; None if vLLM does not support it."""
     rank = lm.peft_config[lm.active_adapter].r
     if rank > _RANKS[-1] or not is_plain_lora(lm):
         return None
@@ -38,7 +36,7 @@ def engine_arguments(lm: PeftModel) -> Row | None:
 
 
 class AdapterVLLM(VLLMRollout):
-    """Every request uses the adapter of the last update, which a folder in memory holds."""
+    """A `VLLMRollout` whose requests use the adapter of the last update, stored in a folder in memory."""
 
     def __init__(
         self,
@@ -51,40 +49,32 @@ class AdapterVLLM(VLLMRollout):
         parameters = {name: tensor.to("meta") for name, tensor in adapter_weights(lm)}
         super().__init__(processes, rules, parameters, bucket_bytes=0, device=device)
         self.traits = replace(self.traits, adapters=True)
-        self._config = lm.peft_config[lm.active_adapter]
-        self._infix = f".{lm.active_adapter}."
-        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self._folder = tempfile.TemporaryDirectory(prefix="hone-adapter-", dir=shared)
+        self._folder = AdapterFolder(None, lm)
 
     async def _load(self, weights: Weights) -> None:
-        for _ in self._checked(weights):
+        for _ in self._check_names(weights):
             pass
 
     async def _remote_commit(self, version: int, loaded: bool) -> None:
         if loaded:
-            await asyncio.to_thread(self._write)
+            await asyncio.to_thread(self._write_folder)
             for process in self._processes:
                 process.stale = True
         await super()._remote_commit(version, loaded)
 
-    def _write(self) -> None:
-        from safetensors.torch import save_file
-
-        self._config.save_pretrained(self._folder.name)
-        tensors = {
-            name.replace(self._infix, "."): tensor.contiguous()
-            for name, tensor in self._host_copy.items()
-        }
-        save_file(tensors, Path(self._folder.name) / "adapter_model.safetensors")
+    def _write_folder(self) -> None:
+        self._folder.begin()
+        self._folder.add(self._host_copy)
+        self._folder.commit()
 
     async def _restore(self, process: EngineProcess) -> None:
         if self._updated:
-            await process.call("adapter", folder=self._folder.name)
-        process.stale = process.missed = process.loading = False
+            await process.call("adapter", folder=str(self._folder.current))
+        process.stale = process.missed_bucket = process.loading = False
 
-    def _sleep_level(self) -> int:
+    def _choose_sleep_level(self) -> int:
         return int(self._device.type == "cuda")
 
     async def _remote_close(self) -> None:
         await super()._remote_close()
-        self._folder.cleanup()
+        self._folder.close()

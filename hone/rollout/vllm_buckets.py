@@ -1,4 +1,4 @@
-"""Buckets of weights in memory that vLLM's workers can open: a memory file, or GPU memory by CUDA IPC."""
+"""Buckets of weights in memory that vLLM's workers can open: a memory file, or GPU memory (CUDA IPC)."""
 
 from __future__ import annotations
 
@@ -10,62 +10,56 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hone.rollout.server_weights import in_buckets
 from hone.types import Row
 
 _ALIGNMENT = 64
 
 
-def buckets(
+def fill_buckets(
     weights: Iterable[tuple[str, Tensor]], device: torch.device, bucket_bytes: int
 ) -> Iterator[Row]:
-    """Fills one bucket after the other, in the same memory; a tensor may exceed `bucket_bytes`."""
+    """Yields the descriptions of buckets that are filled one after the other, in the same memory."""
     window = _Window(device)
     try:
-        tensors: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, tensor in weights:
-            if tensors and size + tensor.nbytes > bucket_bytes:
-                yield window.filled(tensors)
-                tensors, size = [], 0
-            tensors.append((name, tensor.detach()))
-            size += _aligned(tensor)
-        if tensors:
-            yield window.filled(tensors)
+        for bucket in in_buckets(weights, bucket_bytes):
+            yield window.fill(list(bucket.items()))
     finally:
         window.close()
 
 
-def _aligned(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor in a bucket."""
+def _aligned_bytes(tensor: Tensor) -> int:
+    """Returns the size of a tensor in a bucket."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class _Window:
+    """The memory of the buckets."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._descriptor = -1 if device.type == "cuda" else os.memfd_create("hone-vllm")
         self._memory: Tensor | None = None
 
-    def filled(self, tensors: Sequence[tuple[str, Tensor]]) -> Row:
-        """Copies tensors into the memory; returns what a worker needs to read them."""
-        memory = self._reserve(sum(_aligned(tensor) for _, tensor in tensors))
+    def fill(self, tensors: Sequence[tuple[str, Tensor]]) -> Row:
+        """Copies tensors into the memory; returns the arguments of `BucketInfo` in vllm_worker.py."""
+        memory = self._reserve(sum(_aligned_bytes(tensor) for _, tensor in tensors))
         entries, offset = [], 0
         for name, tensor in tensors:
-            content = tensor.contiguous().reshape(-1).view(torch.uint8)
-            memory[offset : offset + len(content)].copy_(content)
-            kind = str(tensor.dtype).removeprefix("torch.")
-            entries.append((name, kind, list(tensor.shape), offset))
-            offset += _aligned(tensor)
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            memory[offset : offset + len(data)].copy_(data)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries.append((name, dtype, list(tensor.shape), offset))
+            offset += _aligned_bytes(tensor)
         bucket: Row = {"tensors": entries, "size": len(memory)}
         if self._device.type != "cuda":
             return bucket | {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}"}
         torch.cuda.synchronize(self._device)
-        shared = memory.untyped_storage()._share_cuda_()
-        parts = [
+        handle = [
             {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
-            for part in shared
+            for part in memory.untyped_storage()._share_cuda_()
         ]
-        return bucket | {"cuda": parts}
+        return bucket | {"cuda": handle}
 
     def _reserve(self, size: int) -> Tensor:
         if self._memory is None or len(self._memory) < size:

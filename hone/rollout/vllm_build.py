@@ -1,4 +1,4 @@
-"""Builds the vLLM engine of a rollout spec: interpreter, arguments of `vllm.LLM`, devices and environment."""
+"""Builds the vLLM engine: interpreter, arguments of `vllm.LLM`, devices and environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INSTALL = (
     "install it with `pip install 'hone-rl[vllm]'`, or build an interpreter that has it with "
     "`make setup-vllm` and set rollout.vllm.python=.venv-vllm/bin/python"
 )
-_OWN = {
+_RESERVED_ARGUMENTS = {
     "model": "actor_rollout_ref.model.path",
     "dtype": "the dtype of the actor",
     "logprobs_mode": "the log-probs of the contract",
@@ -42,7 +42,7 @@ _OWN = {
     "async_scheduling": "exact weight versions",
     "data_parallel_size": "rollout.data_parallel_size",
 }
-"""Arguments of `vllm.LLM` that hone sets, and what decides them."""
+"""Arguments of `vllm.LLM` that hone sets, and what determines them."""
 
 
 @functools.cache
@@ -72,21 +72,22 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
     experts = routing_shape(model) is not None
     if experts and takes_updates(spec) and model.model_type not in EXPERT_FAMILIES:
         raise RolloutError(
-            f"rollout.name=vllm takes new weights of {', '.join(sorted(EXPERT_FAMILIES))} among mixtures of "
+            f"rollout.name=vllm loads new weights of {', '.join(sorted(EXPERT_FAMILIES))} among mixtures of "
             f"experts, and {spec.model_path} is {model.model_type}; use rollout.name=native"
         )
     rules = RequestRules.of(model, spec.eos_ids, spec.tokenizer)
     lm = None if experts else _published_adapters(spec)
-    more = (engine_arguments(lm) if lm is not None else None) or {}
+    lora_arguments = (engine_arguments(lm) if lm is not None else None) or {}
     launches = [
-        launch(spec, rules.max_positions, i, more) for i in range(config.data_parallel_size)
+        make_launch(spec, rules.max_positions, i, lora_arguments)
+        for i in range(config.data_parallel_size)
     ]
     bucket_bytes = 2**30
     if isinstance(config, RolloutConfig):
         bucket_bytes = config.checkpoint_engine.bucket_bytes
     names = ["vLLM"] if len(launches) == 1 else [f"vLLM {i}" for i in range(len(launches))]
-    processes = [EngineProcess(one, name) for one, name in zip(launches, names, strict=True)]
-    if lm is not None and more:
+    processes = [EngineProcess(*pair) for pair in zip(launches, names, strict=True)]
+    if lm is not None and lora_arguments:
         engine: VLLMRollout = AdapterVLLM(processes, rules, lm, device=spec.device)
     else:
         engine = VLLMRollout(
@@ -98,15 +99,15 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
             current_weights=spec.current_weights,
         )
     try:
-        run_coroutine(_begin(engine, spec))
+        run_coroutine(_start(engine, spec))
     except BaseException:
         run_coroutine(engine.close())
         raise
     return engine
 
 
-async def _begin(engine: VLLMRollout, spec: RolloutSpec) -> None:
-    """Starts the processes; merged adapters and changed configs are in the weights, not in the files."""
+async def _start(engine: VLLMRollout, spec: RolloutSpec) -> None:
+    """Starts the processes and loads the current weights, which may differ from the model's files."""
     await engine.start()
     if spec.current_weights is not None and not engine.traits.adapters:
         await engine.begin_update()
@@ -115,11 +116,11 @@ async def _begin(engine: VLLMRollout, spec: RolloutSpec) -> None:
 
 
 def _published_adapters(spec: RolloutSpec) -> Any:
-    """Returns the policy's PEFT model if its adapters are published alone.
+    """Returns the policy's PEFT model if only its adapters are published.
 
-    On a GPU that the actor shares, vLLM gives its weights back while the actor trains, and all of them
-    are published on waking: merged ones then need no second computation per layer. Adapters are files on
-    this machine, which workers on another one would not find.
+    On a GPU shared with the actor, vLLM frees its weights while the actor trains, and all weights are
+    published on waking: then merged weights decode faster. Adapters are files on this machine, which
+    workers on another machine cannot read.
     """
     config = spec.config
     if config.vllm.weights == "distributed":
@@ -130,29 +131,29 @@ def _published_adapters(spec: RolloutSpec) -> Any:
     return spec.load_policy().lm if spec.adapters else None
 
 
-def launch(
-    spec: RolloutSpec, max_positions: int | None, number: int, more: Row | None = None
+def make_launch(
+    spec: RolloutSpec, max_positions: int | None, index: int, extra_arguments: Row | None = None
 ) -> Launch:
-    """Returns how the engine of this number is started."""
+    """Returns the launch arguments of data-parallel engine `index`."""
     config = spec.config
     cuda = spec.device.type == "cuda"
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    devices = _devices(spec.device, tensor * pipeline, number) if cuda else None
+    devices = _visible_devices(spec.device, tensor * pipeline, index) if cuda else None
     if devices is not None and len(devices) < tensor * pipeline:
         log.info(
-            "vLLM runs on %d device(s): rollout.tensor_model_parallel_size=%d and "
-            "pipeline_model_parallel_size=%d need more",
+            "vLLM runs on %d device(s), fewer than rollout.tensor_model_parallel_size=%d times "
+            "pipeline_model_parallel_size=%d",
             len(devices),
             tensor,
             pipeline,
         )
         tensor = pipeline = 1
         devices = devices[:1]
-    longest = config.max_total_tokens
+    max_total_tokens = config.max_total_tokens
     engine: Row = {
         "model": resolve_model_path(spec.model_path),
         "dtype": str(spec.dtype).removeprefix("torch."),
-        "max_model_len": min(longest, max_positions or longest),
+        "max_model_len": min(max_total_tokens, max_positions or max_total_tokens),
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enforce_eager": config.enforce_eager or not cuda,
@@ -172,7 +173,7 @@ def launch(
             engine["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
     if tensor * pipeline == 1:
         engine["distributed_executor_backend"] = "uni"
-    engine |= (more or {}) | _passed_on(config.engine_kwargs.vllm)
+    engine |= (extra_arguments or {}) | _user_arguments(config.engine_kwargs.vllm)
     engine |= {
         "skip_tokenizer_init": True,
         "logprobs_mode": "raw_logprobs",
@@ -181,33 +182,34 @@ def launch(
     return Launch(
         config.vllm.python or sys.executable,
         engine,
-        environment(cuda, devices),
+        make_environment(cuda, devices),
         config.vllm.start_timeout_s,
         config.vllm.stall_timeout_s,
         config.vllm.weights,
     )
 
 
-def _passed_on(arguments: Settings) -> Row:
-    for name, owner in _OWN.items():
+def _user_arguments(arguments: Settings) -> Row:
+    """Returns `engine_kwargs.vllm` without None; raises for reserved arguments."""
+    for name, source in _RESERVED_ARGUMENTS.items():
         if name in arguments:
             raise RolloutError(
-                f"rollout.engine_kwargs.vllm.{name} cannot be set: {owner} decides it"
+                f"rollout.engine_kwargs.vllm.{name} cannot be set: it is determined by {source}"
             )
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _devices(device: torch.device, size: int, number: int) -> list[str]:
-    """Returns the GPUs of one engine, as this process names them."""
+def _visible_devices(device: torch.device, size: int, index: int) -> list[str]:
+    """Returns the GPUs of engine `index`, for CUDA_VISIBLE_DEVICES."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if names == [""]:
         names = [str(i) for i in range(torch.cuda.device_count())]
-    first = (device.index or 0) + number * size
+    first = (device.index or 0) + index * size
     return names[first : first + size] or names[device.index or 0 :][:1]
 
 
-def environment(cuda: bool, devices: list[str] | None) -> dict[str, str]:
-    """An engine lives on one machine: its processes meet on the loopback interface."""
+def make_environment(cuda: bool, devices: list[str] | None) -> dict[str, str]:
+    """Returns the environment variables of one engine, whose processes connect over loopback."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",

@@ -1,6 +1,6 @@
-"""Mixtures of experts on their way to vLLM, which loads experts by their names in a checkpoint.
+"""Expert weights for vLLM, which loads experts by their names in a checkpoint.
 
-The trainer holds all experts of a layer in one tensor, a checkpoint of these families has one per expert.
+The trainer has the experts of a layer in one tensor; a checkpoint of these families has one per expert.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FAMILIES = frozenset({"qwen3_moe"})
 
 
 def by_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields every expert by its name in a checkpoint, as a view, and other tensors as they are."""
+    """Yields a view of every expert by its name in a checkpoint, and other tensors unchanged."""
     for name, tensor in weights:
         block, _, part = name.rpartition(".experts.")
         if block and part == "gate_up_proj":  # [experts, 2 * width, hidden]

@@ -1,7 +1,7 @@
-"""A running vLLM OpenAI server: token ids in and out, log-probs, weights through its development routes.
+"""The client of a running vLLM OpenAI server.
 
-Weights are loaded from a checkpoint folder that both sides see. It needs VLLM_SERVER_DEV_MODE=1 in the
-server's environment; without it the server only generates.
+New weights are loaded from a checkpoint folder that both sides can read, by routes that the server has with
+VLLM_SERVER_DEV_MODE=1 in its environment; without it, the server only generates.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.http_server import Event, HttpServer, ServerLost, shortened
+from hone.rollout.http_server import Event, HttpServer, ServerLost, shorten
 from hone.rollout.requests import Chunk, Request
 from hone.types import Settings
 
-_COOLEST = 0.01
+_MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
 
 
@@ -26,9 +26,9 @@ class VLLMServer(HttpServer):
     eos_ids: tuple[int, ...] = ()
     model: str = ""
     tied: bool = False
-    """Whether the model's output head is its embedding."""
+    """Whether input and output embeddings are tied."""
     updates: bool = False
-    """Whether it has the development routes."""
+    """Whether the server has the development routes."""
     device: str = ""
 
     kind = "vLLM"
@@ -36,20 +36,20 @@ class VLLMServer(HttpServer):
     seeded = True
 
     async def connect(self) -> None:
-        answer = await self.call("/v1/models", get=True)
+        response = await self.call("/v1/models", get=True)
         try:
-            self.model = str(answer["data"][0]["id"])
+            self.model = str(response["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise RolloutError(
-                f"{self.shown_url}/v1/models names no model: {shortened(str(answer))}"
+                f"{self.safe_url}/v1/models has no model: {shorten(str(response))}"
             ) from None
         self.updates = await self.has("/is_paused")
         if self.updates:
-            await self.resume()  # a run that was killed may have left it paused
+            await self.resume()  # a killed run may have left the server paused
             self.weights = await self.weight_version()
             info = await self.call("/server_info?config_format=json", get=True)
             self.device = str(info["vllm_config"]["device_config"]["device"])
-        await self.find_log_prob_mode()
+        await self.detect_log_prob_mode()
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -64,10 +64,10 @@ class VLLMServer(HttpServer):
         }
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        if 0 < sampling.temperature < _COOLEST:
+        if 0 < sampling.temperature < _MIN_TEMPERATURE:
             raise RolloutError(
                 f"request {request.request_id}: vLLM raises temperature={sampling.temperature} to "
-                f"{_COOLEST}; use 0 or at least that"
+                f"{_MIN_TEMPERATURE}; use 0 or at least that"
             )
         settings: Settings = {
             "stream": True,
@@ -85,7 +85,7 @@ class VLLMServer(HttpServer):
             "ignore_eos": sampling.ignore_eos,
         }
         prompt = [*request.prompt_ids, *request.token_ids]
-        # vLLM ends a request when its connection closes.
+        # vLLM aborts a request when its connection closes.
         async with aclosing(self.events("/v1/completions", self._body(prompt, settings))) as events:
             async for event in events:
                 chunk = self._chunk(event)
@@ -95,39 +95,39 @@ class VLLMServer(HttpServer):
 
     def _chunk(self, event: Event) -> Chunk:
         choices = event.get("choices")
-        if not choices:  # only the usage
+        if not choices:  # only usage statistics
             return Chunk([], [])
         ids, log_probs = self._tokens(choices[0])
         reason = choices[0].get("finish_reason")
         if reason == "abort":
             raise ServerLost(self, "aborted a request")
         if reason not in (None, "stop", "length"):
-            raise RolloutError(f"{self.shown_url}/v1/completions ended a request for {reason!r}")
+            raise RolloutError(f"{self.safe_url}/v1/completions ended a request for {reason!r}")
         return Chunk(ids, log_probs, finished=reason is not None)
 
     def _tokens(self, choice: Event) -> tuple[list[int], list[float]]:
         ids = choice.get("token_ids")
         if ids is None:
             raise RolloutError(
-                f"{self.shown_url}/v1/completions sent no token_ids (return_token_ids); it needs vLLM 0.10.2 "
+                f"{self.safe_url}/v1/completions sent no token_ids (return_token_ids); it needs vLLM 0.10.2 "
                 "or later"
             )
         log_probs = (choice.get("logprobs") or {}).get("token_logprobs")
         if ids and log_probs is None:
-            raise RolloutError(f"{self.shown_url}/v1/completions sent tokens without log-probs")
+            raise RolloutError(f"{self.safe_url}/v1/completions sent tokens without log-probs")
         return ids, log_probs or []
 
-    async def one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
+    async def sample_one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
         body = self._body(prompt, {"max_tokens": 1, "logprobs": 1, "seed": 0, **sampling})
-        answer = await self.call("/v1/completions", body)
-        choice = answer["choices"][0]
+        response = await self.call("/v1/completions", body)
+        choice = response["choices"][0]
         _, (log_prob,) = self._tokens(choice)
         return log_prob, max(choice["logprobs"]["top_logprobs"][0].values())
 
     # -- control --------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Pauses with `keep`, which does not touch the requests of other clients."""
+        """Pauses with `keep`, which does not abort the requests of other clients."""
         if self.updates:
             await self.call("/pause?mode=keep", {})
 
@@ -141,12 +141,12 @@ class VLLMServer(HttpServer):
     def refuse_updates(self) -> None:
         if not self.updates:
             raise RolloutError(
-                f"{self.shown_url} takes no new weights, which training and LoRA adapters need; start vLLM "
+                f"{self.safe_url} cannot load new weights, which training and LoRA adapters need; start vLLM "
                 "with VLLM_SERVER_DEV_MODE=1, or use rollout.name=vllm without rollout.server.urls"
             )
         if self.tied and self.device == "cpu":
             raise RolloutError(
-                f"{self.shown_url} runs on a CPU, where vLLM keeps the old output head of a model with tied "
+                f"{self.safe_url} runs on a CPU, where vLLM keeps the old output head of a model with tied "
                 "embeddings after an update; use rollout.name=vllm without rollout.server.urls"
             )
 
@@ -154,7 +154,7 @@ class VLLMServer(HttpServer):
         await self.call(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         )
-        answer = await self.call("/reset_prefix_cache?reset_running_requests=true", {})
-        if not answer or not answer.get("success", True):
-            raise RolloutError(f"{self.shown_url} did not drop its KV cache: {answer}")
+        response = await self.call("/reset_prefix_cache?reset_running_requests=true", {})
+        if not response or not response.get("success", True):
+            raise RolloutError(f"{self.safe_url} did not drop its KV cache: {response}")
         await self.call("/update_weight_version", {"new_version": version})

@@ -1,6 +1,6 @@
-"""A vLLM process: started in its own process group, spoken to over a socket, watched, and ended.
+"""A vLLM process: its start, its commands over a socket, its health checks and its end.
 
-All methods run in one event loop, whose thread lives as long as the process: the process ends with it.
+All methods run in one event loop; the process ends with the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from hone.types import Row
 log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("!I")
-_PROGRESS_S = 10.0
-_PING_S = 15.0
-_PONG_S = 120.0
-"""The thread that answers pings computes nothing."""
-_END_S = 30.0
+_PROGRESS_INTERVAL_S = 10.0
+_PING_INTERVAL_S = 15.0
+_PONG_TIMEOUT_S = 120.0
+"""Pings are answered by a thread that does not compute."""
+_EXIT_TIMEOUT_S = 30.0
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 _FILES = {
     "vllm_server.py": "server.py",
@@ -49,7 +49,7 @@ class EngineDied(ConnectionLost):
 
 @dataclass(frozen=True)
 class Launch:
-    """How a process is started."""
+    """The arguments of a process."""
 
     python: str
     engine: Row
@@ -57,24 +57,24 @@ class Launch:
     environment: dict[str, str] = field(default_factory=dict)
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 600.0
-    """A single command or decode step may take this long."""
+    """The longest duration of a command or a decode step."""
     weights: str = "auto"
-    """How new weights reach vLLM's workers (rollout.vllm.weights)."""
+    """`rollout.vllm.weights`."""
 
 
 class EngineProcess:
-    """One vLLM engine in a child process, which `start` may start again after its death."""
+    """One vLLM engine in a child process; `start` also restarts it."""
 
     def __init__(self, launch: Launch, name: str = "vLLM") -> None:
         self._launch, self._name = launch, name
         self.alive = False
         self.serving = False
-        """Whether it takes requests; the engine sets it once the process has the current weights."""
+        """Whether it accepts requests; the engine sets it once the process has the current weights."""
         self.starts_without_tokens = 0
         self.loading = False
-        """Whether it has buckets of the current update."""
-        self.missed = False
-        """Whether it lacks some of them, because it has died meanwhile."""
+        """Whether it has loaded buckets of the current update."""
+        self.missed_bucket = False
+        """Whether it has died during the current update, and lacks buckets."""
         self.stale = False
         """Whether its weights are not the current ones."""
         self._child: subprocess.Popen[bytes] | None = None
@@ -90,7 +90,7 @@ class EngineProcess:
     @property
     def lacks_update(self) -> bool:
         """Whether it does not serve yet, or not with the weights of the current update."""
-        return not self.serving or self.loading or self.missed or self.stale
+        return not self.serving or self.loading or self.missed_bucket or self.stale
 
     @property
     def load(self) -> int:
@@ -102,17 +102,17 @@ class EngineProcess:
         return self._child.pid
 
     async def start(self) -> None:
-        """Starts the process and waits until it can decode; logs the progress."""
+        """Starts the process and waits until it can decode."""
         await self.stop()
         self.starts_without_tokens += 1
-        began = time.monotonic()
+        start = time.monotonic()
         await self._spawn()
         launch = self._launch
         starting = asyncio.ensure_future(
             self.call("start", engine=launch.engine, weights=launch.weights)
         )
-        while not (await asyncio.wait({starting}, timeout=_PROGRESS_S))[0]:
-            seconds = time.monotonic() - began
+        while not (await asyncio.wait({starting}, timeout=_PROGRESS_INTERVAL_S))[0]:
+            seconds = time.monotonic() - start
             if seconds > launch.start_timeout_s:
                 last = self._last_line()
                 starting.cancel()
@@ -123,7 +123,7 @@ class EngineProcess:
                 )
             log.info("%s starts (%.0f s): %s", self._name, seconds, self._last_line())
         version = starting.result()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         log.info("%s %s is ready after %.0f s (pid %d)", self._name, version, seconds, self.pid)
 
     async def _spawn(self) -> None:
@@ -136,22 +136,22 @@ class EngineProcess:
             shutil.copyfile(here / source, self._folder / copy)
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
         # Another interpreter has its own packages; this one may have vLLM from PYTHONPATH.
-        own = self._launch.python == sys.executable and os.environ.get("PYTHONPATH")
-        path = f"{self._folder}{os.pathsep}{own}" if own else str(self._folder)
+        inherited = self._launch.python == sys.executable and os.environ.get("PYTHONPATH")
+        path = f"{self._folder}{os.pathsep}{inherited}" if inherited else str(self._folder)
         environment |= self._launch.environment | {"PYTHONPATH": path}
-        mine, its = socket.socketpair()
-        with (self._folder / "log").open("wb") as file, its:
+        parent_socket, child_socket = socket.socketpair()
+        with (self._folder / "log").open("wb") as file, child_socket:
             self._child = subprocess.Popen(
-                [self._launch.python, str(self._folder / "server.py"), str(its.fileno())],
-                pass_fds=[its.fileno()],
+                [self._launch.python, str(self._folder / "server.py"), str(child_socket.fileno())],
+                pass_fds=[child_socket.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 env=environment,
                 start_new_session=True,
             )
-        reader, self._writer = await asyncio.open_connection(sock=mine)
-        self.alive, self.loading, self.missed, self.stale = True, False, False, False
+        reader, self._writer = await asyncio.open_connection(sock=parent_socket)
+        self.alive, self.loading, self.missed_bucket, self.stale = True, False, False, False
         self._tasks = [
             asyncio.ensure_future(self._read(reader)),
             asyncio.ensure_future(self._watch()),
@@ -160,14 +160,14 @@ class EngineProcess:
     # -- frames ---------------------------------------------------------------------------------
 
     def send(self, verb: str, **arguments: object) -> None:
-        """Sends a command without an answer; one to a dead process is lost with the process."""
+        """Sends a command without result; a dead process gets none."""
         if self.alive:
             assert self._writer is not None
             content = json.dumps({"verb": verb, **arguments}, separators=(",", ":")).encode()
             self._writer.write(_LENGTH.pack(len(content)) + content)
 
     async def call(self, verb: str, **arguments: object) -> object:
-        """Returns the result of a command; raises EngineDied, or RolloutError with vLLM's error."""
+        """Returns the result of a command; raises EngineDied, or vLLM's error as RolloutError."""
         if not self.alive:
             raise EngineDied(f"{self._name} is not running")
         number = next(self._numbers)
@@ -176,7 +176,7 @@ class EngineProcess:
         return await self._calls[number]
 
     def open_stream(self, key: str) -> asyncio.Queue[Chunk | Exception]:
-        """Returns the queue of a request's tokens; each item must be marked as done."""
+        """Returns the queue of a request's tokens; the caller marks each item as done."""
         if not self.serving:
             raise EngineDied(f"{self._name} does not serve")
         queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
@@ -189,18 +189,18 @@ class EngineProcess:
             queue.get_nowait()
             queue.task_done()
 
-    async def delivered(self) -> None:
-        """Waits until the tokens that have come are with their requests."""
+    async def wait_until_delivered(self) -> None:
+        """Waits until the received tokens are appended to their requests."""
         await asyncio.gather(*(queue.join() for queue in self._streams.values()))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                self._take(json.loads(await reader.readexactly(length)))
-        self._died()
+                self._handle_frame(json.loads(await reader.readexactly(length)))
+        self._on_exit()
 
-    def _take(self, frame: Row) -> None:
+    def _handle_frame(self, frame: Row) -> None:
         if "tokens" in frame:
             self.starts_without_tokens = 0
             for key, ids, log_probs, finished, cached in frame["tokens"]:
@@ -208,7 +208,7 @@ class EngineProcess:
                     self._streams[key].put_nowait(Chunk(ids, log_probs, finished, cached))
         elif "refused" in frame:
             if (queue := self._streams.get(frame["refused"])) is not None:
-                queue.put_nowait(RolloutError(f"vLLM refuses the request: {frame['error']}"))
+                queue.put_nowait(RolloutError(f"vLLM refused the request: {frame['error']}"))
         elif "busy_s" in frame:
             if self._pong is not None and not self._pong.done():
                 self._pong.set_result(frame["busy_s"])
@@ -221,28 +221,31 @@ class EngineProcess:
             else:
                 future.set_result(frame["result"])
 
-    # -- life -----------------------------------------------------------------------------------
+    # -- health and end -------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Kills a process that does not answer, or whose command or step does not end."""
+        """Kills the process if it does not answer, or if a command or step does not end."""
         while True:
-            await asyncio.sleep(_PING_S)
+            await asyncio.sleep(_PING_INTERVAL_S)
             self._pong = asyncio.get_running_loop().create_future()
             self.send("ping")
             try:
-                busy_s = await asyncio.wait_for(self._pong, _PONG_S)
+                busy_s = await asyncio.wait_for(self._pong, _PONG_TIMEOUT_S)
             except asyncio.TimeoutError:
-                log.error("%s has not answered for %.0f s; it is killed", self._name, _PONG_S)
+                log.error(
+                    "%s has not answered for %.0f s; it is killed", self._name, _PONG_TIMEOUT_S
+                )
                 break
             limit_s = self._launch.stall_timeout_s
-            if not self.serving:  # it starts, or gets all weights again
+            if not self.serving:  # it starts, or loads all weights
                 limit_s = max(limit_s, self._launch.start_timeout_s)
             if busy_s > limit_s:
-                log.error("%s works on one step for %.0f s; it is killed", self._name, busy_s)
+                log.error("%s has spent %.0f s on one step; it is killed", self._name, busy_s)
                 break
         self.kill()
 
-    def _died(self) -> None:
+    def _on_exit(self) -> None:
+        """Fails all calls and streams after the process has ended."""
         self.alive = self.serving = False
         self.kill()
         reason = f"{self._name} has ended ({self._last_line()})"
@@ -254,7 +257,7 @@ class EngineProcess:
             queue.put_nowait(EngineDied(reason))
 
     def kill(self) -> None:
-        """Kills the process group; the reader then reports the end."""
+        """Kills the process group; then `_read` ends."""
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
@@ -265,19 +268,19 @@ class EngineProcess:
         await self.stop()
 
     async def stop(self) -> None:
-        """Ends the process and waits for it, so that its memory is free."""
+        """Ends the process and waits until its memory is free."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         if self.alive:
-            self._died()
+            self._on_exit()
         if self._writer is not None:
             self._writer.close()
         if self._child is not None:
             self.kill()
             try:
-                await asyncio.to_thread(self._child.wait, _END_S)
+                await asyncio.to_thread(self._child.wait, _EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 log.error("%s (pid %d) does not end after SIGKILL", self._name, self.pid)
             self._child = None
@@ -290,7 +293,7 @@ class EngineProcess:
         try:
             text = (self._folder / "log").read_text(errors="replace")
         except OSError:
-            return "its log is gone"
+            return "its log was deleted"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if _EXCEPTION.match(line)]
         return (errors or lines or ["its log is empty"])[-1]

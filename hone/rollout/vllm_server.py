@@ -1,8 +1,8 @@
-"""The process of a vLLM engine: reads commands from a socket, decodes, and sends every token back.
+"""The process of a vLLM engine: it reads commands from a socket, decodes, and sends tokens back.
 
 The interpreter of `rollout.vllm.python` runs a copy of this file, so it must not import hone. One thread
-reads the socket; the main thread runs commands and decode steps in turn, so that a command always stands
-between two steps. The process group ends with the socket.
+reads the socket; the main thread runs commands and decode steps in turn. The process group ends when the
+socket is closed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any
 Frame = dict[str, Any]
 _LENGTH = struct.Struct("!I")
 _PARENT_DEATH_SIGNAL = 1  # of prctl
-_GATHER_S = 0.05
-"""Tokens of running requests wait this long for more of them: a frame per step would cost its reader more."""
+_SEND_INTERVAL_S = 0.05
+"""Tokens of running requests are sent at this interval, because a frame per step would slow its reader."""
 
 
 class Connection:
-    """Frames of JSON over a socket, each with its length before it."""
+    """Length-prefixed JSON frames over a socket."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket, self._lock = end, threading.Lock()
-        self._file = end.makefile("rb")
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._lock = connection, threading.Lock()
+        self._file = connection.makefile("rb")
 
     def send(self, frame: Frame) -> None:
         content = json.dumps(frame, separators=(",", ":")).encode()
@@ -43,7 +43,7 @@ class Connection:
             self._socket.sendall(_LENGTH.pack(len(content)) + content)
 
     def receive(self) -> Frame | None:
-        """Returns the next frame, or None at the end."""
+        """Returns the next frame, or None after the socket is closed."""
         head = self._file.read(_LENGTH.size)
         if len(head) < _LENGTH.size:
             return None
@@ -58,10 +58,10 @@ class Server:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-        self._since = time.monotonic()  # begin of the current command or step
+        self._busy_since = time.monotonic()  # start of the current command or step
         self._idle = True
         self._paused = False
-        self._ids: dict[str, str] = {}  # vLLM's name of each request in the engine
+        self._vllm_ids: dict[str, str] = {}  # vLLM's id of each request in the engine
         self._unsent: dict[str, list[Any]] = {}
         self._sent_at = 0.0
         self._updating = False
@@ -72,11 +72,11 @@ class Server:
         self._adapter: Any = None
 
     def read(self) -> None:
-        """Queues commands and answers pings; ends the process group when the parent has gone."""
+        """Queues commands and answers pings; ends the process group when the parent has exited."""
         try:
             while (frame := self._connection.receive()) is not None:
                 if frame["verb"] == "ping":
-                    busy_s = 0.0 if self._idle else time.monotonic() - self._since
+                    busy_s = 0.0 if self._idle else time.monotonic() - self._busy_since
                     self._connection.send({"busy_s": busy_s})
                 else:
                     self._commands.put(frame)
@@ -92,7 +92,7 @@ class Server:
         )
         verbs: dict[str, Callable[[Frame], object]] = {c.__name__: c for c in commands}
         while True:
-            frame = self._next(wait=self._paused or not self._ids)
+            frame = self._next(wait=self._paused or not self._vllm_ids)
             if frame is None:
                 self._step()
                 continue
@@ -103,7 +103,7 @@ class Server:
             try:
                 answer["result"] = verbs[frame["verb"]](frame)
             except Exception as error:
-                if self._workers > 1:  # some may have done it, or wait for the others
+                if self._workers > 1:  # some workers may have succeeded, or wait for the others
                     raise
                 traceback.print_exc()
                 answer["error"] = f"{type(error).__name__}: {error}"
@@ -117,12 +117,12 @@ class Server:
         except queue.Empty:
             return None
         finally:
-            self._since, self._idle = time.monotonic(), False
+            self._busy_since, self._idle = time.monotonic(), False
         return frame
 
     def _step(self) -> None:
-        """Runs one step of the engine core, without the objects that vLLM makes of each token after it."""
-        ended = []
+        """Runs one step of vLLM's engine core, without the output objects that vLLM builds per token."""
+        finished = []
         for output in self._llm.llm_engine.engine_core.get_output().outputs:
             key = output.request_id.partition("-")[0]  # vLLM appends random letters
             stats = output.prefill_stats
@@ -134,16 +134,16 @@ class Server:
                 entry[4] = stats.num_cached_tokens
             if output.finished:
                 entry[3] = True
-                ended.append(key)
-                del self._ids[key]
+                finished.append(key)
+                del self._vllm_ids[key]
         now = time.monotonic()
-        everything = now - self._sent_at >= _GATHER_S
-        self._send(list(self._unsent) if everything else ended)
-        if everything:
+        send_all = now - self._sent_at >= _SEND_INTERVAL_S
+        self._send(list(self._unsent) if send_all else finished)
+        if send_all:
             self._sent_at = now
 
     def _drain(self) -> None:
-        """Ends the batches that pipeline stages have in flight: their tokens are of the weights before."""
+        """Finishes the batches in flight in pipeline stages, whose tokens belong to the old weights."""
         core = self._llm.llm_engine.engine_core.engine_core
         if core.batch_queue:
             from vllm.v1.core.sched.interface import PauseState
@@ -173,9 +173,9 @@ class Server:
         )
         self._llm.collective_rpc("allocate_stage_input")
         self._llm.collective_rpc("report_log_probs_before_truncation")
-        self._llm.collective_rpc("draw_by_position")
+        self._llm.collective_rpc("sample_by_position")
         self._llm.init_weight_transfer_engine({"init_info": {}})
-        on_this_machine = self._llm.collective_rpc("sees", args=(str(Path(__file__).parent),))
+        on_this_machine = self._llm.collective_rpc("has_folder", args=(str(Path(__file__).parent),))
         self._distributed = frame["weights"] == "distributed" or not all(on_this_machine)
         self._llm.llm_engine.model_executor.register_failure_callback(kill_group)
         self._workers = len(on_this_machine)
@@ -184,7 +184,7 @@ class Server:
             return SamplingParams(
                 **sampling,
                 logprobs=0,
-                ignore_eos=True,  # stop_token_ids hold the end tokens
+                ignore_eos=True,  # stop_token_ids has the end tokens
                 detokenize=False,
             )
 
@@ -207,10 +207,10 @@ class Server:
         except Exception as error:
             self._connection.send({"refused": key, "error": f"{type(error).__name__}: {error}"})
         else:
-            self._ids[key] = request.request_id
+            self._vllm_ids[key] = request.request_id
 
     def abort(self, frame: Frame) -> None:
-        ids = [self._ids.pop(key) for key in frame["keys"] if key in self._ids]
+        ids = [self._vllm_ids.pop(key) for key in frame["keys"] if key in self._vllm_ids]
         self._llm.llm_engine.engine_core.abort_requests(ids)
 
     def pause(self, frame: Frame) -> None:
@@ -220,9 +220,9 @@ class Server:
         self._paused = False
 
     def load(self, frame: Frame) -> None:
-        """Loads one bucket; the first of an update, `first`, starts it."""
+        """Loads one bucket; the first bucket of an update (`first`) starts the update."""
         if frame["first"]:
-            if self._updating:  # an update that did not end
+            if self._updating:  # the last update did not end
                 self._llm.finish_weight_update()
             self._llm.start_weight_update()
             self._updating = True
@@ -230,13 +230,13 @@ class Server:
         self._llm.update_weights({"update_info": bucket})
 
     def finish(self, frame: Frame) -> None:
-        """Ends an update; running requests compute their KV cache again."""
+        """Ends an update; running requests recompute their KV cache."""
         self._llm.finish_weight_update()
         self._updating = False
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
     def adapter(self, frame: Frame) -> None:
-        """Loads the LoRA adapter of a folder for every request, in place of the last one."""
+        """Loads the LoRA adapter of a folder for every request, and unloads the last one."""
         from vllm.lora.request import LoRARequest
 
         engine = self._llm.llm_engine
@@ -247,7 +247,7 @@ class Server:
         engine.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self, frame: Frame) -> None:
-        """Keeps paused requests, which compute their KV cache again."""
+        """Frees memory; paused requests recompute their KV cache."""
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
         if frame["level"]:
             self._llm.sleep(level=frame["level"], mode="keep")
@@ -274,9 +274,7 @@ def main() -> None:
     threading.Thread(target=server.read, daemon=True).start()
     try:
         server.serve()
-    except (
-        BaseException
-    ):  # a failed step leaves an engine that cannot go on; the parent starts another
+    except BaseException:  # after a failed step the engine is unusable; the parent restarts it
         traceback.print_exc()
         sys.stderr.flush()
     finally:

@@ -1,4 +1,4 @@
-"""The extension of vLLM's workers: log-probs as the rollout contract defines them, and weight updates.
+"""The extension of vLLM's workers: log-probs of the rollout contract, sampling by position, weight updates.
 
 vLLM imports a copy of this file as `hone_vllm_worker` in each of its workers, in the interpreter of
 `rollout.vllm.python`. It must not import hone. It serves the interfaces of vLLM 0.22 and 0.32.
@@ -41,7 +41,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     cuda: list[Any] | None = None
     """The handle of the GPU memory; its bytes are {"bytes": base64}."""
     distributed: bool = False
-    """Whether only the first worker can read the memory; it broadcasts the bucket to the others."""
+    """Whether only the first worker can read the memory, and broadcasts the bucket to the others."""
 
 
 class BucketEngine(WeightTransferEngine):
@@ -63,12 +63,12 @@ class BucketEngine(WeightTransferEngine):
         update_info: BucketInfo,
         load_weights: Callable[[list[tuple[str, Tensor]]], object] | None = None,
     ) -> None:
-        """vLLM 0.22 passes `load_weights`."""
-        content = _broadcast(update_info) if update_info.distributed else _memory(update_info)
-        (load_weights or self.model.load_weights)(list(_tensors(update_info, content)))
+        """Loads one bucket; vLLM 0.22 passes `load_weights`."""
+        data = _broadcast(update_info) if update_info.distributed else _open_memory(update_info)
+        (load_weights or self.model.load_weights)(list(_tensors(update_info, data)))
 
     def finish_weight_update(self) -> None:
-        """vLLM 0.22 does this in its worker."""
+        """Ends an update; vLLM 0.22 does this in its worker."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with torch.device(self.device):
@@ -80,11 +80,11 @@ class BucketEngine(WeightTransferEngine):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        raise NotImplementedError("hone sends its buckets itself")
+        raise NotImplementedError("hone sends buckets itself")
 
 
 def _repack(model: Any, tied: bool) -> None:
-    """Packs for the CPU kernels what vLLM's reload forgets: experts, and the kernel's copy of a tied head."""
+    """Packs experts and a tied output head for the CPU kernels, which vLLM's reload does not do."""
     for layer in model.modules():
         if "w13_weight" in layer._parameters:
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
@@ -95,42 +95,43 @@ def _repack(model: Any, tied: bool) -> None:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-def _memory(info: BucketInfo) -> Tensor:
-    """Returns the bytes of a bucket in the memory of the rollout worker, which is on this machine."""
+def _open_memory(info: BucketInfo) -> Tensor:
+    """Returns the bytes of a bucket in the memory of the rollout worker on this machine."""
     if info.cuda is None:
         assert info.path is not None
         with open(info.path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), info.size, prot=mmap.PROT_READ)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+            memory = mmap.mmap(file.fileno(), info.size, prot=mmap.PROT_READ)
+        return torch.frombuffer(memory, dtype=torch.uint8)
     torch.cuda.init()
     parts = [base64.b64decode(x["bytes"]) if isinstance(x, dict) else x for x in info.cuda]
-    parts[0] = torch.cuda.current_device()  # the sender counts its visible devices
+    parts[0] = torch.cuda.current_device()  # the sender's index may differ
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
     return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
 
 def _broadcast(info: BucketInfo) -> Tensor:
-    """Returns the bytes of a bucket, which the first worker sends to all in vLLM's group (gloo, NCCL).
+    """Returns the bytes of a bucket, which the first worker broadcasts in vLLM's process group.
 
-    The rollout worker is no member: it shares the first worker's GPU, and NCCL takes a GPU once.
+    The rollout worker is not in the group: it may share the first worker's GPU, and NCCL allows one rank
+    per GPU.
     """
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
     if group.rank_in_group == 0:
-        content = _memory(info)[: info.size]
+        data = _open_memory(info)[: info.size]
     else:
-        content = torch.empty(info.size, dtype=torch.uint8, device=group.device)
-    return group.broadcast(content, 0)
+        data = torch.empty(info.size, dtype=torch.uint8, device=group.device)
+    return group.broadcast(data, 0)
 
 
-def _tensors(info: BucketInfo, content: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields copies: vLLM may keep a tensor until its layer is complete, after the bucket is refilled."""
-    for name, kind, shape, offset in info.tensors:
-        dtype = getattr(torch, kind)
+def _tensors(info: BucketInfo, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields copies of the tensors, because vLLM may keep a tensor after the bucket is refilled."""
+    for name, dtype_name, shape, offset in info.tensors:
+        dtype = getattr(torch, dtype_name)
         size = torch.Size(shape).numel() * dtype.itemsize
-        yield name, content[offset : offset + size].clone().view(dtype).reshape(shape)
-    if content.is_cuda:
+        yield name, data[offset : offset + size].clone().view(dtype).reshape(shape)
+    if data.is_cuda:
         torch.cuda.synchronize()
 
 
@@ -143,13 +144,15 @@ class HoneWorker:
 
     model_runner: Any
 
-    def sees(self, folder: str) -> bool:
-        """Whether this worker is on the machine that has the folder."""
+    def has_folder(self, folder: str) -> bool:
+        """Whether this worker can read the folder, and so is on the same machine."""
         return os.path.isdir(folder)
 
     def allocate_stage_input(self) -> None:
-        """Allocates what a pipeline stage gets from the stage before, where no trial run has: on a CPU vLLM
-        has none with `enforce_eager`, and its first step would fail."""
+        """Allocates the input of a pipeline stage if no warm-up has done so.
+
+        On a CPU with `enforce_eager` vLLM has no warm-up, and its first step would fail.
+        """
         from vllm.distributed.parallel_state import get_pp_group
 
         runner = self.model_runner
@@ -161,12 +164,17 @@ class HoneWorker:
             )
 
     def report_log_probs_before_truncation(self) -> None:
-        """Makes log-probs those of softmax(logits / temperature), before top-k, top-p and min-p; greedy
-        requests get them at temperature 1. vLLM has only one of the two, by `logprobs_mode`."""
+        """Reports log-probs of softmax(logits / temperature), before top-k, top-p and min-p.
+
+        Greedy requests report them at temperature 1. vLLM's `logprobs_mode` offers either logits without
+        temperature or logits after truncation.
+        """
         sampler = self.model_runner.sampler
         temperature: Tensor | None = None
 
-        def remember(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def record_temperature(
+            module: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
             nonlocal temperature
             metadata: Any = kwargs.get("sampling_metadata") or args[1]
             temperature = metadata.temperature
@@ -179,17 +187,15 @@ class HoneWorker:
             return scaled.log_softmax(-1)
 
         if not hasattr(sampler, "compute_logprobs") or sampler.logprobs_mode != "raw_logprobs":
-            raise RuntimeError(
-                f"vLLM's {type(sampler).__name__} is not the sampler that hone knows"
-            )
-        sampler.register_forward_pre_hook(remember, with_kwargs=True)
+            raise RuntimeError(f"hone does not support vLLM's sampler {type(sampler).__name__}")
+        sampler.register_forward_pre_hook(record_temperature, with_kwargs=True)
         sampler.compute_logprobs = compute_logprobs
 
-    def draw_by_position(self) -> None:
-        """Makes a random token a function of its seed and absolute position, as native draws it.
+    def sample_by_position(self) -> None:
+        """Samples every token by (seed, absolute position), as the native engine does.
 
-        vLLM has a generator per request with a seed instead, and runs a kernel for each of them in every
-        step. The seed comes as `hone_seed` in the `extra_args` of a request's SamplingParams.
+        vLLM instead has a generator per request with a seed, and runs a kernel for each in every step. The
+        seed is `hone_seed` in the `extra_args` of the request's SamplingParams.
         """
         from hone_counter_rng import uniform
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -200,17 +206,18 @@ class HoneWorker:
             k: Tensor | None,
             p: Tensor | None,
         ) -> tuple[Tensor, None]:
-            mass = apply_top_k_top_p(logits, k, p).softmax(-1, dtype=torch.float32).cumsum_(-1)
+            probs = apply_top_k_top_p(logits, k, p).softmax(-1, dtype=torch.float32)
+            cumulative = probs.cumsum_(-1)
             runner = self.model_runner
-            seeds = [0] * len(mass)  # vLLM's own trial runs have no requests
-            for row, name in enumerate(runner.input_batch.req_ids[: len(mass)]):
+            seeds = [0] * len(cumulative)  # vLLM's warm-up has no requests
+            for row, name in enumerate(runner.input_batch.req_ids[: len(cumulative)]):
                 seeds[row] = runner.requests[name].sampling_params.extra_args["hone_seed"]
-            positions = runner.input_batch.num_tokens_no_spec[: len(mass)]
+            positions = runner.input_batch.num_tokens_no_spec[: len(cumulative)]
             numbers = uniform(torch.tensor(seeds), torch.from_numpy(positions).long())
-            total = mass[:, -1:]
-            threshold = (numbers.to(mass.device).unsqueeze(1) * total.double()).float()
-            drawn = torch.searchsorted(mass, threshold, right=True)
-            last = torch.searchsorted(mass, total.contiguous())
-            return torch.minimum(drawn, last).view(-1), None
+            total = cumulative[:, -1:]
+            threshold = (numbers.to(cumulative.device).unsqueeze(1) * total.double()).float()
+            token = torch.searchsorted(cumulative, threshold, right=True)
+            last = torch.searchsorted(cumulative, total.contiguous())
+            return torch.minimum(token, last).view(-1), None
 
         self.model_runner.sampler.topk_topp_sampler.forward = forward

@@ -1,4 +1,4 @@
-"""Weight updates of an engine's policy: begin, load by Hugging Face name, commit."""
+"""Weight updates of an engine: begin, load by Hugging Face name, commit."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class WeightUpdate:
     """The state of an update; an engine samples no token between begin and commit."""
 
     def __init__(self) -> None:
-        self.under_way = False
-        self._refused: Exception | None = None
+        self.in_progress = False
+        self._load_error: Exception | None = None
 
     def begin(self, running: int) -> None:
-        """Starts an update, or restarts an uncommitted one; raises if `running` requests are not paused."""
+        """Starts an update, or restarts an uncommitted one; raises if requests are running."""
         if running:
             raise RolloutError(
                 f"begin_update while {running} requests run; pause the engine, or wait for them"
             )
-        self.under_way, self._refused = True, None
+        self.in_progress, self._load_error = True, None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Wraps one `load`; after an error the update must begin again."""
-        self._require("load")
+        self._require_begin("load")
         try:
             yield
         except Exception as error:
-            self._refused = error
+            self._load_error = error
             raise
 
     def commit(self) -> None:
@@ -45,31 +45,30 @@ class WeightUpdate:
     @contextmanager
     def committing(self) -> Iterator[None]:
         """Wraps the end of an update; after an error the update must begin again."""
-        self._require("commit")
-        if self._refused is not None:
+        self._require_begin("commit")
+        if self._load_error is not None:
             raise RolloutError(
-                f"commit of an update that was refused ({self._refused}); call begin_update and load "
+                f"commit of an update that failed ({self._load_error}); call begin_update and load "
                 "all weights again"
             )
         with self.loading():
             yield
-        self.under_way = False
+        self.in_progress = False
 
-    def refuse_tokens(self, what: str) -> None:
-        """Raises while an update is incomplete."""
-        if self.under_way:
+    def raise_if_in_progress(self, call: str) -> None:
+        if self.in_progress:
             raise RolloutError(
-                f"{what} between begin_update and commit: the engine has half of the new weights"
+                f"{call} between begin_update and commit: the engine has half of the new weights"
             )
 
-    def _require(self, verb: str) -> None:
-        if not self.under_way:
-            raise RolloutError(f"{verb} without begin_update; an update is begin, load, commit")
+    def _require_begin(self, call: str) -> None:
+        if not self.in_progress:
+            raise RolloutError(f"{call} without begin_update; call begin_update, load, commit")
 
 
 @torch.no_grad()
 def load_weights(policy: PolicyModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies each tensor into its parameter; raises for an unknown name or another shape."""
+    """Copies each tensor into its parameter; raises for an unknown name or a wrong shape."""
     parameters: dict[str, Tensor] = {}
     for name, tensor in weights:
         parameters = parameters or dict(policy.lm.named_parameters(remove_duplicate=False))
@@ -78,10 +77,10 @@ def load_weights(policy: PolicyModel, weights: Iterable[tuple[str, Tensor]]) -> 
 
 
 def refuse_unknown(name: str, tensor: Tensor, parameters: Mapping[str, Tensor]) -> None:
-    """Raises for a tensor that is no parameter by its name, or has another shape."""
+    """Raises for an unknown name or a wrong shape."""
     if name not in parameters:
-        near = difflib.get_close_matches(name, parameters, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        matches = difflib.get_close_matches(name, parameters, n=1)
+        hint = f" Did you mean {matches[0]!r}?" if matches else ""
         raise RolloutError(f"load got {name!r}, which the model does not have.{hint}")
     if parameters[name].shape != tensor.shape:
         raise RolloutError(

@@ -20,10 +20,10 @@ class Piece:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """First byte of the tensor in this bucket."""
+    """Offset of the piece in the tensor, in bytes."""
     size: int
     offset: int
-    """Offset of the bytes in the bucket."""
+    """Offset of the piece in the bucket, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -44,52 +44,54 @@ class Bucket:
             window[piece.offset : piece.offset + piece.size].copy_(payload)
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], capacity: int) -> Iterator[Bucket]:
-    """Packs a stream of tensors into buckets of at most `capacity` bytes, in order."""
+def pack_buckets(weights: Iterable[tuple[str, Tensor]], capacity: int) -> Iterator[Bucket]:
+    """Yields tensors packed in order into buckets of at most `capacity` bytes."""
     pieces: list[Piece] = []
     payloads: list[Tensor] = []
     used = 0
     for name, tensor in weights:
-        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         start = 0
-        while start < len(content) or (start == 0 and len(content) == 0):
+        while start < len(data) or (start == 0 and len(data) == 0):
             if used >= capacity:
                 yield Bucket(tuple(pieces), tuple(payloads))
                 pieces, payloads, used = [], [], 0
-            size = min(len(content) - start, capacity - used)
-            kind = str(tensor.dtype).removeprefix("torch.")
-            pieces.append(Piece(name, kind, tuple(tensor.shape), start, size, used))
-            payloads.append(content[start : start + size])
+            size = min(len(data) - start, capacity - used)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            pieces.append(Piece(name, dtype, tuple(tensor.shape), start, size, used))
+            payloads.append(data[start : start + size])
             used = -(-(used + size) // _ALIGNMENT) * _ALIGNMENT
             start += max(size, 1)
     if pieces:
         yield Bucket(tuple(pieces), tuple(payloads))
 
 
-def unpacked(contents: Iterable[tuple[Sequence[Piece], Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of received buckets ([bytes] uint8 each); joins the pieces of large ones."""
+def unpack_buckets(
+    buckets: Iterable[tuple[Sequence[Piece], Tensor]],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of buckets, each the pieces and their bytes [≥ size] uint8."""
     partial: Tensor | None = None
-    for pieces, content in contents:
+    for pieces, data in buckets:
         for piece in pieces:
             dtype = getattr(torch, piece.dtype)
-            part = content[piece.offset : piece.offset + piece.size]
-            whole = torch.Size(piece.shape).numel() * dtype.itemsize
-            if piece.size == whole:
-                yield piece.name, part.view(dtype).reshape(piece.shape)
+            payload = data[piece.offset : piece.offset + piece.size]
+            nbytes = torch.Size(piece.shape).numel() * dtype.itemsize
+            if piece.size == nbytes:
+                yield piece.name, payload.view(dtype).reshape(piece.shape)
                 continue
             if piece.start == 0:
-                partial = torch.empty(whole, dtype=torch.uint8, device=content.device)
-            assert partial is not None, f"the first piece of {piece.name} did not come"
-            partial[piece.start : piece.start + piece.size].copy_(part)
-            if piece.start + piece.size == whole:
+                partial = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
+            assert partial is not None, f"the first piece of {piece.name} is missing"
+            partial[piece.start : piece.start + piece.size].copy_(payload)
+            if piece.start + piece.size == nbytes:
                 yield piece.name, partial.view(dtype).reshape(piece.shape)
                 partial = None
 
 
-def written(pieces: Sequence[Piece]) -> bytes:
-    """Serializes pieces as JSON for the receiver."""
+def serialize_pieces(pieces: Sequence[Piece]) -> bytes:
+    """Returns pieces as JSON."""
     return json.dumps([asdict(piece) for piece in pieces]).encode()
 
 
-def read(text: bytes) -> tuple[Piece, ...]:
+def deserialize_pieces(text: bytes) -> tuple[Piece, ...]:
     return tuple(Piece(**{**p, "shape": tuple(p["shape"])}) for p in json.loads(text))

@@ -16,72 +16,75 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from hone.weights.buckets import Bucket, Piece, read, written
+from hone.weights.buckets import Bucket, Piece, deserialize_pieces, serialize_pieces
 from hone.weights.contract import StreamAddress, WeightStreamBroken
 
 
 class BroadcastSender:
-    """Sends buckets by broadcast; listens on `host` only."""
+    """The sender of one stream; its store listens on `host` only."""
 
     def __init__(
         self, receivers: int, *, host: str, device: torch.device, token: str, timeout_s: float
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
-        self._store = _listening_store(host, self._timeout)
+        self._store = _open_store(host, self._timeout)
         self._device, self._receivers = device, receivers
-        kind = "nccl" if device.type == "cuda" else "gloo"
-        self.address = StreamAddress(kind, f"{host}:{self._store.port}", token, receivers)
+        transport = "nccl" if device.type == "cuda" else "gloo"
+        self.address = StreamAddress(transport, f"{host}:{self._store.port}", token, receivers)
 
-    def send(self, content: Iterable[Bucket]) -> int:
-        with _explained():
-            group = _group(self._store, self.address, 0, self._timeout)
+    def send(self, buckets: Iterable[Bucket]) -> int:
+        """Sends all buckets to all receivers; returns the number of bytes."""
+        with _wrap_errors():
+            group = _join_group(self._store, self.address, 0, self._timeout)
             total = 0
-            for bucket in content:
-                packed = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
-                bucket.write_to(packed)
-                text = torch.frombuffer(bytearray(written(bucket.pieces)), dtype=torch.uint8)
-                sizes = torch.tensor([len(text), len(packed)], device=self._device)
-                for part in (sizes, text.to(self._device), packed):
-                    group.broadcast(part, 0).wait()
+            for bucket in buckets:
+                data = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
+                bucket.write_to(data)
+                header = torch.frombuffer(
+                    bytearray(serialize_pieces(bucket.pieces)), dtype=torch.uint8
+                )
+                sizes = torch.tensor([len(header), len(data)], device=self._device)
+                for message in (sizes, header.to(self._device), data):
+                    group.broadcast(message, 0).wait()
                 total += sum(piece.size for piece in bucket.pieces)
             group.broadcast(torch.tensor([0, 0], device=self._device), 0).wait()
-            for rank in range(1, self._receivers + 1):  # before the group is destroyed
-                self._store.wait([f"{self.address.token}/read/{rank}"], self._timeout)
+            for rank in range(1, self._receivers + 1):  # before this group is destroyed
+                self._store.wait([f"{self.address.token}/deserialize_pieces/{rank}"], self._timeout)
             return total
 
     def close(self) -> None:
         del self._store
 
 
-def received_broadcasts(
+def receive_broadcasts(
     address: StreamAddress, rank: int, device: torch.device, timeout_s: float
 ) -> Iterator[tuple[Sequence[Piece], Tensor]]:
-    """Yields the buckets of a sender to receiver `rank` (from 1)."""
+    """Yields the pieces and the bytes of each bucket; receivers are ranks 1 to R."""
     timeout = timedelta(seconds=timeout_s)
-    host, _, port = address.place.rpartition(":")
-    with _explained():
+    host, _, port = address.endpoint.rpartition(":")
+    with _wrap_errors():
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-        group = _group(store, address, rank, timeout)
+        group = _join_group(store, address, rank, timeout)
     while True:
-        with _explained():
+        with _wrap_errors():
             sizes = torch.zeros(2, dtype=torch.long, device=device)
             group.broadcast(sizes, 0).wait()
-            text, content = (
+            header, data = (
                 torch.empty(n, dtype=torch.uint8, device=device) for n in sizes.tolist()
             )
-            if len(text):
-                group.broadcast(text, 0).wait()
-                group.broadcast(content, 0).wait()
-        if not len(text):
+            if len(header):
+                group.broadcast(header, 0).wait()
+                group.broadcast(data, 0).wait()
+        if not len(header):
             break
-        yield read(bytes(text.cpu().tolist())), content
-    store.set(f"{address.token}/read/{rank}", "")
+        yield deserialize_pieces(bytes(header.cpu().tolist())), data
+    store.set(f"{address.token}/deserialize_pieces/{rank}", "")
 
 
-def _listening_store(host: str, timeout: timedelta) -> TCPStore:
+def _open_store(host: str, timeout: timedelta) -> TCPStore:
     """Opens a store on a free port of `host`; torch's default listens on every interface."""
-    listening = socket.create_server((host, 0))
-    port, descriptor = listening.getsockname()[1], listening.detach()
+    listener = socket.create_server((host, 0))
+    port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(
         host,
         port,
@@ -92,21 +95,21 @@ def _listening_store(host: str, timeout: timedelta) -> TCPStore:
     )
 
 
-def _group(store: Store, address: StreamAddress, rank: int, timeout: timedelta) -> Any:
-    own, size = PrefixStore(address.token, store), address.receivers + 1
+def _join_group(store: Store, address: StreamAddress, rank: int, timeout: timedelta) -> Any:
+    stream_store, size = PrefixStore(address.token, store), address.receivers + 1
     if address.transport == "gloo":
-        return dist.ProcessGroupGloo(own, rank, size, timeout)
+        return dist.ProcessGroupGloo(stream_store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(own, rank, size, options)
+    return dist.ProcessGroupNCCL(stream_store, rank, size, options)
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _wrap_errors() -> Iterator[None]:
     """Raises torch's errors as WeightStreamBroken."""
     try:
         yield
     except WeightStreamBroken:
         raise
     except (RuntimeError, dist.DistError) as error:
-        raise WeightStreamBroken(f"weights: the broadcast broke off: {error}") from error
+        raise WeightStreamBroken(f"weights: the broadcast failed: {error}") from error

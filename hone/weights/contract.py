@@ -1,4 +1,4 @@
-"""The types that trainer and rollout share for weight transfers: stream address and stream error."""
+"""The types of weight transfers that trainer and rollout share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StreamAddress:
-    """The address of one stream's sender, as plain data."""
+    """The address of the sender of one stream."""
 
     transport: str
     """memory_file, cuda_ipc, gloo or nccl."""
-    place: str
+    endpoint: str
     """Path of a socket, or host:port."""
     token: str
+    """The secret by which the sender recognizes its receivers."""
     receivers: int
 
 
 class WeightStreamBroken(RuntimeError):
-    """Weights arrived incomplete; the rollout engine must not generate."""
+    """A weight transfer did not complete; the rollout engine must not generate."""

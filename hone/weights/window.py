@@ -1,8 +1,8 @@
-"""Transfers buckets through a window of shared memory, synchronized by a socket.
+"""Sends buckets through a window of shared memory, synchronized over a Unix socket.
 
-The sender listens on a Unix socket in a folder that only its user can access, and gives each receiver the
-window: a memory file (sent as a descriptor, so that no file name outlives the processes) or GPU memory
-(CUDA IPC). The window is double-buffered: one half is filled while the other is read.
+The socket is in a folder that only its user can access. Through it each receiver gets the window: a memory
+file (by file descriptor, so that no file name outlives the processes) or GPU memory (by CUDA IPC). The
+window holds two buckets: the sender fills one while receivers read the other.
 """
 
 from __future__ import annotations
@@ -25,205 +25,211 @@ import torch
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from hone.weights.buckets import Bucket, Piece, read, written
+from hone.weights.buckets import Bucket, Piece, deserialize_pieces, serialize_pieces
 from hone.weights.contract import StreamAddress, WeightStreamBroken
 
-_HALVES = 2
+_NUM_BUFFERS = 2
 _LENGTH = struct.Struct("!q")
 _END = b"end"
 
 
 @dataclass(frozen=True)
-class _Lines:
+class _Connection:
     """Length-prefixed messages over a socket."""
 
     socket: socket.socket
-    waits_for: str
+    peer: str
+    """The name of the other process in error messages."""
 
     def send(self, message: bytes) -> None:
-        with self._explained():
+        with self._wrap_errors():
             self.socket.sendall(_LENGTH.pack(len(message)) + message)
 
     def receive(self) -> bytes:
-        with self._explained():
-            (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-            return self._exactly(length)
+        with self._wrap_errors():
+            (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
+            return self._read_exactly(length)
 
-    def _exactly(self, count: int) -> bytes:
-        content = b""
-        while len(content) < count:
-            part = self.socket.recv(count - len(content))
+    def _read_exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self.socket.recv(count - len(data))
             if not part:
-                raise ConnectionResetError("the other side has gone")
-            content += part
-        return content
+                raise ConnectionResetError("end of stream")
+            data += part
+        return data
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _wrap_errors(self) -> Iterator[None]:
+        """Raises socket errors as WeightStreamBroken."""
         try:
             yield
         except TimeoutError as error:
-            limit = self.socket.gettimeout()
+            timeout_s = self.socket.gettimeout()
             raise WeightStreamBroken(
-                f"weights: {self.waits_for} did not answer within {limit:g} s "
+                f"weights: {self.peer} did not answer within {timeout_s:g} s "
                 "(actor_rollout_ref.nccl_timeout)"
             ) from error
         except OSError as error:
             raise WeightStreamBroken(
-                f"weights: {self.waits_for} has gone ({type(error).__name__}: {error})"
+                f"weights: {self.peer} closed the connection ({type(error).__name__}: {error})"
             ) from error
 
 
 class _CudaHandle(TypedDict):
-    """The arguments by which torch opens another process's memory; bytes are base64 text."""
+    """The arguments with which torch opens GPU memory of another process; bytes are base64 text."""
 
     parts: list[int | dict[str, str]]
     size: int
 
 
-class _Introduction(TypedDict):
+class _Handshake(TypedDict):
     """The first message of a sender."""
 
-    half: int
+    bucket_bytes: int
     cuda: NotRequired[_CudaHandle]
 
 
 class WindowSender:
-    """The sending end: `address` goes to the receivers, and `send` waits for all of them."""
+    """The sender of one stream; `send` waits for every receiver."""
 
     def __init__(
-        self, receivers: int, *, half: int, device: torch.device, timeout_s: float
+        self, receivers: int, *, bucket_bytes: int, device: torch.device, timeout_s: float
     ) -> None:
-        """`half` is the size of one bucket in bytes; for a CUDA device, the window is in its memory."""
-        self._half, self._receivers, self._timeout_s = half, receivers, timeout_s
+        """Opens the socket; the window will be in GPU memory if `device` is a GPU."""
+        self._bucket_bytes, self._receivers = bucket_bytes, receivers
+        self._timeout_s = timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="hone-weights-"))
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.settimeout(timeout_s)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.settimeout(timeout_s)
         path = self._folder / "socket"
-        self._listening.bind(str(path))
-        self._listening.listen(receivers)
+        self._listener.bind(str(path))
+        self._listener.listen(receivers)
         self._token = secrets.token_hex(16)
-        kind = "cuda_ipc" if device.type == "cuda" else "memory_file"
-        self.address = StreamAddress(kind, str(path), self._token, receivers)
+        transport = "cuda_ipc" if device.type == "cuda" else "memory_file"
+        self.address = StreamAddress(transport, str(path), self._token, receivers)
         self._device = device
-        self._connected: list[_Lines] = []
+        self._connections: list[_Connection] = []
 
-    def send(self, content: Iterable[Bucket]) -> int:
+    def send(self, buckets: Iterable[Bucket]) -> int:
         """Sends all buckets to all receivers; returns the number of bytes."""
-        window, introduction, descriptor = self._open_window()
-        total, number = 0, 0
+        window, handshake, descriptor = self._open_window()
+        total, count = 0, 0
         try:
-            self._accept(introduction, descriptor)
-            for number, bucket in enumerate(content, 1):
-                if number > _HALVES:  # wait until the receivers have read this half
-                    self._wait_for_all()
-                start = (number - 1) % _HALVES * self._half
-                bucket.write_to(window[start : start + self._half])
+            self._accept(handshake, descriptor)
+            for count, bucket in enumerate(buckets, 1):
+                if count > _NUM_BUFFERS:  # the receivers must have read this buffer
+                    self._wait_for_acks()
+                start = (count - 1) % _NUM_BUFFERS * self._bucket_bytes
+                bucket.write_to(window[start : start + self._bucket_bytes])
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-                self._tell_all(written(bucket.pieces))
+                self._send_all(serialize_pieces(bucket.pieces))
                 total += sum(piece.size for piece in bucket.pieces)
-            for _ in range(min(number, _HALVES)):
-                self._wait_for_all()
-            self._tell_all(_END)
-            self._wait_for_all()
+            for _ in range(min(count, _NUM_BUFFERS)):
+                self._wait_for_acks()
+            self._send_all(_END)
+            self._wait_for_acks()
         finally:
             if descriptor is not None:
                 os.close(descriptor)
         return total
 
     def close(self) -> None:
-        for lines in self._connected:
-            lines.socket.close()
-        self._listening.close()
+        for connection in self._connections:
+            connection.socket.close()
+        self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _open_window(self) -> tuple[Tensor, _Introduction, int | None]:
-        size = _HALVES * self._half
+    def _open_window(self) -> tuple[Tensor, _Handshake, int | None]:
+        """Returns the window, the handshake, and the file descriptor of a memory file."""
+        size = _NUM_BUFFERS * self._bucket_bytes
+        handshake: _Handshake = {"bucket_bytes": self._bucket_bytes}
         if self._device.type == "cuda":
             window = torch.empty(size, dtype=torch.uint8, device=self._device)
-            shared = window.untyped_storage()._share_cuda_()
             parts = [
                 {"bytes": base64.b64encode(x).decode()} if isinstance(x, bytes) else x
-                for x in shared
+                for x in window.untyped_storage()._share_cuda_()
             ]
-            return window, {"half": self._half, "cuda": {"parts": parts, "size": size}}, None
+            handshake["cuda"] = {"parts": parts, "size": size}
+            return window, handshake, None
         descriptor = os.memfd_create("hone-weights")
         os.ftruncate(descriptor, size)
-        mapped = mmap.mmap(descriptor, size)
-        return torch.frombuffer(mapped, dtype=torch.uint8), {"half": self._half}, descriptor
+        memory = mmap.mmap(descriptor, size)
+        return torch.frombuffer(memory, dtype=torch.uint8), handshake, descriptor
 
-    def _accept(self, introduction: _Introduction, descriptor: int | None) -> None:
-        while len(self._connected) < self._receivers:
-            here = len(self._connected)
+    def _accept(self, handshake: _Handshake, descriptor: int | None) -> None:
+        """Waits until every receiver has connected, and sends each the window."""
+        while len(self._connections) < self._receivers:
+            connected = len(self._connections)
             try:
-                connection, _ = self._listening.accept()
+                client, _ = self._listener.accept()
             except TimeoutError as error:
                 raise WeightStreamBroken(
-                    f"weights: {here} of {self._receivers} rollout workers came within "
+                    f"weights: {connected} of {self._receivers} rollout workers connected within "
                     f"{self._timeout_s:g} s (actor_rollout_ref.nccl_timeout)"
                 ) from error
-            connection.settimeout(self._timeout_s)
-            lines = _Lines(connection, f"rollout worker {here}")
-            if not secrets.compare_digest(lines.receive(), self._token.encode()):
-                connection.close()
+            client.settimeout(self._timeout_s)
+            connection = _Connection(client, f"rollout worker {connected}")
+            if not secrets.compare_digest(connection.receive(), self._token.encode()):
+                client.close()
                 continue
-            self._connected.append(lines)
-            lines.send(json.dumps(introduction).encode())
+            self._connections.append(connection)
+            connection.send(json.dumps(handshake).encode())
             if descriptor is not None:
-                socket.send_fds(connection, [b"window"], [descriptor])
+                socket.send_fds(client, [b"window"], [descriptor])
 
-    def _tell_all(self, message: bytes) -> None:
-        for lines in self._connected:
-            lines.send(message)
+    def _send_all(self, message: bytes) -> None:
+        for connection in self._connections:
+            connection.send(message)
 
-    def _wait_for_all(self) -> None:
-        for lines in self._connected:
-            lines.receive()
+    def _wait_for_acks(self) -> None:
+        for connection in self._connections:
+            connection.receive()
 
 
-def received_windows(
+def receive_buckets(
     address: StreamAddress, timeout_s: float
 ) -> Iterator[tuple[Sequence[Piece], Tensor]]:
-    """Yields copies of a sender's buckets."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(timeout_s)
+    """Yields the pieces and a copy of the bytes of each bucket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(timeout_s)
         try:
-            connection.connect(address.place)
+            client.connect(address.endpoint)
         except OSError as error:
             raise WeightStreamBroken(
-                f"weights: the trainer's socket {address.place} cannot be reached ({error}); where "
-                "trainer and rollout do not share a file system, use "
+                f"weights: cannot connect to the trainer's socket {address.endpoint} ({error}); if "
+                "trainer and rollout share no file system, use "
                 "rollout.checkpoint_engine.backend=gloo or nccl"
             ) from error
-        lines = _Lines(connection, "the trainer")
-        lines.send(address.token.encode())
-        introduction: _Introduction = json.loads(lines.receive())
-        half = introduction["half"]
-        if "cuda" in introduction:
-            window = _of_cuda_handle(introduction["cuda"])
+        connection = _Connection(client, "the trainer")
+        connection.send(address.token.encode())
+        handshake: _Handshake = json.loads(connection.receive())
+        bucket_bytes = handshake["bucket_bytes"]
+        if "cuda" in handshake:
+            window = _open_cuda_handle(handshake["cuda"])
         else:
-            _, descriptors, _, _ = socket.recv_fds(connection, len(b"window"), 1)
+            _, descriptors, _, _ = socket.recv_fds(client, len(b"window"), 1)
             try:
-                mapped = mmap.mmap(descriptors[0], _HALVES * half)
+                memory = mmap.mmap(descriptors[0], _NUM_BUFFERS * bucket_bytes)
             finally:
                 os.close(descriptors[0])
-            window = torch.frombuffer(mapped, dtype=torch.uint8)
-        number = 0
-        while (message := lines.receive()) != _END:
-            pieces = read(message)
-            start = number % _HALVES * half
-            content = window[start : start + pieces[-1].offset + pieces[-1].size].clone()
-            if content.is_cuda:
-                torch.cuda.synchronize(content.device)
-            lines.send(b"read")
-            number += 1
-            yield pieces, content
-        lines.send(b"end")
+            window = torch.frombuffer(memory, dtype=torch.uint8)
+        count = 0
+        while (message := connection.receive()) != _END:
+            pieces = deserialize_pieces(message)
+            start = count % _NUM_BUFFERS * bucket_bytes
+            data = window[start : start + pieces[-1].offset + pieces[-1].size].clone()
+            if data.is_cuda:
+                torch.cuda.synchronize(data.device)
+            connection.send(b"ack")
+            count += 1
+            yield pieces, data
+        connection.send(b"ack")
 
 
-def _of_cuda_handle(handle: _CudaHandle) -> Tensor:
-    torch.cuda.init()  # torch opens the handle in the CUDA context of this process, which must exist
+def _open_cuda_handle(handle: _CudaHandle) -> Tensor:
+    torch.cuda.init()  # torch opens the handle in this process's CUDA context, which must exist
     parts = [base64.b64decode(x["bytes"]) if isinstance(x, dict) else x for x in handle["parts"]]
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
     device = torch.device("cuda", int(parts[0]))

@@ -32,7 +32,7 @@ from hone.protocol import DataProto
 from hone.rollout.build import build_rollout, refuse_inexact
 from hone.rollout.contract import RolloutSpec
 from hone.weights.contract import StreamAddress
-from hone.weights.streamed import Standing, received
+from hone.weights.streamed import Location, receive
 from hone.workers.actor import ActorWorker
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.engine_specs import actor_spec
@@ -163,12 +163,12 @@ class RolloutWorker(Worker):
             return self._decode(n_groups)
         return self._decode_tensor_parallel(n_groups)
 
-    def _decode_tensor_parallel(self, n_groups: int | None) -> Finished:
-        """Decodes with the other ranks of this model, which follow the leader until it releases them."""
-        from hone.rollout.native.leading import LeadingRollout
+    def _decode_together(self, n_groups: int | None) -> Finished:
+        """Decodes with the other ranks of this model, which follow the first one until it releases them."""
+        from hone.rollout.native.leader import LeaderRollout
 
         engine = self.engine
-        if not isinstance(engine, LeadingRollout):
+        if not isinstance(engine, LeaderRollout):
             self.runner.run_until(lambda: True)
             return Finished()
         try:
@@ -237,9 +237,9 @@ class RolloutWorker(Worker):
         return self.engine.traits.adapters
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def standing(self) -> Standing:
+    def standing(self) -> Location:
         """Returns machine, device and address of this process, for the choice of a transport."""
-        return Standing.here(self.device, self.get_master_addr_port()[0])
+        return Location.of_this_process(self.device, self.get_master_addr_port()[0])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def announce_weights(self, version: int) -> int:
@@ -266,7 +266,7 @@ class RolloutWorker(Worker):
     def receive_weights(self, address: StreamAddress, version: int) -> None:
         """Loads the tensors of one stream; after an interrupted stream the engine generates no tokens."""
         timeout_s = self.config.actor_rollout_ref.nccl_timeout
-        stream = received(address, self.rank, self.device, timeout_s)
+        stream = receive(address, self.rank, self.device, timeout_s)
         run_coroutine(self._update(stream, version))
 
     async def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -22,7 +22,7 @@ from hone.engine.contract import EngineSpec, Objective, TrainEngine
 from hone.protocol import DataProto
 from hone.tracking.manifest import NotShared
 from hone.weights.contract import StreamAddress
-from hone.weights.streamed import Sender, Standing, open_sender, send
+from hone.weights.streamed import Location, Sender, open_sender, send
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.objectives import mean_metrics, minibatches
 
@@ -103,9 +103,9 @@ class TrainWorker(Worker):
         return self.engine.updates
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def standing(self) -> Standing:
+    def standing(self) -> Location:
         """Returns machine, device and address of this process, for the choice of a transport."""
-        return Standing.here(self.engine.device, self.get_master_addr_port()[0])
+        return Location.of_this_process(self.engine.device, self.get_master_addr_port()[0])
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def offer_weights(self, transport: str, receivers: int) -> StreamAddress:

@@ -310,7 +310,7 @@ def test_an_engines_refusal_reaches_the_row_that_caused_it(
     runner: Runner, rows: Rows, tokenizer: Any
 ) -> None:
     engine = ScriptedRollout(["one answer"], tokenizer=tokenizer)
-    with pytest.raises(AgentLoopFailed, match=r"uid=u1 .* the script has no line left"):
+    with pytest.raises(AgentLoopFailed, match=r"uid=u1 .* the script has no answer"):
         runner(engine).run(rows(["a", "b"]))
 
 

@@ -52,7 +52,7 @@ class TestProduct:
             )
             assert got.dtype == dtype
             assert relative_error(got, wanted) < TOLERANCE[dtype]
-            assert exact_triton.linear(x, weight, given, wide=True).dtype == torch.float32
+            assert exact_triton.linear(x, weight, given, float32_out=True).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,14 @@ class TestTiles:
 
         x = torch.randn(1500, inputs, device=DEVICE).bfloat16()
         weight = (torch.randn(outputs, inputs, device=DEVICE) * 0.02).bfloat16()
-        whole = exact_triton.linear(x, weight, None, wide=True)
-        for tile in (exact_triton.FEW, exact_triton.MANY):
-            assert torch.equal(exact_triton.linear(x, weight, None, wide=True, tile=tile), whole)
+        whole = exact_triton.linear(x, weight, None, float32_out=True)
+        for tile in (exact_triton.SMALL_TILE, exact_triton.LARGE_TILE):
+            assert torch.equal(
+                exact_triton.linear(x, weight, None, float32_out=True, tile=tile), whole
+            )
         for begin, end in ((0, 1), (9, 20), (100, 356), (700, 1300)):
             assert torch.equal(
-                exact_triton.linear(x[begin:end], weight, None, wide=True), whole[begin:end]
+                exact_triton.linear(x[begin:end], weight, None, float32_out=True), whole[begin:end]
             )
 
 

@@ -198,7 +198,7 @@ def rows_of(count: int, vocabulary: int) -> BatchState:
     rows.state.copy_(torch.tensor([table[name] for name in FIELDS]))
     rows.inverse_temperature.copy_(torch.rand(count) * 2 + 0.2)
     rows.greedy.copy_(torch.tensor(random.choices([0, 0, 1], k=count)))
-    rows.stops[:, 0] = torch.randint(0, vocabulary, (count,))
+    rows.stop_ids[:, 0] = torch.randint(0, vocabulary, (count,))
     rows.block_table.copy_(random_table(count, 20))
     return rows
 

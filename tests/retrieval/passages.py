@@ -19,13 +19,13 @@ TEXTS = {
 }
 
 
-def write_corpus(folder: Path, *, form: str = "contents") -> Path:
+def write_corpus(folder: Path, *, layout: str = "contents") -> Path:
     file = folder / "corpus.jsonl"
     rows = []
     for number, (title, text) in enumerate(TEXTS.items()):
         body = (
             {"contents": f'"{title}"\n{text}'}
-            if form == "contents"
+            if layout == "contents"
             else {"title": title, "text": text}
         )
         rows.append({"id": str(10 + number), **body})
@@ -33,12 +33,12 @@ def write_corpus(folder: Path, *, form: str = "contents") -> Path:
     return file
 
 
-def silent(what: str, done: int, of: int) -> None:
-    """Progress that nobody watches."""
+def no_progress(activity: str, done: int, total: int) -> None:
+    """A progress callback that does nothing."""
 
 
 class Retriever:
-    """`hone serve-retriever` over the small corpus, on a real socket of this process."""
+    """The retrieval service over the small corpus, in a thread of this process."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         self._folder, self._port = folder, port
@@ -61,8 +61,8 @@ class Retriever:
         from hone.retrieval.server import Service
 
         self._end = asyncio.Event()
-        opened = open_index(IndexOptions(write_corpus(self._folder)), silent)
-        runner = web.AppRunner(Service(*opened, topk=3).application())
+        corpus, index = open_index(IndexOptions(write_corpus(self._folder)), no_progress)
+        runner = web.AppRunner(Service(corpus, index, topk=3).application())
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/retrieve"
@@ -71,5 +71,6 @@ class Retriever:
         await runner.cleanup()
 
     def answered(self) -> int:
-        with urllib.request.urlopen(self.url.replace("retrieve", "health"), timeout=10) as answer:
-            return int(json.load(answer)["answered"])
+        """Returns the number of queries that the service has answered."""
+        with urllib.request.urlopen(self.url.replace("retrieve", "health"), timeout=10) as response:
+            return int(json.load(response)["answered"])

@@ -1,4 +1,4 @@
-"""The service over a real socket: both result forms, requests together, bad orders, a failing index."""
+"""The retrieval service over a real socket: results, batching, invalid requests, a failing index."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from hone.retrieval.server import Service
 from tests.retrieval.passages import TEXTS, write_corpus
 
 
-class ByWord:
-    """Hits are the passages with the query in them; notes how many queries came at once."""
+class SubstringIndex:
+    """Returns the passages that contain the query; records the size of each batch."""
 
     def __init__(self) -> None:
-        self.together: list[int] = []
+        self.batch_sizes: list[int] = []
         self.hold = threading.Event()
         self.hold.set()
 
     def search(self, queries, topk):
         self.hold.wait(10)
-        self.together.append(len(queries))
+        self.batch_sizes.append(len(queries))
         if "fail" in queries:
             raise RuntimeError("index is broken")
-        found = [
+        numbers_of = [
             [i for i, text in enumerate(TEXTS.values()) if query in text.lower()]
             for query in queries
         ]
-        return [[Hit(i, 1.0) for i in numbers[:topk]] for numbers in found]
+        return [[Hit(i, 1.0) for i in numbers[:topk]] for numbers in numbers_of]
 
 
-async def _asked(tmp_path, index, ask):
+async def _with_service(tmp_path, index, ask):
     corpus = open_corpus(write_corpus(tmp_path), tmp_path)
     runner = web.AppRunner(Service(corpus, index, topk=1).application())
     await runner.setup()
@@ -50,68 +50,72 @@ async def _asked(tmp_path, index, ask):
 
 
 async def _post(session, body):
-    async with session.post("/retrieve", json=body) as answer:
-        return answer.status, await answer.json(content_type=None)
+    async with session.post("/retrieve", json=body) as response:
+        return response.status, await response.json(content_type=None)
 
 
-def test_both_result_forms(tmp_path) -> None:
+def test_results_with_and_without_scores(tmp_path) -> None:
     async def ask(session):
-        scored = await _post(
+        with_scores = await _post(
             session, {"queries": ["river", "owl"], "topk": 2, "return_scores": True}
         )
-        bare = await _post(session, {"queries": ["river"], "topk": None})
+        without_scores = await _post(session, {"queries": ["river"], "topk": None})
         async with session.get("/health") as health:
-            return scored, bare, await health.json()
+            return with_scores, without_scores, await health.json()
 
-    scored, bare, health = asyncio.run(_asked(tmp_path, ByWord(), ask))
+    with_scores, without_scores, health = asyncio.run(
+        _with_service(tmp_path, SubstringIndex(), ask)
+    )
     rome = {"id": "11", "contents": f'"Rome"\n{TEXTS["Rome"]}'}
-    assert scored[0] == 200
-    rivers, owls = scored[1]["result"]
+    assert with_scores[0] == 200
+    rivers, owls = with_scores[1]["result"]
     assert rivers[0] == {"document": rome, "score": 1.0}
     assert [len(rivers), len(owls)] == [2, 1]
-    assert bare == (200, {"result": [[rome]]})
+    assert without_scores == (200, {"result": [[rome]]})
     assert health == {"status": "ok", "passages": 4, "answered": 3}
 
 
-def test_what_waits_is_searched_together(tmp_path) -> None:
-    index = ByWord()
+def test_waiting_queries_are_searched_in_one_batch(tmp_path) -> None:
+    index = SubstringIndex()
     index.hold.clear()
 
     async def ask(session):
-        asked = [asyncio.create_task(_post(session, {"queries": ["owl"]})) for _ in range(9)]
-        while len(index.together) == 0 and not all(task.done() for task in asked):
+        tasks = [asyncio.create_task(_post(session, {"queries": ["owl"]})) for _ in range(9)]
+        while len(index.batch_sizes) == 0 and not all(task.done() for task in tasks):
             await asyncio.sleep(0.05)
             index.hold.set()
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*tasks)
 
-    answers = asyncio.run(_asked(tmp_path, index, ask))
+    answers = asyncio.run(_with_service(tmp_path, index, ask))
     assert all(status == 200 and len(body["result"]) == 1 for status, body in answers)
-    assert sum(index.together) == 9
-    assert len(index.together) < 9
+    assert sum(index.batch_sizes) == 9
+    assert len(index.batch_sizes) < 9
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ([], "must be an object"),
         ({"queries": "owl"}, "list of strings"),
         ({"queries": [1]}, "list of strings"),
-        ({"queries": ["a"], "topk": 0}, "whole number"),
-        ({"queries": ["a"], "topk": True}, "whole number"),
+        ({"queries": ["a"], "topk": 0}, "an integer"),
+        ({"queries": ["a"], "topk": True}, "an integer"),
         ({"queries": ["a"], "return_scores": "yes"}, "true or false"),
     ],
 )
-def test_a_bad_order_is_told(tmp_path, body, said) -> None:
-    status, answer = asyncio.run(_asked(tmp_path, ByWord(), lambda s: _post(s, body)))
+def test_an_invalid_request_returns_400(tmp_path, body, message) -> None:
+    status, answer = asyncio.run(
+        _with_service(tmp_path, SubstringIndex(), lambda s: _post(s, body))
+    )
     assert status == 400
-    assert said in answer["error"]
+    assert message in answer["error"]
 
 
-def test_after_a_failed_search_the_service_goes_on(tmp_path) -> None:
+def test_the_service_answers_after_a_failed_search(tmp_path) -> None:
     async def ask(session):
         async with session.post("/retrieve", json={"queries": ["fail"]}) as failed:
             status = failed.status
         return status, await _post(session, {"queries": ["owl"]})
 
-    failed, (status, _) = asyncio.run(_asked(tmp_path, ByWord(), ask))
+    failed, (status, _) = asyncio.run(_with_service(tmp_path, SubstringIndex(), ask))
     assert (failed, status) == (500, 200)

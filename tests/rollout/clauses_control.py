@@ -46,7 +46,7 @@ class Watched:
         self.deltas.append(delta)
         self._some.set()
 
-    async def under_way(self) -> None:
+    async def in_progress(self) -> None:
         await asyncio.wait_for(self._some.wait(), engine_contract.DEADLINE_S)
 
 
@@ -79,7 +79,7 @@ def tokens_are_streamed_as_they_are_drawn(factory: Factory) -> None:
         async def streamed() -> tuple[TokenOutput, list[TokenDelta], int]:
             watched = Watched(engine, PROMPT, sampling, "streamed")
             beside = asyncio.create_task(engine.generate(OTHERS[0], SHORT, "beside"))
-            await watched.under_way()
+            await watched.in_progress()
             early = sum(len(delta.token_ids) for delta in watched.deltas)
             await beside
             return await watched.job, watched.deltas, early
@@ -126,7 +126,7 @@ def abort_ends_the_named_requests_alone(factory: Factory) -> None:
                 for i, p in enumerate(OTHERS)
             ]
             waits = asyncio.create_task(engine.generate(PROMPT, SHORT, "waits for a slot"))
-            await first.under_way()
+            await first.in_progress()
             await engine.abort({"first", "waits for a slot", "nobody"})
             return await first.job, await waits, list(await asyncio.gather(*others))
 
@@ -148,7 +148,7 @@ def abort_of_all_leaves_the_engine_open(factory: Factory) -> None:
 
         async def interrupted() -> list[TokenOutput]:
             first = Watched(engine, PROMPT, sampling, "first")
-            await first.under_way()
+            await first.in_progress()
             just_asked = asyncio.create_task(engine.generate(PROMPT, sampling, "just asked"))
             await asyncio.sleep(0)
             await engine.abort()
@@ -168,7 +168,7 @@ async def _while_paused(
 ) -> tuple[TokenOutput, int, TokenOutput]:
     """Pause under way, look whether anything moves, change something, resume."""
     running = Watched(engine, PROMPT, sampling, "running")
-    await running.under_way()
+    await running.in_progress()
     await engine.pause(keep)
     late = asyncio.create_task(engine.generate(PROMPT, SHORT, "late"))
     await asyncio.sleep(0.02)  # what was drawn before is on its way
@@ -259,7 +259,7 @@ def an_update_waits_for_requests_that_are_not_paused(factory: Factory) -> None:
 
         async def beside() -> TokenOutput:
             running = Watched(engine, PROMPT, sampling, "running")
-            await running.under_way()
+            await running.in_progress()
             with pytest.raises(RolloutError, match="begin_update while 1 requests run"):
                 await engine.begin_update()
             return await running.job

@@ -186,7 +186,7 @@ def ask_all(
         ]
         return list(await asyncio.gather(*jobs))
 
-    return play(gather()) if getattr(engine, "_driven", False) else drive(engine, gather())
+    return play(gather()) if getattr(engine, "_is_driven", False) else drive(engine, gather())
 
 
 def ask(engine: RolloutEngine, prompt: Sequence[int], sampling: Sampling) -> TokenOutput:

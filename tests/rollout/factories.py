@@ -11,7 +11,7 @@ from hone.models.policy import PolicyModel
 from hone.ops.counter_rng import fold_seed
 from hone.rollout.contract import RolloutEngine, Traits
 from hone.rollout.hf import HFRollout
-from hone.rollout.http_server import Limits
+from hone.rollout.http_server import Timeouts
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder
 from hone.rollout.native.engine import NativeRollout
@@ -54,10 +54,10 @@ class NativeFactory(Factory):
         return {
             "add": (core, "add"),
             "cache": (core.cache, "reserve"),
-            "forward": (core, "_hidden"),
-            "sample": (core, "_draw"),
+            "forward": (core, "_hidden_states"),
+            "sample": (core, "_sample"),
             "stop": (RequestRules, "stop_reason"),
-            "retire": (core, "_retire"),
+            "retire": (core, "_remove_finished"),
             "deliver": (engine, "_deliver"),
             "answer": (Request, "output"),
         }
@@ -97,7 +97,7 @@ class HFFactory(Factory):
         return HFRollout(policy, eos_ids=(EOS,), tokenizer=TOKENIZER)
 
     def phases(self, engine: Any) -> dict[str, Place]:
-        return {"forward": (engine, "_draw_one"), "stop": (RequestRules, "stop_reason")}
+        return {"forward": (engine, "_sample_token"), "stop": (RequestRules, "stop_reason")}
 
 
 class SGLangFactory(Factory):
@@ -141,13 +141,16 @@ class SGLangFactory(Factory):
 def server_engine(
     servers: list[ContractServer],
     *,
-    call_s: float = 30.0,
-    start_s: float = 30.0,
+    call_timeout_s: float = 30.0,
+    start_timeout_s: float = 30.0,
     **options: Any,
 ) -> ServerRollout:
     model = servers[0].policy.lm
     engine = ServerRollout(
-        [SGLangServer(s.url, Limits(start_s, call_s), eos_ids=(EOS,)) for s in servers],
+        [
+            SGLangServer(s.url, Timeouts(start_timeout_s, call_timeout_s), eos_ids=(EOS,))
+            for s in servers
+        ],
         RequestRules.of(model.config, (EOS,), TOKENIZER),
         dict(model.named_parameters(remove_duplicate=False)),
         WeightFolder(None, "no-such-folder"),

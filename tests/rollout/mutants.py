@@ -32,17 +32,17 @@ class Mutant(NativeFactory):
 
 
 class LogProbsAtTemperatureOne(NativeCore):
-    def _draw(self, logits: Tensor) -> None:
+    def _sample(self, logits: Tensor) -> None:
         requests = list(self._running)
-        super()._draw(logits)
+        super()._sample(logits)
         for row, request in zip(torch.log_softmax(logits, -1), requests, strict=True):
             request.log_probs[-1] = float(row[request.token_ids[-1]])
 
 
 class LogProbsAfterTruncation(NativeCore):
-    def _draw(self, logits: Tensor) -> None:
+    def _sample(self, logits: Tensor) -> None:
         requests = list(self._running)
-        super()._draw(logits)
+        super()._sample(logits)
         for row, request in zip(logits, requests, strict=True):
             if request.sampling.top_k > 0:
                 best = row.topk(request.sampling.top_k).values
@@ -50,12 +50,12 @@ class LogProbsAfterTruncation(NativeCore):
 
 
 class DrawsAtHalfTheTemperature(NativeCore):
-    def _draw(self, logits: Tensor) -> None:
-        super()._draw(logits * 2)
+    def _sample(self, logits: Tensor) -> None:
+        super()._sample(logits * 2)
 
 
 class DrawsDependOnTheBatch(NativeCore):
-    def _draw(self, logits: Tensor) -> None:
+    def _sample(self, logits: Tensor) -> None:
         self._sampling = None
         asked = [r.sampling for r in self._running]
         for request in self._running:
@@ -63,25 +63,25 @@ class DrawsDependOnTheBatch(NativeCore):
                 request.sampling, seed=request.sampling.seed + len(self._running)
             )
         requests = list(self._running)
-        super()._draw(logits)
+        super()._sample(logits)
         for request, sampling in zip(requests, asked, strict=True):
             request.sampling = sampling
 
 
 class DrawsAtThePositionInTheResponse(NativeCore):
-    def _draw(self, logits: Tensor) -> None:
+    def _sample(self, logits: Tensor) -> None:
         prompts = [r.prompt_ids for r in self._running]
         requests = list(self._running)
         for request in requests:
             request.prompt_ids = []
-        super()._draw(logits)
+        super()._sample(logits)
         for request, prompt in zip(requests, prompts, strict=True):
             request.prompt_ids = prompt
 
 
 class DecodePositionsOffByOne(NativeCore):
-    def _hidden(self, ids: list[int], positions: Tensor, layout: Any) -> Tensor:
-        return super()._hidden(
+    def _hidden_states(self, ids: list[int], positions: Tensor, layout: Any) -> Tensor:
+        return super()._hidden_states(
             ids, positions + 1 if len(positions) == len(self._running) else positions, layout
         )
 
@@ -89,15 +89,15 @@ class DecodePositionsOffByOne(NativeCore):
 class PaddingLeaksIntoShortPrompts(NativeCore):
     """Reads the logits one row too early when several prompts are computed together."""
 
-    def _compute(self, admitted: list[Request]) -> Tensor:
-        logits = super()._compute(admitted)
+    def _next_logits(self, admitted: list[Request]) -> Tensor:
+        logits = super()._next_logits(admitted)
         return logits.roll(1, 0) if len(admitted) > 1 else logits
 
 
 class StopStringsWithinOneTokenOnly(NativeCore):
-    def _draw(self, logits: Tensor) -> None:
+    def _sample(self, logits: Tensor) -> None:
         requests = list(self._running)
-        super()._draw(logits)
+        super()._sample(logits)
         for request in requests:
             said = self.rules.tokenizer.decode(request.token_ids[-1:])
             reason, stops = request.stop_reason, request.sampling.stop
@@ -111,9 +111,9 @@ class EndTokenGoesUnnoticed(NativeCore):
 
 
 class VersionStaysBehind(NativeCore):
-    def _draw(self, logits: Tensor) -> None:
+    def _sample(self, logits: Tensor) -> None:
         requests = list(self._running)
-        super()._draw(logits)
+        super()._sample(logits)
         for request in requests:
             request.versions[-1] = max(request.versions[-1] - 1, 0)
 
@@ -214,7 +214,7 @@ class PauseGoesOnDecoding(NativeRollout):
     """New requests are held, running ones are not."""
 
     @property
-    def _may_decode(self) -> bool:
+    def _can_decode(self) -> bool:
         return bool(self._arrivals or self._core.busy)
 
 
@@ -321,20 +321,20 @@ class UnknownWeightsAreSkipped(NativeRollout):
 class HalfAnUpdateIsUsed(NativeRollout):
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         await super().load(weights)
-        self._update.under_way = False
+        self._update.in_progress = False
 
     async def commit(self, version: int) -> None:
-        self._update.under_way = True
+        self._update.in_progress = True
         await super().commit(version)
 
 
 class UpdatesNeedNoBeginning(NativeRollout):
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._update.under_way = True
+        self._update.in_progress = True
         await super().load(weights)
 
     async def commit(self, version: int) -> None:
-        self._update.under_way = True
+        self._update.in_progress = True
         await super().commit(version)
 
 
@@ -356,16 +356,16 @@ class FailuresAreSwallowed(NativeRollout):
 class FailuresReachTheQueuesOnly(NativeRollout):
     """Whatever is between two queues when it happens is lost."""
 
-    def _refuse_all(self, error: RolloutError) -> None:
+    def _fail_pending(self, error: RolloutError) -> None:
         queued = [*self._core.abort(), *self._arrivals, *self._deferred]
         self._pending = {id(request): request for request in queued}
-        super()._refuse_all(error)
+        super()._fail_pending(error)
 
 
 class CloseForgetsWaiters(NativeRollout):
-    def _refuse_all(self, error: RolloutError) -> None:
+    def _fail_pending(self, error: RolloutError) -> None:
         if "closed" not in str(error):
-            super()._refuse_all(error)
+            super()._fail_pending(error)
 
 
 class EmptyPromptsAreFilled(NativeRollout):

@@ -20,11 +20,13 @@ SHORT = Sampling(max_tokens=24, temperature=1.0, seed=1, ignore_eos=True)
 
 @asynccontextmanager
 async def opened(
-    servers: list[ContractServer], count: int = 1, *, call_s: float = 30.0, **options: Any
+    servers: list[ContractServer], count: int = 1, *, call_timeout_s: float = 30.0, **options: Any
 ) -> AsyncIterator[ServerRollout]:
     traits = {k: options.pop(k) for k in ("deterministic", "incremental") if k in options}
     servers += [ContractServer(policy(), **traits) for _ in range(count)]
-    engine = await asyncio.to_thread(server_engine, servers, call_s=call_s, **options)
+    engine = await asyncio.to_thread(
+        server_engine, servers, call_timeout_s=call_timeout_s, **options
+    )
     try:
         yield engine
     finally:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.http_server import Limits
+from hone.rollout.http_server import Timeouts
 from hone.rollout.server_weights import WeightFolder
 from hone.rollout.sglang_server import SGLangServer
 
@@ -24,9 +24,9 @@ def test_a_server_that_does_not_return_is_reported_at_the_deadline(
     servers: list[ContractServer],
 ) -> None:
     async def asked() -> None:
-        async with opened(servers, call_s=0.3) as engine:
+        async with opened(servers, call_timeout_s=0.3) as engine:
             for server in engine._servers:
-                server.limits = type(server.limits)(start_s=0.5, call_s=0.3)
+                server.timeouts = type(server.timeouts)(start_timeout_s=0.5, call_timeout_s=0.3)
             servers[0].die()
             with pytest.raises(RolloutError, match=r"is not healthy after 0.5 s"):
                 await engine.generate(PROMPT, SHORT, "lost")
@@ -40,7 +40,7 @@ def test_a_server_that_is_not_healthy_yet_is_waited_for(servers: list[ContractSe
     servers[0].faults["unhealthy"] = 2
 
     async def asked() -> None:
-        server = SGLangServer(servers[0].url, Limits(30.0, 5.0))
+        server = SGLangServer(servers[0].url, Timeouts(30.0, 5.0))
         await server.wait_until_healthy()
         await server.close()
         assert servers[0].calls == ["/health"] * 3
@@ -61,7 +61,7 @@ def test_a_healthy_server_that_cannot_generate_is_reported(servers: list[Contrac
 def test_the_api_key_comes_from_the_environment_and_is_never_shown(
     servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hone.rollout.http_server import Limits
+    from hone.rollout.http_server import Timeouts
     from hone.rollout.sglang_server import SGLangServer
 
     servers.append(ContractServer(policy(), api_key="s3cret"))
@@ -69,10 +69,10 @@ def test_the_api_key_comes_from_the_environment_and_is_never_shown(
 
     async def asked(variable: str) -> None:
         url = servers[0].url.replace("http://", "http://user:pass@")
-        server = SGLangServer(url, Limits(5.0, 5.0), api_key_env=variable)
+        server = SGLangServer(url, Timeouts(5.0, 5.0), api_key_env=variable)
         try:
             assert "s3cret" not in repr(server)
-            assert "pass" not in repr(server) + server.shown_url
+            assert "pass" not in repr(server) + server.safe_url
             await server.connect()
         finally:
             await server.close()
@@ -91,17 +91,17 @@ def test_two_requests_show_what_the_log_probs_mean(
     mode: str, servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that ignores the temperature, or truncates, is refused for such a rollout."""
-    one_token = SGLangServer.one_token
+    sample_one_token = SGLangServer.sample_one_token
 
     async def changed(
         self: SGLangServer, prompt: list[int], sampling: dict[str, float]
     ) -> tuple[float, float]:
         if mode == "raw":
             sampling = sampling | {"temperature": min(sampling["temperature"], 1.0)}
-        sampled, best = await one_token(self, prompt, sampling)
+        sampled, best = await sample_one_token(self, prompt, sampling)
         return (0.0 if mode == "truncated" and "top_k" in sampling else sampled), best
 
-    monkeypatch.setattr(SGLangServer, "one_token", changed)
+    monkeypatch.setattr(SGLangServer, "sample_one_token", changed)
 
     async def asked() -> None:
         async with opened(servers) as engine:
@@ -128,7 +128,7 @@ class Showing(SGLangServer):
     async def weight_version(self) -> str:
         return "v"
 
-    async def values_of(self, name: str, count: int) -> Any:
+    async def read_weight(self, name: str, count: int) -> Any:
         return [0.0] * count if name in self.shown else None
 
 
@@ -143,7 +143,7 @@ def ones(tmp_path: Path) -> Iterator[WeightFolder]:
 
 
 def test_a_weight_that_is_not_shown_hides_no_other(ones: WeightFolder) -> None:
-    server = Showing("http://gpu:1", Limits(1.0, 1.0))
+    server = Showing("http://gpu:1", Timeouts(1.0, 1.0))
     server.shown = ("b",)
     with pytest.raises(RolloutError, match="'b' has other values"):
         asyncio.run(server.check_weights("v", ones))
@@ -152,11 +152,11 @@ def test_a_weight_that_is_not_shown_hides_no_other(ones: WeightFolder) -> None:
 def test_a_server_that_shows_no_weight_is_named_once(
     ones: WeightFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = Showing("http://gpu:1", Limits(1.0, 1.0))
+    server = Showing("http://gpu:1", Timeouts(1.0, 1.0))
     for _ in range(2):
         asyncio.run(server.check_weights("v", ones))
     (record,) = caplog.records
-    assert "http://gpu:1 shows none of the weights" in record.getMessage()
+    assert "http://gpu:1 returned none of the weights" in record.getMessage()
 
 
 def test_a_server_of_another_kind_is_named(servers: list[ContractServer]) -> None:
@@ -165,7 +165,7 @@ def test_a_server_of_another_kind_is_named(servers: list[ContractServer]) -> Non
     servers.append(ContractServer(policy()))
 
     async def connect() -> None:
-        server = VLLMServer(servers[0].url, Limits(5.0, 5.0))
+        server = VLLMServer(servers[0].url, Timeouts(5.0, 5.0))
         try:
             await server.connect()
         finally:
@@ -176,7 +176,7 @@ def test_a_server_of_another_kind_is_named(servers: list[ContractServer]) -> Non
 
 
 def test_a_cancellation_is_never_lost_to_an_answer_that_comes_at_the_same_time() -> None:
-    from hone.rollout.http_server import _within
+    from hone.rollout.http_server import _wait_for
 
     async def asked() -> None:
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -184,7 +184,7 @@ def test_a_cancellation_is_never_lost_to_an_answer_that_comes_at_the_same_time()
         async def read() -> int:
             return await answer
 
-        job = asyncio.create_task(_within(5.0, read()))
+        job = asyncio.create_task(_wait_for(5.0, read()))
         await asyncio.sleep(0.01)
         answer.set_result(1)
         await asyncio.sleep(0)

@@ -132,7 +132,7 @@ def test_a_refused_commit_needs_a_new_update() -> None:
         assert engine.version == 0
         with pytest.raises(RolloutError, match="half of the new weights"):
             await engine.generate([1], FIVE, "early")
-        with pytest.raises(RolloutError, match="was refused"):
+        with pytest.raises(RolloutError, match="an update that failed"):
             await engine.commit(1)
         await engine.close()
 
@@ -204,7 +204,7 @@ def test_an_abort_between_a_loss_and_its_recovery_waits_for_no_recovery() -> Non
             self, request: Request, sampling: Sampling
         ) -> AsyncGenerator[Chunk, None]:
             yield Chunk([5], [-0.5])
-            await self._end(None, deferred_too=True)
+            await self._abort(None, include_deferred=True)
             raise ConnectionLost("reset")
 
     engine = Lost()

@@ -70,7 +70,7 @@ def test_weights_are_remembered_by_name() -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: ScriptedRollout([]), "no line left"),
+        (lambda: ScriptedRollout([]), "the script has no answer"),
         (lambda: ScriptedRollout(["text"]), "with a tokenizer"),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_script_that_cannot_answer_says_so(build: object, words: str) -> None:
 def test_asking_a_sleeping_engine_is_an_error_in_a_test() -> None:
     engine = ScriptedRollout(lambda _: [9])
     play(engine.sleep())
-    with pytest.raises(RolloutError, match="asleep"):
+    with pytest.raises(RolloutError, match="the engine sleeps"):
         ask(engine, [1], FEW)
     play(engine.wake_up())
     assert ask(engine, [1], FEW).token_ids == [9]

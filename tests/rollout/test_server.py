@@ -8,7 +8,7 @@ import copy
 import pytest
 
 from hone.rollout.contract import RolloutError, Sampling, StopReason
-from hone.rollout.http_server import Limits
+from hone.rollout.http_server import Timeouts
 from hone.rollout.sglang_server import SGLangServer
 
 from .contract_server import ContractServer
@@ -240,7 +240,7 @@ def test_sleep_waits_until_a_server_is_idle_and_leaves_a_busy_one_its_memory(
     servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang ends if memory is released while a request runs, and an abort takes effect later."""
-    monkeypatch.setattr("hone.rollout.sglang_server._IDLE_S", 0.5)
+    monkeypatch.setattr("hone.rollout.sglang_server._IDLE_TIMEOUT_S", 0.5)
 
     async def asked() -> None:
         async with opened(servers) as engine:
@@ -263,7 +263,7 @@ def test_servers_without_a_memory_saver_keep_their_memory(servers: list[Contract
     async def asked() -> None:
         async with opened(servers) as engine:
             await updated(engine, 1)
-            engine._servers[0].frees_memory = False
+            engine._servers[0].can_release_memory = False
             before = len(servers[0].calls)
             await engine.sleep()
             await engine.wake_up()
@@ -311,7 +311,7 @@ def test_a_request_to_sleeping_servers_wakes_them_and_one_that_runs_refuses_slee
                 engine.generate(PROMPT, long, "runs", on_tokens=lambda delta: some.set())
             )
             await some.wait()
-            with pytest.raises(RolloutError, match="sleep was asked for while requests run"):
+            with pytest.raises(RolloutError, match="sleep while requests run"):
                 await engine.sleep()
             await engine.abort()
             await job
@@ -327,7 +327,7 @@ def test_no_request_that_waits_for_a_lost_server_outlives_an_abort_or_a_close(
     """Each ends within the limit of a call, not within that of the server's return."""
 
     async def asked() -> None:
-        async with opened(servers, call_s=0.3, start_s=3600.0) as engine:
+        async with opened(servers, call_timeout_s=0.3, start_timeout_s=3600.0) as engine:
             some = asyncio.Event()
             long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
             job = asyncio.create_task(
@@ -354,7 +354,7 @@ def test_closing_ends_a_call_that_waits_for_a_lost_server(
     verb: str, servers: list[ContractServer]
 ) -> None:
     async def asked() -> None:
-        async with opened(servers, call_s=0.3, start_s=3600.0) as engine:
+        async with opened(servers, call_timeout_s=0.3, start_timeout_s=3600.0) as engine:
             if verb == "commit":
                 await engine.begin_update()
                 await engine.load(policy(seed=1).lm.named_parameters())
@@ -398,7 +398,7 @@ def test_no_server_stays_paused_after_a_run(servers: list[ContractServer]) -> No
         assert servers[0].paused == ""
         await servers[0].engine.pause(keep=True)
         servers[0].paused = "retract"
-        server = SGLangServer(servers[0].url, Limits(5.0, 5.0))
+        server = SGLangServer(servers[0].url, Timeouts(5.0, 5.0))
         await server.connect()
         assert servers[0].paused == ""
         await server.close()

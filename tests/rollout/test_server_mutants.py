@@ -41,10 +41,10 @@ def stamped_late(self: RemoteEngine, request: Request, chunk: Chunk) -> None:
 async def pause_without_hold(self: RemoteEngine, keep: bool) -> None:
     await PAUSE(self, keep)
     self._paused = False
-    self._open.set()
+    self._not_paused.set()
 
 
-async def ends_nothing(self: RemoteEngine, request_ids: Any, *, deferred_too: bool) -> None:
+async def ends_nothing(self: RemoteEngine, request_ids: Any, *, include_deferred: bool) -> None:
     """Every request goes on."""
 
 
@@ -73,11 +73,11 @@ MUTANTS: list[tuple[type, str, Any, str]] = [
     (ServerRollout, "_publish", never_published, "new weights are used from the next token"),
     (
         ServerRollout,
-        "_known",
+        "_check_names",
         lambda self, weights: weights,
         "weights with unknown names are refused",
     ),
-    (RemoteEngine, "_end", ends_nothing, "abort ends the named requests alone"),
+    (RemoteEngine, "_abort", ends_nothing, "abort ends the named requests alone"),
 ]
 
 

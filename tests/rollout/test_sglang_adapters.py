@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 from hone.config import load_config
 from hone.models.policy import PolicyModel
-from hone.rollout.sglang_adapters import lora_arguments, published_adapter
-from hone.rollout.sglang_process import launch_arguments
+from hone.rollout.sglang_adapters import lora_server_arguments, published_adapter
+from hone.rollout.sglang_process import server_command
 
 from .fake_sglang.sglang.launch_server import parser
 from .models import policy
@@ -59,7 +59,7 @@ def test_a_launched_server_is_told_of_the_adapter_by_names_that_it_knows() -> No
     """PEFT may have the modules as whole paths, which SGLang refuses."""
     paths = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "v_proj")]
     lm = peft_model(target_modules=paths)
-    command, _ = launch_arguments(spec_of("hf", model_path="some/model"), lora_arguments(lm))
+    command, _ = server_command(spec_of("hf", model_path="some/model"), lora_server_arguments(lm))
     assert "--enable-lora --max-lora-rank 4" in " ".join(command)
     listening = [*command[3:], "--host", "127.0.0.1", "--port", "1"]
     arguments, _ = parser().parse_known_args(listening)

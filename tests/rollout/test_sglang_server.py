@@ -34,7 +34,7 @@ REPORTED = {
     "another request is answered": "in the stream of",
     "ids differ from log-probs": "their ids differ",
     "id is outside the vocabulary": "token id 1000000",
-    "finish reason is wrong": "the last is no end token",
+    "finish reason is wrong": "the last is neither an end token",
     "finish reason is unknown": "ended a request for",
     "meta is missing": "without meta_info",
 }
@@ -47,7 +47,9 @@ def test_a_fault_of_the_connection_loses_no_token(
     async def asked() -> tuple[TokenOutput, TokenOutput, list[int]]:
         # A request that waits for its first token has the limit of a start.
         late = fault == "the first token comes too late"
-        async with opened(servers, call_s=0.4, start_s=4.0 if late else 30.0) as engine:
+        async with opened(
+            servers, call_timeout_s=0.4, start_timeout_s=4.0 if late else 30.0
+        ) as engine:
             whole = await engine.generate(PROMPT, SHORT, "whole")
             servers[0].faults[fault] = 1
             streamed: list[int] = []

@@ -456,7 +456,7 @@ def test_requests_wait_for_no_sleeping_engine(tmp_path: Path) -> None:
 
 def test_kept_requests_outlive_a_sleep(tmp_path: Path) -> None:
     async def work(engine: VLLMRollout) -> None:
-        engine._sleep_level = lambda: 1  # type: ignore[method-assign]
+        engine._choose_sleep_level = lambda: 1  # type: ignore[method-assign]
         running = asyncio.ensure_future(engine.generate([1], LONG, "r"))
         await sampling(engine, 1)
         await engine.pause(keep=True)
@@ -474,7 +474,7 @@ def test_weights_given_back_in_sleep_come_once_on_waking(tmp_path: Path, publish
     """By the update that follows or, without one, from the trainer."""
 
     async def work(engine: VLLMRollout) -> None:
-        engine._sleep_level = lambda: 2  # type: ignore[method-assign]
+        engine._choose_sleep_level = lambda: 2  # type: ignore[method-assign]
         buckets: list[Any] = []
         load_bucket = engine._load_bucket
 

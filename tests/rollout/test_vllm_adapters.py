@@ -49,7 +49,7 @@ def test_an_adapter_is_published_alone_and_restored_after_a_death(tmp_path: Path
 
     async def work() -> None:
         await engine.start()
-        folder = Path(engine._folder.name)
+        folder = engine._folder.root
         assert engine.traits.adapters
         for version, shift in enumerate((4, 9), 1):
             await engine.begin_update()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.rollout.vllm_buckets import buckets
+from hone.rollout.vllm_buckets import fill_buckets
 
 
 def test_tensors_are_read_back_from_buckets_of_bounded_size() -> None:
@@ -18,7 +18,7 @@ def test_tensors_are_read_back_from_buckets_of_bounded_size() -> None:
     weights["view"] = torch.randn(4, 6).T
     read: dict[str, Tensor] = {}
     sizes, paths = [], set()
-    for bucket in buckets(weights.items(), torch.device("cpu"), 256):
+    for bucket in fill_buckets(weights.items(), torch.device("cpu"), 256):
         sizes.append(len(bucket["tensors"]))
         paths.add(bucket["path"])
         with open(bucket["path"], "rb") as file:

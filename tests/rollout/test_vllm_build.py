@@ -14,7 +14,7 @@ import torch
 from hone.config import load_config
 from hone.rollout.contract import RolloutError, RolloutSpec
 from hone.rollout.vllm import VLLMRollout
-from hone.rollout.vllm_build import build_vllm, environment, launch
+from hone.rollout.vllm_build import build_vllm, make_environment, make_launch
 from hone.rollout.vllm_process import EngineProcess
 
 from .models import EOS, TOKENIZER, policy
@@ -40,7 +40,7 @@ def spec_of(*overrides: str, device: str = "cpu") -> RolloutSpec:
 @pytest.fixture
 def arguments(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("hone.rollout.vllm_build.resolve_model_path", lambda path: path)
-    return lambda *overrides, **options: launch(spec_of(*overrides, **options), 4096, 0).engine
+    return lambda *overrides, **options: make_launch(spec_of(*overrides, **options), 4096, 0).engine
 
 
 def test_settings_of_the_rollout_reach_vllm(arguments: Any) -> None:
@@ -64,17 +64,17 @@ def test_an_engine_gets_its_own_gpus(arguments: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("hone.rollout.vllm_build.resolve_model_path", lambda path: path)
     two = ("tensor_model_parallel_size=2",)
     for number, devices in ((0, "4,5"), (1, "6,7")):
-        started = launch(spec_of(*two, device="cuda:0"), None, number)
+        started = make_launch(spec_of(*two, device="cuda:0"), None, number)
         assert started.environment["CUDA_VISIBLE_DEVICES"] == devices
         assert started.engine["tensor_parallel_size"] == 2
-    alone = launch(spec_of(*two, device="cuda:3"), None, 0)  # one GPU is left
+    alone = make_launch(spec_of(*two, device="cuda:3"), None, 0)  # one GPU is left
     assert alone.environment["CUDA_VISIBLE_DEVICES"] == "7"
     assert alone.engine["tensor_parallel_size"] == 1
 
 
 def test_the_users_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "9")
-    assert "VLLM_CPU_KVCACHE_SPACE" not in environment(False, None)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in make_environment(False, None)
 
 
 def test_an_interpreter_without_vllm_is_refused_with_the_way_out() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from hone.models.tiny import save_pretrained
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.http_server import Limits, ServerLost
+from hone.rollout.http_server import ServerLost, Timeouts
 from hone.rollout.requests import RequestRules
 from hone.rollout.server import ServerRollout
 from hone.rollout.server_weights import WeightFolder
@@ -37,7 +37,7 @@ _ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses
 
 
 def server(**state: Any) -> VLLMServer:
-    return VLLMServer("http://user:pass@gpu:8000", Limits(1.0, 1.0), **state)
+    return VLLMServer("http://user:pass@gpu:8000", Timeouts(1.0, 1.0), **state)
 
 
 def choice(**changes: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_a_request_that_the_server_aborts_is_issued_again() -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({}, "takes no new weights, which training.*VLLM_SERVER_DEV_MODE=1"),
+        ({}, "cannot load new weights, which training.*VLLM_SERVER_DEV_MODE=1"),
         ({"updates": True, "device": "cpu", "tied": True}, "keeps the old output head"),
     ],
 )
@@ -121,7 +121,7 @@ class RestartedServer(VLLMServer):
 def test_a_server_that_restarted_while_it_was_idle_serves_nothing_before_its_weights_are_back() -> (
     None
 ):
-    running = RestartedServer("http://gpu:8000", Limits(1.0, 1.0))
+    running = RestartedServer("http://gpu:8000", Timeouts(1.0, 1.0))
     engine = ServerRollout(
         [running],
         RequestRules(frozenset({89}), vocabulary=90),

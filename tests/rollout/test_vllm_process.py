@@ -33,10 +33,10 @@ def fake_python(folder: Path) -> str:
 
 
 def with_process(
-    folder: Path, work: Callable[[EngineProcess], Awaitable[T]], model: str = "m", **limits: float
+    folder: Path, work: Callable[[EngineProcess], Awaitable[T]], model: str = "m", **timeouts: float
 ) -> T:
     async def run() -> T:
-        process = EngineProcess(Launch(fake_python(folder), {"model": model}, **limits))
+        process = EngineProcess(Launch(fake_python(folder), {"model": model}, **timeouts))
         try:
             return await asyncio.wait_for(work(process), 200)
         finally:
@@ -95,7 +95,7 @@ def test_a_model_that_does_not_load_says_why(tmp_path: Path) -> None:
 
 
 def test_the_start_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_process, "_PROGRESS_S", 0.1)
+    monkeypatch.setattr(vllm_process, "_PROGRESS_INTERVAL_S", 0.1)
     with pytest.raises(RolloutError, match=r"was not ready after .*start_timeout_s"):
         with_process(tmp_path, lambda p: p.start(), model="slow", start_timeout_s=0.3)
 
@@ -107,7 +107,7 @@ def test_a_death_reaches_streams_and_calls_and_leaves_nothing(
     async def work(process: EngineProcess) -> tuple[int, str]:
         await started(process)
         if death == "stall":
-            monkeypatch.setattr(vllm_process, "_PING_S", 0.05)
+            monkeypatch.setattr(vllm_process, "_PING_INTERVAL_S", 0.05)
         pid, queue = process.pid, process.open_stream("k")
         prompt = {"step": [93], "kill": [1], "stall": [97]}[death]
         process.send("add", key="k", prompt=prompt, sampling={**SAMPLING, "max_tokens": 10**6})
@@ -126,9 +126,9 @@ def test_a_death_reaches_streams_and_calls_and_leaves_nothing(
         await process.call("pause")
         return pid, str(item)
 
-    monkeypatch.setattr(vllm_process, "_PING_S", 0.05 if death == "stall" else 15.0)
-    limits = {"stall_timeout_s": 0.5} if death == "stall" else {}
-    pid, reason = with_process(tmp_path, work, **limits)
+    monkeypatch.setattr(vllm_process, "_PING_INTERVAL_S", 0.05 if death == "stall" else 15.0)
+    timeouts = {"stall_timeout_s": 0.5} if death == "stall" else {}
+    pid, reason = with_process(tmp_path, work, **timeouts)
     assert gone(pid)
     if death == "step":
         assert "RuntimeError: the kernel failed" in reason

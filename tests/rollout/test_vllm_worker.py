@@ -72,7 +72,7 @@ def test_log_probs_are_after_temperature_and_greedy_ones_at_one(worker: Any, by_
 def test_another_sampler_of_vllm_is_refused(worker: Any) -> None:
     extension = worker.HoneWorker()
     extension.model_runner = SimpleNamespace(sampler=torch.nn.Identity())
-    with pytest.raises(RuntimeError, match="Identity is not the sampler that hone knows"):
+    with pytest.raises(RuntimeError, match="sampler Identity"):
         extension.report_log_probs_before_truncation()
 
 
@@ -82,9 +82,9 @@ def test_a_bucket_gives_its_tensors_also_after_it_is_filled_again(worker: Any) -
     engine = worker.BucketEngine()
     loaded: dict[str, torch.Tensor] = {}
     engine.model = SimpleNamespace(load_weights=loaded.update)
-    engine.receive_weights(worker.BucketInfo(**window.filled(first)))
+    engine.receive_weights(worker.BucketInfo(**window.fill(first)))
     with_loader: dict[str, torch.Tensor] = {}  # as vLLM 0.22 calls it
-    bucket = window.filled([("c", torch.ones(100))])
+    bucket = window.fill([("c", torch.ones(100))])
     engine.receive_weights(worker.BucketInfo(**bucket), load_weights=with_loader.update)
     for name, tensor in first:
         assert loaded[name].dtype == tensor.dtype
@@ -120,7 +120,7 @@ def test_a_draw_is_natives_for_its_seed_and_position(
             num_tokens_no_spec=torch.cat([positions, positions]).numpy(), req_ids=list(requests)
         ),
     )
-    extension.draw_by_position()
+    extension.sample_by_position()
     logits = torch.randn(200, 11)
     logits[:, [0, 10]] = -torch.inf
     sampler = extension.model_runner.sampler.topk_topp_sampler

@@ -138,8 +138,8 @@ class SharedVLLM(VLLMRollout):
     async def _close(self) -> None:
         """Ends the requests; the process and the other tasks of its loop are for the next test."""
         self._closed = True
-        await self._end(None, deferred_too=True)
-        self._open.set()
+        await self._abort(None, include_deferred=True)
+        self._not_paused.set()
         while self._running:
             await asyncio.sleep(0.001)
 

@@ -18,7 +18,7 @@ from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import save_pretrained
 from hone.rollout.contract import RolloutEngine, Traits
-from hone.rollout.http_server import Limits
+from hone.rollout.http_server import Timeouts
 from hone.rollout.requests import Request, RequestRules
 from hone.rollout.server import ServerRollout
 from hone.rollout.server_weights import WeightFolder
@@ -64,7 +64,7 @@ def server_url() -> str:
     url = f"http://127.0.0.1:{port}"
 
     async def healthy() -> None:
-        server = VLLMServer(url, Limits(start_s=600.0, call_s=60.0))
+        server = VLLMServer(url, Timeouts(start_timeout_s=600.0, call_timeout_s=60.0))
         await server.wait_until_healthy()
         await server.close()
 
@@ -89,7 +89,13 @@ class VLLMServerFactory(Factory):
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         lm: Any = policy.lm
         engine = ServerRollout(
-            [VLLMServer(server_url(), Limits(start_s=60.0, call_s=60.0), eos_ids=(EOS,))],
+            [
+                VLLMServer(
+                    server_url(),
+                    Timeouts(start_timeout_s=60.0, call_timeout_s=60.0),
+                    eos_ids=(EOS,),
+                )
+            ],
             RequestRules.of(lm.config, (EOS,), TOKENIZER),
             dict(lm.named_parameters(remove_duplicate=False)),
             WeightFolder(None, "no-model"),

@@ -1,4 +1,4 @@
-"""A stream of tensors survives being cut into buckets of any size."""
+"""Tensors packed into buckets of any size unpack to the same tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.weights.buckets import buckets, read, unpacked, written
+from hone.weights.buckets import deserialize_pieces, pack_buckets, serialize_pieces, unpack_buckets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
@@ -17,29 +17,29 @@ shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
     st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=0, max_size=8),
     st.integers(1, 600),
 )
-def test_what_goes_in_comes_out_in_order_and_to_the_bit(specs, capacity):
+def test_unpacking_returns_the_packed_tensors_in_order_and_bitwise_equal(specs, capacity):
     torch.manual_seed(0)
     weights = [
         (f"layer.{i}", (torch.randn(shape) * 100).to(dtype))
         for i, (shape, dtype) in enumerate(specs)
     ]
-    contents = []
-    for bucket in buckets(weights, capacity):
+    buckets = []
+    for bucket in pack_buckets(weights, capacity):
         assert bucket.size <= capacity
         window = torch.zeros(capacity, dtype=torch.uint8)
         bucket.write_to(window)
-        contents.append((read(written(bucket.pieces)), window))
-    back = list(unpacked(contents))
-    assert [name for name, _ in back] == [name for name, _ in weights]
-    for (_, before), (_, after) in zip(weights, back, strict=True):
+        buckets.append((deserialize_pieces(serialize_pieces(bucket.pieces)), window))
+    result = list(unpack_buckets(buckets))
+    assert [name for name, _ in result] == [name for name, _ in weights]
+    for (_, before), (_, after) in zip(weights, result, strict=True):
         assert before.dtype == after.dtype
         assert before.shape == after.shape
         assert torch.equal(before, after)
 
 
-def test_a_tensor_that_is_not_contiguous_travels_as_it_reads():
+def test_a_non_contiguous_tensor_is_packed_by_its_values():
     weight = torch.arange(12.0).reshape(3, 4).T
     window = torch.zeros(64, dtype=torch.uint8)
-    (bucket,) = buckets([("w", weight)], 64)
+    (bucket,) = pack_buckets([("w", weight)], 64)
     bucket.write_to(window)
-    assert torch.equal(dict(unpacked([(bucket.pieces, window)]))["w"], weight)
+    assert torch.equal(dict(unpack_buckets([(bucket.pieces, window)]))["w"], weight)

@@ -1,4 +1,4 @@
-"""Weights between processes: every transport delivers the same bits, and a broken stream says so."""
+"""Weight streams between processes: every transport delivers the same bits; a broken stream raises."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from hone.weights.contract import StreamAddress, WeightStreamBroken
-from hone.weights.streamed import Standing, open_sender, received, send, transport_between
+from hone.weights.streamed import Location, choose_transport, open_sender, receive, send
 
 CPU = torch.device("cpu")
 TRANSPORTS = ("memory_file", "gloo")
 CHILD = """
 import json, sys, torch
 from hone.weights.contract import StreamAddress
-from hone.weights.streamed import received
+from hone.weights.streamed import receive
 address = StreamAddress(**json.loads(sys.argv[1]))
-got = dict(received(address, int(sys.argv[2]), torch.device("cpu"), 60.0))
-torch.save(got, sys.argv[3])
+weights = dict(receive(address, int(sys.argv[2]), torch.device("cpu"), 60.0))
+torch.save(weights, sys.argv[3])
 """
 
 
@@ -40,7 +40,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def opened(transport: str, receivers: int, timeout_s: float = 20.0) -> object:
+def open_test_sender(transport: str, receivers: int, timeout_s: float = 20.0) -> object:
     return open_sender(
         transport,
         receivers,
@@ -51,120 +51,122 @@ def opened(transport: str, receivers: int, timeout_s: float = 20.0) -> object:
     )
 
 
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return list(left) == list(right) and all(torch.equal(left[n], right[n]) for n in left)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("receivers", [1, 3])
 def test_every_receiver_gets_every_tensor(transport, receivers):
-    sender = opened(transport, receivers)
+    sender = open_test_sender(transport, receivers)
     with ThreadPoolExecutor(receivers) as pool:
         results = [
-            pool.submit(lambda n=n: dict(received(sender.address, n, CPU, 20.0)))
+            pool.submit(lambda n=n: dict(receive(sender.address, n, CPU, 20.0)))
             for n in range(receivers)
         ]
         sent = send(sender, weights().items(), 1000)
-        assert all(same(result.result(), weights()) for result in results)
+        assert all(equal(result.result(), weights()) for result in results)
     assert sent == sum(tensor.nbytes for tensor in weights().values())
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_plain_processes(transport, tmp_path):
-    sender = opened(transport, 1, timeout_s=120.0)
-    place = json.dumps(asdict(sender.address))
-    child = subprocess.Popen([sys.executable, "-c", CHILD, place, "0", str(tmp_path / "got.pt")])
+    sender = open_test_sender(transport, 1, timeout_s=120.0)
+    address = json.dumps(asdict(sender.address))
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, address, "0", str(tmp_path / "weights.pt")]
+    )
     send(sender, weights().items(), 1000)
     assert child.wait(timeout=60) == 0
-    assert same(torch.load(tmp_path / "got.pt"), weights())
+    assert equal(torch.load(tmp_path / "weights.pt"), weights())
 
 
-def test_tensors_stay_the_receivers_own_while_the_stream_goes_on():
-    sender = opened("memory_file", 1)
+def test_received_tensors_are_copies_of_the_reused_window():
+    sender = open_test_sender("memory_file", 1)
     with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(lambda: list(received(sender.address, 0, CPU, 20.0)))
-        send(sender, weights().items(), 300)  # many buckets: the window is written over again
-        assert same(dict(result.result()), weights())
+        result = pool.submit(lambda: list(receive(sender.address, 0, CPU, 20.0)))
+        send(sender, weights().items(), 300)  # many buckets: the window is reused
+        assert equal(dict(result.result()), weights())
 
 
-def test_a_sender_that_fails_midway_breaks_the_stream():
+def test_a_sender_that_fails_midway_raises_in_the_receiver():
     def failing() -> Iterator[tuple[str, Tensor]]:
         yield from list(weights().items())[:3]
         raise RuntimeError("the gather failed")
 
-    sender = opened("memory_file", 1)
+    sender = open_test_sender("memory_file", 1)
     with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(lambda: list(received(sender.address, 0, CPU, 20.0)))
+        result = pool.submit(lambda: list(receive(sender.address, 0, CPU, 20.0)))
         with pytest.raises(RuntimeError, match="the gather failed"):
             send(sender, failing(), 300)
-        with pytest.raises(WeightStreamBroken, match="the trainer has gone"):
+        with pytest.raises(WeightStreamBroken, match="the trainer closed the connection"):
             result.result()
 
 
-def test_a_receiver_that_leaves_breaks_the_stream():
-    sender = opened("memory_file", 1)
+def test_a_receiver_that_disconnects_raises_in_the_sender():
+    sender = open_test_sender("memory_file", 1)
 
     def leave() -> None:
-        stream = received(sender.address, 0, CPU, 20.0)
+        stream = receive(sender.address, 0, CPU, 20.0)
         next(stream)
         stream.close()
 
     leaving = threading.Thread(target=leave)
     leaving.start()
-    with pytest.raises(WeightStreamBroken, match="rollout worker 0 has gone"):
+    with pytest.raises(WeightStreamBroken, match="rollout worker 0 closed the connection"):
         send(sender, weights().items(), 300)
     leaving.join()
 
 
-def test_a_receiver_that_never_comes_is_named_after_the_deadline():
-    sender = opened("memory_file", 2, timeout_s=0.2)
-    with pytest.raises(WeightStreamBroken, match="0 of 2 rollout workers came"):
+def test_missing_receivers_raise_after_the_timeout():
+    sender = open_test_sender("memory_file", 2, timeout_s=0.2)
+    with pytest.raises(WeightStreamBroken, match="0 of 2 rollout workers connected"):
         send(sender, weights().items(), 300)
 
 
-def test_a_stranger_is_not_given_the_weights():
-    sender = opened("memory_file", 1)
-    stranger = replace(sender.address, token="guessed")
+def test_a_receiver_with_a_wrong_token_gets_no_weights():
+    sender = open_test_sender("memory_file", 1)
+    wrong_address = replace(sender.address, token="guessed")
     with ThreadPoolExecutor(2) as pool:
-        refused = pool.submit(lambda: list(received(stranger, 0, CPU, 20.0)))
+        refused = pool.submit(lambda: list(receive(wrong_address, 0, CPU, 20.0)))
         sending = pool.submit(lambda: send(sender, weights().items(), 300))
         with pytest.raises(WeightStreamBroken):
             refused.result()
-        assert same(dict(received(sender.address, 0, CPU, 20.0)), weights())
+        assert equal(dict(receive(sender.address, 0, CPU, 20.0)), weights())
         sending.result()
 
 
-def test_nothing_is_left_behind(tmp_path, monkeypatch):
+def test_a_closed_sender_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    sender = opened("memory_file", 1, timeout_s=0.1)
-    assert Path(sender.address.place).parent.stat().st_mode & 0o077 == 0
+    sender = open_test_sender("memory_file", 1, timeout_s=0.1)
+    assert Path(sender.address.endpoint).parent.stat().st_mode & 0o077 == 0
     with pytest.raises(WeightStreamBroken):
         send(sender, weights().items(), 300)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_socket_out_of_reach_names_the_way_out():
-    away = StreamAddress("memory_file", "/nowhere/socket", "t", 1)
+def test_an_unreachable_socket_raises_with_the_backend_to_use():
+    unreachable = StreamAddress("memory_file", "/nowhere/socket", "t", 1)
     with pytest.raises(WeightStreamBroken, match="backend=gloo"):
-        list(received(away, 0, CPU, 1.0))
+        list(receive(unreachable, 0, CPU, 1.0))
 
 
-STANDS: list[tuple[Callable[[], tuple[Standing, list[Standing]]], str]] = [
-    (lambda: (Standing("m", "cpu", "a"), [Standing("m", "cpu", "a")]), "memory_file"),
-    (lambda: (Standing("m", "cpu", "a"), [Standing("n", "cpu", "b")]), "gloo"),
-    (lambda: (Standing("m", "gpu-1", "a"), [Standing("m", "gpu-1", "a")]), "cuda_ipc"),
-    (lambda: (Standing("m", "gpu-1", "a"), [Standing("m", "gpu-2", "a")]), "nccl"),
-    (lambda: (Standing("m", "gpu-1", "a"), [Standing("m", "cpu", "a")]), "memory_file"),
-    (lambda: (Standing("m", "gpu-1", "a"), [Standing("n", "cpu", "b")]), "gloo"),
+LOCATIONS: list[tuple[Callable[[], tuple[Location, list[Location]]], str]] = [
+    (lambda: (Location("m", "cpu", "a"), [Location("m", "cpu", "a")]), "memory_file"),
+    (lambda: (Location("m", "cpu", "a"), [Location("n", "cpu", "b")]), "gloo"),
+    (lambda: (Location("m", "gpu-1", "a"), [Location("m", "gpu-1", "a")]), "cuda_ipc"),
+    (lambda: (Location("m", "gpu-1", "a"), [Location("m", "gpu-2", "a")]), "nccl"),
+    (lambda: (Location("m", "gpu-1", "a"), [Location("m", "cpu", "a")]), "memory_file"),
+    (lambda: (Location("m", "gpu-1", "a"), [Location("n", "cpu", "b")]), "gloo"),
 ]
 
 
-@pytest.mark.parametrize(("sides", "transport"), STANDS)
-def test_the_transport_follows_from_where_both_stand(sides, transport):
-    trainer, rollouts = sides()
-    assert transport_between(trainer, rollouts, "naive") == transport
-    assert transport_between(trainer, rollouts, "gloo") == "gloo"
+@pytest.mark.parametrize(("locations", "transport"), LOCATIONS)
+def test_the_transport_depends_on_both_locations(locations, transport):
+    trainer, rollouts = locations()
+    assert choose_transport(trainer, rollouts, "naive") == transport
+    assert choose_transport(trainer, rollouts, "gloo") == "gloo"
 
 
-def test_this_process_stands_where_itself_stands():
-    assert Standing.here(CPU, "127.0.0.1") == Standing.here(CPU, "127.0.0.1")
+def test_the_location_of_a_process_is_constant():
+    assert Location.of_this_process(CPU, "127.0.0.1") == Location.of_this_process(CPU, "127.0.0.1")

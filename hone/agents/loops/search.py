@@ -120,9 +120,9 @@ class SearchConversation:
             return self._encode(INVALID)
         agent_data.spans[-1]["calls"] = 1
         started = time.perf_counter()
-        passages = await asyncio.wrap_future(self.client.ask(action.content))
-        agent_data.seconds["tools"] += time.perf_counter() - started
-        counts.retrieval_failures += passages is None
+        passages = await asyncio.wrap_future(self.client.submit(action.content))
+        talk.seconds["tools"] += time.perf_counter() - started
+        facts.retrieval_failures += passages is None
         text = clean_text(passages_text(passages or ()).strip())
         ids = self._encode(OPENING + text + CLOSING)
         limit = self.max_observation_tokens

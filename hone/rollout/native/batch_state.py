@@ -1,7 +1,6 @@
-"""The running sequences as device tensors, so that many decode steps run without the host.
+"""The running sequences as device tensors, so that a chunk of decode steps runs without the host.
 
-Row i of every tensor is sequence i. Between chunks of decode steps, the host fills the rows and copies the
-sampled tokens back.
+Row i of every tensor is sequence i. Between two chunks the host fills the rows and reads the sampled tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from hone.ops.transfer import send
 
 MAX_STOPS = 8
-"""The GPU checks up to this many stop tokens per row; the host checks requests with more."""
+"""Stop tokens per row that the GPU checks; the host checks requests with more."""
 FIELDS = ("token", "position", "slot", "seed", "limit", "finished", "count")
 """Rows of `state`, in the order that the kernels expect."""
 _FINISHED = FIELDS.index("finished")
@@ -24,12 +23,12 @@ _FINISHED = FIELDS.index("finished")
 
 @dataclass(frozen=True)
 class BatchState:
-    """Device tensors of the batch; slices of rows share memory."""
+    """The device tensors of a batch of R rows."""
 
     state: Tensor  # [7, R] int64, see FIELDS
     inverse_temperature: Tensor  # [R] float32; 1 where greedy
     greedy: Tensor  # [R] int32
-    stops: Tensor  # [R, MAX_STOPS] int64, -1 where unused
+    stop_ids: Tensor  # [R, MAX_STOPS] int64, -1 where unused
     block_table: Tensor  # [R, W] int32
     tokens_out: Tensor  # [R, C] int32
     log_probs_out: Tensor  # [R, C] float32
@@ -42,43 +41,46 @@ class BatchState:
     """The cache slot of its key: block * block_size + offset."""
     seed = property(lambda self: self.state[3])
     limit = property(lambda self: self.state[4])
-    """Maximum length of the sequence, prompt included."""
+    """Maximum length of prompt and response."""
     finished = property(lambda self: self.state[5])
     count = property(lambda self: self.state[6])
     """Tokens sampled since the last read by the host."""
 
     @staticmethod
-    def empty(rows: int, width: int, room: int, device: torch.device) -> BatchState:
-        host = HostBatch(rows, width)
+    def empty(
+        rows: int, max_blocks_per_seq: int, chunk_capacity: int, device: torch.device
+    ) -> BatchState:
+        host = HostBatch(rows, max_blocks_per_seq)
         inputs = [torch.from_numpy(getattr(host, f.name)).to(device) for f in fields(host)]
         outputs = [
-            torch.zeros(rows, room, dtype=dtype, device=device)
+            torch.zeros(rows, chunk_capacity, dtype=dtype, device=device)
             for dtype in (torch.int32, torch.float32)
         ]
         return BatchState(*inputs, *outputs)
 
     def rows(self, begin: int, end: int) -> BatchState:
+        """Returns rows [begin, end) as views."""
         state, *others = (getattr(self, f.name) for f in fields(self))
         return BatchState(state[:, begin:end], *(tensor[begin:end] for tensor in others))
 
 
 @dataclass(init=False)
 class HostBatch:
-    """The host's copy of the batch state, filled as numpy arrays."""
+    """The host's copy of the batch state as numpy arrays."""
 
     state: np.ndarray
     inverse_temperature: np.ndarray
     greedy: np.ndarray
-    stops: np.ndarray
+    stop_ids: np.ndarray
     block_table: np.ndarray
 
-    def __init__(self, rows: int, width: int) -> None:
+    def __init__(self, rows: int, max_blocks_per_seq: int) -> None:
         self.state = np.zeros((len(FIELDS), rows), np.int64)
         self.state[_FINISHED] = 1
         self.inverse_temperature = np.ones(rows, np.float32)
         self.greedy = np.zeros(rows, np.int32)
-        self.stops = np.full((rows, MAX_STOPS), -1, np.int64)
-        self.block_table = np.zeros((rows, width), np.int32)
+        self.stop_ids = np.full((rows, MAX_STOPS), -1, np.int64)
+        self.block_table = np.zeros((rows, max_blocks_per_seq), np.int32)
 
     def fill(
         self,
@@ -86,20 +88,20 @@ class HostBatch:
         states: Sequence[tuple[int, ...]],
         *,
         temperatures: Sequence[float],
-        stops: Sequence[Sequence[int]],
+        stop_ids: Sequence[Sequence[int]],
         blocks: Sequence[Sequence[int]],
     ) -> None:
         """Fills rows from `begin`; each argument has one entry per row, `states` in the order of FIELDS."""
         if not states:
             return
-        span = slice(begin, begin + len(states))
-        self.state[:, span] = np.array(states, np.int64).T
+        rows = slice(begin, begin + len(states))
+        self.state[:, rows] = np.array(states, np.int64).T
         temperature = np.array(temperatures, np.float32)
-        self.greedy[span] = temperature == 0
-        self.inverse_temperature[span] = 1.0 / np.where(temperature == 0, 1.0, temperature)
-        for row, (stop_ids, held) in enumerate(zip(stops, blocks, strict=True), begin):
-            self.stops[row] = [*stop_ids[:MAX_STOPS], *[-1] * (MAX_STOPS - len(stop_ids))]
-            self.block_table[row, : len(held)] = held
+        self.greedy[rows] = temperature == 0
+        self.inverse_temperature[rows] = 1.0 / np.where(temperature == 0, 1.0, temperature)
+        for row, (ids, block_ids) in enumerate(zip(stop_ids, blocks, strict=True), begin):
+            self.stop_ids[row] = [*ids[:MAX_STOPS], *[-1] * (MAX_STOPS - len(ids))]
+            self.block_table[row, : len(block_ids)] = block_ids
 
     def clear_from(self, row: int) -> None:
         """Marks rows from `row` as empty: they write to the null block and sample nothing."""
@@ -111,7 +113,7 @@ class HostBatch:
         """Copies rows [begin, end) to the device, in stream order."""
         target = device.rows(begin, end)
         for f in fields(self):
-            whole = getattr(self, f.name)
-            part = whole[:, begin:end] if f.name == "state" else whole[begin:end]
-            source = torch.from_numpy(np.ascontiguousarray(part))
+            array = getattr(self, f.name)
+            rows = array[:, begin:end] if f.name == "state" else array[begin:end]
+            source = torch.from_numpy(np.ascontiguousarray(rows))
             getattr(target, f.name).copy_(send(source, device.state.device))

@@ -1,7 +1,7 @@
-"""The CPU key-value cache: one contiguous slot per running sequence, grown on demand.
+"""The CPU key-value cache: one contiguous slot per running sequence, and the attention layouts over it.
 
-Sequence i uses slot i, so a decode step reads a view of the cache and gathers nothing. When a sequence
-finishes, the last sequence moves into its slot.
+Sequence i has slot i, so a decode step reads a view of the cache. When a sequence finishes, the last
+sequence moves into its slot.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hone.ops.attention import (
 )
 from hone.ops.segments import Padding
 
-_GROWTH = 64
-"""The cache grows by multiples of this many tokens, so that allocations are rare."""
-_KEYS = 16
-"""Attention reads a multiple of this many keys, so that summation order does not depend on the batch."""
+_GROWTH_TOKENS = 64
+"""The cache grows by a multiple of this, so that allocations are rare."""
+_KEY_MULTIPLE = 16
+"""Attention reads a multiple of this many keys, so that the summation order does not depend on the batch."""
 _SMALL_PRODUCT = 400
-"""Below this many multiplications torch computes a batched product by another path with other rounding."""
+"""Below this many multiplications, torch rounds a batched product differently."""
 
 
 class SlotCache:
@@ -49,7 +49,7 @@ class SlotCache:
         """Grows the slots to `width` tokens and keeps their contents."""
         if width <= self._width:
             return
-        self._width = _round_up(max(width, self._width * 3 // 2), _GROWTH)
+        self._width = _round_up(max(width, self._width * 3 // 2), _GROWTH_TOKENS)
         for planes in self._planes:
             for i, old in enumerate(planes):
                 planes[i] = old.new_zeros(*old.shape[:2], self._width, old.shape[3])
@@ -70,12 +70,12 @@ class SlotCache:
 
 
 class PrefillLayout:
-    """Prefills whole prompts into empty slots."""
+    """The layout of whole prompts that are prefilled into empty slots."""
 
     def __init__(self, cache: SlotCache, slots: list[int], lengths: list[int]) -> None:
         self._cache, self._slots = cache, torch.tensor(slots)
-        # Padded to a multiple, because the tail of a vector register is summed in another order.
-        self._padding = Padding.of(lengths, torch.device("cpu"), multiple=_KEYS)
+        # Padded, because the remainder of a vector register is summed in another order.
+        self._padding = Padding.of(lengths, torch.device("cpu"), multiple=_KEY_MULTIPLE)
         self._longest = self._padding.cells.shape[1]
         self._slot = self._slots.repeat_interleave(torch.tensor(lengths))  # [N]
         self.positions = self._padding.inverse % self._longest  # [N]
@@ -104,7 +104,7 @@ class PrefillLayout:
 
 
 class DecodeLayout:
-    """One new token for each of the first `len(positions)` slots."""
+    """The layout of one new token for each of the first `len(positions)` slots."""
 
     def __init__(self, cache: SlotCache, positions: Tensor) -> None:
         self._cache = cache
@@ -112,25 +112,25 @@ class DecodeLayout:
         self._longest = int(positions.max()) + 1
         self._width = 0  # keys that attention reads per slot
         self._biases: dict[int | None, Tensor] = {}
-        self._cells: Tensor | None = None
+        self._flat_slots: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         rows, kv_heads, head_dim = k.shape
         keys, values = self._cache.layer(options.layer, k)
-        if self._cells is None:
-            multiple = _round_up(_SMALL_PRODUCT // head_dim + 1, _KEYS)
+        if self._flat_slots is None:
+            multiple = _round_up(_SMALL_PRODUCT // head_dim + 1, _KEY_MULTIPLE)
             self._width = min(_round_up(self._longest, multiple), keys.shape[2])
             head = torch.arange(rows * kv_heads).view(rows, kv_heads)
-            self._cells = (head * keys.shape[2] + self.positions[:, None]).flatten()
-        keys.view(-1, head_dim).index_copy_(0, self._cells, k.reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, self._cells, v.reshape(-1, head_dim))
+            self._flat_slots = (head * keys.shape[2] + self.positions[:, None]).flatten()
+        keys.view(-1, head_dim).index_copy_(0, self._flat_slots, k.reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, self._flat_slots, v.reshape(-1, head_dim))
         if options.window not in self._biases:
             distance = self.positions[:, None] - torch.arange(self._width)
             bias = as_bias(is_visible(distance, options.window), q.dtype)
             # [rows · KV, 1, W]
             self._biases[options.window] = bias.repeat_interleave(kv_heads, 0)[:, None]
-        # The queries that share a key head form the query dimension, so keys are not repeated. With so
-        # few queries, two batched products are twice as fast as torch's fused attention.
+        # Queries that share a key head form the query dimension, so keys are not repeated. With few
+        # queries, two batched products are twice as fast as torch's fused attention.
         queries = (q * options.scaling).reshape(rows * kv_heads, -1, head_dim)
         keys, values = (x[:rows, :, : self._width].flatten(0, 1) for x in (keys, values))
         scores = soft_cap(torch.bmm(queries, keys.transpose(1, 2)), options.softcap)
@@ -142,7 +142,7 @@ class DecodeLayout:
 
 
 class JointLayout:
-    """Running sequences, one token each, then new prompts, then padding."""
+    """The layout of running sequences, one token each, then new prompts, then padding."""
 
     def __init__(self, decode: DecodeLayout | None, prefill: PrefillLayout | None) -> None:
         self._layouts = [layout for layout in (decode, prefill) if layout is not None]

@@ -1,8 +1,8 @@
-"""The native engine's core on a CPU: continuous batching, where `step` admits, forwards, samples, retires.
+"""The core of the native engine on a CPU: each `step` admits requests and samples one token per sequence.
 
-One forward computes new prompts and running sequences together. The core is synchronous and
-single-threaded; engine.py owns threads and waiting. Keys are stored in contiguous slots instead of blocks:
-attention reads a slot as a view, while a block table would need a copy of all keys at every step.
+One forward computes new prompts and running sequences together. Keys are stored in contiguous slots
+instead of blocks: attention reads a slot as a view, while a block table would need a copy of all keys at
+every step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hone.ops.packed_linear import row_multiple
 from hone.rollout.contract import StopReason
 from hone.rollout.native.cache import DecodeLayout, JointLayout, PrefillLayout, SlotCache
 from hone.rollout.native.decoder import Forward, PlainDecoder, decoder_forward
-from hone.rollout.native.sampler import SamplingRows, draw
+from hone.rollout.native.sampler import SamplingRows, sample_tokens
 from hone.rollout.requests import Request, RequestRules, select
 from hone.tokenizer import Tokenizer
 
@@ -40,14 +40,14 @@ class NativeCore:
         tokenizer: Tokenizer | None = None,
         forward: Forward | None = None,
     ) -> None:
-        """`forward` replaces the one that fits the policy's modules."""
+        """`forward` replaces the default forward of the policy."""
         config = policy.lm.config
         self.policy = policy
         self.rules = RequestRules.of(config, eos_ids, tokenizer)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._forward = forward if forward is not None else decoder_forward(policy)
-        self._refreshed = False  # whether the forward has read the current parameters
+        self._forward_is_current = False  # whether the forward has read the current parameters
         packed = isinstance(self._forward, PlainDecoder)
         self.row_multiple = row_multiple(policy.parameters(), packed=packed)
         """Rows of a forward are padded to this multiple."""
@@ -67,10 +67,13 @@ class NativeCore:
         self.rules.check(request)
         insort_left(self._waiting, request, key=lambda r: r.sampling.max_tokens)
 
+    def free_cache(self) -> None:
+        self.cache.free()
+
     def invalidate(self) -> None:
         """Drops everything computed from the parameters, which have changed."""
         self._forward.invalidate()
-        self._refreshed = False
+        self._forward_is_current = False
 
     @property
     def busy(self) -> bool:
@@ -78,63 +81,66 @@ class NativeCore:
 
     @torch.inference_mode()
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Ends these requests (None: all) and keeps the tokens sampled so far."""
+        """Ends these requests (None: all), which keep the tokens sampled so far."""
         waiting = select(reversed(self._waiting), request_ids)
         for request in [*select(self._running, request_ids), *waiting]:
             request.stop_reason = StopReason.ABORT
         self._waiting = [r for r in self._waiting if r.stop_reason is None]
-        return [*self._retire(), *waiting]
+        return [*self._remove_finished(), *waiting]
 
     @torch.inference_mode()
     def step(self, must_yield: Callable[[], bool] = lambda: True) -> list[Request]:
         """Admits requests, samples one token per sequence, and returns the finished requests.
 
-        `must_yield` is not called, because a step of one token is short.
+        `must_yield` is ignored, because a step of one token is short.
         """
         admitted = self._admit()
-        logits = self._compute(admitted)
+        logits = self._next_logits(admitted)
         if admitted:
             self._running += admitted
             self._sampling = None
-        self._draw(logits)
-        return self._retire()
+        self._sample(logits)
+        return self._remove_finished()
 
     def _admit(self) -> list[Request]:
-        """Returns waiting requests that fit the free slots and the prefill budget of distinct prompts."""
+        """Removes and returns waiting requests that fit the free slots and the prefill budget."""
         admitted: list[Request] = []
         prompts: set[tuple[int, ...]] = set()
-        tokens = 0
+        batched_tokens = 0
         while self._waiting and len(self._running) + len(admitted) < self._max_num_seqs:
             prompt = tuple(self._waiting[-1].prompt_ids)
-            tokens += 0 if prompt in prompts else len(prompt)
-            if admitted and tokens > self._max_num_batched_tokens:
+            batched_tokens += 0 if prompt in prompts else len(prompt)
+            if admitted and batched_tokens > self._max_num_batched_tokens:
                 break
             prompts.add(prompt)
             admitted.append(self._waiting.pop())
         return admitted
 
-    def _compute(self, admitted: list[Request]) -> Tensor:  # [A, V]
-        """Returns next-token logits of the running sequences, then of the admitted ones."""
-        if not self._refreshed or admitted:
+    def _next_logits(self, admitted: list[Request]) -> Tensor:  # [A, V]
+        """Returns next-token logits of the running sequences, then of the admitted ones.
+
+        Each distinct prompt is computed once, by the first request that has it.
+        """
+        if not self._forward_is_current or admitted:
             self._forward.refresh()
-            self._refreshed = True
+            self._forward_is_current = True
         ids, running = [r.token_ids[-1] for r in self._running], len(self._running)
         if not admitted:
-            return self._logits(self._hidden(ids, *self._layout([], []))[:running])
-        leader_of = first_equal([tuple(r.prompt_ids) for r in admitted])
-        leaders = sorted(set(leader_of))
-        lengths = [len(admitted[i].prompt_ids) for i in leaders]
-        last = [*range(running), *(running - 1 + end for end in accumulate(lengths))]
-        ids += [token for i in leaders for token in admitted[i].prompt_ids]
-        hidden = self._hidden(ids, *self._layout([running + i for i in leaders], lengths))
+            return self._logits(self._hidden_states(ids, *self._layout([], []))[:running])
+        first_of = first_equal([tuple(r.prompt_ids) for r in admitted])
+        firsts = sorted(set(first_of))
+        lengths = [len(admitted[i].prompt_ids) for i in firsts]
+        last_tokens = [*range(running), *(running - 1 + end for end in accumulate(lengths))]
+        ids += [token for i in firsts for token in admitted[i].prompt_ids]
+        hidden = self._hidden_states(ids, *self._layout([running + i for i in firsts], lengths))
         self.prefilled_tokens += sum(lengths)
-        for i, leader in enumerate(leader_of):
-            if leader != i:
+        for i, first in enumerate(first_of):
+            if first != i:
                 length = len(admitted[i].prompt_ids)
-                self.cache.copy(running + leader, running + i, length)
-        rank = {leader: running + i for i, leader in enumerate(leaders)}
-        rows = [*range(running), *(rank[leader] for leader in leader_of)]
-        logits = self._logits(hidden[torch.tensor(last)])
+                self.cache.copy(running + first, running + i, length)
+        row_of = {first: running + i for i, first in enumerate(firsts)}
+        rows = [*range(running), *(row_of[first] for first in first_of)]
+        logits = self._logits(hidden[torch.tensor(last_tokens)])
         return logits if len(rows) == len(logits) else logits[torch.tensor(rows)]
 
     def _layout(self, slots: list[int], lengths: list[int]) -> tuple[Tensor, Layout]:
@@ -148,7 +154,7 @@ class NativeCore:
         positions = torch.cat([running, prefill.positions]) if prefill else running
         return positions, JointLayout(decode, prefill)
 
-    def _hidden(self, ids: list[int], positions: Tensor, layout: Layout) -> Tensor:
+    def _hidden_states(self, ids: list[int], positions: Tensor, layout: Layout) -> Tensor:
         padding = -len(ids) % self.row_multiple
         if padding:
             positions = F.pad(positions, (0, padding))
@@ -156,24 +162,24 @@ class NativeCore:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         rows = len(hidden)
-        if short := -rows % self.row_multiple:
-            hidden = F.pad(hidden, (0, 0, 0, short))
+        if padding := -rows % self.row_multiple:
+            hidden = F.pad(hidden, (0, 0, 0, padding))
         return self._forward.logits(hidden)[:rows]
 
-    def _draw(self, logits: Tensor) -> None:
+    def _sample(self, logits: Tensor) -> None:
         requests = self._running
         if self._sampling is None:
             self._sampling = SamplingRows.of([r.sampling for r in requests], logits.device)
         positions = torch.tensor([r.length for r in requests])
-        tokens, log_probs = draw(logits, positions, self._sampling)
+        tokens, log_probs = sample_tokens(logits, positions, self._sampling)
         for request, token, log_prob in zip(
             requests, tokens.tolist(), log_probs.tolist(), strict=True
         ):
             request.append(token, log_prob, self.version)
             request.stop_reason = self.rules.stop_reason(request)
 
-    def _retire(self) -> list[Request]:
-        """Removes the finished sequences; the last sequences move into their slots."""
+    def _remove_finished(self) -> list[Request]:
+        """Removes and returns finished requests; the last sequences move into their slots."""
         finished = [r for r in self._running if r.stop_reason is not None]
         if not finished:
             return []

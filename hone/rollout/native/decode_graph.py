@@ -1,7 +1,7 @@
-"""Decode steps, eager or as one captured CUDA graph per batch size.
+"""Decode steps, eager or as captured CUDA graphs, one per batch size.
 
 A graph contains the whole step (forward, logits, sampling, state update), so the host can launch many
-replays without waiting. Rows are padded to the next captured size.
+steps without waiting. Batches are padded to the next captured size.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hone.rollout.native.paged_layouts import PagedDecode
 logger = logging.getLogger(__name__)
 
 
-def graph_sizes(most: int, configured: Sequence[int] | None) -> list[int]:
-    """Returns the batch sizes to capture: small sizes densely, large ones in steps of a quarter."""
+def graph_sizes(max_num_seqs: int, configured: Sequence[int] | None) -> list[int]:
+    """Returns the batch sizes to capture."""
     if configured:
-        return sorted({min(size, most) for size in configured} | {most})
+        return sorted({min(size, max_num_seqs) for size in configured} | {max_num_seqs})
     sizes = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256}
-    sizes |= set(range(320, most + 1, 64))
-    return sorted(size for size in sizes | {most} if size <= most)
+    sizes |= set(range(320, max_num_seqs + 1, 64))
+    return sorted(size for size in sizes | {max_num_seqs} if size <= max_num_seqs)
 
 
 class DecodeStep:
@@ -59,60 +59,60 @@ class DecodeStep:
         self._graphs.clear()
         self._pool = None
 
-    def run(self, rows: int, *, draw: bool) -> Tensor:
-        """Runs one step and returns logits [size, V]; without `draw` the caller samples from them."""
+    def run(self, rows: int, *, sample: bool) -> Tensor:
+        """Runs one step and returns logits [size, V]; if not `sample`, the caller samples from them."""
         size = next(size for size in self._sizes if size >= rows)
         if self._use_graphs and self._may_synchronize:
             self._use_graphs, self._may_synchronize = not self._synchronizes(size), False
         if not self._use_graphs:
-            return self._compute(size, draw)
-        if (size, draw) not in self._graphs:
-            self._graphs[size, draw] = self._capture(size, draw)
-        graph, logits = self._graphs[size, draw]
+            return self._compute(size, sample)
+        if (size, sample) not in self._graphs:
+            self._graphs[size, sample] = self._capture(size, sample)
+        graph, logits = self._graphs[size, sample]
         graph.replay()
         return logits
 
-    def _compute(self, size: int, draw: bool) -> Tensor:
+    def _compute(self, size: int, sample: bool) -> Tensor:
         rows = self._rows.rows(0, size)
         hidden = self._forward(rows.token, rows.position, self._layout(rows))
         logits = self._logits(hidden)
-        if draw:
+        if sample:
             self._kernels.sample(logits, rows, self._block_size)
         return logits
 
     def _synchronizes(self, size: int) -> bool:
-        """Whether a step waits for the device, as some expert routers do."""
+        """Whether a step synchronizes with the device, as some expert routers do."""
         state = self._rows.state.clone()
         self._rows.finished.fill_(1)  # finished rows sample nothing
-        self._compute(size, draw=False)  # compiles the kernels
-        before = torch.cuda.get_sync_debug_mode()
+        self._compute(size, sample=False)  # compiles the kernels
+        debug_mode = torch.cuda.get_sync_debug_mode()
         try:
-            with warnings.catch_warnings(record=True) as caught:
+            with warnings.catch_warnings(record=True) as records:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
-                self._compute(size, draw=False)
+                self._compute(size, sample=False)
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.set_sync_debug_mode(debug_mode)
             self._rows.state.copy_(state)
-        waits = any("synchronizing CUDA operation" in str(w.message) for w in caught)
-        if waits:
-            logger.info("this model's layers wait for the device: decoding without CUDA graphs")
-        return waits
+        synchronizes = any("synchronizing CUDA operation" in str(r.message) for r in records)
+        if synchronizes:
+            logger.info("this model's layers synchronize: decoding without CUDA graphs")
+        return synchronizes
 
-    def _capture(self, size: int, draw: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Warms up (kernels compile, libraries allocate workspaces), then captures the step."""
+    def _capture(self, size: int, sample: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Captures a step, after warm-up steps that compile kernels and allocate workspaces."""
         state = self._rows.state.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._rows.finished.fill_(1)  # finished rows sample nothing
             for _ in range(2):
-                self._compute(size, draw)
+                self._compute(size, sample)
         torch.cuda.current_stream().wait_stream(stream)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._compute(size, draw)
+            logits = self._compute(size, sample)
         self._rows.state.copy_(state)
         return graph, logits

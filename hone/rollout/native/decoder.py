@@ -1,7 +1,8 @@
-"""The decoder forward on a CPU, from the policy's parameters and without module overhead.
+"""The decoder forward on a CPU.
 
-`PlainDecoder` runs the layers of models/decoder_layer.py, `ModuleDecoder` every other model. Weights are
-packed for the CPU where packing is faster, and packed again after the parameters change.
+`PlainDecoder` computes the layers of models/decoder_layer.py without module overhead; `ModuleDecoder` runs
+the modules of any other model. Weights are packed for the CPU where that is faster, and packed again after
+the parameters change.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Forward(Protocol):
         """Reads the parameters again if training has written them or sharding has moved them."""
 
     def invalidate(self) -> None:
-        """Drops everything that was computed from the parameters."""
+        """Drops everything computed from the parameters."""
 
 
 def decoder_forward(policy: PolicyModel) -> Forward:
@@ -149,19 +150,21 @@ def _join(modules: Sequence[nn.Linear]) -> PackableLinear:
 
 
 class _Norm:
-    """Computes x / rms(x) · weight; for float32 on a CPU, with half the calls of torch's RMS norm."""
+    """RMS norm; for float32 on a CPU, with half the calls of torch's."""
 
     def __init__(self, module: NormModule) -> None:
         self._weight: Tensor = module.weight
         self._epsilon: float = module.variance_epsilon
         width = len(self._weight)
-        self._by_sum = self._weight * width**0.5, self._weight.new_tensor(self._epsilon * width)
+        self._scaled_weight = self._weight * width**0.5
+        self._scaled_epsilon = self._weight.new_tensor(self._epsilon * width)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return F.rms_norm(x, self._weight.shape, self._weight, self._epsilon)
-        weight, epsilon = self._by_sum
-        return (x * (x * x).sum(-1, keepdim=True).add_(epsilon).rsqrt_()).mul_(weight)
+        # x / sqrt(mean(x²) + ε) = √d · x / sqrt(sum(x²) + d · ε)
+        square_sum = (x * x).sum(-1, keepdim=True)
+        return (x * square_sum.add_(self._scaled_epsilon).rsqrt_()).mul_(self._scaled_weight)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H, D]

@@ -1,7 +1,7 @@
-"""The native engine: one thread calls `drive` and decodes, event loops in other threads await requests.
+"""The native engine: one thread decodes in `drive`, event loops in other threads await requests.
 
-The engine starts no thread: two computing threads would each have a pool of torch workers and slow each
-other down. Requests that an event loop submits in one iteration enter the core as one batch.
+The engine starts no thread, because a second thread would have its own pool of torch workers and slow both
+down. Requests that an event loop submits in one iteration enter the core as one batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -18,41 +18,30 @@ from torch import Tensor
 from hone.event_loop import call_in
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import (
-    OnTokens,
     RolloutError,
-    Sampling,
     StopReason,
     TokenOutput,
     Traits,
 )
 from hone.rollout.requests import (
     Request,
+    RequestEngine,
     RequestRules,
     decoding_failed,
-    engine_failed,
-    refuse_media,
     select,
 )
-from hone.rollout.weights import WeightUpdate, load_weights
-from hone.types import Settings
+from hone.rollout.weights import load_weights
 
 log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 30.0
 
 
-class _Cache(Protocol):
-    def free(self) -> None: ...
-
-
 class Core(Protocol):
-    """The part that computes: core.py on a CPU, paged_core.py on a GPU and in exact mode."""
+    """The synchronous part of the engine: core.py on a CPU, paged_core.py on a GPU and in exact mode."""
 
     policy: PolicyModel
     version: int
-
-    @property
-    def cache(self) -> _Cache: ...
 
     @property
     def rules(self) -> RequestRules: ...
@@ -66,63 +55,50 @@ class Core(Protocol):
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]: ...
 
+    def free_cache(self) -> None: ...
+
     def invalidate(self) -> None: ...
 
 
-class NativeRollout:
+class NativeRollout(RequestEngine):
     """A `RolloutEngine` over a core, driven by the thread that calls `drive`.
 
-    `_pending` holds every request from arrival to answer, in addition to the queues and the core, so
-    `_fail` reaches requests in every phase.
+    `_pending` has every request from arrival to result, so `_fail` reaches requests in every phase.
     """
 
+    name = "native"
     traits = Traits(decodes_with_module=True, adapters=True)
 
     def __init__(self, core: Core) -> None:
+        super().__init__(core.rules)
         self._core = core
         self._pending: dict[int, Request] = {}  # by id(request)
         self._submitted: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        """Requests of each loop's current iteration; only that loop's thread accesses them."""
+        """Requests of each event loop's current iteration, accessed only in the loop's thread."""
         self._arrivals: list[Request] = []  # submitted, not yet in the core
         self._deferred: list[Request] = []  # submitted while paused
         # Guards every attribute except the core and `_submitted`.
         self._condition = threading.Condition()
         self._submit_lock, self._step_lock = threading.Lock(), threading.Lock()
-        self._driven = False
+        self._is_driven = False
         self._notified = False
         self._in_core = 0  # number of requests in the core
         self._streaming: dict[int, Request] = {}  # pending requests with `on_tokens`
-        self._paused = False
-        self._update = WeightUpdate()
-        self._closed = False
-        self._failure: BaseException | None = None
 
     @property
     def version(self) -> int:
         return self._core.version
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        *,
-        on_tokens: OnTokens | None = None,
-        multi_modal_data: Settings | None = None,
-    ) -> TokenOutput:
-        refuse_media(request_id, multi_modal_data, "native")
+    async def _decode_request(self, request: Request) -> TokenOutput:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TokenOutput] = loop.create_future()
-        request = Request(
-            list(prompt_ids), sampling, request_id, future=future, on_tokens=on_tokens
-        )
-        self._core.rules.check(request)
+        request.future = future
         with self._condition:
             self._raise_if_stopped()
             if not self._paused:
-                self._update.refuse_tokens(f"request {request_id}")
+                self._update.raise_if_in_progress(f"request {request.request_id}")
             self._pending[id(request)] = request
-            if on_tokens is not None:
+            if request.on_tokens is not None:
                 self._streaming[id(request)] = request
         try:
             if loop not in self._submitted:
@@ -132,22 +108,22 @@ class NativeRollout:
             return await future
         finally:
             request.cancelled |= future.cancelled()
-            self._forget([request])
+            self._remove_pending([request])
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         with self._between_steps(), self._condition:
-            ended = [] if self._stopped else self._end_everywhere(request_ids)
-        _answer(ended)
+            aborted = [] if self._stopped else self._abort_requests(request_ids)
+        _post_results(aborted)
 
     async def pause(self, keep: bool = False) -> None:
         with self._between_steps(), self._condition:
             self._paused = True
-            ended = [] if keep or self._stopped else self._end_running()
-        _answer(ended)
+            aborted = [] if keep or self._stopped else self._abort_running()
+        _post_results(aborted)
 
     async def resume(self) -> None:
         with self._condition:
-            self._update.refuse_tokens("resume")
+            self._update.raise_if_in_progress("resume")
             self._paused = False
             self._arrivals += self._deferred
             self._deferred = []
@@ -156,7 +132,7 @@ class NativeRollout:
     async def begin_update(self) -> None:
         with self._between_steps(), self._condition:
             self._raise_if_stopped()
-            self._update.begin(0 if self._paused else len(self._awaited()))
+            self._update.begin(0 if self._paused else len(self._open_requests()))
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         with self._between_steps():
@@ -176,8 +152,8 @@ class NativeRollout:
         with self._between_steps(), self._condition:
             self._raise_if_stopped()
             if self._core.busy or self._arrivals:
-                raise RolloutError("sleep was asked for while requests run; abort them first")
-            self._core.cache.free()
+                raise RolloutError("sleep while requests run; abort them first")
+            self._core.free_cache()
             self._core.invalidate()
 
     async def wake_up(self) -> None:
@@ -193,21 +169,21 @@ class NativeRollout:
             self._condition.notify()
         if self._step_lock.acquire(timeout=_CLOSE_TIMEOUT_S):  # waits for the running step
             self._step_lock.release()
-        self._refuse_all(RolloutError("the engine was closed while this request waited"))
+        self._fail_pending(RolloutError("the engine was closed while this request waited"))
 
     def drive(self, until: Callable[[], bool]) -> None:
         with self._condition:
-            if self._driven:
-                raise RolloutError("another thread drives this engine; one at a time")
-            self._driven = True
+            if self._is_driven:
+                raise RolloutError("another thread already drives this engine")
+            self._is_driven = True
         try:
             while not (self._stopped or until()):
                 self._decode()
         finally:
             with self._between_steps(), self._condition:
-                self._driven = False
-                if not self._stopped and not self._awaited():  # drop abandoned requests
-                    self._end_everywhere(None)
+                self._is_driven = False
+                if not self._stopped and not self._open_requests():  # only abandoned requests
+                    self._abort_requests(None)
                     self._pending, self._streaming = {}, {}
 
     def notify(self) -> None:
@@ -215,56 +191,53 @@ class NativeRollout:
             self._notified = True
             self._condition.notify()
 
-    def _awaited(self) -> list[Request]:
+    def _open_requests(self) -> list[Request]:
         """Returns pending requests whose event loop is open."""
-        return [r for r in self._pending.values() if not r.owner.get_loop().is_closed()]
+        return [r for r in self._pending.values() if not r.awaited_future.get_loop().is_closed()]
 
-    def _end_everywhere(self, request_ids: Collection[str] | None) -> list[Request]:
-        """Ends running, arriving and deferred requests; `_flush` ends submitted ones."""
-        ended = self._end_running(request_ids)
-        ended += select(self._deferred, request_ids)
+    def _abort_requests(self, request_ids: Collection[str] | None) -> list[Request]:
+        """Aborts running, arriving and deferred requests; `_flush` ends submitted ones."""
+        aborted = self._abort_running(request_ids)
+        aborted += select(self._deferred, request_ids)
         for request in select(self._pending.values(), request_ids):
             request.stop_reason = request.stop_reason or StopReason.ABORT
         self._deferred = [r for r in self._deferred if r.stop_reason is None]
-        return ended
+        return aborted
 
-    def _end_running(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Ends running and arriving requests and keeps the tokens sampled so far."""
+    def _abort_running(self, request_ids: Collection[str] | None = None) -> list[Request]:
+        """Aborts running and arriving requests, which keep the tokens sampled so far."""
         arriving = select(self._arrivals, request_ids)
         try:
-            ended = self._core.abort(request_ids)
+            aborted = self._core.abort(request_ids)
         except Exception as error:
             self._fail(error)
             raise
-        self._in_core -= len(ended)
+        self._in_core -= len(aborted)
         for request in arriving:
             request.stop_reason = StopReason.ABORT
         self._arrivals = [r for r in self._arrivals if r.stop_reason is None]
-        return [*ended, *arriving]
+        return [*aborted, *arriving]
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Holds the core between two steps; the driving thread waits for all callers of this."""
+        """Keeps the driving thread between two steps for the block."""
         with self._submit_lock, self._step_lock:
             yield
 
-    def _raise_if_stopped(self) -> None:
-        if self._stopped:
-            raise engine_failed(self._failure)
-
     def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Passes the requests of one loop iteration to the driving thread."""
         batch = self._submitted.pop(loop)
         with self._condition:
             if self._stopped:
-                return  # `_refuse_all` has failed them
-            ended = [r for r in batch if r.stop_reason is not None]
+                return  # `_fail_pending` has failed them
+            aborted = [r for r in batch if r.stop_reason is not None]
             active = [r for r in batch if r.stop_reason is None]
             if self._paused:
                 self._deferred += active
             else:
                 self._arrivals += active
             self._condition.notify()
-        _resolve(ended)
+        _set_results(aborted)
 
     def _decode(self) -> None:
         """Decodes until a request finishes or `notify` is called."""
@@ -287,22 +260,18 @@ class NativeRollout:
     def _wait_for_work(self) -> bool:
         """Waits for work; returns False if `drive` must check `until`."""
         with self._condition:
-            self._condition.wait_for(lambda: self._stopped or self._notified or self._may_decode)
+            self._condition.wait_for(lambda: self._stopped or self._notified or self._can_decode)
             notified, self._notified = self._notified, False
             return not (self._stopped or notified)
 
     @property
-    def _may_decode(self) -> bool:
-        halted = self._paused or self._update.under_way
-        return not halted and bool(self._arrivals or self._core.busy)
-
-    @property
-    def _stopped(self) -> bool:
-        return self._closed or self._failure is not None
+    def _can_decode(self) -> bool:
+        blocked = self._paused or self._update.in_progress
+        return not blocked and bool(self._arrivals or self._core.busy)
 
     def _step(self) -> list[Request]:
         with self._condition:
-            if not self._may_decode:  # paused in the meantime
+            if not self._can_decode:  # paused in the meantime
                 return []
             arrivals, self._arrivals = self._arrivals, []
         for request in arrivals:
@@ -324,12 +293,12 @@ class NativeRollout:
             streaming = list(self._streaming.values())
         for request in streaming:
             if request.streamed < len(request.versions):
-                call_in(request.owner.get_loop(), _stream_one, request)
+                call_in(request.awaited_future.get_loop(), _stream_tokens, request)
 
     def _deliver(self, finished: list[Request]) -> None:
-        self._forget(_answer(finished))
+        self._remove_pending(_post_results(finished))
 
-    def _forget(self, requests: list[Request]) -> None:
+    def _remove_pending(self, requests: list[Request]) -> None:
         with self._condition:
             for request in requests:
                 self._pending.pop(id(request), None)
@@ -340,55 +309,55 @@ class NativeRollout:
         log.error("decoding stopped", exc_info=error)
         with self._condition:
             self._failure = self._failure or error
-        self._refuse_all(decoding_failed(error))
+        self._fail_pending(decoding_failed(error))
         try:
             self._core.abort()  # frees its requests and memory
         except Exception:
             log.exception("the core could not be emptied after decoding stopped")
 
-    def _refuse_all(self, error: RolloutError) -> None:
+    def _fail_pending(self, error: RolloutError) -> None:
         with self._condition:
             pending, self._pending = list(self._pending.values()), {}
             self._arrivals, self._deferred, self._streaming = [], [], {}
         for request in pending:
             copy = RolloutError(*error.args)  # one copy per request, for separate tracebacks
             copy.__cause__ = error.__cause__
-            if not call_in(request.owner.get_loop(), _set_exception, request, copy):
+            if not call_in(request.awaited_future.get_loop(), _set_exception, request, copy):
                 name = request.request_id
                 log.warning("request %s failed after its loop closed: %s", name, error)
 
 
-def _answer(requests: list[Request]) -> list[Request]:
-    """Resolves requests in their event loops; returns those whose loop has closed."""
+def _post_results(requests: list[Request]) -> list[Request]:
+    """Sets the results of requests in their event loops; returns the requests of closed loops."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
     for request in requests:
-        by_loop.setdefault(request.owner.get_loop(), []).append(request)
-    closed = [loop for loop, answered in by_loop.items() if not call_in(loop, _resolve, answered)]
+        by_loop.setdefault(request.awaited_future.get_loop(), []).append(request)
+    closed = [loop for loop, batch in by_loop.items() if not call_in(loop, _set_results, batch)]
     return [request for loop in closed for request in by_loop[loop]]
 
 
-def _resolve(requests: list[Request]) -> None:
+def _set_results(requests: list[Request]) -> None:
     for request in requests:
-        _stream_one(request)
-        if request.owner.done():
+        _stream_tokens(request)
+        if request.awaited_future.done():
             continue
         try:
-            request.owner.set_result(request.output())
+            request.awaited_future.set_result(request.output())
         except Exception as error:  # fails this request only
-            request.owner.set_exception(decoding_failed(error))
+            request.awaited_future.set_exception(decoding_failed(error))
 
 
-def _stream_one(request: Request) -> None:
+def _stream_tokens(request: Request) -> None:
     """Passes new tokens to `on_tokens`; an error in it fails only this request."""
-    if request.owner.done():
+    if request.awaited_future.done():
         return
     try:
         request.stream()
     except Exception as error:
         request.cancelled = True
-        request.owner.set_exception(error)
+        request.awaited_future.set_exception(error)
 
 
 def _set_exception(request: Request, error: RolloutError) -> None:
-    if not request.owner.done():
-        request.owner.set_exception(error)
+    if not request.awaited_future.done():
+        request.awaited_future.set_exception(error)

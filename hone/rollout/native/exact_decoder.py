@@ -1,7 +1,7 @@
 """The forward of exact mode, which decoding, prefill and the trainer's log-probs share.
 
-All kernels are batch-invariant: their summation order does not depend on the batch. Gradients are those of
-the plain modules, with which the backward pass recomputes each layer.
+All kernels are batch-invariant: their summation order does not depend on the batch. The backward pass
+recomputes each layer with the plain modules.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hone.rollout.native.exact_layouts import (
     ExactLayout,
     TrainingLayout,
     decode_queries,
-    prefill_layout,
     queries_per_tile,
+    segment_queries,
 )
 from hone.rollout.native.fused_decoder import JoinedDecoder, can_join
 from hone.rollout.native.kernels_reference import RotaryTable, kernels_for
@@ -38,22 +38,22 @@ from hone.rollout.native.scheduler import BLOCK_SIZE
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Map = Callable[[Tensor], Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
 FAMILIES = ("llama", "qwen2")
 
 
-def refuse_unless_exact(config: PreTrainedConfig, path: str) -> None:
-    """Raises, before the model is loaded, if exact mode does not support its config."""
+def refuse_unsupported_exact(config: PreTrainedConfig, path: str) -> None:
+    """Raises if exact mode does not support the model, before it is loaded."""
     family = getattr(config, "model_type", "of unknown family")
     if family not in FAMILIES:
         raise RolloutError(
-            f"rollout.exact=true is for the families {' and '.join(FAMILIES)}, and {path} is {family}; "
-            "use rollout.exact=false, and read rollout_corr/* for the gap"
+            f"rollout.exact=true supports the families {' and '.join(FAMILIES)}, and {path} is {family}; "
+            "use rollout.exact=false, and read rollout_corr/* for the difference"
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         raise RolloutError(
-            f"rollout.exact=true is for full attention, and {path} has {', '.join(sorted(kinds))}; "
+            f"rollout.exact=true supports full attention, and {path} has {', '.join(sorted(kinds))}; "
             "use rollout.exact=false"
         )
 
@@ -63,7 +63,7 @@ class ExactDecoder(JoinedDecoder):
 
     def __init__(self, policy: PolicyModel) -> None:
         config = policy.lm.config
-        refuse_unless_exact(config, getattr(config, "_name_or_path", "") or "this model")
+        refuse_unsupported_exact(config, getattr(config, "_name_or_path", "") or "this model")
         if not (has_shared_layers(policy) and can_join(policy) and policy.plain_head):
             raise RolloutError(
                 "rollout.exact=true needs a plain model (whole parameters, no adapters, no hooks, "
@@ -89,7 +89,7 @@ class ExactDecoder(JoinedDecoder):
         x = F.embedding(ids, self._embedding).float()
         for index in range(len(self._layers)):
             x = self._layer(index, positions, layout, x)
-        return self._normed(self._norm, x)
+        return self._apply_norm(self._norm, x)
 
     def decode_layout(self, cache: PagedCache, rows: BatchState) -> ExactLayout:
         queries = decode_queries(rows.block_table, rows.position)
@@ -98,20 +98,25 @@ class ExactDecoder(JoinedDecoder):
     def prefill_layout(
         self, cache: PagedCache, blocks: list[list[int]], starts: list[int], lengths: list[int]
     ) -> ExactLayout:
-        device, per_tile = self._embedding.device, self._queries_per_tile
-        return prefill_layout(cache, self.kernels, blocks, starts, lengths, per_tile, device)
+        """Returns the layout of new tokens after the cached tokens of each sequence."""
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        device = self._embedding.device
+        queries = segment_queries(starts, ends, blocks, self._queries_per_tile, device)
+        position, size = queries.position, cache.block_size
+        block = queries.block_table[queries.row, position // size].long()
+        return ExactLayout(cache, self.kernels, block * size + position % size, queries)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32
-        return self.kernels.linear(hidden, self._head, None, wide=True)
+        return self.kernels.linear(hidden, self._head, None, float32_out=True)
 
-    def _normed(self, norm: Norm, x: Tensor) -> Tensor:
+    def _apply_norm(self, norm: Norm, x: Tensor) -> Tensor:
         return self.kernels.add_rms_norm(x, None, *norm)[0]
 
     def _layer(self, index: int, positions: Tensor, layout: ExactLayout, x: Tensor) -> Tensor:
         """Computes one decoder layer; the residual stream is float32."""
         layer, kernels = self._layers[index], self.kernels
         q, _, _ = kernels.rope_store(
-            kernels.linear(self._normed(layer.norm_in, x), *layer.qkv),
+            kernels.linear(self._apply_norm(layer.norm_in, x), *layer.qkv),
             RotaryTable(self._cos, self._sin),
             positions,
             layout.slots,
@@ -121,20 +126,20 @@ class ExactDecoder(JoinedDecoder):
         )
         out = layout.attend(q, layer=index, scaling=layer.attention.scaling)
         x = x + kernels.linear(out.flatten(1), *layer.out)
-        gate_up = kernels.linear(self._normed(layer.norm_mlp, x), *layer.gate_up)
+        gate_up = kernels.linear(self._apply_norm(layer.norm_mlp, x), *layer.gate_up)
         return x + kernels.linear(kernels.silu_mul(gate_up), *layer.down)
 
     # -- training --------------------------------------------------------------------------------
 
     def hidden_states(self, packed: PackedRows) -> Tensor:  # [N, d]
-        """Returns the values of the exact forward with the gradients of the plain modules."""
+        """Returns hidden states of the exact forward; their gradients are those of the plain modules."""
         self.refresh()
         responses = [n for _, n in packed.layout.children]
         self.extend_rotary_table(max(packed.layout.root_lengths) + max(responses, default=0))
         layer, positions = self._layers[0], packed.position_ids
         layout = TrainingLayout(
             packed, self.kernels, kv_heads=layer.kv_heads, head_dim=layer.head_dim,
-            block_size=BLOCK_SIZE, per_tile=self._queries_per_tile, dtype=self._embedding.dtype,
+            block_size=BLOCK_SIZE, queries_per_tile=self._queries_per_tile, dtype=self._embedding.dtype,
         )  # fmt: skip
         decoder = self._policy.decoder
         x = decoder.embed_tokens(packed.input_ids).float()
@@ -146,15 +151,15 @@ class ExactDecoder(JoinedDecoder):
 
         for index, module in enumerate(decoder.layers):
             exact = partial(self._layer, index, positions, layout)
-            x = _Exactly.apply(exact, partial(plain, module), x, *module.parameters())
-        return _Exactly.apply(
-            partial(self._normed, self._norm), decoder.norm, x, decoder.norm.weight
+            x = _ExactForward.apply(exact, partial(plain, module), x, *module.parameters())
+        return _ExactForward.apply(
+            partial(self._apply_norm, self._norm), decoder.norm, x, decoder.norm.weight
         )
 
     def log_probs(
         self, hidden: Tensor, target: Tensor, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """Computes `linear_log_probs` with exact values."""
+        """Returns exact log-probs [N] of the targets, and entropies [N]."""
         # A float32 division, as in the rollout's batch state.
         inverse = float(np.float32(1.0) / np.float32(temperature))
         return linear_log_probs(
@@ -181,11 +186,13 @@ class ExactDecoder(JoinedDecoder):
         return log_prob, norm, entropy_of(z, norm) if with_entropy else torch.zeros_like(norm)
 
 
-class _Exactly(torch.autograd.Function):
-    """Returns the values of `exact`; the backward pass computes the gradients of `plain`."""
+class _ExactForward(torch.autograd.Function):
+    """The forward of `exact` with the backward of `plain`."""
 
     @staticmethod
-    def forward(ctx: Context, exact: Map, plain: Map, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Context, exact: TensorFunction, plain: TensorFunction, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
         ctx.plain = plain
         ctx.save_for_backward(x, *parameters)
         return exact(x)
@@ -194,9 +201,12 @@ class _Exactly(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         x = x.detach().requires_grad_()
-        trained = [x, *(p for p in parameters if p.requires_grad)]
+        inputs = [x, *(p for p in parameters if p.requires_grad)]
         with torch.enable_grad():
             out = ctx.plain(x)
-            computed = iter(torch.autograd.grad(out, trained, grads[0].to(out.dtype)))
-        g_x = next(computed)
-        return None, None, g_x, *(next(computed) if p.requires_grad else None for p in parameters)
+            input_grads = iter(torch.autograd.grad(out, inputs, grads[0].to(out.dtype)))
+        x_grad = next(input_grads)
+        return (
+            *(None, None, x_grad),
+            *(next(input_grads) if p.requires_grad else None for p in parameters),
+        )

@@ -1,6 +1,6 @@
-"""Attention layouts of exact mode: the block table and the last position that each query reads.
+"""Attention layouts of exact mode: the block table and the position of every query.
 
-Decoding, prefill and training use the same layout, so one kernel computes all of them.
+Decoding, prefill and training share these layouts, so one kernel computes all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TILE_ROWS = 64
 
 @dataclass(frozen=True)
 class Tiles:
-    """Consecutive queries of one sequence per program of the GPU kernel; each [T] int64."""
+    """The queries of each program of the GPU kernel, consecutive in one sequence; each [T] int64."""
 
     token: Tensor  # first query
     count: Tensor
@@ -32,13 +32,13 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Queries:
-    """The position and row of every query, which attends to its row up to its position."""
+    """The row and position of every query, which attends to its row up to its position."""
 
     position: Tensor  # [N] int64
     row: Tensor  # [N] int64
     block_table: Tensor  # [R, W] int32
     tiles: Tiles | None
-    """Only the GPU kernel needs tiles."""
+    """Used by the GPU kernel only."""
 
 
 def queries_per_tile(heads: int, kv_heads: int) -> int:
@@ -51,36 +51,41 @@ def queries_per_tile(heads: int, kv_heads: int) -> int:
 
 
 def decode_queries(block_table: Tensor, positions: Tensor) -> Queries:
-    """Returns queries of a decode step, one per row."""
+    """Returns the queries of a decode step, one per row."""
     row = torch.arange(len(positions), device=positions.device)
     return Queries(positions, row, block_table, Tiles(row, torch.ones_like(row), positions, row))
 
 
 def segment_queries(
-    starts: list[int], ends: list[int], blocks: list[list[int]], per_tile: int, device: torch.device
+    starts: list[int],
+    ends: list[int],
+    blocks: list[list[int]],
+    queries_per_tile: int,
+    device: torch.device,
 ) -> Queries:
-    """Returns consecutive segments of queries; segment i is positions [start, end) of row i."""
+    """Returns the queries of consecutive segments; segment i has positions [start, end) of row i."""
     lengths = np.array(ends) - np.array(starts)
     first = np.cumsum(lengths) - lengths
     position = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
     table = np.zeros((len(blocks), max(map(len, blocks))), np.int32)
     for row, ids in enumerate(blocks):
         table[row, : len(ids)] = ids
-    offsets = [np.arange(0, n, per_tile) for n in lengths]
+    offsets = [np.arange(0, n, queries_per_tile) for n in lengths]
     segment = np.repeat(np.arange(len(offsets)), [len(o) for o in offsets])
     offset = np.concatenate(offsets)
-    count = np.minimum(lengths[segment] - offset, per_tile)
+    count = np.minimum(lengths[segment] - offset, queries_per_tile)
     tiles = (first[segment] + offset, count, np.array(starts)[segment] + offset, segment)
 
-    def put(values: np.ndarray, dtype: type[np.integer] = np.int64) -> Tensor:
+    def to_device(values: np.ndarray, dtype: type[np.integer] = np.int64) -> Tensor:
         return send(torch.from_numpy(np.ascontiguousarray(values, dtype)), device)
 
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    return Queries(put(position), put(rows), put(table, np.int32), Tiles(*(put(t) for t in tiles)))
+    block_table = to_device(table, np.int32)
+    return Queries(to_device(position), to_device(rows), block_table, Tiles(*map(to_device, tiles)))
 
 
 class ExactLayout:
-    """The slots of new keys and the queries of one forward."""
+    """The layout of one forward: the slots of its new keys, and its queries."""
 
     def __init__(
         self, cache: PagedCache, kernels: ModuleType, slots: Tensor, queries: Queries
@@ -99,41 +104,26 @@ class ExactLayout:
         )
 
 
-def prefill_layout(
-    cache: PagedCache,
-    kernels: ModuleType,
-    blocks: list[list[int]],
-    starts: list[int],
-    lengths: list[int],
-    per_tile: int,
-    device: torch.device,
-) -> ExactLayout:
-    """Returns the layout of new tokens that follow the cached tokens of their sequences."""
-    ends = [a + n for a, n in zip(starts, lengths, strict=True)]
-    queries = segment_queries(starts, ends, blocks, per_tile, device)
-    at, size = queries.position, cache.block_size
-    block = queries.block_table[queries.row, at // size].long()
-    return ExactLayout(cache, kernels, block * size + at % size, queries)
-
-
 class TrainingLayout(ExactLayout):
-    """The layout of packed training rows, in a one-layer cache that every layer overwrites."""
+    """The layout of packed training rows, over a one-layer cache that every layer overwrites."""
 
     def __init__(
         self, packed: PackedRows, kernels: ModuleType, *, kv_heads: int, head_dim: int, block_size: int,
-        per_tile: int, dtype: torch.dtype,
+        queries_per_tile: int, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         device = packed.input_ids.device
         segments = _Segments(packed, block_size)
         cache = PagedCache(
-            layers=1, kv_heads=kv_heads, head_dim=head_dim, blocks=segments.free,
+            layers=1, kv_heads=kv_heads, head_dim=head_dim, blocks=segments.num_blocks,
             block_size=block_size, dtype=dtype, device=device,
         )  # fmt: skip
         cache.reserve()
-        queries = segment_queries(segments.starts, segments.ends, segments.blocks, per_tile, device)
+        queries = segment_queries(
+            segments.starts, segments.ends, segments.blocks, queries_per_tile, device
+        )
         slots, source, target = (
-            send(torch.from_numpy(np.concatenate(pieces)), device)
-            for pieces in (segments.slots, segments.source, segments.target)
+            send(torch.from_numpy(np.concatenate(arrays)), device)
+            for arrays in (segments.slots, segments.source, segments.target)
         )
         super().__init__(cache, kernels, slots, queries)
         self._source, self._target = source, target
@@ -152,33 +142,32 @@ class TrainingLayout(ExactLayout):
 
 
 class _Segments:
-    """Assigns blocks to root and child segments; a child shares its parent's full blocks."""
+    """The blocks of packed prompts and responses; a response shares the full blocks of its prompt."""
 
     def __init__(self, packed: PackedRows, size: int) -> None:
         self._size = size
-        self.free = 1  # the next free block; block 0 is the null block
+        self.num_blocks = 1  # block 0 is the null block
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.blocks: list[list[int]] = []
         self.slots: list[np.ndarray] = []  # slot of each packed token
-        self.source = [
-            np.empty(0, np.int64)
-        ]  # prompt slots to copy into the first block of a response
-        self.target = [np.empty(0, np.int64)]
-        roots = [self._add(0, length, []) for length in packed.layout.root_lengths]
+        # Slots of the prompt to copy into the first block of a response.
+        self.source, self.target = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        prompts = [self._add(0, length, []) for length in packed.layout.root_lengths]
         for parent, length in packed.layout.children:
             begin = packed.layout.root_lengths[parent]
-            full, tail = divmod(begin, size)
-            blocks = self._add(begin, begin + length, roots[parent][:full])
+            full_blocks, tail = divmod(begin, size)
+            blocks = self._add(begin, begin + length, prompts[parent][:full_blocks])
             if tail and length:
                 offset = np.arange(tail)
-                self.source.append(roots[parent][full] * size + offset)
-                self.target.append(blocks[full] * size + offset)
+                self.source.append(prompts[parent][full_blocks] * size + offset)
+                self.target.append(blocks[full_blocks] * size + offset)
 
     def _add(self, begin: int, end: int, shared: list[int]) -> list[int]:
+        """Adds a segment of positions [begin, end); returns its block table."""
         size = self._size
-        new = list(range(self.free, self.free + -(-end // size) - begin // size))
-        self.free += len(new)
+        new = list(range(self.num_blocks, self.num_blocks + -(-end // size) - begin // size))
+        self.num_blocks += len(new)
         blocks = [*shared, *new]
         position = np.arange(begin, end)
         self.slots.append(np.array(blocks, np.int64)[position // size] * size + position % size)

@@ -1,7 +1,7 @@
-"""Batch-invariant CPU kernels of exact mode: each row's bits depend on that row alone.
+"""Batch-invariant CPU kernels of exact mode: the result of a row depends on that row alone.
 
 Libraries choose their summation order by the shape of a call. So every call here has a fixed shape:
-`ROWS` rows, where the last call is padded with zeros, and a multiple of `_KEYS` keys.
+`CHUNK_ROWS` rows, padded with zeros, and a multiple of `_KEY_MULTIPLE` keys.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from hone.rollout.native.exact_layouts import Queries
     from hone.rollout.native.paged_cache import PagedCache
 
-ROWS = 32
-"""Rows per call: enough to use the CPU well, few enough to waste little on a small batch."""
-_KEYS = 64
-"""A query reads a multiple of this many slots; those after its sequence are masked."""
-_HEADS = 8
-"""Query heads are padded to a multiple: the rounding of smaller products depends on memory alignment."""
-_SERIAL = 32768
+CHUNK_ROWS = 32
+"""Rows per call: enough to use the CPU well, few enough to waste little in a small batch."""
+_KEY_MULTIPLE = 64
+"""A query reads a multiple of this many slots; slots after its position are masked."""
+_HEAD_MULTIPLE = 8
+"""Query heads are padded to a multiple of this: smaller products round by memory alignment."""
+_SERIAL_ELEMENTS = 32768
 """Elements per elementwise call: few enough that torch uses one thread."""
-_LANES = 32
+_VECTOR_ELEMENTS = 32
 """Elements per vector register; a remainder would be computed by another formula."""
 
 
-def by_rows(compute: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """Applies `compute` to `ROWS` rows of each tensor at a time and drops the padding rows."""
+def map_row_chunks(compute: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """Applies `compute` to chunks of `CHUNK_ROWS` rows of each tensor and concatenates the results."""
     count = len(rows[0])
-    padding = -count % ROWS
+    padding = -count % CHUNK_ROWS
     if padding:
         rows = tuple(torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) for x in rows)
-    parts = [compute(*pieces) for pieces in zip(*(x.split(ROWS) for x in rows), strict=True)]
+    parts = [compute(*pieces) for pieces in zip(*(x.split(CHUNK_ROWS) for x in rows), strict=True)]
     if not parts:
-        return compute(*(x.new_zeros(ROWS, *x.shape[1:]) for x in rows))[:0]
+        return compute(*(x.new_zeros(CHUNK_ROWS, *x.shape[1:]) for x in rows))[:0]
     return torch.cat(parts)[:count] if len(parts) > 1 else parts[0][:count]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
-    """Returns x Wᵀ + bias; `wide` has no effect, because exact mode on a CPU is float32."""
-    return by_rows(lambda part: F.linear(part.contiguous(), weight, bias), x)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> Tensor:
+    """Returns x Wᵀ + bias; `float32_out` is ignored, because exact mode on a CPU is float32."""
+    return map_row_chunks(lambda part: F.linear(part.contiguous(), weight, bias), x)
 
 
 def add_rms_norm(
@@ -61,14 +61,14 @@ def add_rms_norm(
         scale = torch.rsqrt(part.square().mean(-1, keepdim=True) + eps)
         return part * scale * weight
 
-    return by_rows(norm, total), total
+    return map_row_chunks(norm, total), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:  # [N, 2 F] -> [N, F]
     gate, up = gate_up.chunk(2, -1)
     width = gate.shape[1]
-    flat = F.pad(gate, (0, -width % _LANES)).flatten()
-    pieces = [F.silu(piece) for piece in flat.split(_SERIAL)]
+    flat = F.pad(gate, (0, -width % _VECTOR_ELEMENTS)).flatten()
+    pieces = [F.silu(piece) for piece in flat.split(_SERIAL_ELEMENTS)]
     activated = torch.cat(pieces) if pieces else flat
     return activated.view(len(gate), -1)[:, :width] * up
 
@@ -83,20 +83,20 @@ def query_attention(
 ) -> Tensor:
     """Computes attention of each query over its row, up to its position.
 
-    One call computes the queries that read equally many slots. Each query is a separate batch item, so
-    its sums do not depend on the other queries.
+    One call computes the queries that read the same number of slots. Each query is a separate batch item,
+    so its sums do not depend on the other queries.
     """
     out = torch.empty_like(q)
-    bucket = queries.position // _KEYS
-    for width in bucket.unique().tolist():
-        at = (bucket == width).nonzero().flatten()
-        rows = queries.row[at]
+    buckets = queries.position // _KEY_MULTIPLE
+    for bucket in buckets.unique().tolist():
+        indices = (buckets == bucket).nonzero().flatten()
+        rows = queries.row[indices]
         if len(rows.unique()) == len(rows):  # decoding: one query per row
-            out[at] = _attend(q, cache, layer, queries, at, rows, width, scaling)
+            out[indices] = _attend(q, cache, layer, queries, indices, rows, bucket, scaling)
             continue
         for row in rows.unique():
-            own = at[rows == row]
-            out[own] = _attend(q, cache, layer, queries, own, row[None], width, scaling)
+            in_row = indices[rows == row]
+            out[in_row] = _attend(q, cache, layer, queries, in_row, row[None], bucket, scaling)
     return out
 
 
@@ -105,32 +105,34 @@ def _attend(
     cache: PagedCache,
     layer: int,
     queries: Queries,
-    at: Tensor,
+    indices: Tensor,
     rows: Tensor,
     bucket: int,
     scaling: float,
 ) -> Tensor:
-    width, size, d = (bucket + 1) * _KEYS, cache.block_size, cache.head_dim
-    reach = min(width // size, queries.block_table.shape[1])
-    blocks = queries.block_table[rows, :reach]
-    blocks = F.pad(blocks, (0, width // size - reach))  # the null block is masked
-    keys, values = (x.expand(len(at), -1, -1, -1) for x in cache.gather(layer, blocks))
-    bias = as_bias(queries.position[at][:, None] >= torch.arange(width), q.dtype)
-    grouped = q[at].reshape(len(at), cache.kv_heads, -1, d)
+    width, size, d = (bucket + 1) * _KEY_MULTIPLE, cache.block_size, cache.head_dim
+    num_blocks = min(width // size, queries.block_table.shape[1])
+    blocks = queries.block_table[rows, :num_blocks]
+    blocks = F.pad(blocks, (0, width // size - num_blocks))  # the null block is masked
+    keys, values = (x.expand(len(indices), -1, -1, -1) for x in cache.gather(layer, blocks))
+    bias = as_bias(queries.position[indices][:, None] >= torch.arange(width), q.dtype)
+    grouped = q[indices].reshape(len(indices), cache.kv_heads, -1, d)
     heads = grouped.shape[2]
     out = F.scaled_dot_product_attention(
-        F.pad(grouped, (0, 0, 0, -heads % _HEADS)),
+        F.pad(grouped, (0, 0, 0, -heads % _HEAD_MULTIPLE)),
         keys,
         values,
         attn_mask=bias[:, None, None],
         scale=scaling,
     )
-    return out[:, :, :heads].reshape(len(at), -1, d)
+    return out[:, :, :heads].reshape(len(indices), -1, d)
 
 
 def log_softmax(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
     """Returns log p [N, V] of logits [N, V] at the inverse temperatures [N]."""
-    return by_rows(lambda z, t: torch.log_softmax(z * t[:, None], -1), logits, inverse_temperature)
+    return map_row_chunks(
+        lambda z, t: torch.log_softmax(z * t[:, None], -1), logits, inverse_temperature
+    )
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> Tensor:

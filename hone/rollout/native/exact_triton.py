@@ -1,8 +1,8 @@
 """Batch-invariant GPU kernels of exact mode: matrix product and attention.
 
-No sum is split over programs, and every row is summed by the same instructions in the same order: by
-feature in a product, by key position from the start of the sequence in attention. Norm, gate, rotation and
-sampling use the engine's kernels, which compute row by row. The reference is exact_reference.py.
+No sum is split over programs, and every row is summed in the same order: by feature in a product, by key
+position in attention. Norm, gate, rotation and sampling use the other kernels, which compute row by row.
+The reference is exact_reference.py.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 sample = partial(sampling_triton.sample, exact=True)
 advance, log_probs_of = sampling_triton.advance, sampling_triton.log_probs_of
 
-FEW: dict[str, int] = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
-MANY: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
-FULL: dict[str, int] = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
-"""Tiles for few rows, many rows, and float32. The first two sum a row in the same order, 16 features per
-instruction, so the choice between them may depend on the batch."""
-_FILLED = 128
-"""Number of programs that fills a large GPU."""
-_KEYS = 64
+SMALL_TILE: dict[str, int] = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
+LARGE_TILE: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
+FLOAT32_TILE: dict[str, int] = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
+"""Tiles for few rows, for many rows, and for float32. The first two sum a row in the same order, 16 features
+per instruction, so the choice between them may depend on the batch."""
+_FULL_GPU_PROGRAMS = 128
+"""Number of programs that occupy a large GPU."""
+_KEYS_PER_STEP = 64
 
 
 @triton.jit
@@ -45,14 +45,14 @@ def _linear(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Groups of eight tile rows reuse weight columns from the L2 cache.
-    program = tl.program_id(0)
-    tiles_m = tl.cdiv(rows, BM)
-    tiles_n = tl.cdiv(outputs, BN)
-    band = program // (8 * tiles_n)
-    height = tl.minimum(tiles_m - band * 8, 8)
-    inside = program % (8 * tiles_n)
-    m = (band * 8 + inside % height) * BM + tl.arange(0, BM)
-    n = (inside // height) * BN + tl.arange(0, BN)
+    pid = tl.program_id(0)
+    num_pid_m = tl.cdiv(rows, BM)
+    num_pid_n = tl.cdiv(outputs, BN)
+    group_id = pid // (8 * num_pid_n)
+    group_size_m = tl.minimum(num_pid_m - group_id * 8, 8)
+    pid_in_group = pid % (8 * num_pid_n)
+    m = (group_id * 8 + pid_in_group % group_size_m) * BM + tl.arange(0, BM)
+    n = (pid_in_group // group_size_m) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     x = x_ptr + (m % rows).to(tl.int64)[:, None] * inputs + k[None, :]
     w = weight_ptr + (n % outputs).to(tl.int64)[None, :] * inputs + k[:, None]
@@ -70,8 +70,8 @@ def _linear(  # type: ignore[no-untyped-def]
     if BIAS:
         acc += tl.load(bias_ptr + n, n < outputs, other=0.0).to(tl.float32)[None, :]
     out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
-    real = (m < rows)[:, None] & (n < outputs)[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), real)
+    mask = (m < rows)[:, None] & (n < outputs)[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask)
 
 
 def linear(
@@ -79,16 +79,18 @@ def linear(
     weight: Tensor,  # [N, K]
     bias: Tensor | None,
     *,
-    wide: bool = False,
+    float32_out: bool = False,
     tile: dict[str, int] | None = None,
 ) -> Tensor:
-    """Returns x Wᵀ + bias in the weight's dtype, or in float32 if `wide`."""
+    """Returns x Wᵀ + bias in the weight's dtype, or in float32 if `float32_out`."""
     x, weight = x.contiguous(), weight.detach()
     (rows, inputs), outputs = x.shape, len(weight)
-    out = torch.empty(rows, outputs, dtype=torch.float32 if wide else x.dtype, device=x.device)
+    out = torch.empty(
+        rows, outputs, dtype=torch.float32 if float32_out else x.dtype, device=x.device
+    )
     if rows == 0:
         return out
-    tile = tile or _tile(x, outputs)
+    tile = tile or _choose_tile(x, outputs)
     _linear[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(outputs, tile["BN"]),)](
         x, weight, bias.detach() if bias is not None else weight, out, rows, outputs, inputs,
         BIAS=bias is not None, EVEN=inputs % tile["BK"] == 0,
@@ -97,22 +99,24 @@ def linear(
     return out
 
 
-def _tile(x: Tensor, outputs: int) -> dict[str, int]:
+def _choose_tile(x: Tensor, outputs: int) -> dict[str, int]:
     if x.dtype == torch.float32:
-        return FULL
-    large = triton.cdiv(len(x), MANY["BM"]) * triton.cdiv(outputs, MANY["BN"])
-    return MANY if large >= _FILLED and len(x) > FEW["BM"] else FEW
+        return FLOAT32_TILE
+    programs = triton.cdiv(len(x), LARGE_TILE["BM"]) * triton.cdiv(outputs, LARGE_TILE["BN"])
+    return (
+        LARGE_TILE if programs >= _FULL_GPU_PROGRAMS and len(x) > SMALL_TILE["BM"] else SMALL_TILE
+    )
 
 
-@triton.jit(do_not_specialize=["k_at", "v_at", "table_stride"])
+@triton.jit(do_not_specialize=["k_offset", "v_offset", "table_stride"])
 def _attention(  # type: ignore[no-untyped-def]
-    q_ptr, base_ptr, k_at: tl.int64, v_at: tl.int64, table_ptr, table_stride, token_ptr,
+    q_ptr, base_ptr, k_offset: tl.int64, v_offset: tl.int64, table_ptr, table_stride, token_ptr,
     count_ptr, position_ptr, row_ptr, out_ptr, scaling,
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile of consecutive queries of a sequence; its rows are queries × heads of one group."""
+    """Computes a tile of consecutive queries of one sequence: query × head pairs of one key head."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     dtype = q_ptr.dtype.element_ty
@@ -123,37 +127,39 @@ def _attention(  # type: ignore[no-untyped-def]
     d = tl.arange(0, D_PAD)
     query = r // GROUP_PAD
     g = r % GROUP_PAD
-    wide = (d < D)[None, :]
-    real = ((query < count) & (g < GROUP))[:, None] & wide
-    at = (tl.load(token_ptr + tile) + query) * (KV * GROUP) + kv_head * GROUP + g
-    at = at[:, None] * D + d[None, :]
-    q = tl.load(q_ptr + at, real, other=0.0)
+    d_mask = (d < D)[None, :]
+    mask = ((query < count) & (g < GROUP))[:, None] & d_mask
+    row_offset = (tl.load(token_ptr + tile) + query) * (KV * GROUP) + kv_head * GROUP + g
+    row_offset = row_offset[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + row_offset, mask, other=0.0)
     base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(dtype)), 16)
-    visible_to = position + query
+    last_visible = position + query
     end = position + count
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    norm = tl.zeros([ROWS], tl.float32)
+    max_score = tl.full([ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     log2e: tl.constexpr = 1.4426950408889634
     for start in range(0, end, KEYS):
         n = start + tl.arange(0, KEYS)
-        inside = n < end
-        block = tl.load(table_ptr + row * table_stride + n // BLOCK_SIZE, inside, other=0).to(
+        in_range = n < end
+        block = tl.load(table_ptr + row * table_stride + n // BLOCK_SIZE, in_range, other=0).to(
             tl.int64
         )
-        cell = (((block * KV + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * D)[:, None] + d[None, :]
-        k = tl.load(base + k_at + cell, inside[:, None] & wide, other=0.0)
-        v = tl.load(base + v_at + cell, inside[:, None] & wide, other=0.0)
+        kv_offset = (((block * KV + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * D)[:, None] + d[
+            None, :
+        ]
+        k = tl.load(base + k_offset + kv_offset, in_range[:, None] & d_mask, other=0.0)
+        v = tl.load(base + v_offset + kv_offset, in_range[:, None] & d_mask, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling * log2e)
         # A masked key adds exact zeros, so the other rows of the tile change no bit.
-        score = tl.where(n[None, :] <= visible_to[:, None], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        shrink = tl.exp2(top - new_top)
-        p = tl.exp2(score - new_top[:, None])
-        norm = norm * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v, input_precision=PRECISION)
-        top = new_top
-    tl.store(out_ptr + at, (acc / norm[:, None]).to(dtype), real)
+        score = tl.where(n[None, :] <= last_visible[:, None], score, float("-inf"))
+        new_max_score = tl.maximum(max_score, tl.max(score, 1))
+        rescale = tl.exp2(max_score - new_max_score)
+        p = tl.exp2(score - new_max_score[:, None])
+        weight_sum = weight_sum * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None] + tl.dot(p.to(dtype), v, input_precision=PRECISION)
+        max_score = new_max_score
+    tl.store(out_ptr + row_offset, (acc / weight_sum[:, None]).to(dtype), mask)
 
 
 def query_attention(
@@ -170,12 +176,13 @@ def query_attention(
     kv = cache.kv_heads
     group = heads // kv
     out = torch.empty_like(q)
-    k_at, v_at = cache.planes(layer)
+    k_offset, v_offset = cache.plane_offsets(layer)
     _attention[(len(tiles.token), kv)](
-        q, cache.base, k_at, v_at, queries.block_table, queries.block_table.stride(0),
+        q, cache.base, k_offset, v_offset, queries.block_table, queries.block_table.stride(0),
         tiles.token, tiles.count, tiles.position, tiles.row, out, scaling,
         KV=kv, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), D=d,
-        D_PAD=max(16, triton.next_power_of_2(d)), BLOCK_SIZE=cache.block_size, KEYS=_KEYS, ROWS=TILE_ROWS,
+        D_PAD=max(16, triton.next_power_of_2(d)), BLOCK_SIZE=cache.block_size, KEYS=_KEYS_PER_STEP,
+        ROWS=TILE_ROWS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Records the experts of every token beside its keys, so that prefix hits and copies have them too."""
+"""Records the routed experts of every token by cache slot, so that prefix-cache hits have them too."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 
 
 class ExpertCache:
-    """The experts of all slots of a paged cache: [blocks, block_size, layers, k]."""
+    """The routed experts of all slots of a paged cache: [blocks, block_size, layers, k]."""
 
     def __init__(
         self, routing: Routing, blocks: int, block_size: int, device: torch.device
     ) -> None:
-        self._size, self._device = block_size, device
+        self._block_size, self._device = block_size, device
         shape = (blocks, block_size, routing.layers, routing.top_k)
         self._memory = torch.zeros(shape, dtype=DTYPE, device=device)
         self._slots = self._memory.flatten(0, 1)
@@ -31,14 +31,15 @@ class ExpertCache:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if sources:
-            at, of = (send(torch.tensor(blocks), self._device) for blocks in (targets, sources))
-            self._memory[at] = self._memory[of]
+            target = send(torch.tensor(targets), self._device)
+            source = send(torch.tensor(sources), self._device)
+            self._memory[target] = self._memory[source]
 
     def read(self, blocks: Sequence[int], tokens: int) -> Tensor:
         """Returns the experts [tokens, layers, k] of the first tokens of a sequence, on the CPU."""
-        count = -(-tokens // self._size)
-        at = send(torch.tensor(list(blocks[:count])), self._device)
-        return self._memory[at].flatten(0, 1)[:tokens].cpu()
+        count = -(-tokens // self._block_size)
+        used_blocks = send(torch.tensor(list(blocks[:count])), self._device)
+        return self._memory[used_blocks].flatten(0, 1)[:tokens].cpu()
 
 
 class RecordingDecoder(ModuleDecoder):

@@ -1,7 +1,8 @@
-"""The decoder forward on a GPU: eight kernels per layer, on the policy module's parameters.
+"""The decoder forward on a GPU, with eight kernels per layer.
 
-The query, key and value weights are stored as one tensor, the gate and up weights as another, and the
-module's parameters are views of them. So each group is one matrix product, and there is no copy to update.
+The query, key and value weights of the policy are joined into one tensor, the gate and up weights into
+another, and the module's parameters become views of them. So each group is one matrix product, and there is
+no copy to update.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class JoinedDecoder:
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._cos = self._sin = torch.empty(0)  # [W, D]
-        self._outgrown: list[Tensor] = []  # old rotary tables that captured graphs still read
+        self._old_rotary_tables: list[
+            Tensor
+        ] = []  # old rotary tables that captured graphs still read
         self._read()
 
     def refresh(self) -> None:
@@ -42,7 +45,7 @@ class JoinedDecoder:
         # Parameters created in inference mode could not be trained.
         with torch.inference_mode(False):
             self._layers: list[DecoderLayer[Linear, Norm]] = [
-                read_layer(layer, join=_joined, norm=_norm) for layer in decoder.layers
+                read_layer(layer, join=_join_linears, norm=_norm) for layer in decoder.layers
             ]
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._norm = _norm(decoder.norm)
@@ -53,13 +56,13 @@ class JoinedDecoder:
         """Extends the rotary table to at least `width` positions."""
         if width <= len(self._cos):
             return
-        self._outgrown += [self._cos, self._sin]
+        self._old_rotary_tables += [self._cos, self._sin]
         with torch.inference_mode(False):
             self._cos, self._sin = rotary_table(self._policy.decoder, width)
 
 
 class FusedDecoder(JoinedDecoder):
-    """Computes hidden states over paged layouts, for the layers of models/decoder_layer.py."""
+    """Computes hidden states over the paged cache, for the layers of models/decoder_layer.py."""
 
     def __init__(self, policy: PolicyModel, kernels: ModuleType, max_positions: int) -> None:
         super().__init__(policy)
@@ -80,17 +83,19 @@ class FusedDecoder(JoinedDecoder):
             rotary = RotaryTable(self._cos, self._sin, q_norm, k_norm, self._norm.eps)
             out = layout.attend_joined(F.linear(h, *layer.qkv), rotary, layer.attention)
             h, residual = kernels.add_rms_norm(
-                self._term(out.flatten(1), *layer.out), residual, *layer.norm_mlp
+                self._residual_term(out.flatten(1), *layer.out), residual, *layer.norm_mlp
             )
             gated = kernels.silu_mul(F.linear(h, *layer.gate_up))
-            h, residual = kernels.add_rms_norm(self._term(gated, *layer.down), residual, *next_norm)
+            h, residual = kernels.add_rms_norm(
+                self._residual_term(gated, *layer.down), residual, *next_norm
+            )
         return h
 
     def _embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embedding)
 
-    def _term(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes a float32 term of the residual stream, without rounding to 16 bits, as in training."""
+    def _residual_term(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns a term of the residual stream in float32, not rounded to 16 bits, as in training."""
         return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
 
 
@@ -98,17 +103,19 @@ def _norm(module: NormModule) -> Norm:
     return Norm(module.weight, module.variance_epsilon)
 
 
-def _joined(modules: Sequence[nn.Linear]) -> Linear:
+def _join_linears(modules: Sequence[nn.Linear]) -> Linear:
     """Joins the modules into one weight and bias; their parameters become views of it."""
     first = modules[0]
     if len(modules) == 1:
         return Linear(first.weight, first.bias)
     biases = [m.bias for m in modules if m.bias is not None]
-    assert len(biases) in (0, len(modules)), "no known family has a bias for some of the parts only"
-    return Linear(_join([m.weight for m in modules]), _join(biases) if biases else None)
+    assert len(biases) in (0, len(modules)), "all joined modules have a bias, or none has"
+    return Linear(
+        _join_parameters([m.weight for m in modules]), _join_parameters(biases) if biases else None
+    )
 
 
-def _join(parameters: Sequence[Tensor]) -> Tensor:
+def _join_parameters(parameters: Sequence[Tensor]) -> Tensor:
     first = parameters[0].detach()
     adjacent = all(
         b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
@@ -118,14 +125,15 @@ def _join(parameters: Sequence[Tensor]) -> Tensor:
     if adjacent:
         rows = sum(len(p) for p in parameters)
         return first.as_strided((rows, *first.shape[1:]), first.stride())
-    block = torch.cat([p.detach() for p in parameters])
-    for parameter, piece in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
-        parameter.data = piece
-    return block
+    joined = torch.cat([p.detach() for p in parameters])
+    views = joined.split([len(p) for p in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view
+    return joined
 
 
 def can_join(policy: PolicyModel) -> bool:
-    """Whether the parameters are unsharded plain tensors whose memory may be moved.
+    """Whether the parameters are plain tensors whose memory may be moved.
 
     FSDP2 owns the memory of its parameters, also while they are gathered.
     """

@@ -1,6 +1,6 @@
-"""Reference implementations of the GPU kernels in torch: CPU tests run them, GPU tests compare with them.
+"""Reference implementations of the GPU kernels in torch.
 
-Each function has the name of a function in kernels_triton.py, attention_triton.py or sampling_triton.py.
+CPU tests run them, GPU tests compare the Triton kernels of the same names with them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 def kernels_for(device: torch.device, *, exact: bool = False) -> ModuleType:
     """Returns the kernel module of a device: Triton on a GPU, the torch reference elsewhere."""
-    kind = "exact" if exact else "kernels"
-    place = "triton" if device.type == "cuda" else "reference"
-    return importlib.import_module(f"hone.rollout.native.{kind}_{place}")
+    module = "exact" if exact else "kernels"
+    backend = "triton" if device.type == "cuda" else "reference"
+    return importlib.import_module(f"hone.rollout.native.{module}_{backend}")
 
 
 class RotaryTable(NamedTuple):
@@ -97,19 +97,21 @@ def decode_attention(
     """Computes attention of one query per sequence over its block table, including its own key."""
     rows, heads, d = q.shape
     width = int(positions.max()) // cache.block_size + 1
-    kk, vv = cache.gather(options.layer, block_table[:, :width])
-    distance = positions[:, None] - torch.arange(kk.shape[2], device=q.device)
+    keys, values = cache.gather(options.layer, block_table[:, :width])
+    distance = positions[:, None] - torch.arange(keys.shape[2], device=q.device)
     visible = is_visible(distance, options.window)[:, None, None]
     queries = q.reshape(rows, cache.kv_heads, -1, d)
     if not options.needs_scores:
         out = F.scaled_dot_product_attention(
-            queries, kk, vv, attn_mask=visible, scale=options.scaling
+            queries, keys, values, attn_mask=visible, scale=options.scaling
         )
         return out.reshape(rows, heads, d)
-    scores = torch.matmul(queries.float(), kk.float().transpose(2, 3)) * options.scaling
+    scores = torch.matmul(queries.float(), keys.float().transpose(2, 3)) * options.scaling
     scores = soft_cap(scores, options.softcap).masked_fill(~visible, float("-inf"))
     sinks = None if options.sinks is None else options.sinks.view(cache.kv_heads, -1, 1)
-    return torch.matmul(softmax_with_sinks(scores, sinks).to(vv.dtype), vv).reshape(rows, heads, d)
+    return torch.matmul(softmax_with_sinks(scores, sinks).to(values.dtype), values).reshape(
+        rows, heads, d
+    )
 
 
 def rope_attention(
@@ -135,7 +137,7 @@ def sample(logits: Tensor, rows: BatchState, block_size: int) -> None:
 
 
 def sample_from(log_p: Tensor, best: Tensor, rows: BatchState, block_size: int) -> None:
-    """Samples from log_p [R, V] by inverse CDF; greedy rows take `best` [R]."""
+    """Samples from log_p [R, V] by inverse CDF, or `best` [R] in greedy rows, and advances the rows."""
     cumulative = log_p.exp().cumsum(-1)
     threshold = uniform(rows.seed, rows.position + 1) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
@@ -144,18 +146,18 @@ def sample_from(log_p: Tensor, best: Tensor, rows: BatchState, block_size: int) 
 
 
 def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int) -> None:
-    """Writes sampled tokens and advances their rows, except finished ones."""
+    """Writes sampled tokens and advances their rows, except finished rows."""
     running = (rows.finished == 0).nonzero().flatten()
-    at = rows.count[running]
-    rows.tokens_out[running, at] = tokens[running].to(rows.tokens_out.dtype)
-    rows.log_probs_out[running, at] = log_probs[running]
+    index = rows.count[running]
+    rows.tokens_out[running, index] = tokens[running].to(rows.tokens_out.dtype)
+    rows.log_probs_out[running, index] = log_probs[running]
     rows.count[running] += 1
-    stopped = (rows.stops[running] == tokens[running, None]).any(1)
+    stopped = (rows.stop_ids[running] == tokens[running, None]).any(1)
     position = rows.position[running] + 1
     finished = stopped | (position + 1 >= rows.limit[running])
     rows.finished[running] = finished.long()
-    moving, position = running[~finished], position[~finished]
-    rows.token[moving] = tokens[moving]
-    rows.position[moving] = position
-    block = rows.block_table[moving, position // block_size].long()
-    rows.slot[moving] = block * block_size + position % block_size
+    advancing, position = running[~finished], position[~finished]
+    rows.token[advancing] = tokens[advancing]
+    rows.position[advancing] = position
+    block = rows.block_table[advancing, position // block_size].long()
+    rows.slot[advancing] = block * block_size + position % block_size

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 def _silu_mul(x_ptr, out_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = column < width
-    gate = tl.load(x_ptr + row * 2 * width + column, real, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * width + width + column, real, other=0.0).to(tl.float32)
+    mask = column < width
+    gate = tl.load(x_ptr + row * 2 * width + column, mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * width + width + column, mask, other=0.0).to(tl.float32)
     out = gate * tl.sigmoid(gate) * up  # rounded once, as in training
-    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), real)
+    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 @triton.jit
 def _rope_store(  # type: ignore[no-untyped-def]
     qkv_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, q_out_ptr, k_out_ptr, base_ptr,
-    k_at: tl.int64, v_at: tl.int64, q_norm_ptr, k_norm_ptr, eps,
+    k_offset: tl.int64, v_offset: tl.int64, q_norm_ptr, k_norm_ptr, eps,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, KEEP_K: tl.constexpr,
 ):  # fmt: skip
@@ -54,48 +54,48 @@ def _rope_store(  # type: ignore[no-untyped-def]
     half: tl.constexpr = D // 2
     h = tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, HALF)[None, :]
-    inside = i < half
-    real = inside & (h < H + 2 * KV)
+    in_half = i < half
+    mask = in_half & (h < H + 2 * KV)
     dtype = qkv_ptr.dtype.element_ty
     start = qkv_ptr + token * ((H + 2 * KV) * D) + h * D + i
-    first = tl.load(start, real, other=0.0)
-    second = tl.load(start + half, real, other=0.0)
+    first = tl.load(start, mask, other=0.0)
+    second = tl.load(start + half, mask, other=0.0)
     a = first.to(tl.float32)
     b = second.to(tl.float32)
     if NORM:
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         scale = tl.rsqrt(square / D + eps)[:, None]
         is_q = h < H
-        for_q = tl.load(q_norm_ptr + i, inside, other=0.0).to(tl.float32)
-        for_k = tl.load(k_norm_ptr + i, inside, other=0.0).to(tl.float32)
-        a = (a * scale * tl.where(is_q, for_q, for_k)).to(dtype).to(tl.float32)
-        for_q = tl.load(q_norm_ptr + half + i, inside, other=0.0).to(tl.float32)
-        for_k = tl.load(k_norm_ptr + half + i, inside, other=0.0).to(tl.float32)
-        b = (b * scale * tl.where(is_q, for_q, for_k)).to(dtype).to(tl.float32)
-    angle = tl.load(position_ptr + token) * D + i
-    cos_a = tl.load(cos_ptr + angle, inside, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + angle + half, inside, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + angle, inside, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + angle + half, inside, other=0.0).to(tl.float32)
+        q_weight = tl.load(q_norm_ptr + i, in_half, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_norm_ptr + i, in_half, other=0.0).to(tl.float32)
+        a = (a * scale * tl.where(is_q, q_weight, k_weight)).to(dtype).to(tl.float32)
+        q_weight = tl.load(q_norm_ptr + half + i, in_half, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_norm_ptr + half + i, in_half, other=0.0).to(tl.float32)
+        b = (b * scale * tl.where(is_q, q_weight, k_weight)).to(dtype).to(tl.float32)
+    table_offset = tl.load(position_ptr + token) * D + i
+    cos_a = tl.load(cos_ptr + table_offset, in_half, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + table_offset + half, in_half, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + table_offset, in_half, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + table_offset + half, in_half, other=0.0).to(tl.float32)
     rotated = h < H + KV
     first = tl.where(rotated, (a * cos_a - b * sin_a).to(dtype), first)
     second = tl.where(rotated, (b * cos_b + a * sin_b).to(dtype), second)
     q_out = q_out_ptr + (token * H + h) * D + i
-    tl.store(q_out, first, inside & (h < H))
-    tl.store(q_out + half, second, inside & (h < H))
+    tl.store(q_out, first, in_half & (h < H))
+    tl.store(q_out + half, second, in_half & (h < H))
     kv_head = (h - H + KV) % KV
     if KEEP_K:
-        is_k = inside & (h >= H) & rotated
+        is_k = in_half & (h >= H) & rotated
         k_out = k_out_ptr + (token * KV + kv_head) * D + i
         tl.store(k_out, first, is_k)
         tl.store(k_out + half, second, is_k)
     slot = tl.load(slot_ptr + token)
-    cell = ((slot // BLOCK_SIZE) * KV + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    plane = tl.where(rotated, k_at, v_at)
-    cache = tl.load(base_ptr).to(tl.pointer_type(dtype)) + plane + cell * D + i
-    stored = real & (h >= H)
-    tl.store(cache, first, stored)
-    tl.store(cache + half, second, stored)
+    kv_offset = ((slot // BLOCK_SIZE) * KV + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    plane_offset = tl.where(rotated, k_offset, v_offset)
+    cache = tl.load(base_ptr).to(tl.pointer_type(dtype)) + plane_offset + kv_offset * D + i
+    kv_mask = mask & (h >= H)
+    tl.store(cache, first, kv_mask)
+    tl.store(cache + half, second, kv_mask)
 
 
 def rope_store(
@@ -112,9 +112,9 @@ def rope_store(
     heads = qkv.shape[1] // d - 2 * kv
     q = qkv.new_empty(tokens, heads, d)
     k = qkv.new_empty(tokens if keep_keys else 0, kv, d)
-    k_at, v_at = cache.planes(layer)
+    k_offset, v_offset = cache.plane_offsets(layer)
     _rope_store[(tokens,)](
-        qkv, rotary.cos, rotary.sin, positions, slots, q, k, cache.base, k_at, v_at,
+        qkv, rotary.cos, rotary.sin, positions, slots, q, k, cache.base, k_offset, v_offset,
         rotary.q_norm if rotary.q_norm is not None else qkv,
         rotary.k_norm if rotary.k_norm is not None else qkv,
         rotary.eps,
@@ -128,29 +128,33 @@ def rope_store(
 
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
-    k_ptr, v_ptr, slot_ptr, base_ptr, k_at: tl.int64, v_at: tl.int64, k_stride, v_stride,
+    k_ptr, v_ptr, slot_ptr, base_ptr, k_offset: tl.int64, v_offset: tl.int64, k_stride, v_stride,
     k_head_stride, v_head_stride,
-    KV: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    i = tl.arange(0, PADDED)
-    real = i < D
+    i = tl.arange(0, D_PAD)
+    mask = i < D
     slot = tl.load(slot_ptr + token)
-    cell = ((slot // BLOCK_SIZE) * KV + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    base = tl.load(base_ptr).to(tl.pointer_type(k_ptr.dtype.element_ty)) + cell * D
+    kv_offset = ((slot // BLOCK_SIZE) * KV + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    base = tl.load(base_ptr).to(tl.pointer_type(k_ptr.dtype.element_ty)) + kv_offset * D
     tl.store(
-        base + k_at + i, tl.load(k_ptr + token * k_stride + head * k_head_stride + i, real), real
+        base + k_offset + i,
+        tl.load(k_ptr + token * k_stride + head * k_head_stride + i, mask),
+        mask,
     )
     tl.store(
-        base + v_at + i, tl.load(v_ptr + token * v_stride + head * v_head_stride + i, real), real
+        base + v_offset + i,
+        tl.load(v_ptr + token * v_stride + head * v_head_stride + i, mask),
+        mask,
     )
 
 
 def store(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int) -> None:
-    k_at, v_at = cache.planes(layer)
+    k_offset, v_offset = cache.plane_offsets(layer)
     _store[(slots.shape[0], cache.kv_heads)](
-        k, v, slots, cache.base, k_at, v_at, k.stride(0), v.stride(0), k.stride(1), v.stride(1),
-        KV=cache.kv_heads, D=cache.head_dim, PADDED=triton.next_power_of_2(cache.head_dim),
+        k, v, slots, cache.base, k_offset, v_offset, k.stride(0), v.stride(0), k.stride(1), v.stride(1),
+        KV=cache.kv_heads, D=cache.head_dim, D_PAD=triton.next_power_of_2(cache.head_dim),
         BLOCK_SIZE=cache.block_size, num_warps=1,
     )  # fmt: skip

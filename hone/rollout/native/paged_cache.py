@@ -1,4 +1,4 @@
-"""The paged key-value cache: the block pool, the prefix cache, and the tensor that stores the blocks.
+"""The paged key-value cache: the block pool with its prefix cache, and the tensor that stores the blocks.
 
 Blocks are reference-counted, so the sequences of a group share the full blocks of their prompt. Full blocks
 are inserted into the prefix cache, keyed by tokens, for later turns and later samples of the same prompt.
@@ -19,7 +19,7 @@ from hone.ops.transfer import send
 from hone.rollout.contract import RolloutError
 
 NULL_BLOCK = 0
-"""The block that idle rows of a batch write to; it belongs to no sequence."""
+"""The block that empty rows of a batch write to; it belongs to no sequence."""
 _Key = tuple[int, bytes]
 """The content id of the preceding block, and the tokens of this block."""
 _ROOT = -1
@@ -36,17 +36,18 @@ class BlockPool:
         self._block_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
         self._content_of: dict[int, int] = {}  # a unique content id per cached block
-        self._contents = 0
-        self._ended: list[tuple[Sequence[int], Sequence[int]]] = []  # see release_cached
+        self._num_contents = 0
+        self._deferred: list[tuple[Sequence[int], Sequence[int]]] = []  # see release_cached
 
     @property
     def available(self) -> int:
-        self._settle()
+        """The number of blocks that can be allocated."""
+        self._release_deferred()
         return len(self._free) + len(self._evictable)
 
     def allocate(self, count: int) -> list[int]:
         """Returns `count` blocks with one reference each; the caller must check `available`."""
-        self._settle()
+        self._release_deferred()
         blocks = []
         for _ in range(count):
             if self._free:
@@ -80,11 +81,11 @@ class BlockPool:
 
         Both are deferred to the next use of the pool, which saves the work at the end of a rollout.
         """
-        self._ended.append((tokens, blocks))
+        self._deferred.append((tokens, blocks))
 
-    def _settle(self) -> None:
-        ended, self._ended = self._ended, []
-        for tokens, blocks in ended:
+    def _release_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for tokens, blocks in deferred:
             self.insert(tokens, blocks)
             self.release(blocks)
 
@@ -93,11 +94,11 @@ class BlockPool:
 
         The last token is always computed, because sampling needs its hidden state.
         """
-        self._settle()
+        self._release_deferred()
         blocks: list[int] = []
         content = _ROOT
-        for piece in self._pieces(tokens, (len(tokens) - 1) // self.block_size):
-            block = self._block_of.get((content, piece))
+        for block_tokens in self._split(tokens, (len(tokens) - 1) // self.block_size):
+            block = self._block_of.get((content, block_tokens))
             if block is None:
                 break
             blocks.append(block)
@@ -106,25 +107,25 @@ class BlockPool:
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Inserts the full blocks of a computed sequence into the prefix cache."""
-        self._settle()
+        self._release_deferred()
         content = _ROOT
-        full = min(len(tokens) // self.block_size, len(blocks))
-        for block, piece in zip(blocks, self._pieces(tokens, full), strict=False):
-            key = (content, piece)
+        full_blocks = min(len(tokens) // self.block_size, len(blocks))
+        for block, block_tokens in zip(blocks, self._split(tokens, full_blocks), strict=False):
+            key = (content, block_tokens)
             cached = self._block_of.get(key)
             if cached is None:
                 if block in self._key_of:  # already cached under another key
                     return
                 self._block_of[key], self._key_of[block] = block, key
-                self._contents += 1
-                self._content_of[block] = self._contents
+                self._num_contents += 1
+                self._content_of[block] = self._num_contents
                 cached = block
             content = self._content_of[cached]
 
     def clear_prefix_cache(self) -> None:
         """Clears the prefix cache after the weights or the memory have changed."""
-        ended, self._ended = self._ended, []
-        for _, blocks in ended:
+        deferred, self._deferred = self._deferred, []
+        for _, blocks in deferred:
             self.release(blocks)
         self._free += self._evictable
         self._evictable.clear()
@@ -132,10 +133,11 @@ class BlockPool:
         self._key_of.clear()
         self._content_of.clear()
 
-    def _pieces(self, tokens: Sequence[int], count: int) -> list[bytes]:
-        raw = array("i", tokens[: count * self.block_size]).tobytes()
-        step = array("i").itemsize * self.block_size
-        return [raw[i : i + step] for i in range(0, len(raw), step)]
+    def _split(self, tokens: Sequence[int], count: int) -> list[bytes]:
+        """Returns the tokens of each of the first `count` blocks."""
+        data = array("i", tokens[: count * self.block_size]).tobytes()
+        block_bytes = array("i").itemsize * self.block_size
+        return [data[i : i + block_bytes] for i in range(0, len(data), block_bytes)]
 
 
 class PagedCache:
@@ -157,7 +159,7 @@ class PagedCache:
         self._dtype, self._device = dtype, device
         self._memory: Tensor | None = None
         self.base = torch.zeros(1, dtype=torch.int64, device=device)
-        """The address of the memory: captured graphs read it, so the memory may be allocated again."""
+        """The address of the memory, as a tensor: captured graphs stay valid when memory is reallocated."""
         self.pool = BlockPool(blocks, block_size)
 
     @staticmethod
@@ -165,19 +167,19 @@ class PagedCache:
         policy: PolicyModel,
         *,
         blocks: int | None,
-        most_blocks: int,
+        max_blocks: int,
         block_size: int,
-        memory_share: float,
+        memory_fraction: float,
     ) -> PagedCache:
-        """Returns a cache with `blocks`, or with as many as fit the memory share, up to `most_blocks`."""
+        """Returns a cache with `blocks`, or with as many as fit the memory fraction, up to `max_blocks`."""
         text = policy.lm.config.get_text_config()
         weight = next(policy.parameters())
         kv_heads, head_dim = policy.key_shape
         layers = text.num_hidden_layers
         block_bytes = layers * 2 * kv_heads * block_size * head_dim * weight.itemsize
         if blocks is None:
-            max_fit = int(_usable_bytes(memory_share, weight.device)) // block_bytes
-            blocks = min(most_blocks, max_fit)
+            max_fit = int(_usable_bytes(memory_fraction, weight.device)) // block_bytes
+            blocks = min(max_blocks, max_fit)
         return PagedCache(
             layers=layers,
             kv_heads=kv_heads,
@@ -208,7 +210,7 @@ class PagedCache:
             self._memory = torch.zeros(shape, dtype=self._dtype, device=self._device)
         except torch.OutOfMemoryError as error:
             raise RolloutError(
-                f"no room for a key-value cache of {self.blocks} blocks; lower "
+                f"out of memory for a key-value cache of {self.blocks} blocks; lower "
                 "rollout.gpu_memory_utilization or rollout.max_num_seqs"
             ) from error
         self.base.fill_(self._memory.data_ptr())
@@ -223,10 +225,10 @@ class PagedCache:
         rows, width = block_table.shape
         shape = (rows, self.kv_heads, width * self.block_size, self.head_dim)
         keys, values = self.layer(layer)
-        at = block_table.long()
+        blocks = block_table.long()
         return (
-            keys[at].permute(0, 2, 1, 3, 4).reshape(shape),
-            values[at].permute(0, 2, 1, 3, 4).reshape(shape),
+            keys[blocks].permute(0, 2, 1, 3, 4).reshape(shape),
+            values[blocks].permute(0, 2, 1, 3, 4).reshape(shape),
         )
 
     def check(self, k: Tensor, v: Tensor) -> None:
@@ -238,13 +240,13 @@ class PagedCache:
                 f"width), but its config says {expected}; correct the model's config.json"
             )
 
-    def planes(self, layer: int) -> tuple[int, int]:
+    def plane_offsets(self, layer: int) -> tuple[int, int]:
         """Returns the offsets of a layer's keys and values, in elements from `base`."""
-        plane = self.blocks * self.kv_heads * self.block_size * self.head_dim
-        return 2 * layer * plane, (2 * layer + 1) * plane
+        plane_size = self.blocks * self.kv_heads * self.block_size * self.head_dim
+        return 2 * layer * plane_size, (2 * layer + 1) * plane_size
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies blocks in every layer, for copy-on-write of a shared partial block."""
+        """Copies blocks in every layer (copy-on-write of a shared partial block)."""
         if not sources:
             return
         assert self._memory is not None
@@ -253,9 +255,9 @@ class PagedCache:
         self._memory[:, :, target] = self._memory[:, :, source]
 
 
-def _usable_bytes(share: float, device: torch.device) -> float:
+def _usable_bytes(fraction: float, device: torch.device) -> float:
     if device.type != "cuda":  # the system allocates memory on first write
-        return share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return fraction * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free, total = torch.cuda.mem_get_info(device)
-    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(share * total, 0.9 * (free + reusable))
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(fraction * total, 0.9 * (free + cached))

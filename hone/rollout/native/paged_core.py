@@ -1,7 +1,7 @@
-"""The native engine's core on a GPU: `step` admits requests, samples a chunk of tokens, retires sequences.
+"""The core of the native engine on a GPU: each `step` admits requests and samples a chunk of tokens.
 
-It has the public methods of core.py; scheduler.py decides which sequences run. The host reads results once
-per chunk; within a chunk the device advances the rows. CPU tests run it with the reference kernels.
+scheduler.py decides which sequences run. The host reads results once per chunk; within a chunk the device
+advances the rows. CPU tests run this core with the reference kernels.
 """
 
 from __future__ import annotations
@@ -69,22 +69,23 @@ class PagedCore:
         record_experts: bool = False,
         forward: FusedDecoder | ModuleDecoder | None = None,
     ) -> None:
-        """`forward` replaces the one that fits the policy's modules."""
+        """`forward` replaces the default forward of the policy."""
         self.device = next(policy.parameters()).device
         self.policy = policy
         self._exact = exact
         self._version = 0
         self._kernels = exact.kernels if exact is not None else kernels_for(self.device)
-        width = -(-max_model_len // BLOCK_SIZE)
+        max_blocks_per_seq = -(-max_model_len // BLOCK_SIZE)
         self.cache = PagedCache.for_policy(
             policy,
             blocks=blocks,
-            most_blocks=max_num_seqs * (width + STEPS_PER_LONG_CHUNK // BLOCK_SIZE + 1) + 1,
+            max_blocks=max_num_seqs * (max_blocks_per_seq + STEPS_PER_LONG_CHUNK // BLOCK_SIZE + 1)
+            + 1,
             block_size=BLOCK_SIZE,
-            memory_share=gpu_memory_utilization,
+            memory_fraction=gpu_memory_utilization,
         )
-        shared = vars(RequestRules.of(policy.lm.config, eos_ids, tokenizer))
-        self.rules = PagedRules(**shared, longest=max_model_len, blocks=self.cache.blocks)
+        rules = vars(RequestRules.of(policy.lm.config, eos_ids, tokenizer))
+        self.rules = PagedRules(**rules, max_model_len=max_model_len, num_blocks=self.cache.blocks)
         self._scheduler = Scheduler(
             self.cache.pool,
             self.rules,
@@ -93,13 +94,15 @@ class PagedCore:
             prefix_caching=prefix_caching,
         )
         self._experts = self._expert_cache() if record_experts else None
-        self._forward = forward if forward is not None else self._choose_forward(max_model_len)
+        self._forward = forward if forward is not None else self._build_forward(max_model_len)
         self._logits = exact.logits if exact is not None else policy.logits
         self._max_num_seqs = max_num_seqs
-        room = STEPS_PER_LONG_CHUNK + 1
-        self._device_rows = BatchState.empty(max_num_seqs, width, room, self.device)
-        self._host_rows = HostBatch(max_num_seqs, width)
-        self._placed: list[tuple[int, int]] = []
+        chunk_capacity = STEPS_PER_LONG_CHUNK + 1
+        self._device_rows = BatchState.empty(
+            max_num_seqs, max_blocks_per_seq, chunk_capacity, self.device
+        )
+        self._host_rows = HostBatch(max_num_seqs, max_blocks_per_seq)
+        self._device_row_keys: list[tuple[int, int]] = []
         self._addresses: list[int] = []  # parameter addresses that captured graphs read
         sizes = graph_sizes(max_num_seqs, capture_sizes)
         self._decode_step = self._new_decode_step(sizes, enforce_eager)
@@ -120,12 +123,12 @@ class PagedCore:
         )
 
     def _expert_cache(self) -> ExpertCache:
-        """Returns the cache of the experts that the policy routes tokens to, and has it record them."""
+        """Makes the policy record its routing; returns the cache of the routed experts."""
         self.policy.record_routing()
         assert self.policy.routing is not None
         return ExpertCache(self.policy.routing, self.cache.blocks, BLOCK_SIZE, self.device)
 
-    def _choose_forward(self, max_model_len: int) -> ExactDecoder | FusedDecoder | ModuleDecoder:
+    def _build_forward(self, max_model_len: int) -> ExactDecoder | FusedDecoder | ModuleDecoder:
         if self._experts is not None:
             return RecordingDecoder(self.policy, self._experts)
         if self._exact is not None:
@@ -146,6 +149,9 @@ class PagedCore:
         self._version = version
         self.invalidate()
 
+    def free_cache(self) -> None:
+        self.cache.free()
+
     def invalidate(self) -> None:
         """Clears the prefix cache, because the weights have changed."""
         self._scheduler.clear_prefix_cache()
@@ -158,13 +164,13 @@ class PagedCore:
         return self._scheduler.busy
 
     @property
-    def preempted(self) -> int:
+    def num_preempted(self) -> int:
         """The number of preemptions so far."""
-        return self._scheduler.preempted
+        return self._scheduler.num_preempted
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Ends these requests (None: all) and keeps the tokens sampled so far."""
-        self._placed = []
+        """Ends these requests (None: all), which keep the tokens sampled so far."""
+        self._device_row_keys = []
         if self._experts is not None:
             self._read_experts(request_ids)
         return self._scheduler.abort(request_ids)
@@ -173,8 +179,8 @@ class PagedCore:
     def step(self, must_yield: Callable[[], bool] = lambda: True) -> list[Request]:
         """Samples a chunk of tokens per sequence, admits requests, and returns the finished requests.
 
-        Prefills are prepared while the device computes the chunk of the running sequences. Until
-        `must_yield`, further chunks follow in which no sequence can end; the host appends the tokens of
+        The host prepares prefills while the device computes the chunk of the running sequences. Until
+        `must_yield`, further chunks follow if no sequence can end in them; the host appends the tokens of
         one chunk while the device samples the next.
         """
         self.cache.reserve()
@@ -182,18 +188,18 @@ class PagedCore:
             torch.cuda.set_device(self.device)  # a new thread uses device 0
         scheduler = self._scheduler
         if not scheduler.running:
-            self._follow_parameters()
+            self._discard_stale_graphs()
         steps = scheduler.chunk_steps()
         scheduler.extend_block_tables(steps)
-        self._place_running()
+        self._update_rows()
         running = len(scheduler.running)
         if running:
             self._decode(steps)
         while admitted := scheduler.admit(steps):
             self._prefill(admitted)
         if not running:
-            self._decode(min(steps, scheduler.chunk_steps(drawn=1)))  # their blocks allow no more
-        chunk = self._read()
+            self._decode(min(steps, scheduler.chunk_steps(unread=1)))  # their blocks allow no more
+        chunk = self._read_chunk()
         while not (any(chunk.finished) or must_yield()):
             lookahead = scheduler.lookahead_steps(chunk.counts)
             if not lookahead:
@@ -201,12 +207,12 @@ class PagedCore:
             self._device_rows.count.zero_()
             self._decode(lookahead)
             self._append_chunk(chunk)
-            chunk = self._read()
+            chunk = self._read_chunk()
         self._append_chunk(chunk)
-        return self._retire()
+        return self._remove_finished()
 
-    def _follow_parameters(self) -> None:
-        """Discards captured graphs, which read fixed addresses, if parameters have moved."""
+    def _discard_stale_graphs(self) -> None:
+        """Reads the parameters again; if they have moved, discards the graphs, which read fixed addresses."""
         self._forward.refresh()
         addresses = self.policy.addresses()
         if addresses != self._addresses:
@@ -215,20 +221,20 @@ class PagedCore:
 
     # -- computing -----------------------------------------------------------------------------
 
-    def _place_running(self) -> None:
-        """Writes running sequences into their rows of the batch state, unless all are in place.
+    def _update_rows(self) -> None:
+        """Copies the running sequences to their rows of the batch state, unless all are there.
 
         If none runs, all rows are cleared: stale rows would pad the next batch and write to its blocks.
         """
         running = self._scheduler.running
-        if running and self._placed == _places(running):
+        if running and self._device_row_keys == _row_keys(running):
             self._device_rows.count.zero_()
             return
-        self._place(0, running)
+        self._fill_host_rows(0, running)
         self._host_rows.clear_from(len(running))
         self._host_rows.send(self._device_rows, 0, self._max_num_seqs)
 
-    def _place(self, begin: int, sequences: list[RunningSequence]) -> None:
+    def _fill_host_rows(self, begin: int, sequences: list[RunningSequence]) -> None:
         states = []
         for sequence in sequences:
             request, position = sequence.request, sequence.request.length - 1
@@ -239,37 +245,39 @@ class PagedCore:
             begin,
             states,
             temperatures=[s.request.sampling.temperature for s in sequences],
-            stops=[s.stops for s in sequences],
+            stop_ids=[s.stop_ids for s in sequences],
             blocks=[s.blocks for s in sequences],
         )
 
     def _prefill(self, admitted: list[RunningSequence]) -> None:
-        """Computes each distinct prompt once, copies its partial block per sample, and samples for all."""
+        """Computes each distinct prompt once, copies its partial block per sample, samples a token each."""
         prompts = [tuple(s.request.prompt_ids + s.request.token_ids) for s in admitted]
-        leader_of = first_equal(prompts)
-        leaders = sorted(set(leader_of))
+        first_of = first_equal(prompts)
+        firsts = sorted(set(first_of))
         copies = []
-        for i, leader in enumerate(leader_of):
+        for i, first in enumerate(first_of):
             block, tail = divmod(len(prompts[i]), BLOCK_SIZE)
-            if leader != i and tail:
-                copies.append((admitted[leader].blocks[block], admitted[i].blocks[block]))
-        hidden = self._prompt_hidden([admitted[i] for i in leaders], [prompts[i] for i in leaders])
+            if first != i and tail:
+                copies.append((admitted[first].blocks[block], admitted[i].blocks[block]))
+        hidden = self._prefill_hidden_states(
+            [admitted[i] for i in firsts], [prompts[i] for i in firsts]
+        )
         sources, targets = [a for a, _ in copies], [b for _, b in copies]
         self.cache.copy_blocks(sources, targets)
         if self._experts is not None:
             self._experts.copy_blocks(sources, targets)
         end = len(self._scheduler.running)
         begin = end - len(admitted)
-        self._place(begin, admitted)
+        self._fill_host_rows(begin, admitted)
         self._host_rows.send(self._device_rows, begin, end)
-        rank = {leader: i for i, leader in enumerate(leaders)}
-        at = torch.tensor([rank[leader] for leader in leader_of])
-        logits = self._logits(hidden[send(at, self.device)])
-        self._draw(logits, self._truncated_sampling(admitted), begin, end)
-        for i in leaders:
+        row_of = {first: i for i, first in enumerate(firsts)}
+        rows = torch.tensor([row_of[first] for first in first_of])
+        logits = self._logits(hidden[send(rows, self.device)])
+        self._sample(logits, self._truncated_sampling(admitted), begin, end)
+        for i in firsts:
             self._scheduler.insert_prefix(admitted[i], prompts[i])
 
-    def _prompt_hidden(
+    def _prefill_hidden_states(
         self, sequences: list[RunningSequence], prompts: list[tuple[int, ...]]
     ) -> Tensor:
         """Returns hidden states [S, d] of the last token of each prompt."""
@@ -289,14 +297,14 @@ class PagedCore:
         last = torch.tensor(lengths).cumsum(0) - 1
         return hidden[send(last, self.device)]
 
-    def _draw(
+    def _sample(
         self, logits: Tensor, truncated: TruncatedSampling | None, begin: int, end: int
     ) -> None:
         rows = self._device_rows.rows(begin, end)
         if truncated is None:
             self._kernels.sample(logits, rows, BLOCK_SIZE)
         else:
-            truncated.draw(logits[: end - begin], rows, self._kernels, BLOCK_SIZE)
+            truncated.sample(logits[: end - begin], rows, self._kernels, BLOCK_SIZE)
 
     def _truncated_sampling(self, sequences: list[RunningSequence]) -> TruncatedSampling | None:
         sampling = [s.request.sampling for s in sequences]
@@ -308,18 +316,18 @@ class PagedCore:
         return PagedDecode(self.cache, self._kernels, rows)
 
     def _decode(self, steps: int) -> None:
-        """Samples `steps` tokens per row without a read by the host."""
+        """Launches `steps` decode steps; the host reads no result."""
         running = self._scheduler.running
         truncated = self._truncated_sampling(running) if steps else None
         for _ in range(steps):
-            logits = self._decode_step.run(len(running), draw=truncated is None)
+            logits = self._decode_step.run(len(running), sample=truncated is None)
             if truncated is not None:
-                self._draw(logits, truncated, 0, len(running))
+                self._sample(logits, truncated, 0, len(running))
 
     # -- results -------------------------------------------------------------------------------
 
-    def _read(self) -> _Chunk:
-        """Waits for the device and copies its sampled tokens, which the next chunk overwrites."""
+    def _read_chunk(self) -> _Chunk:
+        """Waits for the device and returns copies of its sampled tokens, which the next chunk overwrites."""
         rows = self._device_rows.rows(0, len(self._scheduler.running))
         tokens = rows.tokens_out.to("cpu", copy=True)
         log_probs = rows.log_probs_out.to("cpu", copy=True)
@@ -329,7 +337,7 @@ class PagedCore:
         tokens, log_probs = chunk.tokens.tolist(), chunk.log_probs.tolist()
         for index, sequence in enumerate(self._scheduler.running):
             count, finished = chunk.counts[index], bool(chunk.finished[index])
-            self._append(sequence, tokens[index][:count], log_probs[index][:count], finished)
+            self._append_tokens(sequence, tokens[index][:count], log_probs[index][:count], finished)
 
     def _read_experts(self, request_ids: Collection[str] | None = ()) -> None:
         """Copies the experts of finished sequences and of these requests (None: all) to the requests."""
@@ -341,15 +349,15 @@ class PagedCore:
                 # The last token was sampled but never computed.
                 request.routed_experts = self._experts.read(sequence.blocks, request.length - 1)
 
-    def _retire(self) -> list[Request]:
+    def _remove_finished(self) -> list[Request]:
         running = self._scheduler.running
         if self._experts is not None:
             self._read_experts()
-        finished = self._scheduler.retire()
-        self._placed = [] if finished else _places(running)
+        finished = self._scheduler.remove_finished()
+        self._device_row_keys = [] if finished else _row_keys(running)
         return finished
 
-    def _append(
+    def _append_tokens(
         self, sequence: RunningSequence, tokens: list[int], log_probs: list[float], finished: bool
     ) -> None:
         request = sequence.request
@@ -367,5 +375,5 @@ class PagedCore:
                 return
 
 
-def _places(sequences: list[RunningSequence]) -> list[tuple[int, int]]:
+def _row_keys(sequences: list[RunningSequence]) -> list[tuple[int, int]]:
     return [(id(sequence), len(sequence.blocks)) for sequence in sequences]

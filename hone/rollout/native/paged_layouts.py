@@ -1,7 +1,7 @@
-"""Layouts for attention over the paged cache: prefill and decode.
+"""Attention over the paged cache, for prefill and decode.
 
-Both write the new keys and values first. Hugging Face models call `attend`; the fused decoder calls
-`attend_joined` with queries, keys and values as one tensor, before the rotation.
+Both layouts first write the new keys and values. Hugging Face models call `attend`; the fused decoder
+calls `attend_joined` with queries, keys and values as one tensor before the rotation.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hone.rollout.native.batch_state import BatchState
 from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache
 
-_PROGRAMS = 512
-"""Attention programs that fill a large GPU; small batches split keys to reach this number."""
-_MOST_SPLITS = 16
+_FULL_GPU_PROGRAMS = 512
+"""Attention programs that occupy a large GPU; small batches split keys to reach this number."""
+_MAX_SPLITS = 16
 
 
 class PagedPrefill:
-    """New tokens of several sequences, which follow the cached tokens of their sequences."""
+    """The layout of new tokens of several sequences, after the cached tokens of each."""
 
     def __init__(
         self,
@@ -45,20 +45,17 @@ class PagedPrefill:
     ) -> None:
         self._cache, self._kernels = cache, kernels
         size = cache.block_size
-        ends = [a + n for a, n in zip(starts, lengths, strict=True)]
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         offsets = np.arange(size)
         slots = [
-            (np.array(b[: -(-end // size)])[:, None] * size + offsets).reshape(-1)[:end]
-            for b, end in zip(blocks, ends, strict=True)
+            (np.array(ids[: -(-end // size)])[:, None] * size + offsets).reshape(-1)[:end]
+            for ids, end in zip(blocks, ends, strict=True)
         ]
-        spans = list(zip(starts, ends, strict=True))
-        self.positions = _sent([np.arange(a, b) for a, b in spans], device)
-        self.slots = self._slots = _sent(
-            [s[a:] for s, a in zip(slots, starts, strict=True)], device
-        )
-        self._key_slots = _sent(slots, device) if any(starts) else None
-        self._spans = spans
-        self._longest = max(lengths), max(ends)
+        self._spans = list(zip(starts, ends, strict=True))
+        self.positions = _concat([np.arange(*span) for span in self._spans], device)
+        self.slots = _concat([s[start:] for s, start in zip(slots, starts, strict=True)], device)
+        self._key_slots = _concat(slots, device) if any(starts) else None
+        self._max_lengths = max(lengths), max(ends)
         self._cu_q, self._cu_k = (
             send(torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
             for n in (lengths, ends)
@@ -66,12 +63,12 @@ class PagedPrefill:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         self._cache.check(k, v)
-        self._kernels.store(k, v, self._slots, self._cache, options.layer)
+        self._kernels.store(k, v, self.slots, self._cache, options.layer)
         return self._attend(q, k, v, options)
 
     def attend_joined(self, qkv: Tensor, rotary: RotaryTable, options: AttentionOptions) -> Tensor:
         q, k, v = self._kernels.rope_store(
-            qkv, rotary, self.positions, self._slots, self._cache, options.layer, keep_keys=True
+            qkv, rotary, self.positions, self.slots, self._cache, options.layer, keep_keys=True
         )
         return self._attend(q, k, v, options)
 
@@ -83,39 +80,41 @@ class PagedPrefill:
         if fits_varlen(q) and not options.needs_scores:
             scaling, window = options.scaling, options.window
             return varlen_attention(
-                q, k, v, self._cu_q, self._cu_k, *self._longest, scaling=scaling, window=window
+                q, k, v, self._cu_q, self._cu_k, *self._max_lengths, scaling=scaling, window=window
             )
         k, v = repeat_heads(q, k, v)
         out = torch.empty_like(q)
-        at_q = at_k = 0
+        begin_q = begin_k = 0
         for start, end in self._spans:
-            of_q, of_k = slice(at_q, at_q + end - start), slice(at_k, at_k + end)
+            rows_q = slice(begin_q, begin_q + end - start)
+            rows_k = slice(begin_k, begin_k + end)
             position = torch.arange(end, device=q.device)
             visible = is_visible(position[start:, None] - position, options.window)
-            queries, keys, values = (x.transpose(0, 1)[None] for x in (q[of_q], k[of_k], v[of_k]))
-            part = padded_attention(queries, keys, values, as_bias(visible, q.dtype), options)
-            out[of_q] = part[0].transpose(0, 1)
-            at_q, at_k = of_q.stop, of_k.stop
+            queries, keys, values = (
+                x.transpose(0, 1)[None] for x in (q[rows_q], k[rows_k], v[rows_k])
+            )
+            attended = padded_attention(queries, keys, values, as_bias(visible, q.dtype), options)
+            out[rows_q] = attended[0].transpose(0, 1)
+            begin_q, begin_k = rows_q.stop, rows_k.stop
         return out
 
 
-def _sent(pieces: list[np.ndarray], device: torch.device) -> Tensor:
-    return send(torch.from_numpy(np.concatenate(pieces)), device)
+def _concat(arrays: list[np.ndarray], device: torch.device) -> Tensor:
+    return send(torch.from_numpy(np.concatenate(arrays)), device)
 
 
 class PagedDecode:
-    """One new token per row of a batch; small batches split attention over keys."""
+    """The layout of one new token per row of a batch; small batches split attention over keys."""
 
     def __init__(self, cache: PagedCache, kernels: ModuleType, rows: BatchState) -> None:
         self._cache, self._kernels = cache, kernels
-        self._block_table, self._positions, self._slots = rows.block_table, rows.position, rows.slot
-        self.slots = self._slots
-        programs = _PROGRAMS // max(len(rows.greedy) * cache.kv_heads, 1)
-        self._splits = min(_MOST_SPLITS, 1 << max(0, int(math.log2(max(programs, 1)))))
+        self._block_table, self._positions, self.slots = rows.block_table, rows.position, rows.slot
+        programs = _FULL_GPU_PROGRAMS // max(len(rows.greedy) * cache.kv_heads, 1)
+        self._splits = min(_MAX_SPLITS, 1 << max(0, int(math.log2(max(programs, 1)))))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         self._cache.check(k, v)
-        self._kernels.store(k, v, self._slots, self._cache, options.layer)
+        self._kernels.store(k, v, self.slots, self._cache, options.layer)
         return self._kernels.decode_attention(
             q, self._cache, self._block_table, self._positions, options, splits=self._splits
         )
@@ -125,7 +124,7 @@ class PagedDecode:
             qkv,
             rotary,
             self._positions,
-            self._slots,
+            self.slots,
             self._cache,
             self._block_table,
             options,

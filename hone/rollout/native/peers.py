@@ -1,7 +1,7 @@
-"""The ranks that decode together with one sharded model: collectives, commands and the cause of a failure.
+"""The tensor-parallel ranks of one model: collectives, commands and the cause of a failure.
 
 Rank 0 sends commands; the other ranks receive them in order. Every wait ends at the timeout of the process
-group, or at once where a rank has gone.
+group, or at once if a rank exits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hone.rollout.contract import RolloutError
 Command: TypeAlias = dict[str, Any]
 """A JSON object with the key `do`."""
 _HEAD_BYTES = 1024
-"""Size of the first message of a command; a longer command is continued in a second message."""
+"""Size of the first message; longer commands continue in a second message."""
 _LENGTH_BYTES = 8
 _CAUSE = "cause"
-_GRACE_S = 3.0
-"""How long a rank waits for the cause after another rank has gone."""
+_CAUSE_TIMEOUT_S = 3.0
+"""How long a rank waits for the cause after another rank has failed."""
 
 
 class PeerLost(RolloutError):
@@ -35,7 +35,7 @@ class PeerLost(RolloutError):
 
 @dataclass
 class Peers:
-    """The ranks of one slot, from the view of one of them."""
+    """The process groups of the ranks that share one model."""
 
     rank: int
     size: int
@@ -44,30 +44,30 @@ class Peers:
     control: dist.ProcessGroup | None
     """Carries commands in host memory; None after a failure."""
     store: dist.Store
-    """Holds the cause of the first failure."""
+    """Has the cause of the first failure."""
     timeout_s: float
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums `x` over the ranks, in place; all ranks get the same bits."""
         x = x.contiguous()
-        with self._explained():
-            _open(self.compute).allreduce([x]).wait()
+        with self._wrap_errors():
+            _require_open(self.compute).allreduce([x]).wait()
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor:  # [M, n] -> [M, size · n]
         rows, columns = x.shape
         out = x.new_empty(self.size * rows, columns)
-        with self._explained():
-            _open(self.compute)._allgather_base(out, x.contiguous()).wait()
+        with self._wrap_errors():
+            _require_open(self.compute)._allgather_base(out, x.contiguous()).wait()
         return out.view(self.size, rows, columns).transpose(0, 1).reshape(rows, -1)
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """Returns the smallest value of all ranks."""
         tensor = torch.tensor([value])
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        with self._explained():
-            _open(self.control).allreduce([tensor], options).wait()
+        with self._wrap_errors():
+            _require_open(self.control).allreduce([tensor], options).wait()
         return int(tensor)
 
     def send(self, commands: list[Command]) -> None:
@@ -89,7 +89,7 @@ class Peers:
         commands: list[Command] = json.loads(head[_LENGTH_BYTES:end])
         return commands
 
-    def failure(self, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException) -> BaseException:
         """Ends the group after an error on this rank; returns the error to raise, which names the rank that
         failed first."""
         if not isinstance(error, PeerLost):
@@ -98,10 +98,10 @@ class Peers:
             self.end()
             return error
         try:
-            self.store.wait([_CAUSE], timedelta(seconds=min(_GRACE_S, self.timeout_s)))
+            self.store.wait([_CAUSE], timedelta(seconds=min(_CAUSE_TIMEOUT_S, self.timeout_s)))
             error = RolloutError(self.store.get(_CAUSE).decode())
         except (RuntimeError, dist.DistError):
-            pass  # it has gone without a word
+            pass  # the other rank recorded no cause
         self.end()
         return error
 
@@ -115,32 +115,32 @@ class Peers:
                     dist.destroy_process_group(group)
 
     def _broadcast(self, message: Tensor) -> Tensor:
-        with self._explained():
-            _open(self.control).broadcast(message, 0).wait()
+        with self._wrap_errors():
+            _require_open(self.control).broadcast(message, 0).wait()
         return message
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _wrap_errors(self) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
             first, _, _ = str(error).partition("\n")
             raise PeerLost(
-                f"another of {self.size} tensor-parallel ranks has gone, or did not answer within "
+                f"another of {self.size} tensor-parallel ranks has exited, or did not answer within "
                 f"{self.timeout_s:g} s (actor_rollout_ref.nccl_timeout): {first}"
             ) from error
 
 
-def _open(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _require_open(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None:
         raise RuntimeError("the group has ended after a failure")
     return group
 
 
 def connect(rank: int, world_size: int, size: int, device: torch.device, timeout_s: float) -> Peers:
-    """Returns the peers of this rank: slots are `size` consecutive ranks; all ranks call this together."""
+    """Returns the peers of this rank (`size` consecutive ranks share a model); all ranks call this."""
     timeout = timedelta(seconds=timeout_s)
-    mine: dict[str, dist.ProcessGroup] = {}
+    groups: dict[str, dist.ProcessGroup] = {}
     for first in range(0, world_size, size):
         ranks = list(range(first, first + size))
         for use, backend in (("control", "gloo"), ("compute", "nccl")):
@@ -148,7 +148,7 @@ def connect(rank: int, world_size: int, size: int, device: torch.device, timeout
                 continue
             group = dist.new_group(ranks, timeout=timeout, backend=backend)
             if rank in ranks:
-                mine[use] = group
+                groups[use] = group
     store = dist.PrefixStore(f"rollout/{rank // size}", dist.distributed_c10d._get_default_store())
-    compute = mine.get("compute", mine["control"])
-    return Peers(rank % size, size, compute, mine["control"], store, timeout_s)
+    compute = groups.get("compute", groups["control"])
+    return Peers(rank % size, size, compute, groups["control"], store, timeout_s)

@@ -1,7 +1,7 @@
-"""A core that makes the same changes as the cores of other ranks, in the same order.
+"""A core that executes the same commands as the cores of the other tensor-parallel ranks.
 
-All ranks that share one model run the same sequences and sample the same tokens, because each change (a new
-request, a step, an abort, a new weight version) is a command that all of them carry out.
+All ranks run the same sequences and sample the same tokens, because each change (a new request, a step, an
+abort, a new weight version) is a command that all ranks execute in the same order.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class Replica:
         assert isinstance(self.core.policy, ShardedPolicy)
         return self.core.policy
 
-    def digest(self) -> int:
+    def checksum(self) -> int:
         """Returns a checksum of the tokens sampled last, to compare over ranks."""
         tokens = (r.token_ids[-1] if r.token_ids else -1 for r in self.requests.values())
         return zlib.crc32(array("q", tokens).tobytes())
 
-    def change(self, command: Command) -> list[int]:
-        """Carries out a command; returns the numbers of the requests that it ended."""
+    def execute(self, command: Command) -> list[int]:
+        """Executes a command; returns the numbers of the requests that it ended."""
         kind, core = command["do"], self.core
         if kind == "add":
             number, sampling = command["number"], _sampling(command["sampling"])
             self.add(number, Request(command["prompt"], sampling, str(number)))
         elif kind == "step":
-            return self._step(command["cancelled"], command["digest"])
+            return self._step(command["cancelled"], command["checksum"])
         elif kind == "abort":
-            return self._forget(core.abort({str(number) for number in command["numbers"]}))
-        elif kind == "free":
-            core.cache.free()
+            return self._remove(core.abort({str(number) for number in command["numbers"]}))
+        elif kind == "free_cache":
+            core.free_cache()
         elif kind == "invalidate":
             core.invalidate()
         elif kind == "version":
@@ -59,16 +59,16 @@ class Replica:
         self.requests[number] = request
         self.core.add(request)
 
-    def _step(self, cancelled: Iterable[int], digest: int) -> list[int]:
-        if digest != self.digest():
+    def _step(self, cancelled: Iterable[int], checksum: int) -> list[int]:
+        if checksum != self.checksum():
             raise RolloutError(
                 "the tensor-parallel ranks have sampled different tokens; this is a defect"
             )
         for number in cancelled:
             self.requests[number].cancelled = True
-        return self._forget(self.core.step(lambda: True))
+        return self._remove(self.core.step(lambda: True))
 
-    def _forget(self, requests: Iterable[Request]) -> list[int]:
+    def _remove(self, requests: Iterable[Request]) -> list[int]:
         numbers = [int(request.request_id) for request in requests]
         for number in numbers:
             del self.requests[number]

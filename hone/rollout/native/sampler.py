@@ -1,6 +1,6 @@
-"""Sampling: truncates the distribution, samples one token per row, and returns its log-probability.
+"""Sampling with temperature, top-k, top-p and min-p.
 
-Tokens are sampled by inverse CDF from one uniform number, a pure function of (seed, position).
+Tokens are sampled by inverse CDF from one uniform number, which depends only on (seed, position).
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class SamplingRows:
             column([r.seed for r in rows], torch.int64),
             any(greedy),
             all(greedy),
-            any(r.cuts for r in rows),
+            any(r.truncates for r in rows),
         )
 
 
-def draw(logits: Tensor, position: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """Returns the next token [B] and its log-probability [B] at the row's temperature, untruncated."""
+def sample_tokens(logits: Tensor, position: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """Returns the next tokens [B] and their log-probs [B], before top-k, top-p and min-p."""
     if rows.all_greedy:
         token = logits.argmax(-1)
         return token, torch.log_softmax(logits, -1).gather(-1, token[:, None]).squeeze(-1)
@@ -81,9 +81,9 @@ def _truncate(p: Tensor, rows: SamplingRows) -> Tensor:
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     keep = rank < rows.top_k[:, None]
-    left = (ordered * keep).cumsum(-1)
-    share = rows.top_p[:, None] * left[:, -1:]
-    keep &= (left - ordered < share) | (rows.top_p == 1)[:, None]
+    cumulative = (ordered * keep).cumsum(-1)
+    threshold = rows.top_p[:, None] * cumulative[:, -1:]
+    keep &= (cumulative - ordered < threshold) | (rows.top_p == 1)[:, None]
     keep &= ordered >= rows.min_p[:, None] * ordered[:, :1]
     keep[:, 0] = True
     return torch.zeros_like(p).scatter(-1, order, ordered * keep)
@@ -93,13 +93,13 @@ def _truncate(p: Tensor, rows: SamplingRows) -> Tensor:
 class TruncatedSampling:
     """The rows of a batch that have top-k, top-p or min-p.
 
-    The kernels sample all other rows, as they do in a batch without truncation, because a sampled token
-    must not depend on the batch.
+    The kernels sample all other rows, as in a batch without truncation: a sampled token must not depend
+    on the batch.
     """
 
-    at: Tensor  # [C] int64 row indices
+    indices: Tensor  # [C] int64, of the rows
     mask: Tensor  # [R] bool
-    sampling: SamplingRows  # parameters of those rows
+    sampling: SamplingRows  # parameters of the rows
     exact: bool
 
     @staticmethod
@@ -107,29 +107,35 @@ class TruncatedSampling:
         rows: Sequence[Sampling], device: torch.device, *, exact: bool
     ) -> TruncatedSampling | None:
         """Returns None if no row truncates."""
-        truncates = [row.cuts for row in rows]
+        truncates = [row.truncates for row in rows]
         if not any(truncates):
             return None
         mask = torch.tensor(truncates)
-        sampling = SamplingRows.of([row for row in rows if row.cuts], device)
-        at = send(mask.nonzero().flatten(), device)
-        return TruncatedSampling(at, send(mask, device), sampling, exact)
+        sampling = SamplingRows.of([row for row in rows if row.truncates], device)
+        indices = send(mask.nonzero().flatten(), device)
+        return TruncatedSampling(indices, send(mask, device), sampling, exact)
 
-    def draw(self, logits: Tensor, rows: BatchState, kernels: ModuleType, block_size: int) -> None:
+    def sample(
+        self, logits: Tensor, rows: BatchState, kernels: ModuleType, block_size: int
+    ) -> None:
         """Samples one token per row from logits [R, V] and advances the rows.
 
-        Rows with and without truncation are sampled in turn; the others are marked as finished meanwhile.
+        Rows without truncation are sampled first, then rows with it. Finished rows are not sampled, so the
+        other rows are marked as finished meanwhile.
         """
-        before = rows.finished.clone()
+        indices = self.indices
+        finished_before = rows.finished.clone()
         rows.finished.masked_fill_(self.mask, 1)
         kernels.sample(logits, rows, block_size)
-        others = rows.finished.clone()
-        truncated = logits[self.at]
-        drawn, log_prob = draw(truncated.float(), rows.position[self.at] + 1, self.sampling)
+        finished_plain = rows.finished.clone()
+        truncated = logits[indices]
+        token, log_prob = sample_tokens(
+            truncated.float(), rows.position[indices] + 1, self.sampling
+        )
         if self.exact:
-            log_prob = kernels.log_probs_of(truncated, drawn, rows.inverse_temperature[self.at])
-        tokens = torch.zeros_like(rows.token).index_copy_(0, self.at, drawn)
-        log_probs = torch.zeros_like(rows.inverse_temperature).index_copy_(0, self.at, log_prob)
-        rows.finished.copy_(torch.where(self.mask, before, 1))
+            log_prob = kernels.log_probs_of(truncated, token, rows.inverse_temperature[indices])
+        tokens = torch.zeros_like(rows.token).index_copy_(0, indices, token)
+        log_probs = torch.zeros_like(rows.inverse_temperature).index_copy_(0, indices, log_prob)
+        rows.finished.copy_(torch.where(self.mask, finished_before, 1))
         kernels.advance(tokens, log_probs, rows, block_size)
-        rows.finished.copy_(torch.where(self.mask, rows.finished, others))
+        rows.finished.copy_(torch.where(self.mask, rows.finished, finished_plain))

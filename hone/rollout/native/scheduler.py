@@ -1,7 +1,7 @@
 """The scheduler: decides which requests wait, which sequences run, and which are preempted.
 
-It runs on the host and uses no tensors. paged_core.py computes the scheduled sequences; paged_cache.py
-manages blocks and the prefix cache.
+It runs on the host without tensors. paged_core.py computes the scheduled sequences; paged_cache.py manages
+blocks and the prefix cache.
 """
 
 from __future__ import annotations
@@ -18,55 +18,56 @@ from hone.rollout.requests import Request, RequestRules, select
 
 BLOCK_SIZE = 16
 STEPS_PER_CHUNK = 32
-"""Decode steps between reads by the host: enough to hide the read, few enough to admit requests soon."""
+"""Decode steps between two reads by the host: enough to hide the read, few enough to admit requests soon."""
 STEPS_PER_LONG_CHUNK = 64
-"""Decode steps between reads by the host when no request waits."""
+"""Decode steps between two reads by the host when no request waits."""
 
 
 @dataclass
 class RunningSequence:
-    """A request that holds blocks."""
+    """A request that has blocks."""
 
     request: Request
     blocks: list[int]
-    """Its block table."""
-    stops: list[int]
+    """The block table of the sequence."""
+    stop_ids: list[int]
     host_checks_stop: bool
-    """The host must check for its end, because it has stop strings or too many stop tokens."""
+    """The host must check the stop conditions, because of stop strings or too many stop tokens."""
     cached_tokens: int = 0
     """Tokens of the prefix-cache hit."""
-    weights: int = 0
-    """Id of the weights that computed its first keys, see `Scheduler.clear_prefix_cache`."""
+    weights_id: int = 0
+    """Id of the weights that computed the first keys, see `Scheduler.clear_prefix_cache`."""
 
     @property
     def limit(self) -> int:
+        """The maximum length of prompt and response."""
         return len(self.request.prompt_ids) + self.request.sampling.max_tokens
 
 
 @dataclass(frozen=True)
 class PagedRules(RequestRules):
-    """`RequestRules` that also limit a sequence to the width of the block table."""
+    """`RequestRules` that also limit a sequence to `max_model_len` and to the number of blocks."""
 
-    longest: int = field(kw_only=True)
-    blocks: int = field(kw_only=True)
+    max_model_len: int = field(kw_only=True)
+    num_blocks: int = field(kw_only=True)
 
     def check(self, request: Request) -> None:
         super().check(request)
         length = len(request.prompt_ids) + request.sampling.max_tokens
-        if length > self.longest:
+        if length > self.max_model_len:
             raise RolloutError(
                 f"request {request.request_id} may reach {length} tokens, but the engine was built "
-                f"for {self.longest}; raise rollout.max_model_len"
+                f"for {self.max_model_len}; raise rollout.max_model_len"
             )
-        if -(-length // BLOCK_SIZE) >= self.blocks:
+        if -(-length // BLOCK_SIZE) >= self.num_blocks:
             raise RolloutError(
                 f"request {request.request_id} may reach {length} tokens, more than the whole cache "
-                f"of {self.blocks} blocks of {BLOCK_SIZE}; raise rollout.gpu_memory_utilization"
+                f"of {self.num_blocks} blocks of {BLOCK_SIZE}; raise rollout.gpu_memory_utilization"
             )
 
 
 class Scheduler:
-    """Holds waiting requests and running sequences, which share one pool of blocks."""
+    """The waiting requests and the running sequences, which share one pool of blocks."""
 
     def __init__(
         self,
@@ -81,11 +82,11 @@ class Scheduler:
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._prefix_caching = prefix_caching
         self._watermark = max_num_seqs * (STEPS_PER_LONG_CHUNK // BLOCK_SIZE)
-        """Free blocks reserved for the next chunk; only blocks above it may be allocated ahead."""
+        """Free blocks kept for the next chunk; only blocks above the watermark are allocated ahead."""
         self._waiting: list[Request] = []  # the last request starts first
         self.running: list[RunningSequence] = []
-        self._weights = 0
-        self.preempted = 0
+        self._weights_id = 0
+        self.num_preempted = 0
 
     @property
     def busy(self) -> bool:
@@ -97,10 +98,10 @@ class Scheduler:
         Otherwise a long request could start last and run alone. Preempted requests precede new ones.
         """
         self._rules.check(request)
-        insort_left(self._waiting, request, key=_precedence)
+        insort_left(self._waiting, request, key=_priority)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Ends these requests (None: all) and keeps the tokens sampled so far."""
+        """Ends these requests (None: all), which keep the tokens sampled so far."""
         waiting = select(reversed(self._waiting), request_ids)
         running = select((sequence.request for sequence in self.running), request_ids)
         for request in [*running, *waiting]:
@@ -112,32 +113,32 @@ class Scheduler:
         self._waiting = [r for r in self._waiting if r.stop_reason is None]
         return [*running, *waiting]
 
-    def chunk_steps(self, drawn: int = 0) -> int:
-        """Returns the decode steps of the next chunk: at most what the longest sequence needs.
+    def chunk_steps(self, unread: int = 0) -> int:
+        """Returns the decode steps of the next chunk, limited by the longest remaining response.
 
-        `drawn` is the number of sampled tokens per sequence that the host has not read.
+        `unread` is the number of sampled tokens per sequence that the host has not read.
         """
         max_steps = STEPS_PER_CHUNK if self._waiting else STEPS_PER_LONG_CHUNK
-        remaining = [s.limit - s.request.length - drawn for s in self.running]
-        return max(1 - drawn, min(max_steps, max(remaining, default=max_steps)))
+        remaining = [s.limit - s.request.length - unread for s in self.running]
+        return max(1 - unread, min(max_steps, max(remaining, default=max_steps)))
 
     def lookahead_steps(self, counts: Sequence[int]) -> int:
-        """Returns the steps that may run before the host appends `counts` new tokens per sequence.
+        """Returns the decode steps that may run before the host appends `counts` tokens per sequence.
 
-        Returns 0 if a request waits, or if a sequence may end or lack a block.
+        Returns 0 if a request waits, or if a sequence may end on the host or need a block.
         """
         if self._waiting:
             return 0
         remaining = 0
         for sequence, count in zip(self.running, counts, strict=False):  # empty after an abort
-            allocated = len(sequence.blocks) * BLOCK_SIZE >= sequence.limit
-            if sequence.host_checks_stop or sequence.request.cancelled or not allocated:
+            has_all_blocks = len(sequence.blocks) * BLOCK_SIZE >= sequence.limit
+            if sequence.host_checks_stop or sequence.request.cancelled or not has_all_blocks:
                 return 0
             remaining = max(remaining, sequence.limit - sequence.request.length - count)
         return min(STEPS_PER_LONG_CHUNK, remaining)
 
     def extend_block_tables(self, steps: int) -> None:
-        """Allocates blocks for the next chunk, oldest sequences first; the newest are preempted."""
+        """Allocates blocks for the next chunk; if too few are free, the newest sequences are preempted."""
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
@@ -149,25 +150,24 @@ class Scheduler:
                 self._preempt(self.running.pop())
 
     def admit(self, steps: int) -> list[RunningSequence]:
-        """Starts requests that fit the batch, the free blocks and the budget of one prefill.
+        """Starts waiting requests that fit the batch, the free blocks and the prefill budget.
 
         Samples of a group share the full blocks of their prompt, which is prefilled once.
         """
         admitted: list[RunningSequence] = []
-        leaders: dict[tuple[int, ...], RunningSequence] = {}
-        tokens = 0
+        first_with: dict[tuple[int, ...], RunningSequence] = {}  # by prompt
+        batched_tokens = 0
         while self._waiting and len(self.running) + len(admitted) < self._max_num_seqs:
             request = self._waiting[-1]
             ids = tuple(request.prompt_ids + request.token_ids)
-            leader = leaders.get(ids)
-            if leader is not None:
-                prefix, new = leader.blocks[: len(ids) // BLOCK_SIZE], 0
+            if ids in first_with:
+                prefix, new_tokens = first_with[ids].blocks[: len(ids) // BLOCK_SIZE], 0
             else:
                 prefix = self._pool.match_prefix(ids) if self._prefix_caching else []
-                new = len(ids) - len(prefix) * BLOCK_SIZE
-            if admitted and tokens + new > self._max_num_batched_tokens:
+                new_tokens = len(ids) - len(prefix) * BLOCK_SIZE
+            if admitted and batched_tokens + new_tokens > self._max_num_batched_tokens:
                 break
-            sequence = self._start(request, prefix, steps + 1)
+            sequence = self._allocate(request, prefix, steps + 1)
             if sequence is None:
                 if not admitted and not self.running:
                     raise RolloutError(
@@ -176,25 +176,25 @@ class Scheduler:
                 break
             if not request.token_ids:  # not preempted before
                 request.cached_tokens = sequence.cached_tokens
-            leaders.setdefault(ids, sequence)
-            tokens += new
+            first_with.setdefault(ids, sequence)
+            batched_tokens += new_tokens
             admitted.append(sequence)
             self._waiting.pop()
         self.running += admitted
         return admitted
 
-    def _start(self, request: Request, prefix: list[int], steps: int) -> RunningSequence | None:
-        """Returns the sequence with its cached prefix and new blocks, or None if too few are free."""
+    def _allocate(self, request: Request, prefix: list[int], steps: int) -> RunningSequence | None:
+        """Returns a sequence with its cached prefix and new blocks, or None if too few are free."""
         sampling = request.sampling
-        ends = [] if sampling.ignore_eos else sorted(self._rules.eos_ids)
-        stops = list(dict.fromkeys([*ends, *sampling.stop_token_ids]))
+        eos_ids = [] if sampling.ignore_eos else sorted(self._rules.eos_ids)
+        stop_ids = list(dict.fromkeys([*eos_ids, *sampling.stop_token_ids]))
         sequence = RunningSequence(
             request,
             list(prefix),
-            stops,
-            host_checks_stop=bool(sampling.stop) or len(stops) > MAX_STOPS,
+            stop_ids,
+            host_checks_stop=bool(sampling.stop) or len(stop_ids) > MAX_STOPS,
             cached_tokens=len(prefix) * BLOCK_SIZE,
-            weights=self._weights,
+            weights_id=self._weights_id,
         )
         self._pool.acquire(prefix)
         count = self._blocks_needed(sequence, steps)
@@ -205,19 +205,19 @@ class Scheduler:
         return sequence
 
     def clear_prefix_cache(self) -> None:
-        """Clears the prefix cache; the current sequences will not be inserted into it."""
-        self._weights += 1
+        """Clears the prefix cache; blocks of the running sequences are never inserted into it."""
+        self._weights_id += 1
         self._pool.clear_prefix_cache()
 
     def insert_prefix(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
-        """Inserts the full blocks of `tokens`, which this sequence computed, into the prefix cache."""
+        """Inserts the full blocks of the sequence's prompt `tokens` into the prefix cache."""
         if self._is_cacheable(sequence):
             self._pool.insert(tokens, sequence.blocks)
 
     def _is_cacheable(self, sequence: RunningSequence) -> bool:
-        return self._prefix_caching and sequence.weights == self._weights
+        return self._prefix_caching and sequence.weights_id == self._weights_id
 
-    def retire(self) -> list[Request]:
+    def remove_finished(self) -> list[Request]:
         """Removes the finished sequences; their blocks stay in the prefix cache until evicted."""
         finished = [s for s in self.running if s.request.stop_reason is not None]
         for sequence in finished:
@@ -232,19 +232,21 @@ class Scheduler:
 
     def _blocks_needed(self, sequence: RunningSequence, steps: int) -> int:
         """Returns the number of blocks to add for `steps` more tokens."""
-        to_limit = -(-sequence.limit // BLOCK_SIZE) - len(sequence.blocks)
-        if self._pool.available - to_limit >= self._watermark:  # enough for the maximum length
-            return max(0, to_limit)
+        blocks_to_limit = -(-sequence.limit // BLOCK_SIZE) - len(sequence.blocks)
+        if self._pool.available - blocks_to_limit >= self._watermark:
+            return max(0, blocks_to_limit)
         end = min(sequence.request.length + steps, sequence.limit)
         return max(0, -(-end // BLOCK_SIZE) - len(sequence.blocks))
 
     def _preempt(self, sequence: RunningSequence) -> None:
-        """Returns a sequence to the waiting queue; its keys are recomputed from its tokens."""
+        """Frees the blocks of a sequence, which waits to be prefilled again."""
         self._pool.release(sequence.blocks)
-        self._waiting.append(sequence.request)  # older ones are appended later
-        self.preempted += 1
+        self._waiting.append(
+            sequence.request
+        )  # an older sequence is preempted later and starts earlier
+        self.num_preempted += 1
 
 
-def _precedence(request: Request) -> float:
-    """The request with the largest value starts first; only preempted requests have tokens already."""
+def _priority(request: Request) -> float:
+    """Returns the priority of a waiting request; only preempted requests have tokens."""
     return math.inf if request.token_ids else request.sampling.max_tokens

@@ -1,4 +1,4 @@
-"""Builds the native engine of one rank of a tensor-parallel slot."""
+"""Builds the native engine of one tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.engine import Core
-from hone.rollout.native.following import FollowingRollout
+from hone.rollout.native.follower import FollowerRollout
 from hone.rollout.native.kernels_reference import kernels_for
-from hone.rollout.native.leading import LeadingRollout
+from hone.rollout.native.leader import LeaderRollout
 from hone.rollout.native.paged_core import PagedCore
 from hone.rollout.native.peers import Peers
 from hone.rollout.native.sharded_decoder import ShardedFusedDecoder, ShardedPlainDecoder
@@ -23,46 +23,45 @@ from hone.rollout.weights import load_weights
 
 
 def refuse_sharding(size: int, world_size: int, model: ModelConfig) -> None:
-    """Raises, before weights are loaded, if `world_size` ranks cannot decode with `size` ranks per model."""
+    """Raises if `world_size` ranks cannot decode with `size` ranks per model, before weights are loaded."""
     if world_size % size:
         raise RolloutError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {world_size} rollout "
             "rank(s); use a divisor of their number"
         )
-    options = model.override_config
-    empty = empty_causal_lm(model.path, dtype=torch.float32, override_config=options)
-    refuse_unshardable(empty, size, model.path)
+    lm = empty_causal_lm(model.path, dtype=torch.float32, override_config=model.override_config)
+    refuse_unshardable(lm, size, model.path)
 
 
 def build_sharded(spec: RolloutSpec, peers: Peers) -> RolloutEngine:
-    """Builds this rank's shard, core and engine; all ranks of the slot call this together."""
+    """Builds this rank's shard, core and engine; all ranks of the model call this together."""
     policy = ShardedPolicy(spec.load_policy().lm, peers, spec.device)
     if spec.current_weights is not None:
         load_weights(policy, policy.shards(spec.current_weights()))
     core = paged_core(spec, policy) if spec.device.type == "cuda" else slot_core(spec, policy)
-    return LeadingRollout(core, peers) if peers.rank == 0 else FollowingRollout(core, peers)
+    return LeaderRollout(core, peers) if peers.rank == 0 else FollowerRollout(core, peers)
 
 
 def slot_core(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
-    """Returns the core of a CPU; all ranks pad to the same number of rows."""
+    """Returns the core for a CPU; all ranks pad to the same number of rows."""
     core = NativeCore(
         policy,
         eos_ids=spec.eos_ids,
         max_num_seqs=spec.config.max_num_seqs,
         max_num_batched_tokens=spec.config.max_num_batched_tokens,
         tokenizer=spec.tokenizer,
-        forward=ShardedPlainDecoder(policy) if policy.fast else None,
+        forward=ShardedPlainDecoder(policy) if policy.uses_plain_decoder else None,
     )
-    core.row_multiple = -policy.peers.least(-core.row_multiple)
+    core.row_multiple = -policy.peers.min_over_ranks(-core.row_multiple)
     return core
 
 
 def paged_core(spec: RolloutSpec, policy: ShardedPolicy, blocks: int | None = None) -> Core:
-    """Returns the core of a GPU, without CUDA graphs; all ranks have the same number of blocks."""
-    config, width = spec.config, spec.config.max_total_tokens
+    """Returns the core for a GPU, without CUDA graphs; all ranks have the same number of blocks."""
+    config, max_model_len = spec.config, spec.config.max_total_tokens
     decoder = (
-        ShardedFusedDecoder(policy, kernels_for(spec.device), width)
-        if policy.fast
+        ShardedFusedDecoder(policy, kernels_for(spec.device), max_model_len)
+        if policy.uses_plain_decoder
         else ModuleDecoder(policy)
     )
     build = functools.partial(
@@ -71,7 +70,7 @@ def paged_core(spec: RolloutSpec, policy: ShardedPolicy, blocks: int | None = No
         eos_ids=spec.eos_ids,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=width,
+        max_model_len=max_model_len,
         gpu_memory_utilization=config.gpu_memory_utilization,
         tokenizer=spec.tokenizer,
         enforce_eager=True,
@@ -79,5 +78,5 @@ def paged_core(spec: RolloutSpec, policy: ShardedPolicy, blocks: int | None = No
         forward=decoder,
     )
     core = build(blocks=blocks)
-    least = policy.peers.least(core.cache.blocks)
-    return core if core.cache.blocks == least else build(blocks=least)
+    blocks = policy.peers.min_over_ranks(core.cache.blocks)
+    return core if core.cache.blocks == blocks else build(blocks=blocks)

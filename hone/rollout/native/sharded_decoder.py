@@ -1,4 +1,4 @@
-"""The decoder forwards over a sharded policy: each layer's two outputs are summed over the ranks."""
+"""The decoder forwards of a sharded policy: attention and MLP outputs are summed over the ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hone.rollout.native.peers import Peers
 from hone.rollout.native.sharded_policy import ShardedPolicy
 
 
-class _SummedLinear:
-    """A linear layer over this rank's columns of its input."""
+class _RowParallelLinear:
+    """A row-parallel linear layer: its output is summed over the ranks."""
 
     def __init__(self, local: PackableLinear, peers: Peers) -> None:
         self._local, self._peers = local, peers
@@ -29,7 +29,7 @@ class _SummedLinear:
 
 
 class ShardedPlainDecoder(PlainDecoder):
-    """`PlainDecoder` on a CPU over a shard."""
+    """`PlainDecoder` of a shard, on a CPU."""
 
     def __init__(self, policy: ShardedPolicy) -> None:
         super().__init__(policy)
@@ -38,7 +38,9 @@ class ShardedPlainDecoder(PlainDecoder):
     def _read_layer(self, layer: LayerModule) -> DecoderLayer[PackableLinear, _Norm]:
         local, peers = super()._read_layer(layer), self._sharded.peers
         return replace(
-            local, out=_SummedLinear(local.out, peers), down=_SummedLinear(local.down, peers)
+            local,
+            out=_RowParallelLinear(local.out, peers),
+            down=_RowParallelLinear(local.down, peers),
         )
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -46,7 +48,7 @@ class ShardedPlainDecoder(PlainDecoder):
 
 
 class ShardedFusedDecoder(FusedDecoder):
-    """`FusedDecoder` on a GPU over a shard."""
+    """`FusedDecoder` of a shard, on a GPU."""
 
     def __init__(self, policy: ShardedPolicy, kernels: ModuleType, max_positions: int) -> None:
         super().__init__(policy, kernels, max_positions)
@@ -55,5 +57,5 @@ class ShardedFusedDecoder(FusedDecoder):
     def _embed(self, ids: Tensor) -> Tensor:
         return self._sharded.embed(ids)
 
-    def _term(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._sharded.peers.all_reduce(super()._term(x, weight, bias))
+    def _residual_term(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._sharded.peers.all_reduce(super()._residual_term(x, weight, bias))

@@ -1,7 +1,7 @@
-"""A policy whose layers are sharded over ranks: by heads, by columns of the MLP, by rows of the vocabulary.
+"""A policy sharded over tensor-parallel ranks: by heads, by MLP columns, and by vocabulary rows.
 
-Each rank holds its shard and receives whole tensors one at a time, of which it keeps its part. Attention and
-MLP each end with one sum over the ranks; logits are gathered, so every rank samples the same token.
+Each rank receives whole tensors one at a time and keeps its shard. Attention and MLP each end with an
+all-reduce; logits are gathered, so every rank samples the same token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAMILIES = frozenset(
     seed_oss smollm3 vaultgemma
     """.split()  # noqa: SIM905
 )
-"""Values of `model_type` whose shards were shown to give the logits of the whole model."""
+"""Values of `model_type` whose sharded logits are tested against those of the whole model."""
 _HEADS, _KV_HEADS, _COLUMNS = "heads", "key-value heads", "columns"
 _SPLIT = {
     "self_attn.q_proj": (0, _HEADS),
@@ -41,14 +41,14 @@ _SPLIT = {
     "mlp.up_proj": (0, _COLUMNS),
     "mlp.down_proj": (1, _COLUMNS),
 }
-"""The dimension of each linear layer's weight that is split, and what is split."""
-_REDUCED = tuple(name for name, (dim, _) in _SPLIT.items() if dim == 1)
+"""The dimension of each linear layer's weight that is split, and its unit."""
+_ROW_PARALLEL = tuple(name for name, (dim, _) in _SPLIT.items() if dim == 1)
 """Linear layers whose outputs are summed over the ranks."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that one rank holds: a range of one dimension, zero-padded to `width`."""
+    """The part of a tensor on one rank: a range of one dimension, zero-padded to `width`."""
 
     dim: int
     start: int
@@ -66,18 +66,18 @@ class Shard:
 
 
 def refuse_unshardable(lm: PreTrainedModel, size: int, path: str) -> None:
-    """Raises, for a model with parameters on the meta device, if `size` ranks cannot share its layers."""
-    text, what = lm.config.get_text_config(), f"rollout.tensor_model_parallel_size={size}"
+    """Raises if `size` ranks cannot shard the model, whose parameters are on the meta device."""
+    text, key = lm.config.get_text_config(), f"rollout.tensor_model_parallel_size={size}"
     kv_heads, head_dim = key_shape(text)
-    others: list[str] = []
+    unknown: list[str] = []
     if lm.config.model_type in FAMILIES:
         layers = getattr(lm, lm.base_model_prefix).layers
-        others = sorted({n for layer in layers for n in _other_parameters(layer, head_dim)})
-    if lm.config.model_type not in FAMILIES or others:
-        part = f", because its layers have {', '.join(others[:3])}" if others else ""
+        unknown = sorted({n for layer in layers for n in _unknown_parameters(layer, head_dim)})
+    if lm.config.model_type not in FAMILIES or unknown:
+        reason = f", because its layers have {', '.join(unknown[:3])}" if unknown else ""
         raise UnsupportedModel(
-            f"{what}: {path} is a {lm.config.model_type} model, which the native engine does not shard"
-            f"{part}. Use 1, rollout.name=vllm, or a family of docs/engines.md"
+            f"{key}: {path} is a {lm.config.model_type} model, which the native engine does not shard"
+            f"{reason}. Use 1, rollout.name=vllm, or a family of docs/engines.md"
         )
     for count, name in (
         (text.num_attention_heads, "attention heads"),
@@ -85,19 +85,19 @@ def refuse_unshardable(lm: PreTrainedModel, size: int, path: str) -> None:
     ):
         if count % size and not (name == "key-value heads" and size % count == 0):
             raise UnsupportedModel(
-                f"{what}: {path} has {count} {name}, which {size} ranks cannot share evenly; use a "
-                "size that divides them"
+                f"{key}: {path} has {count} {name}, which {size} ranks cannot share evenly; use a "
+                "divisor of their number"
             )
 
 
-def _other_parameters(layer: nn.Module, head_dim: int) -> Iterator[str]:
+def _unknown_parameters(layer: nn.Module, head_dim: int) -> Iterator[str]:
     """Yields the parameters that are neither in `_SPLIT` nor norms over a head or the hidden states."""
     for name, parameter in layer.named_parameters():
         module, _, _ = name.rpartition(".")
         if module in _SPLIT or parameter.numel() == 1:
             continue
-        inside = name.startswith(("self_attn.", "mlp."))
-        if parameter.dim() > 1 or (inside and len(parameter) != head_dim):
+        in_sublayer = name.startswith(("self_attn.", "mlp."))
+        if parameter.dim() > 1 or (in_sublayer and len(parameter) != head_dim):
             yield name
 
 
@@ -107,7 +107,7 @@ class ShardedPolicy(PolicyModel):
     plain_head = False  # logits are gathered
 
     def __init__(self, lm: PreTrainedModel, peers: Peers, device: torch.device) -> None:
-        """`lm` has its parameters on the meta device; the shard is allocated on `device`."""
+        """Allocates the shard on `device`; the parameters of `lm` are on the meta device."""
         super().__init__(lm)
         self.peers = peers
         self._kv_heads, head_dim = key_shape(lm.config.get_text_config())
@@ -118,8 +118,8 @@ class ShardedPolicy(PolicyModel):
         self._shards = {name: self._shard(name, p) for name, p in self._whole.items()}
         self._allocate(device)
         self.lm.to(device)
-        self.fast = has_shared_layers(self)
-        if not self.fast:
+        self.uses_plain_decoder = has_shared_layers(self)
+        if not self.uses_plain_decoder:
             self._hook()
 
     @property
@@ -128,25 +128,26 @@ class ShardedPolicy(PolicyModel):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Returns the input embeddings [N, d] of token ids [N]."""
-        local, here = self._local_ids(ids)
+        local, is_local = self._local_ids(ids)
         x = F.embedding(local, self.decoder.embed_tokens.weight)
-        return self.peers.all_reduce(x * here[..., None])
+        return self.peers.all_reduce(x * is_local[..., None])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.peers.gather_columns(super().logits(hidden))[:, : self._vocabulary]
 
     def shards(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields this rank's part of each whole tensor; raises for an unknown name or another shape."""
+        """Yields this rank's shard of each whole tensor; raises for an unknown name or a wrong shape."""
         for name, tensor in weights:
             refuse_unknown(name, tensor, self._whole)
-            yield name, self._part(name, tensor)
+            yield name, self._local_part(name, tensor)
 
-    def _part(self, name: str, tensor: Tensor) -> Tensor:
+    def _local_part(self, name: str, tensor: Tensor) -> Tensor:
         shard = self._shards[name]
         if shard is not None:
             return shard.of(tensor)
-        summed = name.endswith(tuple(f"{module}.bias" for module in _REDUCED))
-        return torch.zeros_like(tensor) if summed and self.peers.rank else tensor
+        # Only rank 0 adds the bias of an output that is summed over the ranks.
+        is_summed = name.endswith(tuple(f"{module}.bias" for module in _ROW_PARALLEL))
+        return torch.zeros_like(tensor) if is_summed and self.peers.rank else tensor
 
     def _shard(self, name: str, parameter: Tensor) -> Shard | None:
         """Returns this rank's shard of a parameter, or None if it is not split."""
@@ -156,9 +157,8 @@ class ShardedPolicy(PolicyModel):
             dim, kind = _SPLIT[module]
             if dim >= parameter.dim():
                 return None  # the bias of a summed output
-            whole = parameter.shape[dim]
-            width = -(-whole // size)
-            if kind == _KV_HEADS and self._kv_heads < size:  # several ranks hold the same head
+            width = -(-parameter.shape[dim] // size)
+            if kind == _KV_HEADS and self._kv_heads < size:  # several ranks have the same head
                 return Shard(dim, rank * self._kv_heads // size * self._head_dim, self._head_dim)
             return Shard(dim, rank * width, width)
         owners = (self.lm.get_input_embeddings(), self.lm.get_output_embeddings())
@@ -168,38 +168,38 @@ class ShardedPolicy(PolicyModel):
 
     def _allocate(self, device: torch.device) -> None:
         """Replaces the parameters by this rank's shards; tied parameters stay tied."""
-        made: dict[int, nn.Parameter] = {}
+        shard_of: dict[int, nn.Parameter] = {}  # by id(whole parameter)
         for name, whole in self._whole.items():
-            if id(whole) not in made:
-                shape = self._part(name, whole).shape
+            if id(whole) not in shard_of:
+                shape = self._local_part(name, whole).shape
                 local = torch.zeros(shape, dtype=whole.dtype, device=device)
-                made[id(whole)] = nn.Parameter(local, requires_grad=False)
+                shard_of[id(whole)] = nn.Parameter(local, requires_grad=False)
             owner, _, attribute = name.rpartition(".")
-            setattr(self.lm.get_submodule(owner), attribute, made[id(whole)])
+            setattr(self.lm.get_submodule(owner), attribute, shard_of[id(whole)])
 
     def _local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns row indices of this rank's embedding, and which of them are its own."""
+        """Returns the row of each id in this rank's embedding, and whether the rank has that row."""
         local = ids - self.peers.rank * self._rows
         return local.clamp(0, self._rows - 1), (local >= 0) & (local < self._rows)
 
     def _hook(self) -> None:
         """Makes the model's own modules compute with shards."""
-        here: list[Tensor] = []
+        masks: list[Tensor] = []  # of the current embedding call
 
-        def to_local(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            local, own = self._local_ids(args[0])
-            here[:] = [own]
+        def to_local_ids(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            local, is_local = self._local_ids(args[0])
+            masks[:] = [is_local]
             return (local, *args[1:])
 
-        def embedded(_: nn.Module, args: tuple[Tensor, ...], x: Tensor) -> Tensor:
-            return self.peers.all_reduce(x * here.pop()[..., None])
+        def sum_embeddings(_: nn.Module, args: tuple[Tensor, ...], x: Tensor) -> Tensor:
+            return self.peers.all_reduce(x * masks.pop()[..., None])
 
-        def summed(_: nn.Module, args: tuple[Tensor, ...], x: Tensor) -> Tensor:
+        def sum_outputs(_: nn.Module, args: tuple[Tensor, ...], x: Tensor) -> Tensor:
             return self.peers.all_reduce(x)
 
         embedding = self.lm.get_input_embeddings()
-        embedding.register_forward_pre_hook(to_local)
-        embedding.register_forward_hook(embedded)
+        embedding.register_forward_pre_hook(to_local_ids)
+        embedding.register_forward_hook(sum_embeddings)
         for layer in self.decoder.layers:
-            for name in _REDUCED:
-                layer.get_submodule(name).register_forward_hook(summed)
+            for name in _ROW_PARALLEL:
+                layer.get_submodule(name).register_forward_hook(sum_outputs)

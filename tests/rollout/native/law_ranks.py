@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hone.agents.loop_thread import run_beside
 from hone.ops.counter_rng import uniform
 from hone.rollout.contract import RolloutEngine, RolloutError, Sampling, TokenOutput
-from hone.rollout.native.following import FollowingRollout
-from hone.rollout.native.leading import LeadingRollout
+from hone.rollout.native.follower import FollowerRollout
+from hone.rollout.native.leader import LeaderRollout
 from hone.rollout.native.peers import connect
 
 from ..factories import NativeFactory
@@ -71,9 +71,9 @@ def law(rank: int, size: int) -> dict[str, Any]:
         settings = {"max_num_batched_tokens": 4096, "max_model_len": 64, "max_num_seqs": 256}
         (core,) = cores_of([shard], paged=paged, **settings)
         if rank:
-            FollowingRollout(core, peers).drive(lambda: False)
+            FollowerRollout(core, peers).drive(lambda: False)
             continue
-        engine = LeadingRollout(core, peers)
+        engine = LeaderRollout(core, peers)
         outputs = answers(engine)
         engine.release()
         pairs = list(enumerate(zip(outputs, expected, strict=True)))
@@ -105,8 +105,8 @@ def exit_of_a_rank(rank: int, size: int) -> dict[str, Any]:
             return step(must_yield) if len(calls) < 3 else os._exit(0)
 
         core.step = ending  # type: ignore[method-assign]
-        FollowingRollout(core, peers).drive(lambda: False)
-    engine = LeadingRollout(core, peers)
+        FollowerRollout(core, peers).drive(lambda: False)
+    engine = LeaderRollout(core, peers)
     try:
         run_beside(engine, engine.generate([3, 4], Sampling(50, 1.0, 0, ignore_eos=True), "a"))
     except RolloutError as error:

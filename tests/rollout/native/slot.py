@@ -18,8 +18,8 @@ from hone.config.rollout import RolloutConfig
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, RolloutSpec
 from hone.rollout.native.engine import Core
-from hone.rollout.native.following import FollowingRollout
-from hone.rollout.native.leading import LeadingRollout
+from hone.rollout.native.follower import FollowerRollout
+from hone.rollout.native.leader import LeaderRollout
 from hone.rollout.native.peers import Peers
 from hone.rollout.native.replica import TRAITS
 from hone.rollout.native.sharded_build import paged_core, slot_core
@@ -99,9 +99,9 @@ class Slot:
     def __init__(self, policy: PolicyModel, size: int = 2, **options: Any) -> None:
         self.peers = peers_of(size, options.pop("timeout_s", TIMEOUT_S))
         self.cores = cores_of(shards_of(policy, self.peers), **options)
-        self.leader = LeadingRollout(self.cores[0], self.peers[0])
+        self.leader = LeaderRollout(self.cores[0], self.peers[0])
         self.followers = [
-            FollowingRollout(core, peers)
+            FollowerRollout(core, peers)
             for core, peers in zip(self.cores[1:], self.peers[1:], strict=True)
         ]
         self.errors: list[BaseException] = []
@@ -112,7 +112,7 @@ class Slot:
         for thread in self.threads:
             thread.start()
 
-    def _follow(self, follower: FollowingRollout) -> None:
+    def _follow(self, follower: FollowerRollout) -> None:
         try:
             follower.drive(lambda: False)
         except BaseException as error:
@@ -131,23 +131,23 @@ class SlotRollout:
         self.slot, self.leader = slot, slot.leader
         self.traits = slot.leader.traits
         self._core = slot.cores[0]
-        self._driven = False
+        self._is_driven = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.leader, name)
 
     def drive(self, until: Callable[[], bool]) -> None:
-        self._driven = True
+        self._is_driven = True
         self.slot.follow()
         try:
             self.leader.drive(until)
         finally:
             self.leader.release()
-            if self.leader._update.under_way:  # it will not end
+            if self.leader._update.in_progress:  # it will not end
                 for follower in self.slot.followers:
                     asyncio.run(follower.close())
             self.slot.join()
-            self._driven = False
+            self._is_driven = False
 
     async def _all(self, leading: Any, *following: Any) -> None:
         ranks = [asyncio.to_thread(asyncio.run, call) for call in (leading, *following)]

@@ -78,9 +78,9 @@ def test_sleep_is_refused_while_requests_run() -> None:
     with NativeFactory().engine(policy()) as engine:
 
         async def sleepy() -> None:
-            under_way = halted_under_way(engine)
+            in_progress = halted_under_way(engine)
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
-            await until(under_way)
+            await until(in_progress)
             try:
                 with pytest.raises(RolloutError, match="abort them first"):
                     await engine.sleep()
@@ -269,7 +269,7 @@ def test_a_core_that_loses_a_request_is_found_out() -> None:
 def test_two_threads_cannot_drive_one_engine() -> None:
     with NativeFactory().engine(policy()) as engine:
         native: Any = engine
-        with pytest.raises(RolloutError, match="another thread drives"):
+        with pytest.raises(RolloutError, match="another thread already drives"):
             native.drive(lambda: True)
 
 
@@ -297,13 +297,13 @@ def test_a_loop_that_ended_counts_as_settled_and_a_blocked_one_does_not(
 def test_chunks_that_follow_each_other_end_for_a_call_or_a_request(caller: str) -> None:
     with PagedFactory().engine(policy()) as engine:
         core: Any = engine._core  # type: ignore[attr-defined]
-        decode, under_way, chunks = core._decode, threading.Event(), 0
+        decode, in_progress, chunks = core._decode, threading.Event(), 0
 
         def second_meets_a_caller(steps: int) -> None:
             nonlocal chunks
             chunks += 1
             if chunks == 2:
-                under_way.set()
+                in_progress.set()
                 while not (engine._submit_lock.locked() or engine._arrivals):  # type: ignore[attr-defined]
                     time.sleep(0.001)
             decode(steps)
@@ -312,7 +312,7 @@ def test_chunks_that_follow_each_other_end_for_a_call_or_a_request(caller: str) 
 
         async def interrupted() -> tuple[TokenOutput, bool]:
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
-            await until(under_way)
+            await until(in_progress)
             if caller == "abort":
                 await engine.abort()
             else:

@@ -14,7 +14,7 @@ from hone.models.tiny import tiny_lm
 from hone.ops.packing import pack_rows
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.native.engine import NativeRollout
-from hone.rollout.native.exact_decoder import ExactDecoder, refuse_unless_exact
+from hone.rollout.native.exact_decoder import ExactDecoder, refuse_unsupported_exact
 from hone.rollout.native.paged_core import PagedCore
 
 from ..engine_contract import ask_all, play, update
@@ -127,9 +127,9 @@ def test_a_cached_prefix_and_a_preempted_row_change_no_bit() -> None:
         again = ask_all(engine, rows, sampling)  # prompts are found in the cache now
         assert [o.log_probs for o in first] == [o.log_probs for o in again]
         told.append([o.log_probs for o in first])
-        preempted = engine._core.preempted  # type: ignore[attr-defined]
+        num_preempted = engine._core.num_preempted  # type: ignore[attr-defined]
         asyncio.run(engine.close())
-    assert preempted > 0
+    assert num_preempted > 0
     assert told[0] == told[1]
 
 
@@ -179,14 +179,14 @@ def test_new_weights_are_seen_by_both_sides() -> None:
 def test_other_families_are_refused_by_name() -> None:
     lm = tiny_lm(VOCABULARY, family="qwen3")
     with pytest.raises(RolloutError, match="llama and qwen2, and some/model is qwen3"):
-        refuse_unless_exact(lm.config, "some/model")
+        refuse_unsupported_exact(lm.config, "some/model")
 
 
 def test_a_sliding_window_is_refused() -> None:
     lm = tiny_lm(VOCABULARY, family="qwen2")
     lm.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(RolloutError, match="sliding_attention"):
-        refuse_unless_exact(lm.config, "some/model")
+        refuse_unsupported_exact(lm.config, "some/model")
 
 
 def test_half_precision_on_a_cpu_is_refused() -> None:

@@ -125,7 +125,10 @@ def test_memory_comes_and_goes_and_its_address_is_known() -> None:
     cache.reserve()
     assert cache.nbytes == 2 * 2 * 3 * 1 * 2 * 4 * 4
     keys, values = cache.layer(1)
-    at = (int(cache.base[0]) + 4 * cache.planes(1)[0], int(cache.base[0]) + 4 * cache.planes(1)[1])
+    at = (
+        int(cache.base[0]) + 4 * cache.plane_offsets(1)[0],
+        int(cache.base[0]) + 4 * cache.plane_offsets(1)[1],
+    )
     assert (keys.data_ptr(), values.data_ptr()) == at
     cache.free()
     assert (cache.nbytes, int(cache.base[0])) == (0, 0)

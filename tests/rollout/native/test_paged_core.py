@@ -89,8 +89,8 @@ def test_too_few_blocks_preempt_the_newest_and_change_no_token() -> None:
     roomy, tight = paged_core(policy()), paged_core(policy(), blocks=26)
     wanted = finish(roomy, [ask(p, 100, seed=i) for i, p in enumerate(asked)])
     assert finish(tight, [ask(p, 100, seed=i) for i, p in enumerate(asked)]) == wanted
-    assert tight.preempted > 0
-    assert roomy.preempted == 0
+    assert tight.num_preempted > 0
+    assert roomy.num_preempted == 0
     assert tight.cache.pool.available == 25
 
 

@@ -114,7 +114,7 @@ def test_a_small_pool_preempts_and_still_says_the_same() -> None:
         engine = NativeRollout(core)
         texts.append([o.token_ids for o in sampled(engine, asked, 150, temperature=0.0)])
         asyncio.run(engine.close())
-    assert core.preempted > 0
+    assert core.num_preempted > 0
     assert texts[0] == texts[1]
 
 

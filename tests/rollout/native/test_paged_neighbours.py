@@ -75,7 +75,9 @@ def test_the_token_that_a_prompt_draws_needs_no_decode_step(tokens: int, steps: 
     core = paged_core(policy())
     taken: list[int] = []
     run = core._decode_step.run
-    core._decode_step.run = lambda rows, *, draw: (taken.append(rows), run(rows, draw=draw))[1]  # type: ignore
+    core._decode_step.run = lambda rows, *, sample: (taken.append(rows), run(rows, sample=sample))[
+        1
+    ]  # type: ignore
     (drawn,) = finish(core, [ask(prompts(1)[0], tokens, 0)])
     assert (len(drawn), len(taken)) == (tokens, steps)
 

@@ -39,4 +39,4 @@ def test_commands_of_any_length_arrive_in_order() -> None:
         return [peers[rank].receive() for _ in sent]
 
     assert on_ranks(3, work) == [sent] * 3
-    assert on_ranks(3, lambda rank: peers[rank].least(5 - rank)) == [3] * 3
+    assert on_ranks(3, lambda rank: peers[rank].min_over_ranks(5 - rank)) == [3] * 3

@@ -16,12 +16,12 @@ LONG = Sampling(60, 1.0, 0, ignore_eos=True)
 
 def test_ranks_that_drew_different_tokens_stop() -> None:
     slot = Slot(policy())
-    draw = slot.cores[1]._draw  # type: ignore[attr-defined]
+    draw = slot.cores[1]._sample  # type: ignore[attr-defined]
 
     def wrong(logits: torch.Tensor) -> None:
         draw(logits.roll(1, -1))
 
-    slot.cores[1]._draw = wrong  # type: ignore[attr-defined]
+    slot.cores[1]._sample = wrong  # type: ignore[attr-defined]
     slot.follow()
     with pytest.raises(RolloutError, match="sampled different tokens"):
         run_beside(slot.leader, slot.leader.generate([3, 4], LONG, "a"))

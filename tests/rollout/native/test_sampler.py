@@ -10,7 +10,7 @@ import torch
 from hone.rollout.contract import Sampling
 from hone.rollout.native import exact_reference, kernels_reference
 from hone.rollout.native.batch_state import BatchState
-from hone.rollout.native.sampler import SamplingRows, TruncatedSampling, draw
+from hone.rollout.native.sampler import SamplingRows, TruncatedSampling, sample_tokens
 
 
 def row_state(rows: list[Sampling]) -> BatchState:
@@ -37,12 +37,12 @@ def test_each_row_is_drawn_as_the_rows_of_its_kind_are(kernels: Any) -> None:
     exact = kernels is exact_reference
     truncated = TruncatedSampling.of(rows, torch.device("cpu"), exact=exact)
     assert truncated is not None
-    truncated.draw(logits, state, kernels, 16)
+    truncated.sample(logits, state, kernels, 16)
     kernels.sample(logits, alone, 16)
-    truncating = [i for i, row in enumerate(rows) if row.cuts]
+    truncating = [i for i, row in enumerate(rows) if row.truncates]
     assert truncating == [i for i in range(0, 30, 3) if i % 5]  # greedy rows need no truncation
     of = SamplingRows.of([rows[i] for i in truncating], torch.device("cpu"))
-    tokens, log_probs = draw(logits[truncating], torch.full((len(truncating),), 11), of)
+    tokens, log_probs = sample_tokens(logits[truncating], torch.full((len(truncating),), 11), of)
     if exact:
         log_probs = kernels.log_probs_of(
             logits[truncating], tokens, state.inverse_temperature[truncating]

@@ -13,7 +13,7 @@ LONGEST = 400
 def schedule(blocks: int = 200, max_num_seqs: int = 1) -> Scheduler:
     return Scheduler(
         BlockPool(blocks, BLOCK_SIZE),
-        PagedRules(frozenset({1}), longest=LONGEST, blocks=blocks),
+        PagedRules(frozenset({1}), max_model_len=LONGEST, num_blocks=blocks),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=1000,
         prefix_caching=True,
@@ -42,7 +42,7 @@ def drained(line: Scheduler) -> list[str]:
         for row in line.running:
             row.request.token_ids.append(7)
             row.request.stop_reason = StopReason.LENGTH
-        line.retire()
+        line.remove_finished()
     return started
 
 
@@ -87,7 +87,7 @@ def test_samples_of_a_group_that_start_apart_find_the_same_full_blocks() -> None
     for row in (first, other):
         line.insert_prefix(row, row.request.prompt_ids)
     other.request.stop_reason = StopReason.STOP
-    line.retire()
+    line.remove_finished()
     [second] = line.admit(1)
     assert second.request.request_id == "a2"
     assert second.cached_tokens == 2 * BLOCK_SIZE
@@ -102,7 +102,7 @@ def test_preempted_ones_go_first_in_their_old_order_however_long_the_new_ones_ar
     for row in line.running:
         row.request.token_ids += [7] * 40
     line.extend_block_tables(40)
-    assert (running_names(line), line.preempted) == (["a"], 2)
+    assert (running_names(line), line.num_preempted) == (["a"], 2)
     line.add(ask("d", 230))
     assert drained(line) == ["a", "b", "c", "d"]
 

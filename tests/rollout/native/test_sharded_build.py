@@ -31,7 +31,7 @@ def test_two_processes_say_what_one_says_and_an_exit_is_told(
         assert all(margin < NEAR for margin in found[core]["margins"])
         assert len(found[core]["margins"]) < REQUESTS // 100
         assert found[core]["worst"] < 1e-5
-    assert "another of 2 tensor-parallel ranks has gone" in found["exit"]
+    assert "another of 2 tensor-parallel ranks has exited" in found["exit"]
 
 
 def test_what_ranks_cannot_share_is_refused_before_weights_are_read(tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ def test_an_update_that_does_not_end_fails_all_ranks_with_the_cause() -> None:
     (error,) = slot.errors
     assert "a weight update did not end on this rank within 0.1 s" in str(error)
     with pytest.raises(RolloutError, match=r"rank 1 of 2 .* did not end on this rank"):
-        slot.leader._leading.send({"do": "wait"})
+        slot.leader._leader_core.send({"do": "wait"})
 
 
 def test_requests_go_to_the_first_rank() -> None:
     slot = Slot(policy())
-    with pytest.raises(RolloutError, match="requests go to the first rank"):
+    with pytest.raises(RolloutError, match="send requests to rank 0"):
         asyncio.run(slot.followers[0].generate([3], LONG, "a"))

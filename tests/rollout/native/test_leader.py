@@ -53,7 +53,7 @@ def test_an_error_on_one_rank_ends_all_with_its_cause(rank: int) -> None:
     assert "no room on this rank" in str(error)
     if rank == 0:
         assert "rank 0 of 2 tensor-parallel ranks failed: MemoryError" in str(error)
-    with pytest.raises(RolloutError, match="build another"):
+    with pytest.raises(RolloutError, match="build a new one"):
         asyncio.run(slot.followers[0].begin_update())
 
 
@@ -62,11 +62,11 @@ def test_a_refused_update_is_told_between_two_steps(monkeypatch: pytest.MonkeyPa
     leader: Any = Slot(policy()).leader
     told: list[tuple[str, bool]] = []
     monkeypatch.setattr(
-        leader._leading,
+        leader._leader_core,
         "send",
         lambda command: told.append((command["refused"], leader._step_lock.locked())),
     )
-    monkeypatch.setattr(leader, "_awaited", lambda: ["a request"])
+    monkeypatch.setattr(leader, "_open_requests", lambda: ["a request"])
     with pytest.raises(RolloutError, match="begin_update while 1 requests run"):
         asyncio.run(leader.begin_update())
     ((refusal, between_steps),) = told

@@ -1,0 +1,163 @@
+"""The native engine of tensor-parallel ranks above 0, which execute the commands of rank 0."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from hone.rollout.contract import RolloutError, TokenOutput
+from hone.rollout.native.engine import Core
+from hone.rollout.native.peers import Command, Peers
+from hone.rollout.native.replica import TRAITS, Replica
+from hone.rollout.requests import Request, RequestEngine
+from hone.rollout.weights import load_weights
+
+
+class FollowerRollout(RequestEngine):
+    """The engine of a rank above 0: `drive` executes commands until rank 0 releases or closes it.
+
+    Only weights come from this rank's own worker: `begin_update` waits until rank 0 begins the update, and
+    `drive` executes no step before `commit`.
+    """
+
+    name = "native"
+    traits = TRAITS
+
+    def __init__(self, core: Core, peers: Peers) -> None:
+        super().__init__(core.rules)
+        self._replica, self._peers = Replica(core), peers
+        self._condition = threading.Condition()
+        # The number of updates that rank 0 has begun, that this rank has begun, and that it has ended.
+        self._updates_announced = self._updates_begun = self._updates_ended = 0
+        self._update_error: str | None = None
+        self._is_driven = False
+
+    @property
+    def version(self) -> int:
+        return self._replica.core.version
+
+    async def _decode_request(self, request: Request) -> TokenOutput:
+        raise RolloutError(
+            f"request {request.request_id} was sent to rank {self._peers.rank} of {self._peers.size} "
+            "tensor-parallel ranks; send requests to rank 0"
+        )
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None: ...
+
+    async def pause(self, keep: bool = False) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake_up(self) -> None: ...
+
+    async def begin_update(self) -> None:
+        with self._condition:
+            self._raise_if_stopped()
+            self._updates_begun += 1
+            while self._updates_announced < self._updates_begun:
+                if self._is_driven and not self._update_pending:  # `drive` receives
+                    self._wait_for_announcement()
+                else:
+                    self._execute_all(self._receive())
+            if self._update_error is not None:
+                error, self._update_error = self._update_error, None
+                self._updates_ended = self._updates_announced
+                self._condition.notify_all()
+                raise RolloutError(error)
+            self._update.begin(0)
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._raise_if_stopped()
+        policy = self._replica.policy
+        with self._update.loading():
+            load_weights(policy, policy.shards(weights))
+
+    async def commit(self, version: int) -> None:
+        with self._condition:
+            self._raise_if_stopped()
+            self._update.commit()
+            self._updates_ended = self._updates_announced
+            self._condition.notify_all()
+
+    async def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Executes the commands of rank 0, which decides when this ends; `until` is ignored."""
+        with self._condition:
+            self._raise_if_stopped()
+            self._is_driven = True
+        try:
+            while not self._stopped:
+                commands = self._receive()
+                with self._condition:
+                    self._execute_all(commands)
+                    if commands[-1]["do"] == "release":
+                        return
+                    self._condition.notify_all()
+                    self._wait_for_update()
+        finally:
+            with self._condition:
+                self._is_driven = False
+                self._condition.notify_all()
+
+    def notify(self) -> None: ...
+
+    @property
+    def _update_pending(self) -> bool:
+        """Whether rank 0 has begun an update that this rank has not ended."""
+        return self._updates_announced > self._updates_ended
+
+    def _wait_for_announcement(self) -> None:
+        timeout_s = self._peers.timeout_s
+        if not self._condition.wait_for(
+            lambda: self._stopped or not self._is_driven or self._update_pending, timeout_s
+        ):
+            raise RolloutError(f"rank 0 began no update within {timeout_s:g} s")
+        self._raise_if_stopped()
+
+    def _wait_for_update(self) -> None:
+        """Waits until this rank's worker has ended the update, whose transfer has the same timeout."""
+        limit_s = 2 * self._peers.timeout_s
+        if not self._condition.wait_for(lambda: self._stopped or not self._update_pending, limit_s):
+            with self._end_group_on_error():
+                raise RolloutError(
+                    f"a weight update did not end on this rank within {limit_s:g} s "
+                    "(twice actor_rollout_ref.nccl_timeout)"
+                )
+
+    def _receive(self) -> list[Command]:
+        with self._end_group_on_error():
+            return self._peers.receive()
+
+    def _execute_all(self, commands: Iterable[Command]) -> None:
+        with self._end_group_on_error():
+            for command in commands:
+                self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        if command["do"] == "update":
+            self._updates_announced += 1
+            self._update_error = command.get("refused")
+        elif command["do"] == "close":
+            self._closed = True
+        else:
+            self._replica.execute(command)
+
+    @contextmanager
+    def _end_group_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self._failure is None and not self._closed:
+                self._failure = cause = self._peers.fail(error)
+                if cause is not error:
+                    raise cause from error
+            raise

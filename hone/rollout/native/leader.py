@@ -1,0 +1,192 @@
+"""The native engine of rank 0 of several tensor-parallel ranks: it schedules, and the other ranks follow.
+
+Requests arrive only here. Each change of the core is also a command to the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+
+from torch import Tensor
+
+from hone.rollout.contract import RolloutError
+from hone.rollout.native.engine import Core, NativeRollout
+from hone.rollout.native.peers import Command, Peers
+from hone.rollout.native.replica import TRAITS, Replica
+from hone.rollout.requests import Request, select
+
+_HEARTBEATS_PER_TIMEOUT = 4
+"""While it decodes, rank 0 sends at least this many commands per timeout."""
+
+
+class LeaderCore:
+    """The core of rank 0, which executes each command and sends it to the other ranks.
+
+    The inner core works on copies of the requests, which share their token lists. So a cancellation takes
+    effect on all ranks at the same step.
+    """
+
+    def __init__(self, core: Core, peers: Peers) -> None:
+        self._replica, self._peers = Replica(core), peers
+        self.policy, self.rules = core.policy, core.rules
+        self._requests: dict[int, Request] = {}  # the engine's requests by number
+        self._last_number = 0
+        self._unsent: list[Command] = []
+        """Commands executed here and not yet sent: between two calls of `drive` no other rank listens."""
+        self.failed = False
+
+    @property
+    def version(self) -> int:
+        return self._replica.core.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._execute_on_all("version", version=version)
+
+    @property
+    def busy(self) -> bool:
+        return self._replica.core.busy
+
+    def add(self, request: Request) -> None:
+        self._last_number += 1
+        number = self._last_number
+        self._requests[number] = request
+        copy = replace(
+            request, request_id=str(number), cancelled=False, future=None, on_tokens=None
+        )
+        sampling = asdict(request.sampling)
+        arguments = {"number": number, "prompt": request.prompt_ids, "sampling": sampling}
+        self._unsent.append({"do": "add", **arguments})
+        with self._end_group_on_error():
+            self._replica.add(number, copy)
+
+    def step(self, must_yield: Callable[[], bool]) -> list[Request]:
+        replica, copies = self._replica, dict(self._replica.requests)
+        cancelled = [
+            n for n, r in self._requests.items() if r.cancelled and not copies[n].cancelled
+        ]
+        command: Command = {"do": "step", "cancelled": cancelled, "checksum": replica.checksum()}
+        self.send(command)
+        with self._end_group_on_error():
+            return [self._finish(n, copies[n]) for n in replica.execute(command)]
+
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
+        numbers = [n for n, request in self._requests.items() if select([request], request_ids)]
+        copies = dict(self._replica.requests)
+        command: Command = {"do": "abort", "numbers": numbers}
+        self._unsent.append(command)
+        with self._end_group_on_error():
+            return [self._finish(n, copies[n]) for n in self._replica.execute(command)]
+
+    def free_cache(self) -> None:
+        self._execute_on_all("free_cache")
+
+    def invalidate(self) -> None:
+        self._execute_on_all("invalidate")
+
+    def shards(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return self._replica.policy.shards(weights)
+
+    def _execute_on_all(self, kind: str, **arguments: int) -> None:
+        """Executes a command without result on all ranks."""
+        command: Command = {"do": kind, **arguments}
+        self._unsent.append(command)
+        with self._end_group_on_error():
+            self._replica.execute(command)
+
+    def send(self, command: Command) -> None:
+        """Sends the unsent commands and this one; the other ranks must be listening."""
+        commands, self._unsent = [*self._unsent, command], []
+        with self._end_group_on_error():
+            self._peers.send(commands)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all ranks after an error outside the core."""
+        if not self.failed:
+            self.failed = True
+            self._peers.fail(error)
+
+    def _finish(self, number: int, copy: Request) -> Request:
+        """Removes and returns the request of a finished copy."""
+        request = self._requests.pop(number)
+        request.stop_reason, request.cached_tokens = copy.stop_reason, copy.cached_tokens
+        return request
+
+    @contextmanager
+    def _end_group_on_error(self) -> Iterator[None]:
+        """Ends all ranks if the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            if self.failed:
+                raise
+            self.failed = True
+            cause = self._peers.fail(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+
+class LeaderRollout(NativeRollout):
+    """The engine of rank 0."""
+
+    traits = TRAITS
+
+    def __init__(self, core: Core, peers: Peers) -> None:
+        super().__init__(core)
+        self._core = self._leader_core = LeaderCore(core, peers)
+        self._heartbeat_s = peers.timeout_s / _HEARTBEATS_PER_TIMEOUT
+        self._followers_listen = False  # whether the other ranks are in `drive`
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        self._followers_listen = True
+        super().drive(until)
+
+    async def begin_update(self) -> None:
+        try:
+            await super().begin_update()
+        except RolloutError as error:
+            with self._between_steps():
+                if not self._stopped:
+                    self._leader_core.send({"do": "update", "refused": str(error)})
+            raise
+        with self._between_steps():
+            self._leader_core.send({"do": "update"})
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        await super().load(self._leader_core.shards(weights))
+
+    async def close(self) -> None:
+        await super().close()
+        with suppress(RolloutError):  # the other ranks may have gone
+            self._send_once("close")
+
+    def _fail(self, error: BaseException) -> None:
+        super()._fail(error)
+        self._leader_core.fail(error)
+
+    def release(self) -> None:
+        """Ends `drive` on the other ranks."""
+        self._send_once("release")
+
+    def _send_once(self, command: str) -> None:
+        with self._between_steps():
+            leads, self._followers_listen = self._followers_listen, False
+            # In an update the other ranks do not listen.
+            if leads and not (self._leader_core.failed or self._update.in_progress):
+                self._leader_core.send({"do": command})
+
+    def _wait_for_work(self) -> bool:
+        while True:
+            with self._condition:
+                awake = self._condition.wait_for(
+                    lambda: self._stopped or self._notified or self._can_decode, self._heartbeat_s
+                )
+                if awake:
+                    notified, self._notified = self._notified, False
+                    return not (self._stopped or notified)
+            with self._between_steps():
+                if not self._update.in_progress:
+                    self._leader_core.send({"do": "wait"})
