@@ -165,7 +165,7 @@ def test_every_listed_mistake_is_a_class_that_exists() -> None:
 
 def test_a_users_yaml_without_defaults_gets_the_programs_tree(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("data: {max_length: 77}\n")
-    composed = command_line.composed_of(
+    composed = command_line.compose_arguments(
         ["--config-path", str(tmp_path), "--config-name", "mine", "optim.lr=2e-5"],
         tree="sft_trainer",
         program="hone sft",
@@ -179,7 +179,7 @@ def test_keys_without_effect_are_listed_once_at_start(capsys: pytest.CaptureFixt
     from hone.tracking.console import screen
 
     screen.cache_clear()
-    composed = command_line.composed_of(
+    composed = command_line.compose_arguments(
         ["data.pad_mode=right"], tree="sft_trainer", program="hone sft"
     )
     command_line.announce(composed)

@@ -37,7 +37,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 class FolderLocked(RuntimeError):
     """Raised when another process holds the folder's lock."""
 
-    changes_nothing = True
+    skips_error_log = True
     """No error log is written to the folder, because another process owns it."""
 
 

@@ -25,8 +25,9 @@ Handler: TypeAlias = Function | int | None
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _saved: list[Callable[[], str]] = []
-"""Returns the sentence about what the running program has saved."""
+"""Holds the function that describes the saved state of the running program."""
 _launched: list[bool] = []
+"""Has an entry if `launch` started this process."""
 _programs: list[bool] = []
 """Has an entry while this process runs a command-line program, as opposed to a user's Python program."""
 
@@ -36,19 +37,19 @@ def exit_code(number: int) -> int:
     return 128 + number
 
 
-def on_stop_say(sentence: Callable[[], str]) -> None:
-    """Set the message that a stopped program prints about its saved state and how to resume."""
-    _saved[:] = [sentence]
+def set_stop_message(message: Callable[[], str]) -> None:
+    """Set the function whose result is printed when the program stops: what is saved, how to resume."""
+    _saved[:] = [message]
 
 
-def stopped_line(how: str) -> str:
+def stop_message(how: str) -> str:
     """Return the last line that a stopped program prints."""
     saved = _saved[0]() if _saved else ""
     return f"{how}; {saved}\n" if saved else f"{how}\n"
 
 
-def answer_to_launcher() -> None:
-    """Mark this process as a rank, which leaves an immediate stop to its launcher."""
+def mark_as_rank() -> None:
+    """Mark this process as a rank, which its launcher kills on a second signal."""
     _launched[:] = [True]
 
 
@@ -70,7 +71,7 @@ class Interrupted(SystemExit):
         self.step = step
 
 
-class StoppedAtOnce(SystemExit):
+class Terminated(SystemExit):
     """Raised on SIGTERM, as KeyboardInterrupt is on SIGINT."""
 
 
@@ -96,7 +97,7 @@ class GracefulStop:
     def __exit__(self, *exc: object) -> None:
         _restore(self._before)
 
-    def agree(self, sum_over_ranks: Callable[..., list[float]]) -> None:
+    def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Request a stop on every rank if any rank received a signal; every rank calls this."""
         flags = (float(self.number == number) for number in SIGNALS)
         for number, ranks in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
@@ -115,16 +116,16 @@ class GracefulStop:
                 log.warning("%s (%s again stops at once)", self._finishing, name)
         elif not is_rank():
             if is_program():
-                # Running code might catch an exception. Exiting without clean-up is safe for every file.
-                sys.stderr.write(stopped_line(f"stopped at once by {name}"))
+                # User code might catch an exception. Files are written atomically, so no clean-up is needed.
+                sys.stderr.write(stop_message(f"stopped at once by {name}"))
                 sys.stderr.flush()
                 os._exit(exit_code(number))
-            _stop_at_once(number)
+            _raise_exit(number)
 
 
 @contextmanager
-def stopping_at_once() -> Iterator[None]:
-    """Make the first signal end the program through its clean-up, while there is nothing to save."""
+def exit_on_signal() -> Iterator[None]:
+    """Exit on the first signal, with clean-up; `GracefulStop` replaces this where state can be saved."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -134,7 +135,7 @@ def stopping_at_once() -> Iterator[None]:
         if is_rank():
             for other in SIGNALS:
                 signal.signal(other, signal.SIG_IGN)  # the launcher forwards the same request
-        _stop_at_once(number, again_is_default=not is_rank())
+        _raise_exit(number, restore_default=not is_rank())
 
     try:
         previous_handlers = {n: signal.signal(n, handle) for n in SIGNALS}
@@ -146,12 +147,12 @@ def stopping_at_once() -> Iterator[None]:
         _restore(previous_handlers)
 
 
-def _stop_at_once(number: int, again_is_default: bool = True) -> None:
-    if again_is_default:
-        signal.signal(number, signal.SIG_DFL)  # a second signal skips the clean-up
+def _raise_exit(number: int, restore_default: bool = True) -> None:
+    if restore_default:
+        signal.signal(number, signal.SIG_DFL)  # a second signal exits without clean-up
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise StoppedAtOnce(exit_code(number))
+    raise Terminated(exit_code(number))
 
 
 def _restore(handlers: dict[int, Handler]) -> None:

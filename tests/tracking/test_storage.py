@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hone.tracking.storage import storage_failure, storage_sentence
-from hone.trainer.command_line import mistake_in_words
+from hone.trainer.command_line import user_error_message
 
 
 def raised(action: Callable[[], object]) -> BaseException:
@@ -30,7 +30,7 @@ def raised(action: Callable[[], object]) -> BaseException:
     ],
 )
 def test_each_failure_is_one_sentence_with_the_file_and_what_to_do(number: int, words: str) -> None:
-    said = str(mistake_in_words(OSError(number, os.strerror(number), "/runs/a/metrics.jsonl")))
+    said = str(user_error_message(OSError(number, os.strerror(number), "/runs/a/metrics.jsonl")))
     assert words in said
     assert "/runs/a/metrics.jsonl could not be written" in said
     assert "start the same command again" in said
@@ -79,4 +79,4 @@ def test_what_libraries_raise_on_a_full_disk_is_a_sentence(kind: str) -> None:
             with open(full, "ab", buffering=0) as file:
                 file.write(b"x")
 
-    assert "the disk is full" in str(mistake_in_words(raised(write)))
+    assert "the disk is full" in str(user_error_message(raised(write)))

@@ -247,7 +247,7 @@ def test_ranks_share_the_rows_and_write_what_one_rank_writes(settings: list[str]
     whole = taken_away(generation(settings).run())
 
     class Together(Ranks):
-        def wait_for_all(self) -> None:
+        def barrier(self) -> None:
             """The ranks of this test take turns."""
 
     second = generation(settings, Together(rank=1, world_size=2))
@@ -323,7 +323,7 @@ def test_a_file_of_another_job_is_not_replaced_unasked(
 ) -> None:
     settings = [*settings, f"data.output_path={tmp_path / f'k3.{kind}'}", "data.max_samples=1"]
     whole = generation(settings).run().read_bytes()
-    sentence = r"k3\.\w+ is there already, and not from this job.*another data\.output_path, remove"
+    sentence = r"k3\.\w+ already exists and is not from this job.*another data\.output_path, delete"
     with pytest.raises(GenerationError, match=sentence):
         generation([*settings, change]).run()
     assert (tmp_path / f"k3.{kind}").read_bytes() == whole

@@ -219,7 +219,7 @@ def test_a_process_reward_model_is_judged_beside_its_base(tmp_path: Path, model:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["eval-prm", "model.path=m"], "nothing to judge by"),
+        (["eval-prm", "model.path=m"], "nothing to evaluate on"),
         (["eval-prm", "--processbench", "x.jsonl"], "model.path was not given"),
         (["eval-rm", "model.path=m"], "data.val_files was not given"),
         (

@@ -20,7 +20,7 @@ def test_a_program_starts_again_under_nsys(tmp_path: Path) -> None:
     program = (
         "from hone.config.trainer import GlobalProfilerConfig as C\n"
         "from hone.trainer.command_line import finish\n"
-        "from hone.trainer.nsys import start_again_under_nsys as again\n"
+        "from hone.trainer.nsys import restart_under_nsys as again\n"
         f"config = C('nsys', (1,), {str(tmp_path / 'out')!r}, {{'trace': 'cuda'}})\n"
         "finish(lambda: again(config))\n"
     )
@@ -41,5 +41,5 @@ def test_without_nsys_or_in_a_callers_process_a_line_says_that_nothing_is_record
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(nsys.shutil, "which", lambda _: found)
-    nsys.start_again_under_nsys(GlobalProfilerConfig("nsys", (1,)))
+    nsys.restart_under_nsys(GlobalProfilerConfig("nsys", (1,)))
     assert told in capsys.readouterr().out

@@ -41,7 +41,7 @@ def test_nothing_is_copied_over_what_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["recipes", "sums", str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert not files_in(tmp_path)
 
 

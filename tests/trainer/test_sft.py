@@ -164,7 +164,7 @@ def test_the_other_ranks_look_for_a_checkpoint_after_the_first_has_cleared_the_f
     run = SFTRun(sft_config(settings, folder), Ranks())
     run.ranks = Ranks(rank=1, world_size=2)
     waited: list[bool] = []
-    monkeypatch.setattr(Ranks, "wait_for_all", lambda self: waited.append(True))
+    monkeypatch.setattr(Ranks, "barrier", lambda self: waited.append(True))
     run.resume()
     assert waited == [True]
     assert run.trainer.step_number == 1

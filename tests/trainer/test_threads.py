@@ -55,7 +55,7 @@ def test_a_resumed_run_has_the_threads_of_its_first_steps_unless_told_otherwise(
     assert "num_threads" not in capsys.readouterr().out
     assert threads_of(steps(3, "trainer.num_threads=1")) == 1
     told = " ".join(capsys.readouterr().out.split())
-    assert "trainer.num_threads=1, and the steps so far were made with 2" in told
+    assert "trainer.num_threads=1, but the run used 2 so far" in told
 
 
 @pytest.mark.parametrize("tree", ["ppo_trainer", "sft_trainer", "generation"])
@@ -73,7 +73,7 @@ def test_a_busy_machine_is_told_once_with_what_helps(
     )
     assert resolved.trainer.num_threads == count == 2
     assert resolve_threads(resolved, 1) == (resolved, 2)
-    resolve_threads(given, 1, tells=False)
+    resolve_threads(given, 1, print_warnings=False)
     assert resolve_threads(replace(given, "trainer.num_threads", 1), 1)[1] == 1
     assert capsys.readouterr().out == ""
 

@@ -168,7 +168,7 @@ def test_the_checkpoint_before_the_jump_is_the_newest_that_did_not_generate_it(
     raised(watch, lines("kl", values, [0.5] * 23))
     # Steps 21 to 23 are beyond the limit; the weights of step 20 generated the first of them.
     assert watch.state_dict()["kept"] == [19]
-    assert 19 in watch.spared(90)
+    assert 19 in watch.protected_steps(90)
 
 
 LOUD = (

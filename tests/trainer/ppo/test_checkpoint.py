@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     ):
         copy = RunFolder(shutil.copytree(first.folder, tmp_path / f"copy-{number}"))
         harm(copy.checkpoint(2) / which)
-        assert checkpoint.newest_sound(copy) == (1, copy.checkpoint(1)), which
+        assert checkpoint.newest_valid(copy) == (1, copy.checkpoint(1)), which
     truncate(first.checkpoint(2) / "trainer_state.json")
     with caplog.at_level(logging.WARNING):
         run = train(*FOUR)
@@ -217,7 +217,7 @@ def test_without_any_sound_checkpoint_the_run_stops_and_changes_nothing(
     before = contents(run.folder)
     assert cli.main(["train", *task.overrides(run.folder, *TWO)]) == 2
     said = capsys.readouterr().err
-    assert "has 2 checkpoints, and none can be resumed (global_step_2: trainer_state.json" in said
+    assert "has 2 checkpoints, but none can be resumed (global_step_2: trainer_state.json" in said
     assert "nothing was changed" in said
     assert "trainer.resume_mode=disable" in said
     assert contents(run.folder) == before
@@ -271,7 +271,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_others_go(
     final = run.checkpoint(2)
     at = calls.index(("rename", str(final)))
     before = {name for kind, name in calls[:at] if kind == "sync"}
-    temporary = checkpoint.unfinished(RunFolder(run.folder), 2)
+    temporary = checkpoint.temporary_folder(RunFolder(run.folder), 2)
     for file in final.rglob("*"):
         assert str(temporary / file.relative_to(final)) in before, file
     assert str(run.folder / "metrics.jsonl") in before
@@ -471,7 +471,7 @@ def test_a_checkpoint_whose_shards_lie_on_another_disk_is_not_kept(tmp_path: Pat
     run = RunFolder(tmp_path)
 
     def write() -> None:
-        with checkpoint.writing(run, 1) as folder, alone_without_warning():
+        with checkpoint.atomic_folder(run, 1) as folder, alone_without_warning():
             for role in ("actor", "critic"):
                 save({"x": torch.ones(2)}, checkpoint_id=str(folder / role), no_dist=True)
             (folder / "critic" / "__0_0.distcp").unlink()  # as if its rank were on another machine

@@ -153,7 +153,7 @@ def test_rounds_that_keep_nothing_end_without_a_limit_too(
 class Script:
     """A source and a loader whose groups are known beforehand: which vary, and in which order they end."""
 
-    decodes_beside = True
+    generates_concurrently = True
 
     def __init__(self, varies: list[bool], per_round: int, seed: int = 0) -> None:
         self._varies, self._per_round = varies, per_round

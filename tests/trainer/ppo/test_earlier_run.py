@@ -72,8 +72,8 @@ def test_another_learning_rate_estimator_and_model_are_a_line_each(
     lines = capsys.readouterr().out.splitlines()
     assert f"from global_step_2 on: {LR}=0.001, before 0.01" in lines
     assert "from global_step_2 on: algorithm.adv_estimator=rloo, before grpo" in lines
-    (line,) = (line for line in lines if "its weights go back to" in line)
-    assert f"{MODEL}={task.model}, not to {other}" in line
+    (line,) = (line for line in lines if "was trained from" in line)
+    assert f"{MODEL}={task.model}, not from {other}" in line
     assert sum("global_step_2" in line for line in lines) == 3
 
 

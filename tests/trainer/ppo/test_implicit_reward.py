@@ -61,7 +61,7 @@ def test_the_filters_choose_from_an_oversampled_batch(
 
 
 def test_outcomes_outside_0_to_1_are_refused(train: Callable[..., Run], task: Task) -> None:
-    with pytest.raises(RewardError, match=r"outcomes from 0 to 1, and a score is 6"):
+    with pytest.raises(RewardError, match=r"outcomes from 0 to 1, but a score is 6"):
         train(*prime(task), compute_score=lambda *_, **__: 6.0)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hone import cli
 from hone.config import load_config
 from hone.controller import Role, profiling
-from hone.trainer.ppo.profiling import recorded_ranks
+from hone.trainer.ppo.profiling import profiled_ranks
 
 from ..runs import Task
 
@@ -39,7 +39,7 @@ def test_the_roles_choose_their_ranks(
     settings: list[str], ranks: dict[str, tuple[int, ...] | None]
 ) -> None:
     config = load_config([*(_key(setting) for setting in settings), "global_profiler.steps=[1]"])
-    chosen = {role: recorded_ranks(config, Role.from_string(role)) for role in ranks}
+    chosen = {role: profiled_ranks(config, Role.from_string(role)) for role in ranks}
     assert chosen == ranks
 
 

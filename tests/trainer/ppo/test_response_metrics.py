@@ -12,7 +12,7 @@ from hone.config import PPOTrainerConfig, load_config
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.trainer.ppo.collect import keep_rows
+from hone.trainer.ppo.collect import keep_mask
 from hone.trainer.ppo.response_metrics import filter_metrics, reflection_score, response_metrics
 
 from ..runs import Run
@@ -136,7 +136,9 @@ def test_rows_without_a_verdict_are_neither_correct_nor_incorrect() -> None:
 
 def test_rows_that_the_reward_model_does_not_score_are_no_outcome() -> None:
     styles = [{"style": s} for s in ("model", "rule", "rule", "model")]
-    measured = response_metrics(batch(reward_model=styles), TOKENIZER, config(), routed=True)
+    measured = response_metrics(
+        batch(reward_model=styles), TOKENIZER, config(), route_by_style=True
+    )
     assert measured["instant_rewards/outcome_reward/mean"] == pytest.approx((0.8 + 0.1) / 2)
     assert "instant_rewards/orm_match_vr" not in measured
     assert measured["response_length/incorrect/mean"] == 4
@@ -188,10 +190,10 @@ def test_reflection_patterns_are_counted(text: str, count: int) -> None:
 def test_the_curriculum_compares_rule_scores_whatever_the_reward_model_says() -> None:
     scored = batch(token_level_scores=torch.full((4, WIDTH), 7.0))
     tree = ("curriculum_learning.enable=true",)
-    keep = keep_rows(scored, config(*tree))
+    keep = keep_mask(scored, config(*tree))
     assert keep is not None
     assert keep.tolist() == [True, True, False, False]
-    assert keep_rows(scored, config(*tree, "reward_model.reward_manager=blank")) is None
+    assert keep_mask(scored, config(*tree, "reward_model.reward_manager=blank")) is None
 
 
 @pytest.mark.parametrize("filters", ["curriculum_learning", "algorithm.filter_groups"])
@@ -230,10 +232,10 @@ def test_rows_without_an_answer_count_in_no_metric_of_the_rule_and_pass_the_curr
     assert measured["instant_rewards/orm_match_vr"] == 0.0  # 0.8 and 0.4 say right, the rule wrong
     for name in ("remove_extreme", "interquartile"):
         settings = config("curriculum_learning.enable=true", f"curriculum_learning.fn_name={name}")
-        keep = keep_rows(batch(reward_failure=missing), settings)
+        keep = keep_mask(batch(reward_failure=missing), settings)
         assert keep is not None
         assert keep.tolist()[2:] == [True, True]
-    assert keep_rows(without, config("curriculum_learning.enable=true")).tolist() == [
+    assert keep_mask(without, config("curriculum_learning.enable=true")).tolist() == [
         False,
         False,
         True,

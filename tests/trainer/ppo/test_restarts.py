@@ -121,7 +121,7 @@ def test_what_is_left_is_refused_in_one_sentence_if_no_pool_of_the_run_fits_on_i
     )
     cluster.cpus = [(4, 4)]
     with pytest.raises(
-        ConfigError, match=r"cannot restart on what is left \(10.0.0.1 \(n0\): 4 of 4"
+        ConfigError, match=r"cannot restart on the remaining nodes \(10.0.0.1 \(n0\): 4 of 4"
     ):
         attempts(config, LOST)
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.trainer.ppo.rollout_file import JSON_COLUMNS, SCHEMA, turns_of
+from hone.trainer.ppo.rollout_file import JSON_COLUMNS, SCHEMA, split_turns
 
 from ..runs import REWARDS, Run
 
@@ -145,7 +145,7 @@ class Letters:
 
 @pytest.mark.parametrize("said", [None, 7, [{"role": "tool"}], [{"role": "tool", "tokens": 2}]])
 def test_where_a_loop_says_nothing_that_fits_the_mask_tells_the_turns(said: Any) -> None:
-    turns = turns_of([1, 2, 3, 4], [1, 1, 0, 1], said, Letters())
+    turns = split_turns([1, 2, 3, 4], [1, 1, 0, 1], said, Letters())
     assert [(turn["role"], turn["text"]) for turn in turns] == [
         ("assistant", "ab"),
         ("environment", "c"),

@@ -16,7 +16,7 @@ from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.tracking import RunFolder
 from hone.tracking.run_folder import step_files
-from hone.trainer.ppo.rollout_writer import RolloutWriter, kept_steps
+from hone.trainer.ppo.rollout_writer import RolloutWriter, steps_to_keep
 
 from ..runs import Run
 
@@ -57,7 +57,7 @@ def steps_in(folder: Path) -> list[int]:
 def test_the_last_steps_stay_and_those_a_resumed_run_begins_with(
     step: int, save_freq: int, steps: set[int]
 ) -> None:
-    assert {s for s in kept_steps(step, 3, save_freq) if s > 0} == steps
+    assert {s for s in steps_to_keep(step, 3, save_freq) if s > 0} == steps
 
 
 def test_a_run_keeps_the_files_of_its_last_steps(train: Callable[..., Run]) -> None:

@@ -32,8 +32,8 @@ def test_what_rows_ask_for_and_nothing_answers_is_said(
     data = write_rows(tmp_path / "rows.jsonl", extra_info=extra, agent_name="tool_agent")
     dry_run(task, tmp_path / "run", data)
     said = capsys.readouterr().out
-    assert "rows have interaction_kwargs, and no interaction is configured" in said
-    assert "rows have tools_kwargs for calc, which is no tool of this run" in said
+    assert "rows have interaction_kwargs, but no interaction is configured" in said
+    assert "rows have tools_kwargs for calc, which this run has no tool for" in said
     assert "tool_agent has neither tools nor interactions" in said
 
 
@@ -220,7 +220,7 @@ def test_a_template_that_drops_earlier_thinking_is_said_before_training(
         f"actor_rollout_ref.model.custom_chat_template={template!r}",
     )
     said = " ".join(capsys.readouterr().out.split())
-    assert "renders earlier turns otherwise than the model wrote them" in said
+    assert "renders earlier turns differently than the model wrote them" in said
     assert "a user answers a turn that thinks: from token" in said, said
 
 

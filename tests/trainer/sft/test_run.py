@@ -87,7 +87,7 @@ def test_a_run_that_names_another_model_than_it_began_with_is_told(
     other = tiny_model(tmp_path / "other", seed=1)
     train("run", f"model.path={other}")
     told = capsys.readouterr().out
-    assert f"go back to model.path={model}, not to {other}" in told
+    assert f"was trained from model.path={model}, not from {other}" in told
     assert "set another trainer.default_local_dir" in told
 
 
@@ -97,7 +97,7 @@ def test_only_the_first_rank_tells_of_a_resume(
     folder = train("run")
     run = SFTRun(sft_config(settings, folder), Ranks())
     run.ranks = Ranks(rank=1, world_size=2)
-    monkeypatch.setattr(Ranks, "wait_for_all", lambda self: None)
+    monkeypatch.setattr(Ranks, "barrier", lambda self: None)
     run.fit()
     assert run.trainer.step_number == 1
     assert capsys.readouterr().out == ""
