@@ -19,11 +19,9 @@ from hone.rewards.places import describe
 from hone.rewards.scores.table import default_compute_score, scorer_of
 from hone.types import Function, JsonValue, Row
 
-RewardFunction: TypeAlias = str | Function
+Scorer: TypeAlias = str | Function
 Reward: TypeAlias = Union[
-    RewardFunction,
-    "Sequence[RewardFunction | tuple[RewardFunction, float]]",
-    "Mapping[RewardFunction, float]",
+    Scorer, "Sequence[Scorer | tuple[Scorer, float]]", "Mapping[Scorer, float]"
 ]
 Result: TypeAlias = Union[float, "Mapping[str, JsonValue]", "Sequence[float]", None]
 """A number, a dict with `score`, or a sequence that begins with the score."""
@@ -37,7 +35,7 @@ class Part(NamedTuple):
     """One reward, with its name in the metrics and its weight in the sum."""
 
     name: str
-    score: RewardFunction
+    score: Scorer
     weight: float
 
     @property
@@ -128,10 +126,8 @@ def _reward_call(part: Part, columns: Collection[str]) -> Callable[[Row], Result
     args = [p for p in part.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if "completions" in part.parameters:
         takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in part.parameters.values())
-        keys = {p.name for p in args}
-        return _trl_call(
-            score, keys | {"prompts", *ANSWER_NAMES, *columns} if takes_kwargs else keys
-        )
+        extra = {"prompts", *ANSWER_NAMES, *columns} if takes_kwargs else set()
+        return _trl_call(score, {p.name for p in args} | extra)
     names = [p.name for p in args if p.name in known]
     required = [p.name for p in args if p.default is p.empty]
     if not names and len(required) in (1, 2):

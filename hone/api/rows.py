@@ -91,11 +91,9 @@ def response_rows(rows: Sequence[Row]) -> list[Row]:
     """Convert rows to those of SFT, with `messages`, or with `prompt` and `response`."""
     if MESSAGES in rows[0]:
         return list(rows)
+    names = {"prompt": PROMPTS, "response": RESPONSES}
     return [
-        {
-            "prompt": row[_find_column(row, i, PROMPTS)],
-            "response": row[_find_column(row, i, RESPONSES)],
-        }
+        {column: row[_find_column(row, i, names[column])] for column in names}
         for i, row in enumerate(rows)
     ]
 

@@ -36,7 +36,7 @@ SHORT_NAMES = {
     "steps": ("trainer.total_training_steps",),
 }
 """Short names with their keys, of which the first that the config has is used."""
-_LOWER_PRIORITY = (
+_SECONDARY = (
     "critic.",
     "reward_model.",
     "actor_rollout_ref.ref.",
@@ -52,7 +52,7 @@ def matches(tree: str, name: str) -> list[str]:
     if short or name.partition(".")[0] in hints(root):
         return short[:1] or [name]
     candidates = [key for key in sorted(keys) if key.endswith(f".{name}")]
-    return [key for key in candidates if not key.startswith(_LOWER_PRIORITY)] or candidates
+    return [key for key in candidates if not key.startswith(_SECONDARY)] or candidates
 
 
 def resolve_key(tree: str, name: str) -> str:

@@ -85,7 +85,7 @@ def export(
             shutil.copytree(source / part, temporary, dirs_exist_ok=True)
         elif (source / TABLE).is_file():
             gathered = temporary / "gathered"
-            _export_shards(source, gathered, external_lib, trust_remote_code)
+            _gather(source, gathered, external_lib, trust_remote_code)
             if not (gathered / part).is_dir():
                 raise ExportError(f"{source} was trained without LoRA; it has no adapter to export")
             shutil.copytree(gathered / part, temporary, dirs_exist_ok=True)
@@ -147,15 +147,12 @@ def _saved_tensors(folder: Path) -> dict[str, STORAGE_TYPES]:
     return read_table(folder).state_dict_metadata
 
 
-def _export_shards(
-    source: Path, out: Path, external_lib: str | None, trust_remote_code: bool
-) -> None:
+def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code: bool) -> None:
     """Load the shards into the run's model, in this process, and export it."""
     model = _replace_code(_model_config(source), external_lib, trust_remote_code)
     tokenizer = build_tokenizer(model)
-    lm = load_causal_lm(
-        model.path, dtype=_saved_dtype(source), override_config=model.override_config
-    )
+    dtype = _saved_dtype(source)
+    lm = load_causal_lm(model.path, dtype=dtype, override_config=model.override_config)
     policy = PolicyModel(lm)
     if model.uses_lora:
         policy.lm = build_lora(lm, model, seed=0)

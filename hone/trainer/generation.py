@@ -72,7 +72,7 @@ def build_engine(
     check: Callable[[PreTrainedModel], None] = lambda lm: None,
 ) -> RolloutEngine:
     """Build the rollout engine of a generation config; `check` is called with the loaded model."""
-    config, threads = resolve_threads(config, ranks.local_world_size, print_warnings=ranks.is_first)
+    config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
     model = config.model
     fix_threads(threads)
     device = pick_device(config.trainer.device, ranks.local_rank)

@@ -14,13 +14,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TypeAlias
 
 from hone.types import Function
 
 log = logging.getLogger(__name__)
-
-Handler: TypeAlias = Function | int | None
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -63,6 +60,20 @@ def is_program() -> bool:
     return bool(_programs)
 
 
+@contextmanager
+def signal_handler(handle: Function) -> Iterator[None]:
+    """Handle Ctrl-C and SIGTERM with `handle` inside the block, if this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 class Interrupted(SystemExit):
     """Raised after saving, when the user or the scheduler requested a stop."""
 
@@ -83,19 +94,18 @@ class GracefulStop:
     ) -> None:
         self.number: int | None = None
         self._finishing = finishing
-        self._before: dict[int, Handler] = {}
+        self._handlers = signal_handler(self._handle)
 
     @property
     def requested(self) -> bool:
         return self.number is not None
 
     def __enter__(self) -> GracefulStop:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._handle) for n in SIGNALS}
+        self._handlers.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _restore(self._before)
+        self._handlers.__exit__(None, None, None)
 
     def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Request a stop on every rank if any rank received a signal; every rank calls this."""
@@ -129,7 +139,6 @@ def exit_on_signal() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous_handlers: dict[int, Handler] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
         if is_rank():
@@ -137,14 +146,13 @@ def exit_on_signal() -> Iterator[None]:
                 signal.signal(other, signal.SIG_IGN)  # the launcher forwards the same request
         _raise_exit(number, restore_default=not is_rank())
 
+    _programs.append(True)
     try:
-        previous_handlers = {n: signal.signal(n, handle) for n in SIGNALS}
-        _programs.append(True)
-        _saved.clear()
-        yield
+        with signal_handler(handle):
+            _saved.clear()
+            yield
     finally:
         _programs.pop()
-        _restore(previous_handlers)
 
 
 def _raise_exit(number: int, restore_default: bool = True) -> None:
@@ -153,8 +161,3 @@ def _raise_exit(number: int, restore_default: bool = True) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise Terminated(exit_code(number))
-
-
-def _restore(handlers: dict[int, Handler]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -105,10 +105,8 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
             "trainer.n_gpus_per_node=N"
         )
     require_folder(options.out, "--out")
-    out, (generation_overrides, scoring_overrides) = (
-        Path(options.out).expanduser(),
-        split_overrides(overrides),
-    )
+    out = Path(options.out).expanduser()
+    generation_overrides, scoring_overrides = split_overrides(overrides)
     with lock_folder(options.out):
         for bench in options.bench:
             file = benchmark_file(bench, Path(options.data).expanduser(), out / "data")
@@ -138,9 +136,7 @@ def show(result: Evaluation, config: EvaluationConfig, title: str) -> None:
             table.add_row(metric, f"{mean.value:.4f}", interval)
         screen().say(table)
         if any(mean.low is None for mean in source.metrics.values()):
-            print_line(
-                f"{NO_INTERVAL}: all rows have the same value, so no interval can be estimated"
-            )
+            print_line(f"{NO_INTERVAL}: all rows have the same value, so there is no interval")
         for reason, count in source.failures.items():
             print_line(f"{name}: {count} responses could not be scored ({reason}); they count 0")
     for reason, message in result.first_failures.items():

@@ -72,17 +72,17 @@ def _parser() -> argparse.ArgumentParser:
 def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> Row:
     """Return every requested result of one model."""
     from hone.data.steps import typed_text
-    from hone.trainer import prm_evaluation
+    from hone.trainer.prm_evaluation import StepScorer, best_of_n, labelled_steps, process_bench
 
-    scorer = prm_evaluation.StepScorer(config)
+    scorer = StepScorer(config)
     results: Row = {"path": config.model.path}
     if options.processbench:
-        results["processbench"] = prm_evaluation.process_bench(scorer, options.processbench)
+        results["processbench"] = process_bench(scorer, options.processbench)
     if options.best_of_n:
         file, split = options.best_of_n, typed_text(options.split)
-        results["best_of_n"] = prm_evaluation.best_of_n(scorer, file, options.aggregate, split)
+        results["best_of_n"] = best_of_n(scorer, file, options.aggregate, split)
     if config.data.val_files:
-        results["labelled_steps"] = prm_evaluation.labelled_steps(scorer)
+        results["labelled_steps"] = labelled_steps(scorer)
     return results
 
 

@@ -55,29 +55,18 @@ def _card_lines(
     yield from ("tags:", "- hone", "- reinforcement-learning" if estimator else "- sft", "---", "")
     yield from (f"# {name}", "")
     base = f" from `{_without_folders(model)}`" if model else ""
-    method = (
-        f"by reinforcement learning (`{estimator}`)" if estimator else "by supervised fine-tuning"
-    )
-    step_count = f", {rows[-1]['step']} steps" if rows else ""
-    yield (
-        f"Trained{base} {method}{step_count}, with hone {__version__}."
-        if config
-        else "Exported by hone."
-    )
+    method = f"reinforcement learning (`{estimator}`)" if estimator else "supervised fine-tuning"
+    length = f", {rows[-1]['step']} steps" if rows else ""
+    trained = f"Trained{base} by {method}{length}, with hone {__version__}."
+    yield trained if config else "Exported by hone."
     files = {key: _get(config, f"data.{key}_files") for key in ("train", "val")}
     if any(files.values()):
         yield from ("", "## Data", "", "| | files |", "|---|---|")
         yield from (f"| {key} | {_without_folders(n)} |" for key, n in files.items() if n)
     keys = [key for key in sorted(origins) if not _SECRET.search(key)]
     if keys:
-        yield from (
-            "",
-            "## Configuration",
-            "",
-            "What was set; the rest are defaults.",
-            "",
-            "```yaml",
-        )
+        yield from ("", "## Configuration", "", "What was set; the rest are defaults.", "")
+        yield "```yaml"
         yield from (f"{key}: {_without_folders(_get(config, key))}" for key in keys)
         yield "```"
     if has_curves:
@@ -88,8 +77,8 @@ def _card_lines(
     for key in metrics:
         steps, values = series(rows, key)
         if steps:
-            first, last = (f"{values[i]:.4g} (step {steps[i]})" for i in (0, -1))
-            yield f"| `{key}` | {first} | {last} |"
+            cells = (f"{values[i]:.4g} (step {steps[i]})" for i in (0, -1))
+            yield f"| `{key}` | {' | '.join(cells)} |"
 
 
 def _get(config: Row, key: str) -> JsonValue:

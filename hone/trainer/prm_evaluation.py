@@ -64,11 +64,9 @@ class StepScorer:
                 part = order[start : start + BATCH_ROWS]
                 pad = self.tokenizer.pad_token_id
                 batch = self._task.collate([encoded[i] for i in part], pad)
-                probabilities = self._engine.infer(batch)["scores"].double().sigmoid()
+                p_good = self._engine.infer(batch)["scores"].double().sigmoid()
                 masks = batch.batch["response_mask"] == 1
-                scores |= {
-                    i: p[m].numpy() for i, p, m in zip(part, probabilities, masks, strict=True)
-                }
+                scores |= {i: p[m].numpy() for i, p, m in zip(part, p_good, masks, strict=True)}
                 bar.advance(len(part))
         return [scores[i] for i in range(len(order))]
 
@@ -125,10 +123,10 @@ def labelled_steps(scorer: StepScorer) -> Row:
     """Return accuracy and area under the ROC curve over the labelled steps of data.val_files."""
     solutions = scorer.read(scorer.config.data.val_files or ())
     scores, labels = [], []
-    for solution, probabilities in zip(solutions, scorer.score(solutions), strict=True):
-        for label, probability in zip(solution.labels, probabilities, strict=True):
+    for solution, p_good in zip(solutions, scorer.score(solutions), strict=True):
+        for label, p in zip(solution.labels, p_good, strict=True):
             if label is not None:
-                scores.append(probability)
+                scores.append(p)
                 labels.append(label > 0.5)
     good, predicted_good = np.array(labels), np.array(scores) > 0.5
     hits = good == predicted_good
@@ -161,10 +159,8 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, split: str) -> Row:
             solutions.append(
                 Solution(row.get(scorer.config.data.prompt_key), steps, [None] * len(steps))
             )
-    probabilities = iter(scorer.score(solutions))
-    ranked = [
-        [metrics.AGGREGATES[aggregate](next(probabilities)) for _ in row["scores"]] for row in rows
-    ]
+    p_good = iter(scorer.score(solutions))
+    ranked = [[metrics.AGGREGATES[aggregate](next(p_good)) for _ in row["scores"]] for row in rows]
     min_responses = min(len(row["scores"]) for row in rows)
     columns: dict[str, list[float]] = {"mean@1": [float(np.mean(row["scores"])) for row in rows]}
     for k in sizes(min_responses):

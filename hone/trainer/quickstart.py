@@ -206,11 +206,8 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
 def prepare_folder(folder: Path) -> None:
     """Create an empty folder; an existing folder with other files is renamed."""
     own_names = {MARKER_FILE, *DATA.values(), BASE, RUN, CURVE}
-    if (
-        folder.is_dir()
-        and (folder / MARKER_FILE).is_file()
-        and {p.name for p in folder.iterdir()} <= own_names
-    ):
+    files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if MARKER_FILE in files and files <= own_names:
         shutil.rmtree(folder)
     elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         names = (folder.with_name(f"{folder.name}.earlier-{n}") for n in count(1))

@@ -17,14 +17,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from hone.engine.rendezvous import STORE_FILE
-from hone.trainer.interrupt import SIGNALS, exit_code, mark_as_rank
+from hone.trainer.interrupt import exit_code, mark_as_rank, signal_handler
 
 LAUNCHER_PID = "HONE_LAUNCHER_PID"
 GRACE_S = 3.0
@@ -173,7 +172,7 @@ class _Processes:
     def run(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> dict[int, int]:
         """Run the processes until all exit, and return the exit code of each."""
         try:
-            with self._forwarding_signals():
+            with signal_handler(self._forward):
                 for rank, environment in enumerate(environments):
                     self._processes.append(subprocess.Popen(command, env=environment))
                     watch = threading.Thread(target=self._watch, args=(rank,), daemon=True)
@@ -210,20 +209,8 @@ class _Processes:
             with contextlib.suppress(OSError):
                 process.kill()
 
-    @contextmanager
-    def _forwarding_signals(self) -> Iterator[None]:
-        """Forward the first Ctrl-C or SIGTERM to every process; kill them on the second."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {n: signal.signal(n, self._forward) for n in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Forward the first Ctrl-C or SIGTERM to every process; kill them on the second."""
         if self.stopped_by is not None:
             self._kill()
             raise SystemExit(exit_code(number))

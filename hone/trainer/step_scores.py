@@ -138,7 +138,5 @@ def weighted_vote(
         return float(np.mean(scores))
     best = max(totals.values())
     winners = [vote for vote, total in totals.items() if total == best]
-    winner_scores = [
-        np.mean([s for s, v in zip(scores, votes, strict=True) if v == w]) for w in winners
-    ]
-    return float(np.mean(winner_scores))
+    pairs = list(zip(scores, votes, strict=True))
+    return float(np.mean([np.mean([s for s, v in pairs if v == winner]) for winner in winners]))

@@ -74,23 +74,19 @@ def combinations(arguments: Sequence[str], tree: str) -> tuple[list[str], list[R
     """Return the arguments that all runs share, and the runs."""
     shared: list[str] = []
     choices: list[list[str]] = []
-    for argument in arguments:
-        parsed = (
-            parse_override(argument) if "=" in argument and not argument.startswith("-") else None
-        )
+    for text in arguments:
+        parsed = parse_override(text) if "=" in text and not text.startswith("-") else None
         if parsed is None or not parsed.is_sweep_override():
-            shared.append(argument)
+            shared.append(text)
         else:
-            sign = argument[: len(argument) - len(argument.lstrip("+~"))]
+            sign = text[: len(text) - len(text.lstrip("+~"))]
             key = f"{sign}{parsed.get_key_element().lstrip('+~')}"
             choices.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
     runs = [Run(list(values), {}) for values in itertools.product(*choices)]
     outputs = [_outputs(shared, run.overrides, tree) for run in runs]
     for run, run_outputs in zip(runs, outputs, strict=True):
         if sum(run_outputs == other for other in outputs) > 1:  # each run needs its own output path
-            run_outputs = {
-                key: _add_values_to_path(path, run.overrides) for key, path in run_outputs.items()
-            }
+            run_outputs = {key: _run_path(path, run.overrides) for key, path in run_outputs.items()}
         run.outputs = run_outputs
     return shared, runs
 
@@ -105,7 +101,7 @@ def _outputs(shared: Sequence[str], overrides: Sequence[str], tree: str) -> dict
     return {key: str(value) for key, value in values.items() if value}
 
 
-def _add_values_to_path(path: str, overrides: Sequence[str]) -> str:
+def _run_path(path: str, overrides: Sequence[str]) -> str:
     """Add the values of a run to a path: as a subfolder, or before the suffix of a file."""
     pairs = [text.lstrip("+").partition("=")[::2] for text in overrides]
     names = [key.rpartition(".")[2] for key, _ in pairs]

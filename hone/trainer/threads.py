@@ -22,7 +22,7 @@ Config = TypeVar("Config", bound=Block)
 
 
 def resolve_threads(
-    config: Config, local_world_size: int, *, print_warnings: bool = True
+    config: Config, local_world_size: int, *, warn: bool = True
 ) -> tuple[Config, int]:
     """Return the config with `trainer.num_threads` set, and the number.
 
@@ -31,16 +31,12 @@ def resolve_threads(
     trainer = config["trainer"]  # the configs with this block share no type
     resumed = _threads_of_resumed_run(trainer)
     count = trainer.num_threads or resumed or thread_count(local_world_size)
-    if print_warnings and resumed is not None and count != resumed:
+    if warn and resumed is not None and count != resumed:
         screen().line(
             f"{KEY}={count}, but the run used {resumed} so far: metrics may differ in the last bits "
             f"from those of an uninterrupted run; {KEY}={resumed} avoids that"
         )
-    if (
-        print_warnings
-        and trainer.num_threads is None
-        and (warning := busy_warning(count, trainer.device))
-    ):
+    if warn and trainer.num_threads is None and (warning := busy_warning(count, trainer.device)):
         screen().line(warning)
     return replace(config, KEY, count), count
 

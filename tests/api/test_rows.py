@@ -130,6 +130,6 @@ def test_the_same_rows_are_the_same_file_and_others_are_not(tmp_path: Path) -> N
 
 
 def test_a_value_that_json_cannot_hold_names_its_row(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="row 1 holds a bytes"):
+    with pytest.raises(DataError, match="row 1 contains a bytes"):
         write_rows([{"a": 1}, {"a": b"x"}], tmp_path, "train")
     assert not list(tmp_path.iterdir())

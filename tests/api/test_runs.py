@@ -108,7 +108,7 @@ def test_a_call_that_is_refused_leaves_nothing_behind(tiny: Path, here: Path) ->
     wrong: list[tuple[Any, type[Exception], str]] = [
         (lambda: hone.train(tiny, ROWS, exact, stepps=3), ConfigError, "stepps.*steps"),
         (lambda: hone.train(tiny, [{"text": 1}], exact), DataError, "row 0 has no column"),
-        (lambda: hone.train(object(), ROWS, exact), ConfigError, "save it and give its folder"),  # type: ignore[arg-type]
+        (lambda: hone.train(object(), ROWS, exact), ConfigError, "save it and pass its folder"),  # type: ignore[arg-type]
         (lambda: hone.train(tiny, ROWS, exact, folder=__file__), ConfigError, "is a file"),
         (lambda: hone.train("no/such/model", ROWS, exact, **SMALL), Exception, "no/such/model"),
         (lambda: hone.train(tiny, ROWS, "gsm9k"), SetupError, "gsm8k"),
@@ -139,7 +139,7 @@ def test_an_interrupt_says_how_to_go_on(
         raise Interrupted(3)
 
     monkeypatch.setattr("hone.trainer.main_ppo.run", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="stopped after step 3; folder='mine' goes on"):
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 3; folder='mine' resumes"):
         hone.train(tiny, ROWS, exact, folder="mine", **SMALL)
     assert Path("mine/config.yaml").exists()
 
@@ -183,7 +183,7 @@ def test_a_loaded_model_is_evaluated_as_it_is(tiny: Path, here: Path) -> None:
     with hone.LLM(tiny) as llm:
         found = hone.evaluate(llm, ROWS, exact, max_tokens=2)
         assert found.as_dict()["test_score/exact"] == 0.0
-        with pytest.raises(ConfigError, match="loaded already: give top_p"):
+        with pytest.raises(ConfigError, match="already loaded: pass top_p"):
             hone.evaluate(llm, ROWS, exact, top_p=0.5)
         assert llm.generate("1")  # not closed by the evaluation
     assert not list(here.iterdir())

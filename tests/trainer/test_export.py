@@ -233,7 +233,7 @@ def test_a_full_folder_is_not_overwritten(plain: Path, tmp_path: Path) -> None:
 def test_shards_without_their_run_say_what_is_missing(plain: Path, tmp_path: Path) -> None:
     step = without(plain, tmp_path / "run", "huggingface")
     (tmp_path / "run" / "config.yaml").unlink()
-    with pytest.raises(ExportError, match=r"no config.yaml of its run"):
+    with pytest.raises(ExportError, match=r"no parent folder has the config.yaml"):
         export(step, tmp_path / "out")
 
 

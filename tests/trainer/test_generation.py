@@ -349,7 +349,7 @@ def test_a_finished_job_says_so_and_draws_nothing_again(
     screen.cache_clear()
     assert again.run().read_bytes() == whole
     screen.cache_clear()
-    assert "out.parquet is done already" in capsys.readouterr().out
+    assert "out.parquet is already complete" in capsys.readouterr().out
     changed = whole + b" "
     first.output.write_bytes(changed)  # no longer what this job wrote
     with pytest.raises(GenerationError, match="changed since"):

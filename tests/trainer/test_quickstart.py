@@ -85,7 +85,7 @@ def test_what_it_did_not_make_is_kept(
     (folder / "thesis.txt").write_text("mine")
     assert dry() == 0
     assert (tmp_path / "q" / "seed-1.earlier-1" / "thesis.txt").read_text() == "mine"
-    assert "kept as" in capsys.readouterr().out
+    assert "renamed to" in capsys.readouterr().out
     (folder / ".quickstart").unlink()  # looks alike, is not marked
     assert dry() == 0
     assert names(tmp_path / "q") == {"seed-1", "seed-1.earlier-1", "seed-1.earlier-2"}

@@ -170,7 +170,7 @@ def test_the_other_ranks_look_for_a_checkpoint_after_the_first_has_cleared_the_f
     assert run.trainer.step_number == 1
     assert (folder / ".global_step_9.tmp").is_dir()
     assert numbers(folder)
-    with run._writing(5) as shared:
+    with run._checkpoint_folder(5) as shared:
         assert shared == folder / ".global_step_5.tmp"
 
 
@@ -226,7 +226,7 @@ def test_skipped_rows_are_told_and_only_the_first_rank_tells_or_shows_progress(
     caplog.clear()
     run.ranks = Ranks(rank=1, world_size=2)
     data = run.config.data
-    run._encoded("train rows", data.train_files, -1)
+    run._encode("train rows", data.train_files, -1)
     assert run.validate()["val/loss"] > 0
     assert shown == []
     assert caplog.text == ""

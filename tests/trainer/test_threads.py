@@ -69,11 +69,11 @@ def test_a_busy_machine_is_told_once_with_what_helps(
     told = " ".join(capsys.readouterr().out.split())
     assert told == (
         "2 threads are 9.6 times slower than one here: other programs use the cores (load average 5.0 "
-        "on 2 cores); trainer.num_threads=1 helps"
+        "on 2 cores); set trainer.num_threads=1"
     )
     assert resolved.trainer.num_threads == count == 2
     assert resolve_threads(resolved, 1) == (resolved, 2)
-    resolve_threads(given, 1, print_warnings=False)
+    resolve_threads(given, 1, warn=False)
     assert resolve_threads(replace(given, "trainer.num_threads", 1), 1)[1] == 1
     assert capsys.readouterr().out == ""
 
@@ -87,7 +87,7 @@ def test_the_number_that_helps_leaves_the_other_programs_their_cores(
     monkeypatch.setattr(threads, "slowdown", lambda count: 2.0)
     monkeypatch.setattr(threads, "load_average", lambda: load)
     monkeypatch.setattr(threads, "usable_cores", lambda: 8)
-    assert (busy_warning(count, "cpu") or "").endswith(f"trainer.num_threads={free} helps")
+    assert (busy_warning(count, "cpu") or "").endswith(f"set trainer.num_threads={free}")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from hone.trainer.ppo.metrics import mean_over_ranks
 from hone.trainer.ppo.scoring import AGENT, RULE, extra_numbers, has_extra
 from hone.workers.implicit_reward_model import GROUP, OUTCOME, ImplicitRewardModelWorker
 
-REWARD = "reward/implicit"
-
 
 def train_implicit_reward_model(
     batch: DataProto, model: WorkerGroup[ImplicitRewardModelWorker], config: PPOTrainerConfig
@@ -39,7 +37,7 @@ def train_implicit_reward_model(
         granularity=settings.prime_granularity,
         norm=settings.prime_norm,
     )
-    write(batch, REWARD, rewards)
+    write(batch, "reward/implicit", rewards)
     logit = beta * ratio.sum(-1)
     pair_accuracy, sign_accuracy = ranking_accuracy(logit, labels, uid)
     batch.meta_info.setdefault("metrics", {}).update(

@@ -108,10 +108,8 @@ class _Preflight:
             agent_problems = list(agents.problems())  # builds the loops
             attempt(agents.render_prompts)
         compute_score, val_dataset = self.compute_score, datasets.get(VALIDATION)
-        loaders = {
-            TRAIN: partial(load_reward_manager, num_examine=0),
-            VALIDATION: partial(load_validation_manager, dataset=val_dataset),
-        }
+        train = partial(load_reward_manager, num_examine=0)
+        loaders = {TRAIN: train, VALIDATION: partial(load_validation_manager, dataset=val_dataset)}
         for key, load in loaders.items():
             self.managers[key] = attempt(
                 partial(load, config, tokenizer, compute_score=compute_score)
@@ -128,10 +126,8 @@ class _Preflight:
         if tokenizer is not None:
             self._add_problems(self._prompt_problems(datasets))
             if plan is not None and plan.external_reward_model:
-                reward_manager = attempt(
-                    lambda: load_external_reward_model(config, tokenizer, None)
-                )
-                if reward_manager is not None and (why := reward_manager.scorer.refusal()):
+                manager = attempt(lambda: load_external_reward_model(config, tokenizer, None))
+                if manager is not None and (why := manager.scorer.refusal()):
                     self.warnings.append(f"the reward model's server cannot be reached ({why})")
         self._try_scorers(datasets)
         trainer = self._build_trainer(tokenizer, datasets)
@@ -139,10 +135,8 @@ class _Preflight:
         assert trainer is not None
         assert estimate is not None
         assert earlier is not None
-        self.warnings += [
-            *earlier.changes(trainer.total_steps),
-            *self._setting_warnings(trainer.plan),
-        ]
+        self.warnings += earlier.changes(trainer.total_steps)
+        self.warnings += self._setting_warnings(trainer.plan)
         lines = preview_lines(trainer, estimate, self.lengths)
         return trainer, Preview(tuple(lines), tuple(self.warnings))
 

@@ -34,10 +34,7 @@ REFLECTION = re.compile(
 
 
 def response_metrics(
-    batch: DataProto,
-    tokenizer: Tokenizer,
-    config: PPOTrainerConfig,
-    route_by_style: bool = False,
+    batch: DataProto, tokenizer: Tokenizer, config: PPOTrainerConfig, route_by_style: bool = False
 ) -> dict[str, float]:
     """Return the metrics of one batch, without those of correctness if no response has a verdict.
 
@@ -129,9 +126,8 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
         return torch.full((len(batch),), torch.nan)
     numbers = scores.tolist()
     if "acc" in batch.meta_info.get("reward_extra_names", ()) and are_numbers(arrays["acc"]):
-        numbers = [
-            s if a is None else float(a) for a, s in zip(arrays["acc"], numbers, strict=True)
-        ]
+        pairs = zip(arrays["acc"], numbers, strict=True)
+        numbers = [score if acc is None else float(acc) for acc, score in pairs]
     verdicts = (torch.tensor(numbers) > CORRECT_ABOVE).float()
     missing = [None] * len(batch)
     failures, rules = arrays.get("reward_failure", missing), arrays.get("reward_model", missing)

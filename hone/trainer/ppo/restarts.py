@@ -31,12 +31,9 @@ def attempts(config: PPOTrainerConfig) -> Iterator[AbstractContextManager[PPOTra
 
     A context yields the config to train with, and suppresses the error of a lost process.
     """
-    limit, old_checkpoints = (
-        config.trainer.max_restarts,
-        _checkpoint_times(config.trainer.default_local_dir),
-    )
+    old_checkpoints = _checkpoint_times(config.trainer.default_local_dir)
     failures: list[ProcessFailure] = []
-    for number in range(limit + 1):
+    for number in range(config.trainer.max_restarts + 1):
         yield _attempt(config, number, old_checkpoints, failures)
         if len(failures) <= number:
             return
@@ -64,9 +61,7 @@ def _attempt(
             log = write_traceback(error, Path(folder).expanduser())
             rest = f" (its log lines: {log})" if log is not None else ""
             screen().line(str(error).partition("\n")[0] + rest)
-            failures.append(
-                copy(error)
-            )  # a copy has no traceback, which would keep the trainer alive
+            failures.append(copy(error))  # without the traceback, which keeps the trainer alive
 
 
 @contextmanager
@@ -126,7 +121,11 @@ def _config_for_remaining_nodes(
         if True in fitting and (fitting.get(False) == fitting[True] or is_late):
             return fitting.get(False, fitting[True])
         if is_late:
-            raise ConfigError(_cannot_restart(config, joined([str(node) for node in nodes])))
+            problems = find_problems(TREE, replace(config, "trainer.nnodes", 1))
+            raise ConfigError(
+                f"the run cannot restart on the remaining nodes ({joined([str(node) for node in nodes])}): "
+                f"{next(iter(problems), 'its pools need more')}"
+            )
         time.sleep(1.0)
 
 
@@ -144,12 +143,6 @@ def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
                 fewer = replace(smaller, "actor_rollout_ref.rollout.nnodes", others)
                 if not list(find_problems(TREE, fewer)):
                     yield fewer
-
-
-def _cannot_restart(config: PPOTrainerConfig, free: str) -> str:
-    one = replace(config, "trainer.nnodes", 1)
-    reason = next(iter(find_problems(TREE, one)), "its pools need more")
-    return f"the run cannot restart on the remaining nodes ({free}): {reason}"
 
 
 def _pools(config: PPOTrainerConfig) -> list[ResourcePool]:

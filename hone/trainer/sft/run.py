@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,7 @@ from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import adapters_of, build_tokenizer
 from hone.tracking import RunFolder, Tracking, progress
-from hone.tracking.console import screen
+from hone.tracking.console import Bar, screen, silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint
@@ -54,18 +54,14 @@ class SFTRun:
         self.ranks, self._origins = ranks, origins
         self._task = task or SupervisedTask()
         self.folder = RunFolder(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
-        self.config, threads = resolve_threads(
-            config, ranks.local_world_size, print_warnings=ranks.is_first
-        )
+        self.config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
         fix_threads(threads)
         data, trainer = config.data, config.trainer
         self.tokenizer = build_tokenizer(config.model)
-        self.rows = self._encode_rows("train rows", data.train_files, data.train_max_samples)
+        self.rows = self._encode("train rows", data.train_files, data.train_max_samples)
         self.val_rows = None
         if data.val_files:
-            self.val_rows = self._encode_rows(
-                "validation rows", data.val_files, data.val_max_samples
-            )
+            self.val_rows = self._encode("validation rows", data.val_files, data.val_max_samples)
         self.epoch_steps = batches_per_epoch(len(self.rows), data.train_batch_size)
         self.total_steps = trainer.total_training_steps or self.epoch_steps * trainer.total_epochs
         if config.optim.total_training_steps <= 0:
@@ -81,13 +77,13 @@ class SFTRun:
             task=self._task,
         )
 
-    def _encode_rows(self, what: str, files: tuple[str, ...], max_samples: int) -> Dataset:
+    def _encode(self, what: str, files: tuple[str, ...], max_samples: int) -> Dataset:
         """Return the encoded rows of the files; a bad row stops the run before its first step."""
         rows = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(rows, EncodedDataset):
             return rows  # a user's dataset class encodes its rows itself
-        with self._progress(f"encode {what}", len(rows)) as advance:
-            rows.encode_all(advance)
+        with self._progress(f"encode {what}", len(rows)) as bar:
+            rows.encode_all(bar.advance)
         bad = rows.bad_rows
         if self.ranks.is_first and bad.total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in sorted(bad.counts.items()))
@@ -95,13 +91,8 @@ class SFTRun:
             log.warning("left out %d bad %s (%s), such as: %s", bad.total, what, reasons, example)
         return rows
 
-    @contextmanager
-    def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-        if not self.ranks.is_first:
-            yield None
-            return
-        with progress(what, total) as bar:
-            yield bar.advance
+    def _progress(self, what: str, total: int) -> AbstractContextManager[Bar]:
+        return progress(what, total) if self.ranks.is_first else nullcontext(silent_bar(what))
 
     def fit(self) -> None:
         """Train to the last step, resuming from a checkpoint if there is one."""
@@ -144,8 +135,8 @@ class SFTRun:
         if self.val_rows is None:
             return {}
         count = self.config.data.train_batch_size
-        with self._progress("validate", len(self.val_rows)) as advance:
-            metrics = self.trainer.validate(self.val_rows, count, advance)
+        with self._progress("validate", len(self.val_rows)) as bar:
+            metrics = self.trainer.validate(self.val_rows, count, bar.advance)
         return {f"val/{name}": value for name, value in metrics.items()}
 
     @contextmanager
