@@ -2,7 +2,7 @@
 
 FOLDER holds repositories with shell scripts. Every script runs under bash in bwrap, without a network;
 python, torchrun, ray and the like are stubs that record their arguments. Each recorded command goes, with the
-package's name changed, through `compose_arguments` of hone.trainer.command_line, as `python -m hone.…` does first.
+package's name changed, through `compose_arguments` of hone.trainer.command_line, as `python -m hone.…` does.
 Where a command is refused, the keys that the refusals name are taken away and the rest is composed again:
 every reason of a command is counted, not only the first.
 """

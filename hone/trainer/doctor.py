@@ -98,14 +98,14 @@ def chat_template(model: str) -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    facts = {
+    details = {
         "hone": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": str(usable_cores()),
         "disk here": f"{shutil.disk_usage('.').free / 1e9:.0f} GB free",
     }
-    for name, detail in facts.items():
+    for name, detail in details.items():
         yield Finding("machine", name, State.FINE, detail)
     yield _try_action("machine", "devices", _devices)
 

@@ -39,10 +39,10 @@ def set_stop_message(message: Callable[[], str]) -> None:
     _saved[:] = [message]
 
 
-def stop_message(how: str) -> str:
+def stop_message(reason: str) -> str:
     """Return the last line that a stopped program prints."""
     saved = _saved[0]() if _saved else ""
-    return f"{how}; {saved}\n" if saved else f"{how}\n"
+    return f"{reason}; {saved}\n" if saved else f"{reason}\n"
 
 
 def mark_as_rank() -> None:

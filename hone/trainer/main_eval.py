@@ -32,11 +32,11 @@ NO_INTERVAL = "–"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, rest = _parser().parse_known_args(arguments)
+    options, overrides = _parser().parse_known_args(arguments)
     if options.bench or options.model:
-        run_benchmarks(options, rest)
+        run_benchmarks(options, overrides)
         return
-    composed = compose_arguments(rest, tree="evaluation", program="hone eval")
+    composed = compose_arguments(overrides, tree="evaluation", program="hone eval")
     require_keys(composed, {"data.path": "the file of responses"})
     announce(composed)
     run(composed.config)

@@ -21,8 +21,8 @@ MODULE = "hone.trainer.main_eval_prm"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, rest = _parser().parse_known_args(arguments)
-    composed = compose_arguments(rest, tree="prm_trainer", program="hone eval-prm")
+    options, overrides = parser().parse_known_args(arguments)
+    composed = compose_arguments(overrides, tree="prm_trainer", program="hone eval-prm")
     require_keys(composed, {"model.path": "the process reward model"})
     config: PRMConfig = composed.config
     if not (options.processbench or options.best_of_n or config.data.val_files):
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_json(results, options.out)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     from hone.trainer.step_scores import AGGREGATES
 
-    parser = argparse.ArgumentParser(
+    commands = argparse.ArgumentParser(
         prog="hone eval-prm",
         usage="hone eval-prm [--processbench FILE …] [--best-of-n FILE] [--baseline MODEL] "
         "[--out FILE] model.path=MODEL [key=value …]",
@@ -55,18 +55,14 @@ def _parser() -> argparse.ArgumentParser:
         "on labelled steps (data.val_files).",
         epilog="`hone config show --tree prm_trainer` lists the keys.",
     )
-    add, aggregates = parser.add_argument, list(AGGREGATES)
+    add, aggregates = commands.add_argument, list(AGGREGATES)
     add("--processbench", action="append", default=[], metavar="FILE", help="may be repeated")
     add("--best-of-n", metavar="FILE", help="rows of n responses, as hone generate writes them")
     add("--aggregate", choices=aggregates, default="soft_min", help="from steps to a response")
     add("--split", default="\n\n", help="text that ends a step of a response (an empty line)")
-    add(
-        "--baseline",
-        metavar="MODEL",
-        help="another model to evaluate, such as the untrained base",
-    )
+    add("--baseline", metavar="MODEL", help="another model to evaluate, such as the untrained base")
     add("--out", metavar="FILE", help="JSON file for the results")
-    return parser
+    return commands
 
 
 def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> Row:

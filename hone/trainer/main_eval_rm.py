@@ -29,8 +29,8 @@ MODULE = "hone.trainer.main_eval_rm"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, rest = _parser().parse_known_args(arguments)
-    composed = compose_arguments(rest, tree="rm_trainer", program="hone eval-rm")
+    options, overrides = parser().parse_known_args(arguments)
+    composed = compose_arguments(overrides, tree="rm_trainer", program="hone eval-rm")
     files = "data.train_files" if options.folds else "data.val_files"
     require_keys(composed, {"model.path": "the reward model", files: "the files of pairs"})
     config: RMConfig = composed.config
@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_json(results, options.out)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    commands = argparse.ArgumentParser(
         prog="hone eval-rm",
         usage="hone eval-rm [--folds N] [--baseline MODEL] [--out FILE] model.path=MODEL "
         "data.val_files=FILE [key=value …]",
@@ -61,12 +61,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Score pairs of responses, or train and test on N parts of data.train_files in turn.",
         epilog="`hone config show --tree rm_trainer` lists the keys.",
     )
-    parser.add_argument(
+    commands.add_argument(
         "--folds", type=int, default=0, metavar="N", help="cross-validate in N parts"
     )
-    parser.add_argument("--baseline", metavar="MODEL", help="another model to evaluate")
-    parser.add_argument("--out", metavar="FILE", help="JSON file for the results")
-    return parser
+    commands.add_argument("--baseline", metavar="MODEL", help="another model to evaluate")
+    commands.add_argument("--out", metavar="FILE", help="JSON file for the results")
+    return commands
 
 
 def evaluate_model(config: RMConfig) -> Row:
@@ -112,10 +112,7 @@ def cross_validate(config: RMConfig, folds: int) -> Row:
         for row, opening in zip(clean, openings, strict=True):
             parts["test" if fold_of[opening] == fold else "train"].append(row)
         folder = out / f"fold_{fold}"
-        changes: Row = {
-            "trainer.default_local_dir": str(folder),
-            "trainer.default_hdfs_dir": None,
-        }
+        changes: Row = {"trainer.default_local_dir": str(folder), "trainer.default_hdfs_dir": None}
         for part, key in (("train", "data.train_files"), ("test", "data.val_files")):
             changes[key] = (str(_write_jsonl(folder / f"{part}.jsonl", parts[part])),)
         fold_config = config

@@ -22,8 +22,8 @@ def restart_under_nsys(config: GlobalProfilerConfig) -> None:
     if config.tool != "nsys" or not config.steps or UNDER_NSYS in os.environ:
         return
     if shutil.which("nsys") is None or not is_program():
-        why = "start Python under nsys" if shutil.which("nsys") else "nsys is not on PATH"
-        screen().line(f"global_profiler.tool=nsys: {why}; nothing is recorded")
+        reason = "start Python under nsys" if shutil.which("nsys") else "nsys is not on PATH"
+        screen().line(f"global_profiler.tool=nsys: {reason}; nothing is recorded")
         return
     os.makedirs(config.save_path, exist_ok=True)
     options = {"capture-range": "cudaProfilerApi", "capture-range-end": "repeat"}

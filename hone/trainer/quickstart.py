@@ -209,7 +209,7 @@ def prepare_folder(folder: Path) -> None:
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if MARKER_FILE in files and files <= own_names:
         shutil.rmtree(folder)
-    elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    elif files or folder.is_file():
         names = (folder.with_name(f"{folder.name}.earlier-{n}") for n in count(1))
         new_name = next(name for name in names if not name.exists())
         folder.rename(new_name)

@@ -45,9 +45,9 @@ def test_a_function_is_given_what_its_parameters_name(function: Any) -> None:
 
 def test_trls_completions_of_a_chat_prompt_are_messages() -> None:
     chat = [{"role": "user", "content": "1+1="}]
-    seen: list[Any] = []
-    score(lambda completions: [seen.append(completions) or 1.0], extra={"prompt": chat})
-    assert seen == [[[{"role": "assistant", "content": "2"}]]]
+    calls: list[Any] = []
+    score(lambda completions: [calls.append(completions) or 1.0], extra={"prompt": chat})
+    assert calls == [[[{"role": "assistant", "content": "2"}]]]
 
 
 def test_several_are_summed_by_weight_and_reported_by_name() -> None:

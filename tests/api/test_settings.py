@@ -70,7 +70,7 @@ def test_a_wrong_key_or_value_has_the_command_lines_error_and_names_the_call() -
 def test_keywords_win_over_a_yaml_file_and_starting_values_stay_out(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("actor_rollout_ref:\n  rollout:\n    n: 3\n    temperature: 0.5\n")
-    asked = CallSettings("ppo_trainer", "hone.train", {"n": 5}, file)
-    made = asked.compose(starting=lambda given: pytest.fail("a YAML is taken as it is"))
+    call = CallSettings("ppo_trainer", "hone.train", {"n": 5}, file)
+    made = call.compose(starting=lambda given: pytest.fail("a YAML is taken as it is"))
     rollout = made.config.actor_rollout_ref.rollout
     assert (rollout.n, rollout.temperature) == (5, 0.5)

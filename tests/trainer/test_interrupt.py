@@ -48,7 +48,7 @@ def test_once_finishes_the_step_saves_and_exits_with_the_signals_code(
     code: int,
 ) -> None:
     four = "trainer.total_training_steps=4"
-    whole = train(four, folder="whole")
+    uninterrupted = train(four, folder="whole")
     interrupted_in_step(2, 1, number)
     with pytest.raises(Interrupted) as caught:
         train(four)
@@ -57,7 +57,7 @@ def test_once_finishes_the_step_saves_and_exits_with_the_signals_code(
     assert [line["step"] for line in run.metrics] == [1, 2]
     assert run.checkpoints() == ["global_step_2"]
     monkeypatch.undo()
-    assert train(four).numbers == whole.numbers
+    assert train(four).numbers == uninterrupted.numbers
 
 
 @pytest.mark.parametrize("times", [0, 1])
@@ -239,10 +239,10 @@ def test_a_run_that_is_stopped_at_once_says_what_is_saved(
 ) -> None:
     for step in made:
         (tmp_path / "run" / f"global_step_{step}").mkdir(parents=True)
-    given = [f"trainer.default_local_dir={tmp_path}/run", *([setting] if setting else [])]
+    overrides = [f"trainer.default_local_dir={tmp_path}/run", *([setting] if setting else [])]
 
     def program() -> None:
-        compose_arguments(given, tree="ppo_trainer", program="hone train")
+        compose_arguments(overrides, tree="ppo_trainer", program="hone train")
         raise KeyboardInterrupt
 
     assert finish(program) == 130

@@ -61,8 +61,8 @@ def test_a_wrong_key_is_told_before_anything_is_touched(
 def test_its_own_output_is_made_anew(dry: Callable[..., int], tmp_path: Path) -> None:
     for _ in range(2):
         assert dry() == 0
-        made = tmp_path / "q" / "seed-1"
-        assert names(made) == {
+        folder = tmp_path / "q" / "seed-1"
+        assert names(folder) == {
             ".quickstart",
             "train.jsonl",
             "test.jsonl",
@@ -70,7 +70,7 @@ def test_its_own_output_is_made_anew(dry: Callable[..., int], tmp_path: Path) ->
             "run",
             "curve.png",
         }
-        (made / "run" / "from_before").touch()
+        (folder / "run" / "from_before").touch()
     assert names(tmp_path / "q") == {"seed-1"}
     assert dry("--seed", "2", f"trainer.default_local_dir={tmp_path / 'elsewhere'}") == 0
     assert names(tmp_path / "q") == {"seed-1", "seed-2"}

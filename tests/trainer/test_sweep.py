@@ -41,9 +41,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_flag_the_program_runs_once_with_its_arguments() -> None:
-    seen: list[Sequence[str]] = []
-    assert start(seen.append, ["a=1"], *PPO) is None
-    assert seen == [["a=1"]]
+    calls: list[Sequence[str]] = []
+    assert start(calls.append, ["a=1"], *PPO) is None
+    assert calls == [["a=1"]]
 
 
 def test_every_combination_runs_once_in_a_folder_of_its_own(runs: list[list[str]]) -> None:

@@ -77,9 +77,7 @@ RULES = {
     "many_steps": Rule((f"{_STEPS}/mean",), "rise by factor", "the number of steps explodes"),
     "long_steps": Rule((f"{_STEPS}/tokens_per_step",), "rise by factor", "steps grow"),
     "disagreement": Rule(
-        ("instant_rewards/orm_match_vr",),
-        "fall",
-        "the reward model agrees less with the rule",
+        ("instant_rewards/orm_match_vr",), "fall", "the reward model agrees less with the rule"
     ),
     "kl": Rule(
         ("instant_rewards/kl/mean", "actor/kl_loss"),

@@ -41,15 +41,15 @@ def balance(
     if ranks == 1 or len(batch) % ranks:
         return batch, {}
     block = math.gcd(len(batch), *rows_per_update)
-    shares: list[list[int]] = [[] for _ in range(ranks)]
+    rank_rows: list[list[int]] = [[] for _ in range(ranks)]
     for rows in torch.arange(len(batch)).split(block if block % ranks == 0 else len(batch)):
         parts = _partition(lengths[rows], ranks, by_length)
-        for share, part in zip(shares, parts, strict=True):
-            share += rows[part].tolist()
-    order = [row for share in shares for row in share]
-    even = len(batch) // ranks
-    equal = [range(i * even, (i + 1) * even) for i in range(ranks)]
-    before, after = ([float(lengths[list(s)].sum()) for s in parts] for parts in (equal, shares))
+        for row_list, part in zip(rank_rows, parts, strict=True):
+            row_list += rows[part].tolist()
+    order = [row for row_list in rank_rows for row in row_list]
+    rows_per_rank = len(batch) // ranks
+    equal = [range(i * rows_per_rank, (i + 1) * rows_per_rank) for i in range(ranks)]
+    before, after = ([float(lengths[list(r)].sum()) for r in parts] for parts in (equal, rank_rows))
     metrics = {
         "global_seqlen/min": min(before),
         "global_seqlen/max": max(before),

@@ -134,7 +134,7 @@ def prepare_resume(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pa
             new_path = folder.with_name(f"{folder.name}.earlier")
             _remove(new_path)
             folder.rename(new_path)
-            log.warning("%s is not what this run continues from; kept as %s", folder, new_path.name)
+            log.warning("%s is not the checkpoint to resume; renamed to %s", folder, new_path.name)
     run.cut_back(-1 if source is None else source[0])
     return source
 

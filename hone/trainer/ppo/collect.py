@@ -96,9 +96,9 @@ class DynamicSampling:
         if self._config.logs_response_metrics:
             from hone.trainer.ppo.response_metrics import filter_metrics
 
-            generated = [n for r in self._rounds for n in r.numbers if n <= max(accepted)]
-            whole = self._select_groups([n for n in generated if n in self._groups])
-            metrics |= filter_metrics(whole, batch, self._config)
+            numbers = [n for r in self._rounds for n in r.numbers if n <= max(accepted)]
+            generated = self._select_groups([n for n in numbers if n in self._groups])
+            metrics |= filter_metrics(generated, batch, self._config)
         return batch
 
     def _needs_round(self) -> bool:

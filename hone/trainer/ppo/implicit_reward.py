@@ -31,11 +31,7 @@ def train_implicit_reward_model(
     output = model.call(ImplicitRewardModelWorker.update_rm, rows, step_rows=len(batch))
     ratio, beta = output.batch["log_ratio"], settings.model.beta_train
     rewards = implicit_rewards(
-        ratio,
-        mask,
-        beta=beta,
-        granularity=settings.prime_granularity,
-        norm=settings.prime_norm,
+        ratio, mask, beta=beta, granularity=settings.prime_granularity, norm=settings.prime_norm
     )
     write(batch, "reward/implicit", rewards)
     logit = beta * ratio.sum(-1)

@@ -328,9 +328,9 @@ def _keys_without_effect(
     """Yield each given key that has no effect in this run, with the reason."""
     reasons: dict[str, str] = {}
     if not plan.critic:
-        why = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
+        reason = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
         blocks = ("optim", "model", "ppo_micro_batch_size_per_gpu", "cliprange_value")
-        reasons |= {f"critic.{block}": why for block in blocks}
+        reasons |= {f"critic.{block}": reason for block in blocks}
     if not plan.reference:
         reasons["actor_rollout_ref.ref"] = "no KL to the reference policy is configured"
     name = config.algorithm.adv_estimator
@@ -339,10 +339,10 @@ def _keys_without_effect(
         options = set().union(*(_options(e.estimator) for e in entries if isinstance(e, VerlForm)))
         unused = options - _options(type(plan.estimator))
         reasons |= {f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in unused}
-    for prefix, why in reasons.items():
+    for prefix, reason in reasons.items():
         for key in origins:
             if key == prefix or key.startswith(prefix + "."):
-                yield key, f"no effect while {why}"
+                yield key, f"no effect while {reason}"
 
 
 def _options(estimator: type[Estimator]) -> set[str]:

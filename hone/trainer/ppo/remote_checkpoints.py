@@ -100,9 +100,7 @@ def invalidate_after(run: RunFolder, last_step: int) -> None:
             with system.open(f"{path}/{_EARLIER}", "wb") as file:
                 file.write(_manifest(url))
             system.rm_file(f"{path}/{MANIFEST}")
-            log.warning(
-                "%s is not what this run continues from; its manifest is now %s", url, _EARLIER
-            )
+            log.warning("%s is not the checkpoint to resume; its manifest is now %s", url, _EARLIER)
 
 
 def _steps(url: str) -> list[int]:

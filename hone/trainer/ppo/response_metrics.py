@@ -74,14 +74,14 @@ def response_metrics(
 
 
 def filter_metrics(
-    whole: DataProto, retained: DataProto, config: PPOTrainerConfig
+    generated: DataProto, retained: DataProto, config: PPOTrainerConfig
 ) -> dict[str, float]:
     """Return the metrics of a group filter: correctness before it, and the share of rows it keeps."""
     return {
-        **group_metrics(whole, correctness(whole, config), "whole_batch"),
-        "curriculum_learning/original_batch_size": len(whole),
+        **group_metrics(generated, correctness(generated, config), "whole_batch"),
+        "curriculum_learning/original_batch_size": len(generated),
         "curriculum_learning/filtered_batch_size": len(retained),
-        "curriculum_learning/retain_ratio": len(retained) / max(len(whole), 1),
+        "curriculum_learning/retain_ratio": len(retained) / max(len(generated), 1),
     }
 
 

@@ -59,8 +59,8 @@ def _attempt(
             if number == config.trainer.max_restarts or not error.may_restart:
                 raise
             log = write_traceback(error, Path(folder).expanduser())
-            rest = f" (its log lines: {log})" if log is not None else ""
-            screen().line(str(error).partition("\n")[0] + rest)
+            log_note = f" (its log lines: {log})" if log is not None else ""
+            screen().line(str(error).partition("\n")[0] + log_note)
             failures.append(copy(error))  # without the traceback, which keeps the trainer alive
 
 

@@ -54,24 +54,24 @@ class AgentChecks:
     ) -> None:
         self.config, self.tokenizer, self.datasets = config, tokenizer, datasets
         self.names = LoopNames(config.actor_rollout_ref.rollout)
-        self.built: dict[str, AgentLoopBase] = {}
+        self.loops: dict[str, AgentLoopBase] = {}
 
     def problems(self) -> Iterator[str]:
         """Build the agent loops that rows name, with tools and interactions, and yield the problems."""
         for name in sorted(self._loop_names()):
             try:
-                self.built[name] = run_coroutine(self._build(name))
+                self.loops[name] = run_coroutine(self._build(name))
             except (PluginError, ToolError, ValueError, OSError) as error:
                 yield f"agent loop {name!r} cannot be built: {error}"
             except Exception as error:  # a user's loop or tool may raise anything
                 yield f"agent loop {name!r} cannot be built: {place_and_reason(error)}"
         if self.config.uses_controller == "local":  # on a cluster, workers run on other machines
-            loops = [loop for loop in self.built.values() if isinstance(loop, AgentLoopBase)]
+            loops = [loop for loop in self.loops.values() if isinstance(loop, AgentLoopBase)]
             yield from (problem for loop in loops for problem in loop.problems())
         yield from self._tool_config_problems()
         yield from self._turn_problems()
         yield from self._coefficient_problems()
-        for loop in self.built.values():
+        for loop in self.loops.values():
             names = getattr(loop, "interactions", {})
             for interaction in self._interaction_names() if names else ():
                 if interaction and interaction not in names:
@@ -83,16 +83,17 @@ class AgentChecks:
 
     def render_prompts(self) -> None:
         """Make the data sets render prompts as tool agent loops do, with tools in the chat template."""
-        if any(isinstance(loop, ToolAgentLoop) for loop in self.built.values()):
+        if any(isinstance(loop, ToolAgentLoop) for loop in self.loops.values()):
             for dataset in self.datasets.values():
                 if isinstance(dataset, RLHFDataset):
                     dataset.render_with(self._whole_prompt)
 
     def _whole_prompt(self, row: Row) -> tuple[Prompt, Tools | None] | None:
+        """Return prompt and tools of a row of the tool agent loop; None for other loops."""
         data = self.config.data
         read = raw_text if data.prompt_format == "raw" else as_messages
         try:
-            loop = self.built.get(self.names.of_row(row.get("agent_name")))
+            loop = self.loops.get(self.names.of_row(row.get("agent_name")))
             if isinstance(loop, ToolAgentLoop):
                 prompt = read(row[data.prompt_key])
                 return loop.whole_prompt(prompt, loop_argument(row, "tool_config"))
@@ -103,7 +104,7 @@ class AgentChecks:
     def _tool_config_problems(self) -> Iterator[str]:
         """Yield a problem per `tool_config` of a row that the tool agent loop does not support."""
         configs = {json.dumps(config): config for config in self._extra_info_field("tool_config")}
-        loops = [loop for loop in self.built.values() if isinstance(loop, ToolAgentLoop)]
+        loops = [loop for loop in self.loops.values() if isinstance(loop, ToolAgentLoop)]
         for loop in loops:
             for config in configs.values():
                 try:
@@ -114,11 +115,11 @@ class AgentChecks:
     def _turn_problems(self) -> Iterator[str]:
         """Yield a problem if the chat template cannot render the turns that loops append."""
         chat = self.config.data.prompt_format == "chat"
-        for loop in self.built.values():
+        for loop in self.loops.values():
             if not isinstance(loop, ToolAgentLoop):
                 continue
-            by_template = bool(loop.tools) and loop.parser.in_template
-            roles = (("tool", by_template), ("user", bool(loop.interactions)))
+            uses_template = bool(loop.tools) and loop.parser.in_template
+            roles = (("tool", uses_template), ("user", bool(loop.interactions)))
             for role in [role for role, is_used in roles if is_used]:
                 try:
                     observation_ids(
@@ -135,7 +136,7 @@ class AgentChecks:
         """Yield a problem per reward coefficient without a tool or interaction of that name."""
         names = {
             name
-            for loop in self.built.values()
+            for loop in self.loops.values()
             for name in (*getattr(loop, "tools", ()), *getattr(loop, "interactions", ()))
         }
         for key in ("turn_reward_coef", "trajectory_reward_coef"):
@@ -149,9 +150,8 @@ class AgentChecks:
     def _loop_names(self) -> set[str]:
         """Return the agent loops that rows name; `check_rows` reports unknown names."""
         names = set()
-        for name in {
-            name if isinstance(name, str) else None for name in self._column("agent_name")
-        }:
+        column = self._column("agent_name")
+        for name in {name if isinstance(name, str) else None for name in column}:
             try:
                 names.add(self.names.of_row(name))
             except PluginError:
@@ -165,10 +165,10 @@ class AgentChecks:
     def warnings(self) -> Iterator[str]:
         """Yield warnings about rows and settings that have no effect."""
         multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
-        tool_loops = [loop for loop in self.built.values() if hasattr(loop, "tools")]
+        tool_loops = [loop for loop in self.loops.values() if hasattr(loop, "tools")]
         tools = {name for loop in tool_loops for name in loop.tools}
-        interacts = any(getattr(loop, "interactions", None) for loop in tool_loops)
-        if any(self._interaction_names()) and not interacts:
+        has_interactions = any(getattr(loop, "interactions", None) for loop in tool_loops)
+        if any(self._interaction_names()) and not has_interactions:
             yield (
                 "rows have interaction_kwargs, but no interaction is configured: they are ignored; "
                 f"set {MULTI_TURN}.interaction_config_path"
@@ -176,18 +176,18 @@ class AgentChecks:
         arguments = self._extra_info_field("tools_kwargs")
         names = {name for row in arguments for name, value in row.items() if value is not None}
         if unknown := sorted(names - tools):
-            yield f"rows have tools_kwargs for {', '.join(unknown)}, which this run has no tool for"
-        if tool_loops and not tools and not interacts:
+            yield f"rows have tools_kwargs for {', '.join(unknown)}, but this run has no such tool"
+        if tool_loops and not tools and not has_interactions:
             yield (
                 "tool_agent has neither tools nor interactions: every row is a single turn; set "
                 f"{MULTI_TURN}.tool_config_path"
             )
         if any(self._extra_info_field("tool_config")) and not tool_loops:
             yield "rows have tool_config, but no row uses the tool agent loop: it is ignored"
-        yield from self._template_drift(tools=bool(tools), users=interacts)
+        yield from self._template_drift(tools=bool(tools), users=has_interactions)
         parsers = [getattr(loop, "parser", None) for loop in tool_loops]
-        by_template = all(getattr(parser, "in_template", True) for parser in parsers)
-        if tools and by_template and not self._template_shows_tools(tool_loops[0].tools.values()):
+        uses_template = all(getattr(parser, "in_template", True) for parser in parsers)
+        if tools and uses_template and not self._template_shows_tools(tool_loops[0].tools.values()):
             yield (
                 f"the chat template of {self.config.actor_rollout_ref.model.path} does not show the "
                 f"tools to the model; describe them in the prompt, or set a template that does "
@@ -196,9 +196,8 @@ class AgentChecks:
 
     def _template_drift(self, *, tools: bool, users: bool) -> Iterator[str]:
         """Yield a warning if the chat template renders later turns differently from the agent loop."""
-        if self.config.data.prompt_format != "chat" or not getattr(
-            self.tokenizer, "chat_template", 0
-        ):
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        if self.config.data.prompt_format != "chat" or not has_template:
             return
         roles = [role for role, is_used in (("tool", tools), ("user", users)) if is_used]
         kwargs = self.config.data.apply_chat_template_kwargs
@@ -248,7 +247,7 @@ def try_scorers(
     key, default = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
     used_positions, store = set(dataset.positions), dataset.store
     rows_of_source: dict[str, list[int]] = {}
-    missing_truth: list[int] = []
+    unscorable: list[int] = []
     rows_without_truth: dict[str, list[int]] = {}
     count = 0
     for position, row in enumerate(store.scan((key, "reward_model", "agent_name"))):
@@ -257,24 +256,24 @@ def try_scorers(
         source, truth = str(row.get(key)), reward_model.get("ground_truth")
         has_rule = reward_model.get("style") != "model" and manager.knows(source)
         if position in used_positions and single_turn and has_rule:
-            missing_truth += [position] * manager.lacks_ground_truth(source, truth)
+            unscorable += [position] * manager.lacks_ground_truth(source, truth)
             count += 1
             rows = rows_without_truth if is_missing(truth) else rows_of_source
             rows.setdefault(source, []).append(position)
-    for source, others in rows_without_truth.items():
+    for source, positions in rows_without_truth.items():
         # With a reward model, rows without a ground truth are tried only if no row of the source has one.
         if not manager.masks_missing:
-            rows_of_source[source] = sorted([*rows_of_source.get(source, ()), *others])
+            rows_of_source[source] = sorted([*rows_of_source.get(source, ()), *positions])
         elif not manager.lacks_ground_truth(source, None):
-            rows_of_source.setdefault(source, others)
+            rows_of_source.setdefault(source, positions)
     for positions in list(rows_of_source.values())[:MAX_SOURCES]:
         trials = dict.fromkeys((positions[0], positions[len(positions) // 2], positions[-1]))
         keys = key, config.data.prompt_key
         yield try_scorer(manager, [TrialRow.of(store[p], store.where(p), *keys) for p in trials])
-    if missing_truth:
+    if unscorable:
         problem = (
-            f"{len(missing_truth):,} of {count:,} rows have no reward_model.ground_truth to compare "
-            f"with (the first: {store.where(missing_truth[0])})"
+            f"{len(unscorable):,} of {count:,} rows have no reward_model.ground_truth to compare "
+            f"with (the first: {store.where(unscorable[0])})"
         )
         if manager.masks_missing:
             yield Verdict(warning=f"{problem}: only the reward model scores them")
@@ -316,10 +315,10 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
     longest = max(lengths)
     too_long = sum(length > limit for length in lengths)
     where = dataset.where(lengths.index(longest))
-    measured = Lengths(len(lengths), min(lengths), longest, too_long, where)
+    summary = Lengths(len(lengths), min(lengths), longest, too_long, where)
     with contextlib.suppress(OSError):  # without the cache the next run is only slower
-        atomic_write_text(cache, json.dumps(asdict(measured)))
-    return measured
+        atomic_write_text(cache, json.dumps(asdict(summary)))
+    return summary
 
 
 def _added_text(dataset: RLHFDataset) -> str:
@@ -327,8 +326,8 @@ def _added_text(dataset: RLHFDataset) -> str:
     if dataset.whole_prompt is None:
         return ""
     names = {row.get("agent_name") for row in dataset.store.scan(("agent_name",))}
-    known = sorted((name for name in names if isinstance(name, str)), key=str)
-    rows = ({"agent_name": name, dataset.prompt_key: "a"} for name in (None, *known))
+    loop_names = sorted(name for name in names if isinstance(name, str))
+    rows = ({"agent_name": name, dataset.prompt_key: "a"} for name in (None, *loop_names))
     return repr([dataset.whole_prompt(row) for row in rows])
 
 

@@ -131,12 +131,13 @@ def check_sources(
     """Raise an error if a row of the single-turn agent loop has no scorer."""
     if not isinstance(reward_fn, RuleRewardManager):
         return
-    columns, used = (reward_fn.reward_fn_key, "reward_model", "agent_name"), set(dataset.positions)
+    columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
+    used_positions = set(dataset.positions)
 
     def rows() -> Iterator[Row]:
         for position, row in enumerate(dataset.store.scan(columns)):
             loop = row.get("agent_name") or default_loop
-            if position not in used or loop != SINGLE_TURN_AGENT:
+            if position not in used_positions or loop != SINGLE_TURN_AGENT:
                 yield _ROW_WITHOUT_RULE
                 continue
             if has_model_style(row.get("reward_model")) and reward_fn.uses_table and not has_model:
@@ -183,14 +184,14 @@ def load_validation_manager(
     manager = load_reward_manager(config, tokenizer, 1, compute_score=compute_score)
     if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
         return manager
-    by_prime = replace(config, "reward_manager.name", "prime")
-    by_rule = load_reward_manager(by_prime, tokenizer, 1, compute_score=compute_score)
+    prime_config = replace(config, "reward_manager.name", "prime")
+    prime_manager = load_reward_manager(prime_config, tokenizer, 1, compute_score=compute_score)
     try:
         default_loop = config.actor_rollout_ref.rollout.default_loop
-        check_sources(by_rule, dataset, default_loop, has_model=True)
+        check_sources(prime_manager, dataset, default_loop, has_model=True)
     except UnknownSourceError:
         return manager
-    return by_rule
+    return prime_manager
 
 
 def _score_parts(
@@ -367,10 +368,7 @@ def pop_metrics(*managers: object) -> dict[str, float]:
 
 
 def get_reward_model(
-    config: PPOTrainerConfig,
-    plan: Plan,
-    tokenizer: Tokenizer,
-    groups: Mapping[Role, AnyGroup],
+    config: PPOTrainerConfig, plan: Plan, tokenizer: Tokenizer, groups: Mapping[Role, AnyGroup]
 ) -> RewardModel | None:
     """Return the workers of the reward model, or the manager of an external one (a server or a judge)."""
     group = None if plan.implicit_rewards else groups.get(Role.RewardModel)

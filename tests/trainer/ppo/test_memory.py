@@ -22,15 +22,15 @@ def test_on_a_gpu_the_collector_is_spared_after_what_nobody_holds_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    gone = weakref.ref(Ring())
+    reference = weakref.ref(Ring())
     with freeze_garbage_collection() as freeze:
-        assert gone() is None
+        assert reference() is None
         count = gc.get_freeze_count()
         assert count > 1000
         imported = [[] for _ in range(5000)]
-        gone = weakref.ref(Ring())
+        reference = weakref.ref(Ring())
         freeze()
-        assert gone() is None
+        assert reference() is None
         assert gc.get_freeze_count() >= count + len(imported)
     assert gc.get_freeze_count() == 0
 

@@ -114,8 +114,8 @@ def test_a_tree_is_composed_and_a_composed_one_stays() -> None:
 
 def test_the_sampler_of_verls_data_block_is_made() -> None:
     def config(name: str) -> object:
-        chosen = {"class_path": f"{__file__}", "class_name": name}
-        return OmegaConf.create({"sampler": chosen, "dataloader_num_workers": 0})
+        class_config = {"class_path": f"{__file__}", "class_name": name}
+        return OmegaConf.create({"sampler": class_config, "dataloader_num_workers": 0})
 
     assert list(create_rl_sampler(config("Backwards"), range(3)) or ()) == [2, 1, 0]
     assert create_rl_sampler({}, range(3)) is None
