@@ -218,7 +218,7 @@ def test_without_hard_links_one_wins_all_the_same(
 
 def test_a_process_that_was_taken_for_dead_writes_nothing_more(tmp_path: Path, fast: None) -> None:
     from hone.tracking import RunFolder, Tracking
-    from hone.trainer.ppo.checkpoint import writing
+    from hone.trainer.ppo.checkpoint import atomic_folder
 
     with lock_folder(tmp_path):
         tracking = Tracking("p", "e", [], {}, run_folder=tmp_path)
@@ -231,7 +231,7 @@ def test_a_process_that_was_taken_for_dead_writes_nothing_more(tmp_path: Path, f
             require_lock(tmp_path)
         with pytest.raises(LockLost):
             tracking.log({"a": 1}, 2)
-        with pytest.raises(LockLost), writing(RunFolder(tmp_path), 1):
+        with pytest.raises(LockLost), atomic_folder(RunFolder(tmp_path), 1):
             pass
     assert (tmp_path / LOCK).is_file()  # it is the other's
 
