@@ -2,7 +2,7 @@
 
 FOLDER holds repositories with shell scripts. Every script runs under bash in bwrap, without a network;
 python, torchrun, ray and the like are stubs that record their arguments. Each recorded command goes, with the
-package's name changed, through `hone.trainer.command_line.composed_of`, as `python -m hone.…` does first.
+package's name changed, through `compose_arguments` of hone.trainer.command_line, as `python -m hone.…` does.
 Where a command is refused, the keys that the refusals name are taken away and the rest is composed again:
 every reason of a command is counted, not only the first.
 """
@@ -128,12 +128,12 @@ def _is_program(module: str) -> bool:
 
 def _composed(arguments: Sequence[str], tree: str, program: str) -> tuple[list[str], list[str]]:
     from hone.config import ConfigError
-    from hone.trainer.command_line import composed_of, plan_checks
+    from hone.trainer.command_line import compose_arguments, plan_checks
 
     further = plan_checks if tree == "ppo_trainer" else None
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            composed = composed_of(arguments, tree=tree, program=program, further=further)
+            composed = compose_arguments(arguments, tree=tree, program=program, further=further)
         return [], list(composed.notes)
     except ConfigError as error:
         return list(error.problems), []

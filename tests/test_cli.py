@@ -155,17 +155,17 @@ def test_every_listed_mistake_is_a_class_that_exists() -> None:
     import importlib
     import importlib.util
 
-    for module, names in command_line._MISTAKES.items():
+    for module, names in command_line._USER_ERRORS.items():
         if importlib.util.find_spec(module) is None:
             continue
         for name in names.split():
             assert issubclass(getattr(importlib.import_module(module), name), Exception), name
-    assert len(command_line._mistakes()) > 15
+    assert len(command_line._user_error_classes()) > 15
 
 
 def test_a_users_yaml_without_defaults_gets_the_programs_tree(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("data: {max_length: 77}\n")
-    composed = command_line.composed_of(
+    composed = command_line.compose_arguments(
         ["--config-path", str(tmp_path), "--config-name", "mine", "optim.lr=2e-5"],
         tree="sft_trainer",
         program="hone sft",
@@ -179,7 +179,7 @@ def test_keys_without_effect_are_listed_once_at_start(capsys: pytest.CaptureFixt
     from hone.tracking.console import screen
 
     screen.cache_clear()
-    composed = command_line.composed_of(
+    composed = command_line.compose_arguments(
         ["data.pad_mode=right"], tree="sft_trainer", program="hone sft"
     )
     command_line.announce(composed)

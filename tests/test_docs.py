@@ -23,7 +23,7 @@ from hone.launch import command as launch
 from hone.retrieval import serve
 from hone.trainer import main_eval_prm, main_eval_rm, quickstart, sweep
 from hone.trainer.benchmarks import split_overrides
-from hone.trainer.command_line import composed_of
+from hone.trainer.command_line import compose_arguments
 from hone.workers import serve_reward_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,7 +127,7 @@ def check_overrides(tree: str, rest: list[str]) -> None:
     if len(words) < len(rest):
         sweep.combinations(words, tree)
     else:
-        composed_of(words, tree=tree, program="hone")
+        compose_arguments(words, tree=tree, program="hone")
 
 
 def _from_root(rest: list[str]) -> list[str]:

@@ -56,17 +56,17 @@ class LLM:
 
     def __init__(self, model: Name, config: Name | None = None, **settings: Value) -> None:
         call = CallSettings("generation", "hone.LLM", {**settings, "model.path": model}, config)
-        self.config: GenerationConfig = call.composed().config
+        self.config: GenerationConfig = call.compose().config
         self.path = self.config.model.path
         self.tokenizer = build_tokenizer(self.config.model)
-        self._longest = self.config.rollout.max_total_tokens
+        self._max_length = self.config.rollout.max_total_tokens
         self._lock = threading.Lock()
 
-        def limit(lm: PreTrainedModel) -> None:
-            self._longest = min(self._longest, max_positions(lm) or self._longest)
+        def limit_length(lm: PreTrainedModel) -> None:
+            self._max_length = min(self._max_length, max_positions(lm) or self._max_length)
 
         with progress("load the model"):
-            self._engine = build_engine(self.config, self.tokenizer, Ranks.here(), limit)
+            self._engine = build_engine(self.config, self.tokenizer, Ranks.from_env(), limit_length)
         engine = self._engine
         self._close = weakref.finalize(self, lambda: run_coroutine(engine.close()))
 
@@ -86,17 +86,18 @@ class LLM:
         it unchanged. `temperature=0` is greedy. `sampling` takes `top_p`, `top_k`, `min_p`, `stop`,
         `stop_token_ids` and `ignore_eos`.
         """
-        if not self._close.alive or n < 1:
-            what = "this LLM is closed; make a new one" if n > 0 else f"n={n}; use 1 or more"
-            raise GenerationError(what)
+        if not self._close.alive:
+            raise GenerationError("this LLM is closed; create a new one")
+        if n < 1:
+            raise GenerationError(f"n={n}; use 1 or more")
         params = training_sampling(self.config.rollout) | sampling
         if temperature is not None:
             params["temperature"] = temperature
         run_seed = self.config.trainer.seed if seed is None else seed
-        prompt_list = _listed(prompts)
-        form = prompt_format or self.config.data.prompt_format
-        ids = [self._prompt_ids(prompt, form) for prompt in prompt_list]
-        limits = [self._response_limit(len(one), max_tokens) for one in ids]
+        prompt_list = _as_prompt_list(prompts)
+        prompt_format = prompt_format or self.config.data.prompt_format
+        ids = [self._prompt_ids(prompt, prompt_format) for prompt in prompt_list]
+        limits = [self._response_limit(len(tokens), max_tokens) for tokens in ids]
         sampling_params = [
             samplings(params, n, seed=run_seed, uid=row_uid("prompt", i, 0, 0), max_tokens=limit)
             for i, limit in enumerate(limits)
@@ -109,7 +110,7 @@ class LLM:
             bar.advance(n)
 
         with self._lock, progress("generate", len(prompt_list) * n) as bar:
-            responding = respond(
+            coroutine = respond(
                 self._engine.generate,
                 ids,
                 sampling_params.__getitem__,
@@ -117,7 +118,7 @@ class LLM:
                 name_of=lambda index: f"prompt {index}",
                 in_flight=max(len(ids), 1),
             )
-            run_beside(self._engine, responding)
+            run_beside(self._engine, coroutine)
         return [responses[index] for index in range(len(prompt_list))]
 
     def chat(
@@ -151,14 +152,14 @@ class LLM:
         return render_prompt(prompt, self.tokenizer, prompt_format, template_kwargs=options)
 
     def _response_limit(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        left = self._longest - prompt_tokens
-        if not prompt_tokens or left < (max_tokens or 1):
+        free_tokens = self._max_length - prompt_tokens
+        if not prompt_tokens or free_tokens < (max_tokens or 1):
             raise GenerationError(
-                f"a prompt of {prompt_tokens} tokens and max_tokens={max_tokens or 1} do not fit: both "
-                f"together have 1 to {self._longest} tokens (the model's positions, and "
+                f"a prompt of {prompt_tokens} tokens and max_tokens={max_tokens or 1} do not fit: "
+                f"together they may have 1 to {self._max_length} tokens (the model's positions, and "
                 "LLM(…, max_model_len=N))"
             )
-        return max_tokens or min(left, self.config.rollout.response_length)
+        return max_tokens or min(free_tokens, self.config.rollout.response_length)
 
     def _response(self, prompt: Prompt, ids: list[int], out: TokenOutput) -> Response:
         text = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
@@ -175,10 +176,10 @@ def _is_text_or_chat(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[str | Chat]
     return isinstance(prompt, str) or (is_list and all(isinstance(t, Mapping) for t in prompt))
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts as a list; a single prompt is text, token ids or messages."""
-    prompts = getattr(prompts, "tolist", lambda: prompts)()  # token ids as an array or tensor
-    is_one = isinstance(prompts, str) or (
+def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts, also for a single prompt (text, token ids or messages)."""
+    prompts = getattr(prompts, "tolist", lambda: prompts)()  # an array or tensor of token ids
+    is_single = isinstance(prompts, str) or (
         bool(prompts) and (_are_ids(prompts) or _is_text_or_chat(prompts))
     )
-    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
+    return [prompts] if is_single else list(prompts)  # type: ignore[list-item, arg-type]

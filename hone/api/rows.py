@@ -30,11 +30,11 @@ PROMPTS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "ground_truth", "solution")
 RESPONSES = ("response", "completion", *ANSWERS)
 MESSAGES = "messages"
-_STAYS = {*COLUMNS, "ability"}
+_SCHEMA_COLUMNS = {*COLUMNS, "ability"}
 
 
-def files_of(data: Data) -> list[str] | None:
-    """Return the file names if `data` is one or a list of them, else None."""
+def file_names(data: Data) -> list[str] | None:
+    """Return the file names if `data` is a file name or a list of them, else None."""
     if isinstance(data, (str, os.PathLike)):
         return [os.fspath(data)]
     names = data if isinstance(data, (list, tuple)) else ()
@@ -45,9 +45,9 @@ def files_of(data: Data) -> list[str] | None:
     return None
 
 
-def items_of(data: Data) -> list[Row]:
+def as_rows(data: Data) -> list[Row]:
     """Return the rows as dicts; a bare prompt becomes a row with the column `prompt`."""
-    if (files := files_of(data)) is not None:
+    if (files := file_names(data)) is not None:
         return list(read_rows(files, BadRows("raise", skip_key=None), "data").scan())
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
@@ -56,10 +56,10 @@ def items_of(data: Data) -> list[Row]:
         )
     if not (items := rows_of(data) or list(data)):  # type: ignore[arg-type]
         raise DataError("the data have no rows")
-    return [_item(item, number) for number, item in enumerate(items)]
+    return [_as_row(item, number) for number, item in enumerate(items)]
 
 
-def _item(item: Item, number: int) -> Row:
+def _as_row(item: Item, number: int) -> Row:
     if isinstance(item, Mapping):  # a DataFrame has NaN for a missing value
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in item.items()}
     is_chat = isinstance(item, list) and item and all(isinstance(turn, Mapping) for turn in item)
@@ -77,27 +77,28 @@ def prompt_row(row: Row, number: int, source: str, *, with_prompt: bool = False)
 
     `with_prompt` also puts the prompt into `extra_info`, for a score function that reads it.
     """
-    prompt = _column(row, number, PROMPTS)
+    prompt = _find_column(row, number, PROMPTS)
     answer = next((name for name in ANSWERS if name in row), "")
     columns = {"data_source": source, "prompt": row[prompt]}
-    columns |= {name: value for name, value in row.items() if name in _STAYS}
+    columns |= {name: value for name, value in row.items() if name in _SCHEMA_COLUMNS}
     columns.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer)})
-    extra = {name: v for name, v in row.items() if name not in (*_STAYS, prompt, answer)}
+    extra = {name: v for name, v in row.items() if name not in (*_SCHEMA_COLUMNS, prompt, answer)}
     extra |= row.get("extra_info") or {}
     return columns | {"extra_info": extra | ({"prompt": row[prompt]} if with_prompt else {})}
 
 
 def response_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return rows for supervised training, with `messages`, or `prompt` and `response`."""
+    """Convert rows to those of SFT, with `messages`, or with `prompt` and `response`."""
     if MESSAGES in rows[0]:
         return list(rows)
+    names = {"prompt": PROMPTS, "response": RESPONSES}
     return [
-        {"prompt": row[_column(row, i, PROMPTS)], "response": row[_column(row, i, RESPONSES)]}
+        {column: row[_find_column(row, i, names[column])] for column in names}
         for i, row in enumerate(rows)
     ]
 
 
-def _column(row: Row, number: int, names: Sequence[str]) -> str:
+def _find_column(row: Row, number: int, names: Sequence[str]) -> str:
     for name in names:
         if name in row:
             return name
@@ -106,8 +107,8 @@ def _column(row: Row, number: int, names: Sequence[str]) -> str:
 
 
 def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
-    """Write the rows to a file below a run folder, whose name is a hash of its content."""
-    text = "".join(_line(row, number) for number, row in enumerate(rows))
+    """Write the rows to a file in the run folder, named after a hash of its content; return its path."""
+    text = "".join(_json_line(row, number) for number, row in enumerate(rows))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     file = folder / "data" / f"{name}-{digest}.jsonl"
     if not file.exists():
@@ -116,7 +117,7 @@ def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
     return str(file)
 
 
-def _line(row: Row, number: int) -> str:
+def _json_line(row: Row, number: int) -> str:
     def plain(value: np.generic) -> JsonValue:
         if hasattr(value, "tolist"):
             return value.tolist()
@@ -126,5 +127,5 @@ def _line(row: Row, number: int) -> str:
         return json.dumps(row, ensure_ascii=False, allow_nan=False, default=plain) + "\n"
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"row {number} holds {error}; rows hold text, numbers, lists and dicts"
+            f"row {number} contains {error}; rows contain text, numbers, lists and dicts"
         ) from None

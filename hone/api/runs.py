@@ -1,7 +1,6 @@
 """`hone.train`, `hone.sft` and `hone.evaluate` run the command-line programs on Python objects.
 
-Rows from the caller are written below the run folder, so that the config names them and the run can be
-repeated.
+Rows that are Python objects are written to the run folder, so that the run can be repeated from its config.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import TypeAlias, Union
 
 from hone.api.llm import LLM
-from hone.api.reward import Reward, as_score_function, parts_of, reads_prompt
-from hone.api.rows import MESSAGES, Data, files_of, items_of, prompt_row, response_rows, write_rows
-from hone.api.settings import CallSettings, Name, Value, Values, key_of, matches
+from hone.api.reward import Reward, as_score_function, reads_prompt, reward_parts
+from hone.api.rows import MESSAGES, Data, as_rows, file_names, prompt_row, response_rows, write_rows
+from hone.api.settings import CallSettings, Name, Value, Values, matches, resolve_key
 from hone.config import Composed, ConfigError, config_to_dict
 from hone.config.sft import SFTDataConfig
 from hone.config.sources import Setting
@@ -57,30 +56,32 @@ def evaluate(
         data, reward = data if data is not None else model.data, reward or model.reward
         model = model.policy
     if data is None:
-        raise DataError("the run had no validation data; name the rows to evaluate on")
+        raise DataError("the run had no validation data; pass the rows to evaluate on")
     names = [name for name in settings if matches("generation", name)]
     sampling = {name: settings.pop(name) for name in names}
     if isinstance(model, LLM) and sampling:
-        raise ConfigError(f"the model is loaded already: give {', '.join(names)} to hone.LLM(…)")
+        raise ConfigError(f"the model is already loaded: pass {', '.join(names)} to hone.LLM(…)")
     if n == 1 and temperature is None:
         temperature = 0.0
-    scorer = _Scorer(reward)
+    scorer = _RewardScorer(reward)
     with tempfile.TemporaryDirectory(prefix="hone-evaluate-") as temporary:
         folder = Path(temporary)
-        files = scorer.stage(data, folder, "rows")
+        files = scorer.write_data(data, folder, "rows")
         call = CallSettings("evaluation", "hone.evaluate", {**settings, "data.path": files})
-        call.composed()  # raises for wrong settings before anything is generated
-        rows = items_of(files)
+        call.compose()  # raises for wrong settings before anything is generated
+        rows = as_rows(files)
         prompts = [row["prompt"] for row in rows]
-        loaded = (
-            nullcontext(model) if isinstance(model, LLM) else LLM(_path(model), None, **sampling)
+        llm_context = (
+            nullcontext(model)
+            if isinstance(model, LLM)
+            else LLM(_model_path(model), None, **sampling)
         )
-        with loaded as llm:
+        with llm_context as llm:
             answers = llm.generate(prompts, n=n, temperature=temperature, max_tokens=max_tokens)
         for row, answer in zip(rows, answers, strict=True):
             row["responses"] = [output.text for output in answer.outputs]
         call.set({"data.path": [write_rows(rows, folder, "responses")]})
-        return main_eval.run(call.composed().config, "scores", scorer.function)
+        return main_eval.run(call.compose().config, "scores", scorer.function)
 
 
 class Trained:
@@ -145,13 +146,13 @@ def train(
     written to `folder`, by default a new one below `runs/`; an existing run in `folder` is resumed.
     """
     call = CallSettings("ppo_trainer", "hone.train", settings, config)
-    scorer = _Scorer(reward)
+    scorer = _RewardScorer(reward)
     with _run_folder("train", call) as folder:
-        call.set({"actor_rollout_ref.model.path": _path(model)})
-        call.set({"data.train_files": scorer.stage(data, folder, "train")})
+        call.set({"actor_rollout_ref.model.path": _model_path(model)})
+        call.set({"data.train_files": scorer.write_data(data, folder, "train")})
         if validation is not None:
-            call.set({"data.val_files": scorer.stage(validation, folder, "validation")})
-        composed = call.composed(starting_values, plan_checks)
+            call.set({"data.val_files": scorer.write_data(validation, folder, "validation")})
+        composed = call.compose(starting_values, plan_checks)
         announce(composed)
         main_ppo.run(composed.config, composed.origins, compute_score=scorer.function)
     return Trained(folder, composed, validation, reward)
@@ -172,59 +173,59 @@ def sft(
     """
     call = CallSettings("sft_trainer", "hone.sft", settings, config)
     with _run_folder("sft", call) as folder:
-        call.set({"model.path": _path(model)})
+        call.set({"model.path": _model_path(model)})
         columns = ("data.prompt", "data.response", "data.custom")
-        named = any(key.startswith(columns) for key in call.values())
+        has_column_names = any(key.startswith(columns) for key in call.values())
         for name, rows in (("train", data), ("val", validation)):
             if rows is not None:
-                _stage_responses(call, rows, folder, name, named)
-        composed = call.composed(_whole_batch)
+                _set_sft_files(call, rows, folder, name, has_column_names)
+        composed = call.compose(_small_batch)
         announce(composed)
         if must_launch(composed.config.world_size, composed.config.trainer.nnodes, main_sft.MODULE):
             RunFolder(folder).write_config(config_to_dict(composed.config), composed.origins)
-            of_ranks = ["--config-path", str(folder), "--config-name", "config"]
-            launch(composed.config.world_size, main_sft.MODULE, of_ranks)
+            rank_arguments = ["--config-path", str(folder), "--config-name", "config"]
+            launch(composed.config.world_size, main_sft.MODULE, rank_arguments)
         else:
             main_sft.run(composed.config, composed.origins)
     return Trained(folder, composed, validation, None)
 
 
-class _Scorer:
-    """The score function of a run, built from a reward once the columns of the rows are known."""
+class _RewardScorer:
+    """Builds the score function of a run from a reward and the columns of the rows."""
 
     def __init__(self, reward: Reward | None) -> None:
-        self.parts = [] if reward is None else parts_of(reward)
+        self.parts = [] if reward is None else reward_parts(reward)
         self.function: Function | None = None
 
-    def stage(self, data: Data, folder: Path, name: str) -> list[str]:
-        """Return the data files; rows that are not in verl's schema are written to a file first."""
-        files, parts, by_prompt = files_of(data), self.parts, reads_prompt(self.parts)
+    def write_data(self, data: Data, folder: Path, name: str) -> list[str]:
+        """Return the data files; rows that are not in the dataset schema are converted and written."""
+        files, parts, needs_prompt = file_names(data), self.parts, reads_prompt(self.parts)
         source = parts[0].name if len(parts) == 1 else "python"
-        if files is not None and not by_prompt:
+        if files is not None and not needs_prompt:
             first = next(read_rows(files, BadRows("skip"), "data").scan())
             if "reward_model" in first:
-                self._make(first.get("extra_info") or ())
+                self._build_function(first.get("extra_info") or ())
                 return files
-        items = items_of(data)
+        items = as_rows(data)
         if not parts and any("data_source" not in row for row in items):
-            raise DataError("no reward: give a function or a name, or rows that name a data_source")
-        rows = [prompt_row(row, i, source, with_prompt=by_prompt) for i, row in enumerate(items)]
-        is_rule = len(parts) == 1 and isinstance(parts[0].score, str)
-        if not is_rule or any(row["data_source"] != source for row in rows):
-            self._make(set().union(*(row["extra_info"] for row in rows)))
+            raise DataError("no reward: pass a function or a name, or rows with a data_source")
+        rows = [prompt_row(row, i, source, with_prompt=needs_prompt) for i, row in enumerate(items)]
+        is_single_rule = len(parts) == 1 and isinstance(parts[0].score, str)
+        if not is_single_rule or any(row["data_source"] != source for row in rows):
+            self._build_function(set().union(*(row["extra_info"] for row in rows)))
         return [write_rows(rows, folder, name)]
 
-    def _make(self, columns: Collection[str]) -> None:
+    def _build_function(self, columns: Collection[str]) -> None:
         if self.parts and self.function is None:
             self.function = as_score_function(self.parts, columns)
 
 
-def _path(model: Model) -> str:
+def _model_path(model: Model) -> str:
     if isinstance(model, (Trained, LLM)):
         return str(model.folder if isinstance(model, Trained) else model.path)
     if not isinstance(model, (str, os.PathLike)):
         kind = type(model).__name__
-        raise ConfigError(f"the model is a {kind}; save it and give its folder, or a hub name")
+        raise ConfigError(f"the model is a {kind}; save it and pass its folder, or pass a hub name")
     return os.fspath(model)
 
 
@@ -234,7 +235,7 @@ def _run_folder(name: str, call: CallSettings) -> Iterator[Path]:
 
     After an error, a new folder is removed unless the run has started.
     """
-    key = key_of(call.tree, "folder")
+    key = resolve_key(call.tree, "folder")
     path = call.values().get(key)
     require_folder(str(path or "runs"), "folder")
     folder = Path(str(path)).expanduser() if path else _new_folder(name)
@@ -247,7 +248,7 @@ def _run_folder(name: str, call: CallSettings) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, Interrupted):
             raise KeyboardInterrupt(
-                f"stopped after step {error.step}; folder={str(folder)!r} goes on from there"
+                f"stopped after step {error.step}; folder={str(folder)!r} resumes from there"
             ) from None
         raise
 
@@ -255,16 +256,18 @@ def _run_folder(name: str, call: CallSettings) -> Iterator[Path]:
 def _new_folder(name: str) -> Path:
     Path("runs").mkdir(exist_ok=True)
     for folder in (Path("runs", f"{name}-{number}") for number in count(1)):
-        with suppress(FileExistsError):  # another process may take the name too
+        with suppress(FileExistsError):  # another process may have created it
             folder.mkdir()
             return folder
     raise AssertionError("count() has no end")
 
 
-def _stage_responses(call: CallSettings, data: Data, folder: Path, name: str, named: bool) -> None:
-    """Set the files of supervised rows; columns are renamed unless the user set their names."""
-    files, rows = files_of(data), items_of(data)
-    if files is None or not (named or MESSAGES in rows[0]):
+def _set_sft_files(
+    call: CallSettings, data: Data, folder: Path, name: str, has_column_names: bool
+) -> None:
+    """Set the data files of SFT; columns are renamed unless the user set their names."""
+    files, rows = file_names(data), as_rows(data)
+    if files is None or not (has_column_names or MESSAGES in rows[0]):
         rows = response_rows(rows)
         files = [write_rows(rows, folder, name)]
         if MESSAGES not in rows[0]:
@@ -272,8 +275,8 @@ def _stage_responses(call: CallSettings, data: Data, folder: Path, name: str, na
     call.set({f"data.{name}_files": files})
 
 
-def _whole_batch(values: Values) -> list[Setting]:
-    """Set the batch size to the number of rows if there are fewer than the default."""
-    rows, key = len(items_of(values["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
+def _small_batch(values: Values) -> list[Setting]:
+    """Return a batch size of all rows if there are fewer than the default batch size."""
+    rows, key = len(as_rows(values["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
     small = key not in values and rows < SFTDataConfig.train_batch_size
     return [Setting(key, rows, STARTING_VALUES)] if small else []

@@ -1,7 +1,7 @@
 """Converts keyword arguments (`lr=1e-6`), dotted keys and a YAML file to config settings.
 
-A name is a dotted key, or the unique ending of one. If several keys have the ending, the key of `trainer` is
-used, else the policy's (not that of the critic, the reference, the reward model or validation).
+A name is a dotted key or its last part. If several keys end with it, the key of `trainer` has priority, then
+the policy's over those of the critic, the reference, the reward model and validation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Value: TypeAlias = Union[Plain, Sequence["Value"], Mapping[str, "Value"]]  # noq
 Name: TypeAlias = Union[str, "os.PathLike[str]"]
 Values: TypeAlias = dict[str, Value]
 
-SHORT = {
+SHORT_NAMES = {
     "batch_size": ("data.train_batch_size",),
     "epochs": ("trainer.total_epochs",),
     "folder": ("trainer.default_local_dir",),
@@ -35,30 +35,35 @@ SHORT = {
     "n": ("actor_rollout_ref.rollout.n", "data.n_samples"),
     "steps": ("trainer.total_training_steps",),
 }
-"""Short names that do not end exactly one key; the first key that the config has is used."""
-_OTHERS = ("critic.", "reward_model.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout.val_")
+"""Short names with their keys, of which the first that the config has is used."""
+_SECONDARY = (
+    "critic.",
+    "reward_model.",
+    "actor_rollout_ref.ref.",
+    "actor_rollout_ref.rollout.val_",
+)
 
 
 def matches(tree: str, name: str) -> list[str]:
     """Return the dotted keys that a name may stand for."""
     root = TREES[tree].root
     keys = _keys(root)
-    short = [key for key in (*SHORT.get(name, ()), f"trainer.{name}") if key in keys]
+    short = [key for key in (*SHORT_NAMES.get(name, ()), f"trainer.{name}") if key in keys]
     if short or name.partition(".")[0] in hints(root):
         return short[:1] or [name]
     candidates = [key for key in sorted(keys) if key.endswith(f".{name}")]
-    return [key for key in candidates if not key.startswith(_OTHERS)] or candidates
+    return [key for key in candidates if not key.startswith(_SECONDARY)] or candidates
 
 
-def key_of(tree: str, name: str) -> str:
+def resolve_key(tree: str, name: str) -> str:
     """Return the dotted key that a name stands for, or raise ConfigError."""
     keys = matches(tree, name)
     if len(keys) > 1:
-        whole = "**{" + repr(keys[0]) + ": …}"
-        raise ConfigError(f"{name} may mean {', '.join(keys)}; write the whole key: {whole}")
+        example = "**{" + repr(keys[0]) + ": …}"
+        raise ConfigError(f"{name} may mean {', '.join(keys)}; write the whole key: {example}")
     if not keys:
         endings = {key.rpartition(".")[2] for key in _keys(TREES[tree].root)}
-        hint = did_you_mean(nearest(name, sorted({*SHORT, *endings})))
+        hint = did_you_mean(nearest(name, sorted({*SHORT_NAMES, *endings})))
         raise ConfigError(f"there is no setting {name!r}.{hint} `hone config show` lists the keys")
     return keys[0]
 
@@ -68,20 +73,20 @@ def _keys(root: type) -> frozenset[str]:
     return frozenset(leaves(root))
 
 
-def _plain(value: Value) -> JsonValue:
+def _to_json(value: Value) -> JsonValue:
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _to_json(inner) for key, inner in value.items()}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [_to_json(inner) for inner in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
     return value.item() if hasattr(value, "item") else str(value)  # a NumPy scalar
 
 
 class CallSettings:
-    """The settings of a call for one config: a YAML file, overridden by keyword arguments."""
+    """The settings of one API call: a YAML file, overridden by keyword arguments."""
 
     def __init__(
         self, tree: str, caller: str, settings: Values, config: Name | None = None
@@ -95,17 +100,17 @@ class CallSettings:
 
     def set(self, values: Values) -> None:
         for name, value in values.items():
-            self._settings += flatten(_plain(value), key_of(self.tree, name), self.caller)
+            self._settings += flatten(_to_json(value), resolve_key(self.tree, name), self.caller)
 
     def values(self) -> Values:
-        """The values by current dotted key, with deprecated keys renamed."""
+        """Return the values by dotted key, with deprecated keys renamed."""
         return {s.key: s.value for s in translate(self._settings, [], self.tree)}
 
-    def composed(
+    def compose(
         self,
         starting: Callable[[Values], list[Setting]] = lambda values: [],
         further: Further | None = None,
     ) -> Composed:
-        """Return the checked config; starting values are not added to a YAML file."""
+        """Return the checked config; with a YAML file, there are no starting values."""
         defaults = starting(self.values()) if self._config is None else []
         return compose_settings(TREES[self.tree], [*defaults, *self._settings], further)

@@ -36,8 +36,8 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 class FolderLocked(RuntimeError):
     """Raised when another process holds the folder's lock."""
 
-    changes_nothing = True
-    """No error log is written to the folder, because another process uses it."""
+    skips_error_log = True
+    """No error log is written to the folder, because another process owns it."""
 
 
 class LockLost(FolderLocked):

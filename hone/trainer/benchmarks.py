@@ -1,7 +1,4 @@
-"""Finds the file of a benchmark's test rows in a folder, or prepares it.
-
-`hone data prepare` makes the rows; this file only lists the benchmarks.
-"""
+"""Finds the file of a benchmark's test rows in a folder, or prepares it as `hone data prepare` does."""
 
 from __future__ import annotations
 
@@ -21,28 +18,28 @@ MATHS = (
 NAMES = ("gsm8k", *MATHS, "humaneval", "mbpp", "countdown", "multiply", *SEARCH)
 RAW = ("countdown", "multiply")
 """Benchmarks whose prompts are raw text, without a chat template."""
-OTHER_NAMES = {"minerva": "minerva_math", "2wiki": "2wikimultihopqa"}
+ALTERNATIVE_NAMES = {"minerva": "minerva_math", "2wiki": "2wikimultihopqa"}
 GENERATION_BLOCKS = ("trainer", "data", "model", "rollout", "actor", "ray_kwargs")
 """Overrides of these blocks configure generation; the others configure scoring."""
 
 
-def benchmark_file(name: str, folder: Path, work: Path) -> Path:
+def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
     """Return the parquet file of a benchmark's test rows.
 
     `folder` holds either the output of `hone data prepare` (NAME/test.parquet or test.parquet) or the
-    upstream files, from which the rows are prepared below `work`. A prepared file is used only if its
+    upstream files, from which the rows are prepared below `work_folder`. A prepared file is used only if its
     rows belong to this benchmark.
     """
-    benchmark = OTHER_NAMES.get(name, ALIASES.get(name, name))
+    benchmark = ALTERNATIVE_NAMES.get(name, ALIASES.get(name, name))
     if benchmark not in NAMES:
         hint = did_you_mean(nearest(name, NAMES))
-        raise DataError(f"no benchmark is called {name!r}.{hint} Known: {', '.join(NAMES)}")
+        raise DataError(f"there is no benchmark {name!r}.{hint} Known: {', '.join(NAMES)}")
     if not folder.is_dir():
         raise DataError(f"the data folder {folder} does not exist; name it with --data")
     mismatch = ""
     for file in (folder / benchmark / "test.parquet", folder / "test.parquet"):
         sources = _sources_of_prepared(file) if file.is_file() else []
-        others = [source for source in sources if _plain(benchmark) not in _plain(source)]
+        others = [source for source in sources if _normalize(benchmark) not in _normalize(source)]
         if sources and not others:
             return file
         if others:
@@ -51,12 +48,12 @@ def benchmark_file(name: str, folder: Path, work: Path) -> Path:
                 raise DataError(f"{mismatch}; prepare {benchmark} there (`hone data prepare`)")
     source = folder if RECIPES[benchmark].builder else None
     try:
-        prepare(benchmark, local_dir=work / benchmark, source_dir=source)
+        prepare(benchmark, local_dir=work_folder / benchmark, source_dir=source)
     except (DataError, KeyError) as error:
         if mismatch:
             raise DataError(f"{mismatch}, and {folder} has no other file of it") from error
         raise
-    return work / benchmark / "test.parquet"
+    return work_folder / benchmark / "test.parquet"
 
 
 def _sources_of_prepared(file: Path) -> list[str]:
@@ -69,7 +66,7 @@ def _sources_of_prepared(file: Path) -> list[str]:
     return [str(source) for source in column.unique().to_pylist()]
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     """Normalize a name, so that `HuggingFaceH4/MATH-500` or `aime_2024` contains its benchmark's name."""
     return re.sub(r"20(?=\d\d)", "", re.sub(r"[^a-z0-9]", "", text.lower()))
 

@@ -1,7 +1,7 @@
-"""Parses the programs' command line: `--config-path`, `--config-name`, then `key=value` overrides.
+"""Parses the command line of a program: `--config-path`, `--config-name` and `key=value` overrides.
 
-A user error prints one sentence and exits with code 2, with the traceback in the run folder; any other
-error prints its traceback on the terminal.
+A user error prints one sentence and exits with code 2; its traceback is in the run folder. Any other error
+prints its traceback.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hone.tracking.storage import storage_sentence
 from hone.trainer.interrupt import (
     NAMES,
     Interrupted,
-    StoppedAtOnce,
+    Terminated,
     exit_code,
-    on_stop_say,
-    stopped_line,
-    stopping_at_once,
+    exit_on_signal,
+    set_stop_message,
+    stop_message,
 )
 from hone.trainer.ranks import Ranks, die_with_launcher, launch, must_launch
 from hone.types import Settings
@@ -48,7 +48,7 @@ ERROR_LOG = "error.log"
 _latest: list[Composed] = []
 """The last configuration of this process, used to name the key that caused an error."""
 
-_MISTAKES = {
+_USER_ERRORS = {
     "hone.agents.runner": "AgentLoopFailed",
     "hone.config.errors": "ConfigError",
     "hone.controller.failures": "ProcessFailure WaitTimeout",
@@ -81,10 +81,10 @@ _MISTAKES = {
     "hone.trainer.ppo.preflight": "PreflightError",
     "hone.trainer.ranks": "LaunchError",
 }
-"""Errors whose message is complete. A module that is not loaded cannot have raised one."""
+"""Errors whose message is enough for the user, by module; an error's module has been imported."""
 
 
-def composed_of(
+def compose_arguments(
     arguments: Sequence[str],
     *,
     tree: str,
@@ -94,11 +94,10 @@ def composed_of(
 ) -> Composed:
     """Compose the configuration of a command line, with the origin of each value.
 
-    `tree` is the schema, which also applies to a user's YAML without a defaults list. `starting` returns
-    values for keys that the command line does not set, unless it names a YAML. `further` are additional
-    checks.
+    `tree` names the schema, also of a user's YAML without a defaults list. `starting` returns values for keys
+    that the command line does not set, unless it names a YAML. `further` are additional checks.
     """
-    options = _parsed(arguments, tree, program)
+    options = _parse(arguments, tree, program)
     composed = compose(
         options.overrides,
         config_name=options.config_name or tree,
@@ -116,11 +115,11 @@ def composed_of(
         sys.stdout.write(text)
         raise SystemExit(0)
     _latest[:] = [composed]
-    on_stop_say(lambda: _saved_by(composed.config))
+    set_stop_message(lambda: _describe_saved(composed.config))
     return composed
 
 
-def _parsed(arguments: Sequence[str], tree: str, program: str) -> argparse.Namespace:
+def _parse(arguments: Sequence[str], tree: str, program: str) -> argparse.Namespace:
     """Parse the command line; options of Hydra have Hydra's names."""
     parser = argparse.ArgumentParser(
         prog=program,
@@ -137,28 +136,29 @@ def _parsed(arguments: Sequence[str], tree: str, program: str) -> argparse.Names
     parser.add_argument("--package", "-p", metavar="KEY", help="the block that --cfg prints")
     parser.add_argument("--info", "-i", action="store_true", help="print what was set, and where")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    words = [word.partition("=")[0] if word.startswith("--info=") else word for word in arguments]
-    for word in words:
-        option, _, value = word.partition("=")
-        if word.startswith("--") and option not in parser._option_string_actions:
-            raise ConfigError(_no_option(option, value or "VALUE", tree))
-    return parser.parse_intermixed_args(words)
+    arguments = ["--info" if text.startswith("--info=") else text for text in arguments]
+    for text in arguments:
+        option, _, value = text.partition("=")
+        if text.startswith("--") and option not in parser._option_string_actions:
+            raise ConfigError(_unknown_option(option, value or "VALUE", tree))
+    return parser.parse_intermixed_args(arguments)
 
 
-def _no_option(option: str, value: str, tree: str) -> str:
+def _unknown_option(option: str, value: str, tree: str) -> str:
+    """Return the error message for an option that does not exist, with the keys that it may mean."""
     name, root = option.lstrip("-").replace("-", "_"), TREES[tree].root
     keys = list(leaves(root))
     near = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
-    meant = [name] if name in keys else keys_meant(root, name) or [key for key in near if key]
-    advice = ", as in " * bool(meant) + " or ".join(f"{key}={value}" for key in meant)
+    matches = [name] if name in keys else keys_meant(root, name) or [key for key in near if key]
+    advice = ", as in " * bool(matches) + " or ".join(f"{key}={value}" for key in matches)
     return (
         f"there is no option {option}; settings are key=value{advice} "
         f"(`hone config show --tree {tree}` lists them)"
     )
 
 
-def _saved_by(config: Block) -> str:
-    """Return a sentence about what is saved so far, and whether the same command resumes from it."""
+def _describe_saved(config: Block) -> str:
+    """Return a sentence that says what is saved so far, and whether the same command resumes from it."""
     if isinstance(config, GenerationConfig):
         return "responses that had ended are kept, and the same command goes on with the others"
     run = config.get("trainer")
@@ -172,22 +172,22 @@ def _saved_by(config: Block) -> str:
 
 
 def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return the problems and notes that follow from the columns that the algorithm reads."""
+    """Return the problems of the plan of a run, and notes on keys without effect."""
     from hone.trainer.ppo.plan import find_problems_and_notes
 
     return find_problems_and_notes(config, origins)
 
 
 def announce(composed: Composed) -> None:
-    """Print the starting values, and each given key without effect, with the reason."""
+    """Print the starting values, and the given keys without effect."""
     from hone.tracking.console import screen
 
     keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES]
-    words = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
-    if words:
-        half = (len(words) + 1) // 2
+    settings = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
+    if settings:
+        half = (len(settings) + 1) // 2
         screen().line("starting values for this data, model and device (give a key to change it):")
-        for part in (words[:half], words[half:]):
+        for part in (settings[:half], settings[half:]):
             screen().line("  " + " ".join(part))
     if composed.notes:
         screen().line("set, but without effect here:")
@@ -195,8 +195,8 @@ def announce(composed: Composed) -> None:
             screen().line(f"  {note}")
 
 
-def require_given(composed: Composed, keys: Mapping[str, str]) -> None:
-    """Raise an error for keys left at their default, which is only an example; `keys` describes each key."""
+def require_keys(composed: Composed, keys: Mapping[str, str]) -> None:
+    """Raise an error for each key that was not given; `keys` maps a key to its description."""
     missing = [key for key in keys if key not in composed.origins]
     if missing:
         raise ConfigError(
@@ -237,7 +237,7 @@ def _require_writable(folder: Path, setting: str) -> None:
 
 
 def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
-    """Return the lock of a run folder; if it cannot be locked, later checks report the reason."""
+    """Return the lock of a run folder, or no lock if later checks will report a problem with it."""
     try:
         require_folder(folder, "trainer.default_local_dir")
     except ConfigError:
@@ -248,9 +248,9 @@ def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
 def run_ranks(
     composed: Composed, arguments: Sequence[str], module: str, run: Callable[[], object]
 ) -> None:
-    """Call `run` as this rank, or launch the ranks that `trainer` configures."""
+    """Call `run` if this process is a rank; else launch the configured ranks."""
     trainer = composed.config.trainer
-    if Ranks.here().is_first:
+    if Ranks.from_env().is_first:
         announce(composed)
     if trainer.controller == "ray":
         raise ConfigError(
@@ -271,26 +271,26 @@ def run_module(main: Callable[[Sequence[str]], int | None], tree: str, module: s
 
 
 def finish(program: Callable[[], int | None]) -> int:
-    """Run a program and return its exit code; a user error is reported in one sentence."""
+    """Run a program and return its exit code; print a user error in one sentence."""
     _latest.clear()
     die_with_launcher()
     try:
-        with stopping_at_once():
+        with exit_on_signal():
             return program() or 0
     except Interrupted as stopped:
         number = signal.Signals(int(stopped.code or 0) - 128)
-        if Ranks.here().is_first:
-            sys.stderr.write(stopped_line(f"stopped by {NAMES[number]}"))
+        if Ranks.from_env().is_first:
+            sys.stderr.write(stop_message(f"stopped by {NAMES[number]}"))
         return exit_code(number)
-    except (KeyboardInterrupt, StoppedAtOnce) as stopped:
+    except (KeyboardInterrupt, Terminated) as stopped:
         number = signal.SIGINT if isinstance(stopped, KeyboardInterrupt) else signal.SIGTERM
-        sys.stderr.write(stopped_line(f"stopped at once by {NAMES[number]}"))
+        sys.stderr.write(stop_message(f"stopped at once by {NAMES[number]}"))
         return exit_code(number)
     except Exception as error:
-        sentence = mistake_in_words(error)
-        if sentence is None:
+        message = user_error_message(error)
+        if message is None:
             raise
-        sys.stderr.write(f"{type(error).__name__}: {sentence}\n")
+        sys.stderr.write(f"{type(error).__name__}: {message}\n")
         if (log := write_traceback(error)) is not None:
             sys.stderr.write(f"the traceback is in {log}\n")
         return EXIT_CODE
@@ -301,7 +301,7 @@ def write_traceback(error: BaseException, folder: Path | None = None) -> Path | 
     if folder is None:
         run = getattr(_latest[0].config, "trainer", None) if _latest else None
         folder = Path(getattr(run, "default_local_dir", "") or "").expanduser()
-    if folder == Path() or not folder.is_dir() or getattr(error, "changes_nothing", False):
+    if folder == Path() or not folder.is_dir() or getattr(error, "skips_error_log", False):
         return None
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n", *format_exception(error), "\n"]
     try:
@@ -312,12 +312,12 @@ def write_traceback(error: BaseException, folder: Path | None = None) -> Path | 
     return folder / ERROR_LOG
 
 
-def mistake_in_words(error: BaseException) -> str | None:
+def user_error_message(error: BaseException) -> str | None:
     """Return the message of a user error; None for any other error."""
-    if isinstance(error, _mistakes()):
+    if isinstance(error, _user_error_classes()):
         return _with_key(str(error), getattr(error, "path", None))
-    if (sentence := storage_sentence(error)) is not None:
-        return sentence
+    if (message := storage_sentence(error)) is not None:
+        return message
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}"
     if isinstance(error, FileNotFoundError):
@@ -327,24 +327,21 @@ def mistake_in_words(error: BaseException) -> str | None:
     return None
 
 
-def _with_key(sentence: str, path: str | None) -> str:
-    """Prefix a message about a model path with the key that was set to it."""
+def _with_key(message: str, path: str | None) -> str:
+    """Add the key that was set to `path` to a message about that path."""
     for composed in _latest if path else ():
         root: type = type(composed.config)
         paths = [key for key in leaves(root) if key.endswith("path")]
         for key in sorted(paths, key=lambda key: key not in composed.origins):
             if get(composed.config, key) == path:
-                return f"{key}={path}: {sentence}"
-    return sentence
+                return f"{key}={path}: {message}"
+    return message
 
 
-def _mistakes() -> tuple[type[BaseException], ...]:
-    loaded = [
-        (sys.modules[module], names) for module, names in _MISTAKES.items() if module in sys.modules
-    ]
+def _user_error_classes() -> tuple[type[BaseException], ...]:
     return tuple(
-        getattr(module, name)
-        for module, names in loaded
+        getattr(sys.modules[module], name)
+        for module, names in _USER_ERRORS.items()
         for name in names.split()
-        if hasattr(module, name)
+        if module in sys.modules and hasattr(sys.modules[module], name)
     )

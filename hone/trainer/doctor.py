@@ -63,7 +63,7 @@ def examine(*, self_test: bool = True) -> Iterator[Finding]:
     yield from _packages()
     yield from _sandbox(self_test)
     if self_test:
-        yield _tried("self-test", "one GRPO step of a tiny model", training_step)
+        yield _try_action("self-test", "one GRPO step of a tiny model", training_step)
 
 
 def report(
@@ -98,16 +98,16 @@ def chat_template(model: str) -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    facts = {
+    details = {
         "hone": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": str(usable_cores()),
         "disk here": f"{shutil.disk_usage('.').free / 1e9:.0f} GB free",
     }
-    for name, detail in facts.items():
+    for name, detail in details.items():
         yield Finding("machine", name, State.FINE, detail)
-    yield _tried("machine", "devices", _devices)
+    yield _try_action("machine", "devices", _devices)
 
 
 def _devices() -> str:
@@ -124,11 +124,11 @@ def _packages() -> Iterator[Finding]:
         version = _version(name)
         state = State.FINE if version else State.BROKEN
         yield Finding("packages", name, state, version or "missing: pip install hone-rl")
-    for name, (extra, enables) in OPTIONAL.items():
-        how = f" (pip install 'hone-rl[{extra}]')" if extra else ""
-        state, detail = State.MISSING, f"would enable {enables}{how}"
+    for name, (extra, feature) in OPTIONAL.items():
+        install = f" (pip install 'hone-rl[{extra}]')" if extra else ""
+        state, detail = State.MISSING, f"would enable {feature}{install}"
         if version := _version(name):
-            state, detail = State.FINE, f"{version}: {enables}"
+            state, detail = State.FINE, f"{version}: {feature}"
         yield Finding("optional packages", name, state, detail)
 
 
@@ -141,7 +141,7 @@ def _version(package: str) -> str | None:
 
 def _sandbox(self_test: bool) -> Iterator[Finding]:
     from hone.sandbox import SandboxError, layers
-    from hone.sandbox import self_test as attack
+    from hone.sandbox import self_test as run_attacks
 
     for name, layer in layers().items():
         state = State.FINE if layer.active else State.MISSING
@@ -149,19 +149,21 @@ def _sandbox(self_test: bool) -> Iterator[Finding]:
     if not self_test:
         return
     try:
-        checks = attack()
+        checks = run_attacks()
     except SandboxError as error:
         yield Finding("sandbox", "self-test", State.MISSING, f"code rewards cannot run: {error}")
         return
     for check in checks:
         if not check.passed:
             yield Finding("sandbox", check.name, State.BROKEN, check.detail)
-    contained = sum(check.passed for check in checks)
-    state = State.FINE if contained == len(checks) else State.BROKEN
-    yield Finding("sandbox", "self-test", state, f"{contained} of {len(checks)} attacks contained")
+    n_contained = sum(check.passed for check in checks)
+    state = State.FINE if n_contained == len(checks) else State.BROKEN
+    yield Finding(
+        "sandbox", "self-test", state, f"{n_contained} of {len(checks)} attacks contained"
+    )
 
 
-def _tried(section: str, name: str, action: Callable[[], str]) -> Finding:
+def _try_action(section: str, name: str, action: Callable[[], str]) -> Finding:
     try:
         return Finding(section, name, State.FINE, action())
     except Exception as error:  # reported as a finding

@@ -46,7 +46,7 @@ class EvaluationError(ValueError):
 
 @dataclass
 class Attempts:
-    """The scores of one row's responses, and their answers for majority voting (None: no vote)."""
+    """The scores of a row's responses, and their answers for majority voting (None has no vote)."""
 
     source: str
     scores: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Attempts:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over rows and its confidence interval, whose ends are None if it is undefined."""
+    """A mean over rows with its confidence interval, which is None if undefined."""
 
     value: float
     low: float | None
@@ -104,11 +104,11 @@ class Evaluation:
 def evaluate(config: EvaluationConfig, compute_score: Function | None = None) -> Evaluation:
     """Read, score and summarize the responses; raise an error if none could be scored.
 
-    `compute_score`, if given, runs in this process with a soft deadline.
+    `compute_score` runs in this process with a soft deadline; other scorers run in processes.
     """
     store = read_rows(config.data.path, BadRows("raise", skip_key=None), "data.path")
     rows = list(store.scan())
-    if config.output.scores_path:  # raises early for columns that parquet cannot hold
+    if config.output.scores_path:  # raises for columns that parquet cannot store
         as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])
     groups = [_responses(row, store.where(number), config) for number, row in enumerate(rows)]
     scorer = compute_score or get_custom_reward_fn(config)
@@ -118,27 +118,29 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
     else:
         check_signature(scorer, ROW_ARGUMENTS, {})
     responses = [response for group in groups for response in group]
-    outcomes = iter(_scored(responses, scorer, config, in_processes=compute_score is None))
+    outcomes = iter(_score_responses(responses, scorer, config, in_processes=compute_score is None))
     attempts: list[Attempts] = []
     failures: dict[str, Counter[str]] = {}
-    first: dict[str, str] = {}
+    first_failures: dict[str, str] = {}
     for number, (row, group) in enumerate(zip(rows, groups, strict=True)):
         source, scored = group[0].data_source, []
         for outcome in (next(outcomes) for _ in group):
             if isinstance(outcome, Failed):
                 failures.setdefault(source, Counter())[outcome.reason] += 1
-                first.setdefault(outcome.reason, f"{store.where(number)}: {outcome.detail}")
+                first_failures.setdefault(
+                    outcome.reason, f"{store.where(number)}: {outcome.detail}"
+                )
                 outcome = Scored(0.0)
             scored.append(outcome)
         row["scores"] = [outcome.score for outcome in scored]
         answers = votes(scored, [response.solution_str for response in group])
         attempts.append(Attempts(source, row["scores"], answers))
     if sum(map(Counter.total, failures.values())) == len(responses):
-        messages = "; ".join(f"{reason}: {message}" for reason, message in first.items())
+        messages = "; ".join(f"{reason}: {message}" for reason, message in first_failures.items())
         raise EvaluationError(
             f"none of the {len(responses)} responses could be scored, so there is no result ({messages})"
         )
-    return Evaluation(summarise(attempts, config.metrics, failures), rows, first)
+    return Evaluation(summarise(attempts, config.metrics, failures), rows, first_failures)
 
 
 def _responses(row: Row, where: str, config: EvaluationConfig) -> list[Response]:
@@ -160,10 +162,10 @@ def _responses(row: Row, where: str, config: EvaluationConfig) -> list[Response]
     return [Response(source, text, truth, extra | of_policy(text)) for text in texts]
 
 
-def _scored(
+def _score_responses(
     rows: Sequence[Response], scorer: Function, config: EvaluationConfig, *, in_processes: bool
 ) -> list[Scored | Failed]:
-    """Return one result per row, in order; rules are not called on rows that lack a ground truth."""
+    """Return one result per row, in order; a row without the ground truth that its rule needs has failed."""
     manager: PrimeRewardManager | NaiveRewardManager
     policy = FailurePolicy("score", 0.0, config.timeout_s)
     if in_processes:
@@ -176,9 +178,9 @@ def _scored(
     else:
         manager = NaiveRewardManager(None, 0, scorer, policy=policy)
     column = f"{config.data.reward_model_key}.ground_truth"
-    absent = Failed("no_ground_truth", f"{column} is null or empty, and the rule needs one")
-    lacking = [manager.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
-    scorable = [row for row, lacks in zip(rows, lacking, strict=True) if not lacks]
+    no_truth = Failed("no_ground_truth", f"{column} is null or empty, and the rule needs one")
+    lacks_truth = [manager.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
+    scorable = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
     outcomes: list[Scored | Failed] = []
     try:
         with progress("score", len(scorable)) as bar:
@@ -190,13 +192,13 @@ def _scored(
         if isinstance(manager, PrimeRewardManager):
             manager.close()
     scored = iter(outcomes)
-    return [absent if lacks else next(scored) for lacks in lacking]
+    return [no_truth if lacks else next(scored) for lacks in lacks_truth]
 
 
 def votes(scored: Sequence[Scored], responses: Sequence[str]) -> list[str | None]:
-    """Return the vote of each response of a row: the scorer's `pred`, else its answer, or None.
+    """Return the vote of each response: the scorer's `pred`, else the answer in its text, else None.
 
-    If no response of the row has an answer, the votes are the whole texts.
+    If no response has an answer, the votes are the whole texts.
     """
     answers = [
         vote_of(outcome.extras["pred"]) if "pred" in outcome.extras else answer_of(text)
@@ -243,12 +245,12 @@ def summarise(
 def _result(
     group: Sequence[Attempts], config: EvaluationMetricsConfig, failures: dict[str, int]
 ) -> SourceResult:
-    fewest = min(len(row.scores) for row in group)
-    ks = list(config.pass_at) if config.pass_at is not None else [1, *sizes(fewest)]
-    if too_many := [k for k in ks if not 1 <= k <= fewest]:
+    min_responses = min(len(row.scores) for row in group)
+    ks = list(config.pass_at) if config.pass_at is not None else [1, *sizes(min_responses)]
+    if too_many := [k for k in ks if not 1 <= k <= min_responses]:
         raise EvaluationError(
-            f"metrics.pass_at has {too_many[0]}, but rows of {group[0].source} have {fewest} "
-            f"responses; use 1 to {fewest}, or generate more (data.n_samples)"
+            f"metrics.pass_at has {too_many[0]}, but rows of {group[0].source} have {min_responses} "
+            f"responses; use 1 to {min_responses}, or generate more (data.n_samples)"
         )
     columns: dict[str, list[float]] = {"mean": [float(np.mean(row.scores)) for row in group]}
     correct = [[float(s >= config.correct_from) for s in row.scores] for row in group]
@@ -266,8 +268,8 @@ def intervals(
 ) -> dict[str, Estimate]:
     """Return means over rows with bootstrap percentile intervals; rows are resampled, not responses.
 
-    If all rows are 0, or all are 1, the interval is the exact binomial one (Clopper-Pearson); if they
-    all have another value, there is no interval.
+    If all rows are 0 or all are 1, the interval is the exact binomial (Clopper-Pearson); if all have
+    another common value, it is undefined.
     """
     names, values = list(columns), np.array(list(columns.values()), dtype=np.float64)
     rows = values.shape[1]
@@ -280,13 +282,13 @@ def intervals(
     bound = tail ** (1.0 / rows)
     estimates = {}
     for i, name in enumerate(names):
-        ends: tuple[float | None, float | None] = float(low[i]), float(high[i])
+        bounds: tuple[float | None, float | None] = float(low[i]), float(high[i])
         value = float(values[i].mean())
         if np.ptp(values[i]) < ROUNDING:
-            value, ends = float(values[i, 0]), (None, None)
+            value, bounds = float(values[i, 0]), (None, None)
             if abs(value) < ROUNDING:
-                ends = (0.0, 1.0 - bound)
+                bounds = (0.0, 1.0 - bound)
             elif abs(value - 1) < ROUNDING:
-                ends = (bound, 1.0)
-        estimates[name] = Estimate(value, *ends)
+                bounds = (bound, 1.0)
+        estimates[name] = Estimate(value, *bounds)
     return estimates

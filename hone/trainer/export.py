@@ -1,7 +1,7 @@
 """`hone export CHECKPOINT OUT` converts a training checkpoint to a folder that `from_pretrained` opens.
 
-An export inside the checkpoint is copied; otherwise the weights are gathered from its shards, written
-by any number of ranks. LoRA is exported merged, or as an adapter.
+If the checkpoint has an export it is copied; otherwise the weights are gathered from its shards, whatever
+the number of ranks. LoRA is exported merged, or as an adapter.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from hone.tracking import RunFolder
 from hone.tracking.console import screen
 from hone.tracking.manifest import checkpoint_of, damage
 from hone.trainer.model_card import write_card
-from hone.trainer.ppo.checkpoint import newest_sound
+from hone.trainer.ppo.checkpoint import newest_valid
 
 _VALUE_HEAD = "model.value_head."
-_TOKENS = 8192
-_WRONG_SHAPE = (AttributeError, KeyError, TypeError, RecursionError)
-"""Errors raised for a config.yaml that is valid YAML but not a config."""
+_MAX_TOKENS = 8192
+_INVALID_CONFIG_ERRORS = (AttributeError, KeyError, TypeError, RecursionError)
+"""Raised by a config.yaml that is valid YAML but not a config."""
 
 
 class ExportError(ValueError):
@@ -51,7 +51,7 @@ class ExportError(ValueError):
 
 @contextmanager
 def local_target(out: str) -> Iterator[str]:
-    """Yield the folder to export to; a remote `out` gets its files at the end, `config.json` last."""
+    """Yield a local folder to export to; it is uploaded if `out` is remote, `config.json` last."""
     if not is_non_local(out):
         yield out
         return
@@ -73,7 +73,7 @@ def export(
 ) -> Path:
     """Write the model of a checkpoint to `out`, a new or empty folder.
 
-    Only code that the arguments name is imported, never code that the run's config.yaml names.
+    Custom code is imported only if the arguments name it, never because the run's config.yaml does.
     """
     source = find_model_folder(Path(copy_to_local(checkpoint)).expanduser())
     target = Path(out).expanduser()
@@ -122,7 +122,7 @@ def find_model_folder(folder: Path) -> Path:
     run = RunFolder(folder)
     is_run = bool(run.checkpoints())
     if is_run:
-        newest = newest_sound(run)
+        newest = newest_valid(run)
         if newest is None:
             raise ExportError(f"every checkpoint in {folder} is damaged; see the log above")
         folder = newest[1]
@@ -148,14 +148,15 @@ def _saved_tensors(folder: Path) -> dict[str, STORAGE_TYPES]:
 
 
 def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code: bool) -> None:
-    """Load the shards into the run's model in this process and export it."""
-    model = _with_code(_model_config(source), external_lib, trust_remote_code)
+    """Load the shards into the run's model, in this process, and export it."""
+    model = _replace_code(_model_config(source), external_lib, trust_remote_code)
     tokenizer = build_tokenizer(model)
-    lm = load_causal_lm(model.path, dtype=_dtype(source), override_config=model.override_config)
+    dtype = _saved_dtype(source)
+    lm = load_causal_lm(model.path, dtype=dtype, override_config=model.override_config)
     policy = PolicyModel(lm)
     if model.uses_lora:
         policy.lm = build_lora(lm, model, seed=0)
-    rule = MicroBatchRule(None, _TOKENS)
+    rule = MicroBatchRule(None, _MAX_TOKENS)
     engine = build_engine(
         policy,
         optim=None,
@@ -169,10 +170,10 @@ def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code
     engine.export(out, tokenizer)
 
 
-def _with_code(
+def _replace_code(
     model: ModelConfig, external_lib: str | None, trust_remote_code: bool
 ) -> ModelConfig:
-    """Return the run's model config, with the external code replaced by that of the command line."""
+    """Return the run's model config with the custom code of the command line instead of its own."""
     flags = []
     if model.external_lib and not external_lib:
         lib = model.external_lib
@@ -181,12 +182,12 @@ def _with_code(
         flags.append("--trust-remote-code")
     if flags:
         screen().line(
-            f"the run used code that an export does not load by itself; if you trust it: {' '.join(flags)}"
+            f"the run used custom code, which the export does not load; if you trust it: {' '.join(flags)}"
         )
     return replace(model, external_lib=external_lib, trust_remote_code=trust_remote_code)
 
 
-def _dtype(source: Path) -> torch.dtype:
+def _saved_dtype(source: Path) -> torch.dtype:
     for name, saved in _saved_tensors(source).items():
         if name.startswith("model.") and hasattr(saved, "properties"):
             return saved.properties.dtype
@@ -201,12 +202,12 @@ def _model_config(source: Path) -> ModelConfig:
             if block:
                 settings = [Setting(key, block[key], "config.yaml") for key in leaves(ModelConfig)]
                 return compose_settings(Tree("model", ModelConfig), settings).config
-        except (ConfigError, ValueError, YAMLError, *_WRONG_SHAPE) as error:
+        except (ConfigError, ValueError, YAMLError, *_INVALID_CONFIG_ERRORS) as error:
             reason = " ".join(str(error).split())
             raise ExportError(
                 f"{folder}/config.yaml is not the config of a run: {reason}"
             ) from error
     raise ExportError(
-        f"{source} has only sharded weights, and no config.yaml of its run lies above it to say "
-        "which model they belong to; keep the checkpoint in its run folder"
+        f"{source} has only sharded weights, and no parent folder has the config.yaml of the run, which "
+        "names their model; keep the checkpoint in its run folder"
     )

@@ -1,7 +1,7 @@
-"""Generates responses for a file of prompts; finished rows are saved at once, the output file at the end.
+"""Generates responses for a file of prompts, and saves each row when it has finished.
 
-A response depends only on (seed, row, sample), so a resumed run writes the same file. Each response is one
-completion or, with `search.url`, a conversation with a retrieval service.
+A response depends only on (seed, row, sample), so a resumed run writes the same file. With `search.url`, a
+response is a conversation with a retrieval service.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ ROLLOUT_JOB_KEYS = (
     *("prompt_length", "response_length", "max_model_len"),
 )
 """Keys of the rollout block that affect the output."""
-OTHER_DATA_KEYS = ("path", "output_path", "overwrite", "batch_size", "max_samples")
-"""Keys of the data block that do not affect the output; the rows are identified by a hash."""
+IGNORED_DATA_KEYS = ("path", "output_path", "overwrite", "batch_size", "max_samples")
+"""Keys of the data block that do not affect the output; the job hash covers the rows themselves."""
 
 
 def build_engine(
@@ -71,8 +71,8 @@ def build_engine(
     ranks: Ranks,
     check: Callable[[PreTrainedModel], None] = lambda lm: None,
 ) -> RolloutEngine:
-    """Build the rollout engine of a generation config; `check` is called with the loaded model first."""
-    config, threads = resolve_threads(config, ranks.local_world_size, tells=ranks.is_first)
+    """Build the rollout engine of a generation config; `check` is called with the loaded model."""
+    config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
     model = config.model
     fix_threads(threads)
     device = pick_device(config.trainer.device, ranks.local_rank)
@@ -80,7 +80,7 @@ def build_engine(
     lm = load_causal_lm(model.path, dtype=dtype, device=device)
     check(lm)
     policy = PolicyModel(lm.eval())
-    ends = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
+    end_ids = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
     if model.lora_adapter_path:
         policy.lm = wrap_lora(
             policy.lm,
@@ -100,7 +100,7 @@ def build_engine(
             dtype=dtype,
             device=device,
             tokenizer=tokenizer,
-            eos_ids=tuple(ends),
+            eos_ids=tuple(end_ids),
             current_weights=(lambda: merged_weights(policy.lm))
             if model.lora_adapter_path
             else None,
@@ -122,21 +122,21 @@ def samplings(params: Row, n: int, *, seed: int, uid: str, max_tokens: int) -> l
 async def respond(
     generate: Callable[[list[int], Sampling, str], Awaitable[TokenOutput]],
     prompts: Sequence[list[int]],
-    samplings_of: Callable[[int], list[Sampling]],
+    get_samplings: Callable[[int], list[Sampling]],
     on_finish: Callable[[int, list[TokenOutput]], None],
     *,
     name_of: Callable[[int], str],
     in_flight: int,
-    is_stopped: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Generate for every prompt, `in_flight` at a time; `on_finish` receives all samples of a prompt."""
     slots = asyncio.Semaphore(in_flight)
 
-    async def one(index: int, ids: list[int]) -> None:
+    async def generate_prompt(index: int, ids: list[int]) -> None:
         async with slots:
-            if is_stopped():
+            if should_stop():
                 return
-            requests = enumerate(samplings_of(index))
+            requests = enumerate(get_samplings(index))
             try:
                 outputs = await asyncio.gather(
                     *(generate(ids, sampling, f"{index}/{i}") for i, sampling in requests)
@@ -145,7 +145,7 @@ async def respond(
                 raise RolloutError(f"{name_of(index)}: {error}") from error
         on_finish(index, list(outputs))
 
-    tasks = [asyncio.create_task(one(index, ids)) for index, ids in enumerate(prompts)]
+    tasks = [asyncio.create_task(generate_prompt(index, ids)) for index, ids in enumerate(prompts)]
     try:
         await asyncio.gather(*tasks)
     except BaseException:
@@ -173,10 +173,10 @@ class Generation:
             self._check_columns()
         self.tokenizer = build_tokenizer(config.model)
         self._seed = config.trainer.seed if seed is None else seed
-        self.files = JobFiles(self.output, self._job(), ranks.rank)
+        self.files = JobFiles(self.output, self._job_hash(), ranks.rank)
 
     def _check_columns(self) -> None:
-        """Raise an error for columns that parquet cannot hold, before anything is generated."""
+        """Raise an error for columns that parquet cannot store, before anything is generated."""
         new_columns = self._columns([])
         rows = islice(self.rows.scan(), self.count)
         try:
@@ -184,48 +184,48 @@ class Generation:
         except DataError as error:
             jsonl_file = self.output.with_suffix(".jsonl")
             raise DataError(
-                f"{error}, or write them as they are: data.output_path={jsonl_file}"
+                f"{error}, or write a JSONL file: data.output_path={jsonl_file}"
             ) from error
 
     def run(self) -> Path:
         """Generate the missing rows, then write the output in row order."""
         files = self.files
-        say = screen().line if self.ranks.is_first else lambda text: None
+        print_line = screen().line if self.ranks.is_first else lambda text: None
         if files.is_done(overwrite=self.config.data.overwrite):
-            say(f"{self.output} is done already; remove it to generate it again")
+            print_line(f"{self.output} is already complete; delete it to generate it again")
             return self.output
         if self.output.exists():
-            say(f"{self.output} is not from this job; it will be replaced (data.overwrite)")
+            print_line(f"{self.output} is not from this job; it will be replaced (data.overwrite)")
         if self.ranks.is_first:
-            files.warn_of_others()
-        self.ranks.wait_for_all()
+            files.warn_about_other_jobs()
+        self.ranks.barrier()
         done = files.finished()
-        self.ranks.wait_for_all()  # no rank may write before all have read the same list
+        self.ranks.barrier()  # no rank may write before all have read the same list
         missing = [i for i in range(self.count) if i not in done]
         rank_rows = missing[self.ranks.rank :: self.ranks.world_size]
         with GracefulStop("stopping when the started responses have ended; all are kept") as stop:
             if rank_rows:
                 self._generate(rank_rows, stop)
-            stop.agree(sum_over_ranks)  # every rank gets here
+            stop.sync_ranks(sum_over_ranks)
             stop.raise_if_requested(len(done))
         if self.ranks.is_first:
             done = files.finished()
             files.write([{**self.rows[i], **done[i]} for i in range(self.count)])
-        say(f"wrote {self.output}")
+        print_line(f"wrote {self.output}")
         return self.output
 
     def _generate(self, rows: list[int], stop: GracefulStop) -> None:
-        config, alone = self.config, self.ranks.world_size == 1
+        config, is_only_rank = self.config, self.ranks.world_size == 1
         prompts = [self._prompt_ids(row) for row in rows]
 
         def check(lm: PreTrainedModel) -> None:
             self._check_positions(rows, prompts, max_positions(lm))
 
         engine = build_engine(config, self.tokenizer, self.ranks, check)
-        bar = progress("generate", self.count if alone else len(rows))
+        bar = progress("generate", self.count if is_only_rank else len(rows))
         tokens, start = 0, time.perf_counter()
         with bar if self.ranks.is_first else nullcontext(silent_bar("generate")) as rank_bar:
-            rank_bar.update(self.count - len(rows) if alone else 0)
+            rank_bar.update(self.count - len(rows) if is_only_rank else 0)
 
             def on_finish(index: int, outputs: list[TokenOutput]) -> None:
                 nonlocal tokens
@@ -241,7 +241,7 @@ class Generation:
                 on_finish,
                 name_of=lambda index: self.rows.where(rows[index]),
                 in_flight=config.data.batch_size,
-                is_stopped=lambda: stop.requested,
+                should_stop=lambda: stop.requested,
             )
             try:
                 run_beside(engine, responses)
@@ -302,20 +302,18 @@ class Generation:
         response = self._samplings(number, len(ids))[0].max_tokens
         if self.config.search.url:  # the turns of a search share the response
             response = self.config.rollout.response_limit(len(ids))
-        reach = len(ids) + response
-        if positions is None or reach <= positions:
+        max_length = len(ids) + response
+        if positions is None or max_length <= positions:
             return
-        prefix, left = (
-            f"{self.rows.where(number)} has {len(ids)} prompt tokens",
-            positions - len(ids),
-        )
+        prefix = f"{self.rows.where(number)} has {len(ids)} prompt tokens"
+        left = positions - len(ids)
         if left <= 0:
             raise GenerationError(
                 f"{prefix}, but the model has {positions} positions; leave this row out, or take "
                 "another model"
             )
         raise GenerationError(
-            f"{prefix} and may reach {reach} with "
+            f"{prefix} and may reach {max_length} with "
             f"rollout.response_length={self.config.rollout.response_length}, but the model has "
             f"{positions} positions; set rollout.response_length={left}, or "
             f"rollout.max_model_len={positions} to cut only the responses to long prompts"
@@ -344,25 +342,25 @@ class Generation:
             columns["log_probs"] = [list(output.log_probs) for output in outputs]
         return columns
 
-    def _job(self) -> str:
+    def _job_hash(self) -> str:
         """Return a hash of everything that affects the responses: rows, model and sampling."""
         model, rollout, data = self.config.model, self.config.rollout, asdict(self.config.data)
         folders = [resolve_model_path(path) for path in (model.path, model.tokenizer_path) if path]
-        facts = {
+        settings = {
             "rows": [self.rows.fingerprint, self.count],
-            "model": [asdict(model), *map(_files_of, (*folders, model.lora_adapter_path))],
+            "model": [asdict(model), *map(_file_stats, (*folders, model.lora_adapter_path))],
             "sampling": {name: getattr(rollout, name) for name in ROLLOUT_JOB_KEYS},
-            "data": {name: value for name, value in data.items() if name not in OTHER_DATA_KEYS},
+            "data": {name: value for name, value in data.items() if name not in IGNORED_DATA_KEYS},
             "seed": self._seed,
         }
         if self.config.search.url is not None:
-            facts["search"] = asdict(self.config.search)
-        text = json.dumps(facts, sort_keys=True, default=str)
+            settings["search"] = asdict(self.config.search)
+        text = json.dumps(settings, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _files_of(path: str | None) -> tuple[str | None, list[tuple[str, int, int]]]:
-    """Return a folder with the name, size and time of its files; hashing a model's bytes is too slow."""
+def _file_stats(path: str | None) -> tuple[str | None, list[tuple[str, int, int]]]:
+    """Return a folder, and name, size and modification time of its files; hashing them would be slow."""
     if path is None or not Path(path).is_dir():
         return path, []
     stats = [(file.name, file.stat()) for file in Path(path).iterdir() if file.is_file()]

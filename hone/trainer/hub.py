@@ -34,16 +34,16 @@ def push(folder: Path, repo: str, *, private: bool = False) -> str:
 
     require_hub(repo)
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="hone")
-    again = f"the model is in {folder}, and `hf upload {repo} {folder}` tries again"
+    retry = f"the model is in {folder}, and `hf upload {repo} {folder}` tries again"
     try:
         repository = api.create_repo(repo, private=private or None, exist_ok=True)
         message = "Model exported by hone"
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message=message)
     except HfHubHTTPError as error:
         status = f"{error.response.status_code} {error.response.reason_phrase}"
-        raise ExportError(f"--push {repo}: {api.endpoint} says {status}; {again}") from None
+        raise ExportError(f"--push {repo}: {api.endpoint} says {status}; {retry}") from None
     except (HTTPError, OSError) as error:
         raise ExportError(
-            f"--push {repo}: {api.endpoint} cannot be reached ({error}); {again}"
+            f"--push {repo}: {api.endpoint} cannot be reached ({error}); {retry}"
         ) from None
     return str(repository)

@@ -14,19 +14,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TypeAlias
 
 from hone.types import Function
 
 log = logging.getLogger(__name__)
 
-Handler: TypeAlias = Function | int | None
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _saved: list[Callable[[], str]] = []
-"""Returns the sentence about what the running program has saved."""
+"""Holds the function that describes the saved state of the running program."""
 _launched: list[bool] = []
+"""Has an entry if `launch` started this process."""
 _programs: list[bool] = []
 """Has an entry while this process runs a command-line program, as opposed to a user's Python program."""
 
@@ -36,19 +34,19 @@ def exit_code(number: int) -> int:
     return 128 + number
 
 
-def on_stop_say(sentence: Callable[[], str]) -> None:
-    """Set the message that a stopped program prints about its saved state and how to resume."""
-    _saved[:] = [sentence]
+def set_stop_message(message: Callable[[], str]) -> None:
+    """Set the function whose result is printed when the program stops: what is saved, how to resume."""
+    _saved[:] = [message]
 
 
-def stopped_line(how: str) -> str:
+def stop_message(reason: str) -> str:
     """Return the last line that a stopped program prints."""
     saved = _saved[0]() if _saved else ""
-    return f"{how}; {saved}\n" if saved else f"{how}\n"
+    return f"{reason}; {saved}\n" if saved else f"{reason}\n"
 
 
-def answer_to_launcher() -> None:
-    """Mark this process as a rank, which leaves an immediate stop to its launcher."""
+def mark_as_rank() -> None:
+    """Mark this process as a rank, which its launcher kills on a second signal."""
     _launched[:] = [True]
 
 
@@ -62,6 +60,20 @@ def is_program() -> bool:
     return bool(_programs)
 
 
+@contextmanager
+def signal_handler(handle: Function) -> Iterator[None]:
+    """Handle Ctrl-C and SIGTERM with `handle` inside the block, if this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 class Interrupted(SystemExit):
     """Raised after saving, when the user or the scheduler requested a stop."""
 
@@ -70,7 +82,7 @@ class Interrupted(SystemExit):
         self.step = step
 
 
-class StoppedAtOnce(SystemExit):
+class Terminated(SystemExit):
     """Raised on SIGTERM, as KeyboardInterrupt is on SIGINT."""
 
 
@@ -82,21 +94,20 @@ class GracefulStop:
     ) -> None:
         self.number: int | None = None
         self._finishing = finishing
-        self._before: dict[int, Handler] = {}
+        self._handlers = signal_handler(self._handle)
 
     @property
     def requested(self) -> bool:
         return self.number is not None
 
     def __enter__(self) -> GracefulStop:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._handle) for n in SIGNALS}
+        self._handlers.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _restore(self._before)
+        self._handlers.__exit__(None, None, None)
 
-    def agree(self, sum_over_ranks: Callable[..., list[float]]) -> None:
+    def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Request a stop on every rank if any rank received a signal; every rank calls this."""
         flags = (float(self.number == number) for number in SIGNALS)
         for number, ranks in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
@@ -115,45 +126,38 @@ class GracefulStop:
                 log.warning("%s (%s again stops at once)", self._finishing, name)
         elif not is_rank():
             if is_program():
-                # Running code might catch an exception. Exiting without clean-up is safe for every file.
-                sys.stderr.write(stopped_line(f"stopped at once by {name}"))
+                # User code might catch an exception. Files are written atomically, so no clean-up is needed.
+                sys.stderr.write(stop_message(f"stopped at once by {name}"))
                 sys.stderr.flush()
                 os._exit(exit_code(number))
-            _stop_at_once(number)
+            _raise_exit(number)
 
 
 @contextmanager
-def stopping_at_once() -> Iterator[None]:
-    """Make the first signal end the program through its clean-up, while there is nothing to save."""
+def exit_on_signal() -> Iterator[None]:
+    """Exit on the first signal, with clean-up; `GracefulStop` replaces this where state can be saved."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous_handlers: dict[int, Handler] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
         if is_rank():
             for other in SIGNALS:
                 signal.signal(other, signal.SIG_IGN)  # the launcher forwards the same request
-        _stop_at_once(number, again_is_default=not is_rank())
+        _raise_exit(number, restore_default=not is_rank())
 
+    _programs.append(True)
     try:
-        previous_handlers = {n: signal.signal(n, handle) for n in SIGNALS}
-        _programs.append(True)
-        _saved.clear()
-        yield
+        with signal_handler(handle):
+            _saved.clear()
+            yield
     finally:
         _programs.pop()
-        _restore(previous_handlers)
 
 
-def _stop_at_once(number: int, again_is_default: bool = True) -> None:
-    if again_is_default:
-        signal.signal(number, signal.SIG_DFL)  # a second signal skips the clean-up
+def _raise_exit(number: int, restore_default: bool = True) -> None:
+    if restore_default:
+        signal.signal(number, signal.SIG_DFL)  # a second signal exits without clean-up
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise StoppedAtOnce(exit_code(number))
-
-
-def _restore(handlers: dict[int, Handler]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    raise Terminated(exit_code(number))

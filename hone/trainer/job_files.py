@@ -1,4 +1,4 @@
-"""Manages the files of a generation job: parts while it runs, then the output and a job record."""
+"""Writes the files of a generation job: parts while it runs, then the output and a job record."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class GenerationError(ValueError):
 class JobFiles:
     """The files of a job: a folder of parts while it runs, then the output and its record.
 
-    The parts' folder is named after the job's hash, and `OUTPUT.job` records the job and a hash of the
-    output, so files of other jobs are never reused or replaced.
+    The folder of parts is named after the hash of the job, and `OUTPUT.job` records that hash and the hash of
+    the output, so files of other jobs are never reused or replaced.
     """
 
     def __init__(self, output: Path, job: str, rank: int) -> None:
@@ -36,18 +36,18 @@ class JobFiles:
         self._part = self.folder / f"rank_{rank}.jsonl"
         self._record = output.with_name(f"{output.name}.job")
 
-    def warn_of_others(self) -> None:
+    def warn_about_other_jobs(self) -> None:
         pattern = f"{glob.escape(self.output.stem)}.*{PARTS_SUFFIX}"
         for other in sorted(self.folder.parent.glob(pattern)):
             if other != self.folder:
                 log.warning(
-                    "%s is of another run (other data, model or sampling) that was not finished; "
-                    "it is not used, and can be deleted",
+                    "%s is from another run (other data, model or sampling) that has not finished; "
+                    "it is not used and can be deleted",
                     other,
                 )
 
     def finished(self) -> dict[int, Row]:
-        """Return the new columns by row number, from the parts of all ranks."""
+        """Return the generated columns of each finished row, from the parts of all ranks."""
         rows: dict[int, Row] = {}
         for file in sorted(self.folder.glob("rank_*.jsonl")):
             for line in file.read_bytes().split(b"\n"):
@@ -76,13 +76,13 @@ class JobFiles:
             record = json.loads(self._record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             record = None
-        if self.output.is_file() and record == self._facts(self.output):
+        if self.output.is_file() and record == self._job_record(self.output):
             return True
         if not overwrite:
             raise GenerationError(
-                f"data.output_path={self.output} is there already, and not from this job (other rows, "
-                "model or sampling, or changed since); name another data.output_path, remove the "
-                "file, or replace it by data.overwrite=true"
+                f"data.output_path={self.output} already exists and is not from this job (other rows, "
+                "model or sampling, or changed since); name another data.output_path, delete the "
+                "file, or replace it with data.overwrite=true"
             )
         return False
 
@@ -94,8 +94,8 @@ class JobFiles:
             else:
                 lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
                 temporary.write_bytes("".join(lines).encode("utf-8", "backslashreplace"))
-            atomic_write_text(self._record, json.dumps(self._facts(temporary)) + "\n")
+            atomic_write_text(self._record, json.dumps(self._job_record(temporary)) + "\n")
         shutil.rmtree(self.folder)
 
-    def _facts(self, file: Path) -> dict[str, str]:
+    def _job_record(self, file: Path) -> dict[str, str]:
         return {"job": self.job, "output": file_fingerprint(str(file))}

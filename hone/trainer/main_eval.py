@@ -17,10 +17,10 @@ from hone.config.errors import ConfigError
 from hone.config.generation import EvaluationConfig
 from hone.trainer.command_line import (
     announce,
-    composed_of,
+    compose_arguments,
     require_file,
     require_folder,
-    require_given,
+    require_keys,
     run_module,
 )
 from hone.types import Function
@@ -28,17 +28,16 @@ from hone.types import Function
 if TYPE_CHECKING:
     from hone.trainer.evaluation import Evaluation
 
-UNKNOWN = "–"
-"""Printed for an undefined interval."""
+NO_INTERVAL = "–"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, rest = _parser().parse_known_args(arguments)
+    options, overrides = _parser().parse_known_args(arguments)
     if options.bench or options.model:
-        run_benchmarks(options, rest)
+        run_benchmarks(options, overrides)
         return
-    composed = composed_of(rest, tree="evaluation", program="hone eval")
-    require_given(composed, {"data.path": "the file of responses"})
+    composed = compose_arguments(overrides, tree="evaluation", program="hone eval")
+    require_keys(composed, {"data.path": "the file of responses"})
     announce(composed)
     run(composed.config)
 
@@ -53,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Score a file of responses (key=value overrides of the evaluation tree), or "
         "generate and score a benchmark. With --bench, overrides of trainer, data, model and "
-        "rollout say how to generate.",
+        "rollout configure generation.",
         epilog="`hone config show --tree evaluation` lists the keys.",
     )
     names = f"benchmark, may be repeated: {', '.join(NAMES)}"
@@ -100,13 +99,14 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
     for name in ("model", "bench", "data"):
         if not getattr(options, name):
             raise ConfigError(f"--{name} is missing: hone eval --model DIR --bench NAME --data DIR")
-    if Ranks.here().world_size > 1:
+    if Ranks.from_env().world_size > 1:
         raise ConfigError(
-            "hone eval --bench is one process that starts the others itself: run it without torchrun, "
-            "with trainer.n_gpus_per_node=N"
+            "hone eval --bench starts its own ranks: run it without torchrun, with "
+            "trainer.n_gpus_per_node=N"
         )
     require_folder(options.out, "--out")
-    out, (generating, scoring) = Path(options.out).expanduser(), split_overrides(overrides)
+    out = Path(options.out).expanduser()
+    generation_overrides, scoring_overrides = split_overrides(overrides)
     with lock_folder(options.out):
         for bench in options.bench:
             file = benchmark_file(bench, Path(options.data).expanduser(), out / "data")
@@ -114,10 +114,10 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
             defaults = ["data.n_samples=1", "rollout.do_sample=false", "data.overwrite=true"]
             defaults += ["data.prompt_format=raw"] if bench in RAW else []
             files = [f"data.path={file}", f"data.output_path={responses}"]
-            generate([*defaults, *generating, *files, f"model.path={options.model}"])
+            generate([*defaults, *generation_overrides, *files, f"model.path={options.model}"])
             json_path, plot_path = (out / f"{bench}{suffix}" for suffix in (".json", ".png"))
             results = [f"output.json_path={json_path}", f"output.plot_path={plot_path}"]
-            settings = [*results, *scoring, f"data.path={responses}"]
+            settings = [*results, *scoring_overrides, f"data.path={responses}"]
             run(load_config(settings, config_name="evaluation"), title=bench)
 
 
@@ -127,20 +127,20 @@ def show(result: Evaluation, config: EvaluationConfig, title: str) -> None:
 
     from hone.tracking.console import screen
 
-    say = screen().line
+    print_line = screen().line
     for name, source in result.sources.items():
         heading = f"{title}: {name} ({source.rows} rows, {source.responses} responses)"
         table = Table("metric", "value", f"{config.metrics.confidence:.0%} interval", title=heading)
         for metric, mean in source.metrics.items():
-            interval = UNKNOWN if mean.low is None else f"{mean.low:.4f} to {mean.high:.4f}"
+            interval = NO_INTERVAL if mean.low is None else f"{mean.low:.4f} to {mean.high:.4f}"
             table.add_row(metric, f"{mean.value:.4f}", interval)
         screen().say(table)
         if any(mean.low is None for mean in source.metrics.values()):
-            say(f"{UNKNOWN}: all rows have the same value, which says nothing of its spread")
+            print_line(f"{NO_INTERVAL}: all rows have the same value, so there is no interval")
         for reason, count in source.failures.items():
-            say(f"{name}: {count} responses could not be scored ({reason}); they count 0")
+            print_line(f"{name}: {count} responses could not be scored ({reason}); they count 0")
     for reason, message in result.first_failures.items():
-        say(f"first {reason}: {message}")
+        print_line(f"first {reason}: {message}")
 
 
 def draw(result: Evaluation, path: Path, title: str) -> None:

@@ -1,7 +1,7 @@
-"""`python -m hone.trainer.main_eval_prm … key=value …` judges a process reward model.
+"""`python -m hone.trainer.main_eval_prm … key=value …` evaluates a process reward model.
 
-`--processbench FILE` asks for first wrong steps, `--best-of-n FILE` for a ranking of responses, and
-`data.val_files` for labels of steps. `--baseline MODEL` is judged beside it.
+`--processbench FILE` evaluates first wrong steps, `--best-of-n FILE` a ranking of responses, and
+`data.val_files` labelled steps. `--baseline MODEL` is evaluated, too.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hone.config import ConfigError, replace
-from hone.config.sft import PRMConfig
-from hone.trainer.command_line import composed_of, require_file, require_given, run_module
+from hone.config.reward_training import PRMConfig
+from hone.trainer.command_line import compose_arguments, require_file, require_keys, run_module
 from hone.types import Row
 
 MODULE = "hone.trainer.main_eval_prm"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, rest = parser().parse_known_args(arguments)
-    composed = composed_of(rest, tree="prm_trainer", program="hone eval-prm")
-    require_given(composed, {"model.path": "the process reward model"})
+    options, overrides = parser().parse_known_args(arguments)
+    composed = compose_arguments(overrides, tree="prm_trainer", program="hone eval-prm")
+    require_keys(composed, {"model.path": "the process reward model"})
     config: PRMConfig = composed.config
     if not (options.processbench or options.best_of_n or config.data.val_files):
         raise ConfigError(
-            "nothing to judge by; give --processbench FILE, --best-of-n FILE or data.val_files=FILE"
+            "nothing to evaluate on; give --processbench FILE, --best-of-n FILE or data.val_files=FILE"
         )
     refuse_ranks(config.world_size, "hone eval-prm")
     if options.out:
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.baseline:
         paths["baseline"] = options.baseline
     results = {
-        name: judge(replace(config, "model.path", path), options) for name, path in paths.items()
+        name: evaluate_model(replace(config, "model.path", path), options)
+        for name, path in paths.items()
     }
     show(results)
     write_json(results, options.out)
@@ -45,39 +46,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     from hone.trainer.step_scores import AGGREGATES
 
-    made = argparse.ArgumentParser(
+    commands = argparse.ArgumentParser(
         prog="hone eval-prm",
         usage="hone eval-prm [--processbench FILE …] [--best-of-n FILE] [--baseline MODEL] "
         "[--out FILE] model.path=MODEL [key=value …]",
         allow_abbrev=False,
-        description="Judge a process reward model by first wrong steps, by a ranking of responses, or "
-        "by labelled steps (data.val_files).",
+        description="Evaluate a process reward model on first wrong steps, on a ranking of responses, or "
+        "on labelled steps (data.val_files).",
         epilog="`hone config show --tree prm_trainer` lists the keys.",
     )
-    add, aggregates = made.add_argument, list(AGGREGATES)
+    add, aggregates = commands.add_argument, list(AGGREGATES)
     add("--processbench", action="append", default=[], metavar="FILE", help="may be repeated")
     add("--best-of-n", metavar="FILE", help="rows of n responses, as hone generate writes them")
     add("--aggregate", choices=aggregates, default="soft_min", help="from steps to a response")
     add("--split", default="\n\n", help="text that ends a step of a response (an empty line)")
-    add("--baseline", metavar="MODEL", help="another model to judge, such as the untrained base")
+    add("--baseline", metavar="MODEL", help="another model to evaluate, such as the untrained base")
     add("--out", metavar="FILE", help="JSON file for the results")
-    return made
+    return commands
 
 
-def judge(config: PRMConfig, options: argparse.Namespace) -> Row:
+def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> Row:
     """Return every requested result of one model."""
     from hone.data.steps import typed_text
-    from hone.trainer import prm_evaluation as by
+    from hone.trainer.prm_evaluation import StepScorer, best_of_n, labelled_steps, process_bench
 
-    scorer = by.StepScorer(config)
+    scorer = StepScorer(config)
     results: Row = {"path": config.model.path}
     if options.processbench:
-        results["processbench"] = by.process_bench(scorer, options.processbench)
+        results["processbench"] = process_bench(scorer, options.processbench)
     if options.best_of_n:
         file, split = options.best_of_n, typed_text(options.split)
-        results["best_of_n"] = by.best_of_n(scorer, file, options.aggregate, split)
+        results["best_of_n"] = best_of_n(scorer, file, options.aggregate, split)
     if config.data.val_files:
-        results["labelled_steps"] = by.labelled_steps(scorer)
+        results["labelled_steps"] = labelled_steps(scorer)
     return results
 
 
@@ -85,9 +86,9 @@ def refuse_ranks(world_size: int, program: str) -> None:
     """Raise an error if several ranks are configured or running."""
     from hone.trainer.ranks import Ranks
 
-    if world_size > 1 or Ranks.here().world_size > 1:
+    if world_size > 1 or Ranks.from_env().world_size > 1:
         raise ConfigError(
-            f"{program} is one process; leave trainer.nnodes and n_gpus_per_node at 1"
+            f"{program} runs as one process; leave trainer.nnodes and n_gpus_per_node at 1"
         )
 
 
@@ -106,8 +107,8 @@ def show(results: Row) -> None:
 
     rows = {name: dict(_numbers(result)) for name, result in results.items()}
     table = Table("metric", *rows)
-    for metric in dict.fromkeys(key for found in rows.values() for key in found):
-        cells = (found.get(metric) for found in rows.values())
+    for metric in dict.fromkeys(key for values in rows.values() for key in values):
+        cells = (values.get(metric) for values in rows.values())
         table.add_row(metric, *("–" if x is None else f"{x:.4g}" for x in cells))
     screen().say(table)
 

@@ -1,7 +1,7 @@
-"""`python -m hone.trainer.main_eval_rm … key=value …` judges a reward model by pairs of responses.
+"""`python -m hone.trainer.main_eval_rm … key=value …` evaluates a reward model on pairs of responses.
 
-It scores `data.val_files`; with `--folds N` it trains and tests on N parts of `data.train_files` instead,
-and pools the results. Keys are those of `hone train-rm`.
+It scores `data.val_files`; with `--folds N` it cross-validates on N parts of `data.train_files` instead.
+Keys are those of `hone train-rm`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from hone.config import ConfigError, replace
 from hone.config.sft import RMConfig
 from hone.trainer.command_line import (
-    composed_of,
+    compose_arguments,
     require_file,
     require_folder,
-    require_given,
+    require_keys,
     run_module,
 )
 from hone.trainer.main_eval_prm import refuse_ranks, show, write_json
@@ -29,10 +29,10 @@ MODULE = "hone.trainer.main_eval_rm"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, rest = parser().parse_known_args(arguments)
-    composed = composed_of(rest, tree="rm_trainer", program="hone eval-rm")
+    options, overrides = parser().parse_known_args(arguments)
+    composed = compose_arguments(overrides, tree="rm_trainer", program="hone eval-rm")
     files = "data.train_files" if options.folds else "data.val_files"
-    require_given(composed, {"model.path": "the reward model", files: "the files of pairs"})
+    require_keys(composed, {"model.path": "the reward model", files: "the files of pairs"})
     config: RMConfig = composed.config
     refuse_ranks(config.world_size, "hone eval-rm")
     if options.out:
@@ -42,17 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.folds:
         results = {"cross_validation": cross_validate(config, options.folds)}
     else:
-        results = {"model": judge(config)}
+        results = {"model": evaluate_model(config)}
     if options.baseline:
-        files_of = config.data.train_files if options.folds else config.data.val_files
-        base = replace(replace(config, "data.val_files", files_of), "model.path", options.baseline)
-        results["baseline"] = judge(base)
+        pair_files = config.data.train_files if options.folds else config.data.val_files
+        baseline = replace(config, "data.val_files", pair_files)
+        baseline = replace(baseline, "model.path", options.baseline)
+        results["baseline"] = evaluate_model(baseline)
     show(results)
     write_json(results, options.out)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    commands = argparse.ArgumentParser(
         prog="hone eval-rm",
         usage="hone eval-rm [--folds N] [--baseline MODEL] [--out FILE] model.path=MODEL "
         "data.val_files=FILE [key=value …]",
@@ -60,13 +61,15 @@ def parser() -> argparse.ArgumentParser:
         description="Score pairs of responses, or train and test on N parts of data.train_files in turn.",
         epilog="`hone config show --tree rm_trainer` lists the keys.",
     )
-    made.add_argument("--folds", type=int, default=0, metavar="N", help="cross-validate in N parts")
-    made.add_argument("--baseline", metavar="MODEL", help="another model to judge")
-    made.add_argument("--out", metavar="FILE", help="JSON file for the results")
-    return made
+    commands.add_argument(
+        "--folds", type=int, default=0, metavar="N", help="cross-validate in N parts"
+    )
+    commands.add_argument("--baseline", metavar="MODEL", help="another model to evaluate")
+    commands.add_argument("--out", metavar="FILE", help="JSON file for the results")
+    return commands
 
 
-def judge(config: RMConfig) -> Row:
+def evaluate_model(config: RMConfig) -> Row:
     """Return the accuracy of a model over all pairs of data.val_files."""
     from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
@@ -81,12 +84,12 @@ def judge(config: RMConfig) -> Row:
     engine = build_engine(config, Ranks(), task, is_trained=False)
     pad = tokenizer.pad_token_id
     trainer = SFTTrainer(engine, rows, pad_token_id=pad, batch_rows=1, seed=0, task=task)
-    found = trainer.validate(rows, config.data.train_batch_size)
-    return _result(round(found["accuracy"] * len(rows)), len(rows), dict(rows.bad_rows.counts))
+    metrics = trainer.validate(rows, config.data.train_batch_size)
+    return _result(round(metrics["accuracy"] * len(rows)), len(rows), dict(rows.bad_rows.counts))
 
 
 def cross_validate(config: RMConfig, folds: int) -> Row:
-    """Train on all folds but one and test on that one, for each; pairs of one opening share a fold."""
+    """Test each fold after training on the others; pairs with the same prompt are in the same fold."""
     from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
     from hone.trainer.ranks import Ranks
@@ -109,27 +112,24 @@ def cross_validate(config: RMConfig, folds: int) -> Row:
         for row, opening in zip(clean, openings, strict=True):
             parts["test" if fold_of[opening] == fold else "train"].append(row)
         folder = out / f"fold_{fold}"
-        changes: Row = {
-            "trainer.default_local_dir": str(folder),
-            "trainer.default_hdfs_dir": None,
-        }
+        changes: Row = {"trainer.default_local_dir": str(folder), "trainer.default_hdfs_dir": None}
         for part, key in (("train", "data.train_files"), ("test", "data.val_files")):
-            changes[key] = (str(_write(folder / f"{part}.jsonl", parts[part])),)
-        own = config
+            changes[key] = (str(_write_jsonl(folder / f"{part}.jsonl", parts[part])),)
+        fold_config = config
         for key, value in changes.items():
-            own = replace(own, key, value)
-        run = SFTRun(own, Ranks(), task=PairTask())
+            fold_config = replace(fold_config, key, value)
+        run = SFTRun(fold_config, Ranks(), task=PairTask())
         run.fit()
         assert run.val_rows is not None
-        found = run.trainer.validate(run.val_rows, config.data.train_batch_size)
-        right = round(found["accuracy"] * len(run.val_rows))
-        results.append(_result(right, len(run.val_rows), {}) | {"loss": found["loss"]})
+        metrics = run.trainer.validate(run.val_rows, config.data.train_batch_size)
+        right = round(metrics["accuracy"] * len(run.val_rows))
+        results.append(_result(right, len(run.val_rows), {}) | {"loss": metrics["loss"]})
         hits += right
     pooled = _result(hits, sum(result["pairs"] for result in results), dict(rows.bad_rows.counts))
     return pooled | {"folds": {str(i): result for i, result in enumerate(results)}}
 
 
-def _write(path: Path, rows: Sequence[Row]) -> Path:
+def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
     from hone.data.rows import write_file
 
     with write_file(path) as temporary:
@@ -138,6 +138,7 @@ def _write(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def _result(right: int, pairs: int, left_out: dict[str, int]) -> Row:
+    """Return the accuracy and its interval; `left_out` counts the bad rows by reason."""
     from hone.trainer.step_scores import wilson
 
     share = wilson(right, pairs)

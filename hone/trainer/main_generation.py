@@ -11,16 +11,16 @@ from hone.config.errors import ConfigError
 from hone.config.generation import GenerationConfig
 from hone.tracking.lock import lock_target
 from hone.trainer.command_line import (
-    composed_of,
+    compose_arguments,
     require_file,
-    require_given,
+    require_keys,
     run_module,
     run_ranks,
 )
 from hone.trainer.ranks import Ranks
 
 _MODULE = "hone.trainer.main_generation"
-MUST_BE_GIVEN = {
+REQUIRED_KEYS = {
     "model.path": "the model's folder or hub name",
     "data.path": "the file of prompts",
     "data.output_path": "the file to write",
@@ -28,36 +28,36 @@ MUST_BE_GIVEN = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = _with_search(list(sys.argv[1:] if arguments is None else arguments))
-    composed = composed_of(words, tree="generation", program="hone generate")
-    require_given(composed, MUST_BE_GIVEN)
-    run_ranks(composed, words, _MODULE, lambda: run(composed.config))
+    arguments = _expand_search(list(sys.argv[1:] if arguments is None else arguments))
+    composed = compose_arguments(arguments, tree="generation", program="hone generate")
+    require_keys(composed, REQUIRED_KEYS)
+    run_ranks(composed, arguments, _MODULE, lambda: run(composed.config))
 
 
-def _with_search(words: list[str]) -> list[str]:
-    """Replace `--search URL` by the config key it abbreviates."""
-    if "--search" not in words:
-        return words
-    at = words.index("--search")
-    if len(words) == at + 1:
+def _expand_search(arguments: list[str]) -> list[str]:
+    """Replace `--search URL` with `search.url=URL`."""
+    if "--search" not in arguments:
+        return arguments
+    index = arguments.index("--search")
+    if len(arguments) == index + 1:
         raise ConfigError(
             "--search needs the URL of a retrieval service; `hone serve-retriever` is one"
         )
-    return [*words[:at], f"search.url={words[at + 1]}", *words[at + 2 :]]
+    return [*arguments[:index], f"search.url={arguments[index + 1]}", *arguments[index + 2 :]]
 
 
 def run(config: GenerationConfig) -> Path:
     """Generate this rank's rows as configured and return the output file."""
-    ranks = Ranks.here()
+    ranks = Ranks.from_env()
     require_file(config.data.output_path, "data.output_path")
     with lock_target(config.data.output_path) if ranks.is_first else nullcontext():
         from hone.trainer.generation import Generation
 
-        ranks.join()
+        ranks.init_process_group()
         try:
             return Generation(config, ranks).run()
         finally:
-            ranks.leave()
+            ranks.destroy_process_group()
 
 
 if __name__ == "__main__":

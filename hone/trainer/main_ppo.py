@@ -10,43 +10,43 @@ from hone.config import PPOTrainerConfig
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import (
     announce,
-    composed_of,
+    compose_arguments,
     lock_run,
     plan_checks,
-    require_given,
+    require_keys,
     run_module,
 )
-from hone.trainer.nsys import start_again_under_nsys
+from hone.trainer.nsys import restart_under_nsys
 from hone.types import Function
 
 DRY_RUN = "--dry-run"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    composed = composed_of(
-        [word for word in words if word != DRY_RUN],
+    arguments = sys.argv[1:] if arguments is None else arguments
+    composed = compose_arguments(
+        [argument for argument in arguments if argument != DRY_RUN],
         tree="ppo_trainer",
         program="main_ppo",
         further=plan_checks,
     )
     announce(composed)
-    run(composed.config, composed.origins, dry_run=DRY_RUN in words)
+    run(composed.config, composed.origins, dry_run=DRY_RUN in arguments)
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Run `hone train`: the same program, with starting values for keys that are not set."""
+    """Run `hone train`: like `main`, with starting values for keys that are not set."""
     with progress("load libraries"):
-        from hone.trainer.starting_values import MUST_BE_GIVEN, starting_values
+        from hone.trainer.starting_values import REQUIRED_KEYS, starting_values
 
-        composed = composed_of(
-            [word for word in arguments if word != DRY_RUN],
+        composed = compose_arguments(
+            [argument for argument in arguments if argument != DRY_RUN],
             tree="ppo_trainer",
             program="hone train",
             starting=starting_values,
             further=plan_checks,
         )
-    require_given(composed, MUST_BE_GIVEN)
+    require_keys(composed, REQUIRED_KEYS)
     announce(composed)
     run(composed.config, composed.origins, dry_run=DRY_RUN in arguments)
 
@@ -60,20 +60,20 @@ def run(
 ) -> None:
     """Train as configured, in this process or on Ray; `origins` maps each key to its source.
 
-    `dry_run` prints what would run and stops before models load. `compute_score` replaces the score
-    function of the configuration.
+    `dry_run` prints a preview and stops before models load. `compute_score` replaces the score function
+    of the configuration.
     """
-    start_again_under_nsys(config.global_profiler)
-    # Locked before the imports and models, which take minutes; a dry run writes no folder.
+    restart_under_nsys(config.global_profiler)
+    # The folder is locked before imports and models, which take minutes. A dry run writes nothing.
     with nullcontext() if dry_run else lock_run(config.trainer.default_local_dir):
         with progress("load libraries"):
             from hone.trainer.ppo.preflight import prepare
             from hone.trainer.ppo.restarts import attempts
 
         for attempt in attempts(config):
-            with attempt as current:
+            with attempt as attempt_config:
                 with progress("check data, model and plug-ins"):
-                    trainer, preview = prepare(current, compute_score)
+                    trainer, preview = prepare(attempt_config, compute_score)
                 try:
                     for line in (*preview.warnings, *(preview.lines if dry_run else ())):
                         screen().line(line)
@@ -85,7 +85,7 @@ def run(
 
 
 def __getattr__(name: str) -> Function:
-    """Resolve verl's names lazily: their imports are not needed to start this command."""
+    """Import verl's names on first use, since this command does not need them."""
     if name not in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hone.trainer.ppo import verl_steps

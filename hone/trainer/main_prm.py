@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.config import ConfigError, replace
-from hone.config.sft import PRMConfig, SupervisedConfig
-from hone.trainer.command_line import composed_of, require_given, run_module, run_ranks
+from hone.config.reward_training import PRMConfig
+from hone.config.sft import SupervisedConfig
+from hone.trainer.command_line import compose_arguments, require_keys, run_module, run_ranks
 from hone.trainer.main_sft import run_stages
 from hone.types import Row
 
@@ -25,10 +26,10 @@ HEAD_FOLDER = "head"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = sys.argv[1:] if arguments is None else arguments
-    composed = composed_of(words, tree="prm_trainer", program="hone train-prm")
-    require_given(composed, {"data.train_files": "the files of labelled steps"})
-    run_ranks(composed, words, MODULE, lambda: run(composed.config, composed.origins))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    composed = compose_arguments(arguments, tree="prm_trainer", program="hone train-prm")
+    require_keys(composed, {"data.train_files": "the files of labelled steps"})
+    run_ranks(composed, arguments, MODULE, lambda: run(composed.config, composed.origins))
 
 
 def run(config: PRMConfig, origins: Mapping[str, str] | None = None) -> None:
@@ -37,7 +38,7 @@ def run(config: PRMConfig, origins: Mapping[str, str] | None = None) -> None:
 
 
 def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
-    """Return the config and task of each stage that is not left out."""
+    """Return the config and task of each stage; a stage with 0 epochs is left out."""
     from hone.trainer.sft.tasks import StepTask
 
     head, trainer = config.head_stage, config.trainer
@@ -47,7 +48,7 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
         )
     if config.data.step_labels is not None:
         raise ConfigError(
-            "data.step_labels judges causal models in hone eval-prm; hone train-prm trains a token classifier"
+            "data.step_labels is for causal models in hone eval-prm; hone train-prm trains a token classifier"
         )
     if "hf_model" not in config.checkpoint.save_contents:
         raise ConfigError(
@@ -66,23 +67,23 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
         if trainer.default_hdfs_dir:
             store = trainer.default_hdfs_dir.rstrip("/")
             changes["trainer.default_hdfs_dir"] = f"{store}/{HEAD_FOLDER}"
-    first = config
+    head_config = config
     for key, value in changes.items():
-        first = replace(first, key, value)
-    second = config
+        head_config = replace(head_config, key, value)
+    full_config = config
     if head.total_epochs:
-        second = replace(config, "model.path", str(folder))
+        full_config = replace(config, "model.path", str(folder))
     if trainer.resume_mode == "resume_path" and trainer.total_epochs and head.total_epochs:
         if folder in Path(trainer.resume_from_path or "").parents:
-            second = replace(second, "trainer.resume_mode", "auto")
+            full_config = replace(full_config, "trainer.resume_mode", "auto")
         else:
-            return [(second, StepTask())]
+            return [(full_config, StepTask())]
     task = StepTask("head")
     result: list[tuple[SupervisedConfig, Task | None]] = []
     if head.total_epochs:
-        result.append((first, task))
+        result.append((head_config, task))
     if trainer.total_epochs:
-        result.append((second, task.next_stage()))
+        result.append((full_config, task.next_stage()))
     return result
 
 

@@ -9,18 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hone.config import ConfigError
-from hone.config.sft import RMConfig
-from hone.trainer.command_line import composed_of, require_given, run_module, run_ranks
+from hone.config.reward_training import RMConfig
+from hone.trainer.command_line import compose_arguments, require_keys, run_module, run_ranks
 from hone.trainer.main_sft import run_stages
 
 MODULE = "hone.trainer.main_rm"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = sys.argv[1:] if arguments is None else arguments
-    composed = composed_of(words, tree="rm_trainer", program="hone train-rm")
-    require_given(composed, {"data.train_files": "the files of pairs"})
-    run_ranks(composed, words, MODULE, lambda: run(composed.config, composed.origins))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    composed = compose_arguments(arguments, tree="rm_trainer", program="hone train-rm")
+    require_keys(composed, {"data.train_files": "the files of pairs"})
+    run_ranks(composed, arguments, MODULE, lambda: run(composed.config, composed.origins))
 
 
 def run(config: RMConfig, origins: Mapping[str, str] | None = None) -> None:

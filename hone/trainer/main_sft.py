@@ -1,6 +1,6 @@
 """`python -m hone.trainer.main_sft key=value …` runs supervised fine-tuning.
 
-It runs in one process, or in those that torchrun or `trainer.n_gpus_per_node` starts.
+torchrun or `trainer.n_gpus_per_node` starts several ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hone.config.sft import SFTConfig, SupervisedConfig
 from hone.tracking.lock import lock_folder
-from hone.trainer.command_line import composed_of, require_folder, run_module, run_ranks
+from hone.trainer.command_line import compose_arguments, require_folder, run_module, run_ranks
 from hone.trainer.ppo.remote_checkpoints import require_store
 from hone.trainer.ranks import Ranks
 
@@ -23,9 +23,9 @@ MODULE = "hone.trainer.main_sft"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = sys.argv[1:] if arguments is None else arguments
-    composed = composed_of(words, tree="sft_trainer", program="hone sft")
-    run_ranks(composed, words, MODULE, lambda: run(composed.config, composed.origins))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    composed = compose_arguments(arguments, tree="sft_trainer", program="hone sft")
+    run_ranks(composed, arguments, MODULE, lambda: run(composed.config, composed.origins))
 
 
 def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
@@ -37,15 +37,14 @@ def run_stages(
     stages: Sequence[tuple[SupervisedConfig, Task | None]], origins: Mapping[str, str] | None = None
 ) -> None:
     """Train the stages one after the other, as one rank; a finished stage is not repeated."""
-    from hone.trainer.sft.order import refuse_uneven, slots_of
+    from hone.trainer.sft.order import data_parallel_slots, refuse_uneven
 
-    ranks = Ranks.here()
+    ranks = Ranks.from_env()
     try:
         for config, task in stages:
-            if (
-                ":" not in config.engine.strategy
-            ):  # a custom engine's mesh is known only after it is built
-                refuse_uneven(config.data.train_batch_size, slots_of(config, ranks.world_size))
+            if ":" not in config.engine.strategy:  # the mesh of a custom engine is not known yet
+                slots = data_parallel_slots(config, ranks.world_size)
+                refuse_uneven(config.data.train_batch_size, slots)
             folder = config.trainer.default_local_dir
             require_folder(folder, "trainer.default_local_dir")
             require_store(config.trainer.default_hdfs_dir)
@@ -55,7 +54,7 @@ def run_stages(
 
                 SFTRun(config, ranks, origins, task).fit()
     finally:
-        ranks.leave()
+        ranks.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -39,40 +39,35 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     if run is not None and curves:
         draw_curve(run.path, curves, folder / CURVES, "")
     origins = run.read_origins() if run is not None else {}
-    text = "\n".join(_card(name, config, origins, rows, bool(curves))) + "\n"
+    text = "\n".join(_card_lines(name, config, origins, rows, bool(curves))) + "\n"
     (folder / CARD).write_text(text, encoding="utf-8")
 
 
-def _card(
+def _card_lines(
     name: str, config: Row, origins: Mapping[str, str], rows: list[Row], has_curves: bool
 ) -> Iterator[str]:
-    model = str(_at(config, "actor_rollout_ref.model.path") or _at(config, "model.path") or "")
+    model = str(_get(config, "actor_rollout_ref.model.path") or _get(config, "model.path") or "")
     is_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
     yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
     if is_on_hub:
         yield f"base_model: {model}"
-    how = _at(config, "algorithm.adv_estimator")
-    yield from ("tags:", "- hone", "- reinforcement-learning" if how else "- sft", "---", "")
+    estimator = _get(config, "algorithm.adv_estimator")
+    yield from ("tags:", "- hone", "- reinforcement-learning" if estimator else "- sft", "---", "")
     yield from (f"# {name}", "")
-    base = f" from `{_without_folder(model)}`" if model else ""
-    way = f"by reinforcement learning (`{how}`)" if how else "by supervised fine-tuning"
-    steps = f", {rows[-1]['step']} steps" if rows else ""
-    yield f"Trained{base} {way}{steps}, with hone {__version__}." if config else "Exported by hone."
-    files = {key: _at(config, f"data.{key}_files") for key in ("train", "val")}
+    base = f" from `{_without_folders(model)}`" if model else ""
+    method = f"reinforcement learning (`{estimator}`)" if estimator else "supervised fine-tuning"
+    length = f", {rows[-1]['step']} steps" if rows else ""
+    trained = f"Trained{base} by {method}{length}, with hone {__version__}."
+    yield trained if config else "Exported by hone."
+    files = {key: _get(config, f"data.{key}_files") for key in ("train", "val")}
     if any(files.values()):
         yield from ("", "## Data", "", "| | files |", "|---|---|")
-        yield from (f"| {key} | {_without_folder(n)} |" for key, n in files.items() if n)
+        yield from (f"| {key} | {_without_folders(n)} |" for key, n in files.items() if n)
     keys = [key for key in sorted(origins) if not _SECRET.search(key)]
     if keys:
-        yield from (
-            "",
-            "## Configuration",
-            "",
-            "What was set; the rest are defaults.",
-            "",
-            "```yaml",
-        )
-        yield from (f"{key}: {_without_folder(_at(config, key))}" for key in keys)
+        yield from ("", "## Configuration", "", "What was set; the rest are defaults.", "")
+        yield "```yaml"
+        yield from (f"{key}: {_without_folders(_get(config, key))}" for key in keys)
         yield "```"
     if has_curves:
         yield from ("", "## Curves", "", f"![metrics by step]({CURVES})")
@@ -80,22 +75,23 @@ def _card(
     if metrics:
         yield from ("", "## Evaluation", "", "| metric | first | last |", "|---|---|---|")
     for key in metrics:
-        at, values = series(rows, key)
-        if at:
-            yield f"| `{key}` | {values[0]:.4g} (step {at[0]}) | {values[-1]:.4g} (step {at[-1]}) |"
+        steps, values = series(rows, key)
+        if steps:
+            cells = (f"{values[i]:.4g} (step {steps[i]})" for i in (0, -1))
+            yield f"| `{key}` | {' | '.join(cells)} |"
 
 
-def _at(config: Row, key: str) -> JsonValue:
+def _get(config: Row, key: str) -> JsonValue:
     value: JsonValue = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def _without_folder(value: JsonValue) -> str:
+def _without_folders(value: JsonValue) -> str:
     """Return a value with each path reduced to its name, so that no local folder is published."""
     if isinstance(value, list):
-        return ", ".join(map(_without_folder, value)) or "[]"
+        return ", ".join(map(_without_folders, value)) or "[]"
     if isinstance(value, str) and ("/" in value or "\\" in value) and "://" not in value:
         is_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value)) and not Path(value).exists()
         return value if is_name else Path(value).name

@@ -1,6 +1,6 @@
 """`python -m hone.model_merger merge --local_dir RUN --target_dir OUT`: verl's name of `hone export`.
 
-The classes are verl's, for programs that merge by themselves or that have a merger of their own.
+The classes have verl's names, for Python programs that call or extend them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelMergerConfig:
-    """verl's settings of a merge. A checkpoint says how it was written and with which model, so backend,
-    hf_model_config_path, tie_word_embedding and use_cpu_initialization change nothing in an export."""
+    """verl's settings of a merge.
+
+    A checkpoint records its format and model, so an export ignores backend, hf_model_config_path,
+    tie_word_embedding and use_cpu_initialization.
+    """
 
     operation: str
     backend: str
@@ -53,8 +56,7 @@ class ModelMergerConfig:
 
 
 class BaseModelMerger:
-    """Writes the model of a checkpoint as a Hugging Face folder; a subclass may have its own
-    `merge_and_save`, with the methods below."""
+    """Writes the model of a checkpoint as a Hugging Face folder; subclasses may override `merge_and_save`."""
 
     def __init__(self, config: ModelMergerConfig) -> None:
         if config.local_dir is None or config.target_dir is None:
@@ -75,7 +77,7 @@ class BaseModelMerger:
         return config
 
     def merge_and_save(self) -> None:
-        """Exports `local_dir` to `target_dir`, and uploads it if `hf_upload_path` is given."""
+        """Export `local_dir` to `target_dir`, and upload it if `hf_upload_path` is given."""
         from hone.trainer.export import export, local_target
         from hone.trainer.hub import push, require_hub
 
@@ -88,10 +90,10 @@ class BaseModelMerger:
                 push(out, config.hf_upload_path, private=config.private)
 
     def cleanup(self) -> None:
-        """Does nothing: an export leaves no process group."""
+        """Do nothing, since an export has no process group."""
 
     def get_transformers_auto_model_class(self) -> type[_BaseAutoModelClass]:
-        """Returns the class that the model is saved with."""
+        """Return the transformers class that saves the model."""
         import transformers
 
         classes = {
@@ -106,7 +108,7 @@ class BaseModelMerger:
         raise NotImplementedError(f"{architecture} has none of {', '.join(classes)} in its name")
 
     def patch_model_generation_config(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Gives the model the generation config of its folder, if there is one."""
+        """Load the generation config of the model's folder, if there is one."""
         from transformers import GenerationConfig
 
         if (
@@ -117,8 +119,10 @@ class BaseModelMerger:
         return model
 
     def save_lora_adapter(self, state_dict: dict[str, Tensor]) -> str | None:
-        """Moves LoRA matrices from the weights to `lora_adapter` in the target folder, and returns it; the
-        other weights get their names without adapter. Alpha is the checkpoint's, or the rank."""
+        """Move LoRA matrices from `state_dict` to `lora_adapter` in the target folder, and return it.
+
+        The other weights get their names without adapter. Alpha is the checkpoint's, else the rank.
+        """
         from peft import LoraConfig
         from safetensors.torch import save_file
 
@@ -133,19 +137,19 @@ class BaseModelMerger:
             state_dict[plain] = state_dict.pop(name)
         rank = min(next(iter(matrices.values())).shape)
         saved = Path(str(self.config.local_dir), "lora_adapter", "adapter_config.json")
-        before = json.loads(saved.read_text("utf-8")) if saved.is_file() else {}
+        adapter = json.loads(saved.read_text("utf-8")) if saved.is_file() else {}
         folder = Path(str(self.config.target_dir), "lora_adapter")
         folder.mkdir(parents=True, exist_ok=True)
         LoraConfig(
             r=rank,
-            lora_alpha=before.get("lora_alpha", rank),
+            lora_alpha=adapter.get("lora_alpha", rank),
             target_modules=sorted({name.split(".")[-3] for name in matrices}),
         ).save_pretrained(folder)
         save_file(matrices, folder / "adapter_model.safetensors")
         return str(folder)
 
     def save_hf_model_and_tokenizer(self, state_dict: dict[str, Tensor]) -> None:
-        """Saves weights, tokenizer and processor to the target folder."""
+        """Save weights, tokenizer and processor to the target folder."""
         import torch
         from transformers import AutoProcessor
 
@@ -158,11 +162,11 @@ class BaseModelMerger:
         self.patch_model_generation_config(model).save_pretrained(target, state_dict=state_dict)
         trust = self.config.trust_remote_code
         hf_tokenizer(source, trust_remote_code=trust).save_pretrained(target)
-        if hf_processor(source, trust_remote_code=trust) is not None:  # of a multimodal model
+        if hf_processor(source, trust_remote_code=trust) is not None:  # a multimodal model
             AutoProcessor.from_pretrained(source, trust_remote_code=trust).save_pretrained(target)
 
     def upload_to_huggingface(self) -> None:
-        """Uploads the target folder to `hf_upload_path`."""
+        """Upload the target folder to `hf_upload_path`."""
         from hone.trainer.hub import push
 
         folder, name = str(self.config.target_dir), str(self.config.hf_upload_path)
@@ -178,12 +182,12 @@ class MegatronModelMerger(BaseModelMerger):
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line of verl's program."""
+    """Parse the command line of verl's program."""
     parser = argparse.ArgumentParser(prog="python -m hone.model_merger", description=__doc__)
     parser.add_argument("operation", nargs="?", default="merge", choices=("merge", "test"))
     parser.add_argument("--local_dir", required=True, help="run, global_step_N or actor folder")
     parser.add_argument("--target_dir", default="tmp", help="new folder to write to")
-    parser.add_argument("--backend", help="not needed: a checkpoint says how it was written")
+    parser.add_argument("--backend", help="ignored: a checkpoint records its format")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--hf_upload_path", help="upload it to the hub too, as NAME or OWNER/NAME")
     parser.add_argument("--private", action="store_true", help="in a private repository")
@@ -195,10 +199,10 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def generate_config_from_args(args: argparse.Namespace) -> ModelMergerConfig:
-    """Returns the settings of a parsed command line; the model's config is in the checkpoint by default."""
+    """Return the settings of a parsed command line."""
     names = ModelMergerConfig.__dataclass_fields__.keys() - {"hf_upload"}
-    given: Settings = {name: getattr(args, name, None) for name in names}
-    return ModelMergerConfig(**given)
+    settings: Settings = {name: getattr(args, name, None) for name in names}
+    return ModelMergerConfig(**settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

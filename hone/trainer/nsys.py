@@ -14,19 +14,19 @@ UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
 """The variable that nsys sets for the programs it runs."""
 
 
-def start_again_under_nsys(config: GlobalProfilerConfig) -> None:
-    """Restart this process under nsys, if steps are listed and nsys is installed.
+def restart_under_nsys(config: GlobalProfilerConfig) -> None:
+    """Restart this process under nsys if it is configured and installed.
 
-    Only a command-line program is restarted, never a process that calls `hone` from Python.
+    Only a command-line program is restarted, never a Python program that calls `hone`.
     """
     if config.tool != "nsys" or not config.steps or UNDER_NSYS in os.environ:
         return
     if shutil.which("nsys") is None or not is_program():
-        why = "start Python under nsys" if shutil.which("nsys") else "nsys is not on PATH"
-        screen().line(f"global_profiler.tool=nsys: {why}; nothing is recorded")
+        reason = "start Python under nsys" if shutil.which("nsys") else "nsys is not on PATH"
+        screen().line(f"global_profiler.tool=nsys: {reason}; nothing is recorded")
         return
     os.makedirs(config.save_path, exist_ok=True)
     options = {"capture-range": "cudaProfilerApi", "capture-range-end": "repeat"}
     options |= {"output": f"{config.save_path}/%q{{HOSTNAME}}-%p"} | config.nsys_options
-    words = [f"--{name}={value}" for name, value in options.items()]
-    os.execvp("nsys", ["nsys", "profile", *words, sys.executable, *sys.orig_argv[1:]])
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    os.execvp("nsys", ["nsys", "profile", *arguments, sys.executable, *sys.orig_argv[1:]])

@@ -1,4 +1,4 @@
-"""Judges a process reward model by ProcessBench, by ranking responses, and by labelled steps."""
+"""Evaluates a process reward model: on ProcessBench, on rankings of responses, on labelled steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hone.trainer.sft.tasks import StepTask
 from hone.types import Row
 
 TUNED_ON = "gsm8k"
-"""The subset on which the paper chooses the threshold; without it, the first file."""
+"""The subset on which the threshold is tuned, as in the paper; without it, the first file is used."""
 BATCH_ROWS = 256
 
 
@@ -44,7 +44,7 @@ class StepScorer:
             {"prompt": s.prompt, "completions": s.steps, "labels": [1] * len(s.steps)}
             for s in solutions
         ]
-        # A step beyond data.max_length would have no score, so a long row is an error.
+        # A step beyond data.max_length would have no score, so a row that is too long is an error.
         settings = dataclasses.replace(
             self.config.data,
             format="steps",
@@ -56,7 +56,7 @@ class StepScorer:
         )
         encoded = StepDataset(None, self.tokenizer, settings, rows=rows)
         encoded.encode_all()
-        # Rows of similar length make even micro-batches.
+        # Sorted by length, micro-batches have similar numbers of rows.
         order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]["input_ids"]))
         scores: dict[int, np.ndarray] = {}
         with progress("score steps", len(order)) as bar:
@@ -64,9 +64,9 @@ class StepScorer:
                 part = order[start : start + BATCH_ROWS]
                 pad = self.tokenizer.pad_token_id
                 batch = self._task.collate([encoded[i] for i in part], pad)
-                chances = self._engine.infer(batch)["scores"].double().sigmoid()
+                p_good = self._engine.infer(batch)["scores"].double().sigmoid()
                 masks = batch.batch["response_mask"] == 1
-                scores |= {i: p[m].numpy() for i, p, m in zip(part, chances, masks, strict=True)}
+                scores |= {i: p[m].numpy() for i, p, m in zip(part, p_good, masks, strict=True)}
                 bar.advance(len(part))
         return [scores[i] for i in range(len(order))]
 
@@ -78,7 +78,7 @@ class StepScorer:
 
 
 def process_bench(scorer: StepScorer, files: Sequence[str]) -> Row:
-    """Return ProcessBench's results per file, at p(good) < 0.5 and at the threshold of one subset."""
+    """Return ProcessBench's results per file, with threshold 0.5 and with one tuned on a subset."""
     subsets: dict[str, tuple[list[np.ndarray], np.ndarray]] = {}
     for file in files:
         solutions = scorer.read([file], format="processbench")
@@ -94,8 +94,8 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> Row:
         result: Row = {"wrong": wrong, "right": len(first) - wrong}
         for suffix, limit in (("", 0.5), ("_tuned", threshold)):
             answers = metrics.first_errors(scores, limit)
-            found = metrics.process_bench(answers, first)
-            result |= {f"{key}{suffix}": value for key, value in found.items()}
+            values = metrics.process_bench(answers, first)
+            result |= {f"{key}{suffix}": value for key, value in values.items()}
             result[f"f1{suffix}_interval"] = list(metrics.bootstrap_f1(answers, first))
         result["lenient_f1"] = metrics.lenient_bench(scores, first)
         result["chance_f1"] = metrics.chance_bench(np.array([len(p) for p in scores]), first)
@@ -103,12 +103,12 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> Row:
         results[name] = result
     keys = ("f1", "f1_tuned", "lenient_f1", "chance_f1")
     mean = {key: float(np.mean([result[key] for result in results.values()])) for key in keys}
-    return {"threshold": 0.5, "threshold_tuned": threshold, "tuned_on": tuned_on,
-            "subsets": results, "mean": mean}  # fmt: skip
+    thresholds: Row = {"threshold": 0.5, "threshold_tuned": threshold, "tuned_on": tuned_on}
+    return thresholds | {"subsets": results, "mean": mean}
 
 
 def _step_auc(scores: Sequence[np.ndarray], labels: np.ndarray) -> float | None:
-    """Return the chance that a right step scores above a first wrong one; later steps do not count."""
+    """Return the area under the ROC curve of right against first wrong steps; later steps do not count."""
     pairs = [
         (p[i], i != label)
         for p, label in zip(scores, labels, strict=True)
@@ -123,13 +123,13 @@ def labelled_steps(scorer: StepScorer) -> Row:
     """Return accuracy and area under the ROC curve over the labelled steps of data.val_files."""
     solutions = scorer.read(scorer.config.data.val_files or ())
     scores, labels = [], []
-    for solution, chances in zip(solutions, scorer.score(solutions), strict=True):
-        for label, chance in zip(solution.labels, chances, strict=True):
+    for solution, p_good in zip(solutions, scorer.score(solutions), strict=True):
+        for label, p in zip(solution.labels, p_good, strict=True):
             if label is not None:
-                scores.append(chance)
+                scores.append(p)
                 labels.append(label > 0.5)
-    good, called_good = np.array(labels), np.array(scores) > 0.5
-    hits = good == called_good
+    good, predicted_good = np.array(labels), np.array(scores) > 0.5
+    hits = good == predicted_good
     return {
         "steps": len(good),
         "good": int(good.sum()),
@@ -142,10 +142,10 @@ def labelled_steps(scorer: StepScorer) -> Row:
 
 
 def best_of_n(scorer: StepScorer, file: str, aggregate: str, split: str) -> Row:
-    """Return the score of the response that the model ranks first, and of votes that it weighs.
+    """Return the score of the response that the model ranks first, and of majority votes that it weights.
 
-    Rows have n responses, and `scores` or what `hone eval` needs to score them. With k < n responses the
-    first k count.
+    Rows have n responses, and either `scores` or the columns that `hone eval` needs. For k < n, the first k
+    responses are used.
     """
     rows = list(read_rows([file], BadRows("raise", skip_key=None), "--best-of-n").scan())
     if not all("scores" in row for row in rows):
@@ -159,22 +159,22 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, split: str) -> Row:
             solutions.append(
                 Solution(row.get(scorer.config.data.prompt_key), steps, [None] * len(steps))
             )
-    chances = iter(scorer.score(solutions))
-    ranked = [[metrics.AGGREGATES[aggregate](next(chances)) for _ in row["scores"]] for row in rows]
-    fewest = min(len(row["scores"]) for row in rows)
+    p_good = iter(scorer.score(solutions))
+    ranked = [[metrics.AGGREGATES[aggregate](next(p_good)) for _ in row["scores"]] for row in rows]
+    min_responses = min(len(row["scores"]) for row in rows)
     columns: dict[str, list[float]] = {"mean@1": [float(np.mean(row["scores"])) for row in rows]}
-    for k in sizes(fewest):
+    for k in sizes(min_responses):
         for name in ("oracle", "best_of_n", "majority", "weighted_majority"):
             columns[f"{name}@{k}"] = []
         for row, ranks in zip(rows, ranked, strict=True):
             scores, ranks = list(map(float, row["scores"][:k])), ranks[:k]
             votes = [answer_of(text) for text in row["responses"][:k]]
-            # PURE's soft minimum lies in −1 … 1; a vote must not count against its answer.
+            # PURE's soft minimum is in −1 … 1, but the weight of a vote must not be negative.
             weights = [(r + 1) / 2 for r in ranks] if aggregate == "soft_min" else ranks
             columns[f"oracle@{k}"].append(max(scores))
             columns[f"best_of_n@{k}"].append(metrics.best_of(scores, ranks))
             columns[f"majority@{k}"].append(metrics.weighted_vote(scores, votes, [1.0] * k))
             columns[f"weighted_majority@{k}"].append(metrics.weighted_vote(scores, votes, weights))
     means = intervals(columns, load_config(config_name="evaluation").metrics)
-    found = {name: vars(mean) for name, mean in means.items()}
-    return {"rows": len(rows), "aggregate": aggregate, "metrics": found}
+    estimates = {name: vars(mean) for name, mean in means.items()}
+    return {"rows": len(rows), "aggregate": aggregate, "metrics": estimates}

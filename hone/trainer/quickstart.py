@@ -1,7 +1,7 @@
 """`hone quickstart` trains a tiny new policy on sums with GRPO, on this machine, in two minutes.
 
 Nothing is downloaded. SFT teaches the base policy the answer format with mostly wrong answers, so its
-initial score is low; RL then learns the right answers from rewards. Held-out sums appear in neither.
+initial score is low. RL then learns the right answers from rewards. Neither sees the held-out sums.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from hone.types import Row
 SOURCE = "arithmetic"
 ACCURACY = f"val-core/{SOURCE}/acc/mean@1"
 HELD_OUT = 320
-LARGEST_A, LARGEST_B = 299, 9
-SHARE_RIGHT = 0.25
+MAX_A, MAX_B = 299, 9
+CORRECT_SHARE = 0.25
 """Fraction of right answers in the SFT rows; the others are too large by `MISTAKE`."""
 MISTAKE = 10
-"""One extra carry. The last digit is never wrong, so SFT learns to add despite the wrong answers."""
+"""The wrong answers have one extra carry; the last digit is right, so SFT still learns to add."""
 SFT_STEPS, SFT_ROWS, SFT_LR = 500, 64, 2e-3
-"""RL can only correct a policy that adds. The SFT loss converged within 400 steps with every seed and CPU
-tried; the remaining steps are a margin."""
-WORDS = ("<answer>", "</answer>")
+"""RL can only improve a policy that can add. With all tested seeds, SFT converged within 400 steps."""
+ANSWER_TAGS = ("<answer>", "</answer>")
 CHARACTERS = "0123456789+="
-MARK = ".quickstart"
+MARKER_FILE = ".quickstart"
 """A marker file in folders that this program created, which it may therefore delete."""
 DATA = {"train": "train.jsonl", "test": "test.jsonl"}
 BASE, RUN, CURVE = "base", "run", "curve.png"
@@ -73,7 +72,7 @@ class Sum:
 
 def split_problems(seed: int) -> tuple[list[Sum], list[Sum]]:
     """Shuffle all sums by seed and split them into (training, held out)."""
-    problems = [Sum(a, b) for a in range(LARGEST_A + 1) for b in range(1, LARGEST_B + 1)]
+    problems = [Sum(a, b) for a in range(MAX_A + 1) for b in range(1, MAX_B + 1)]
     random.Random(seed).shuffle(problems)
     return problems[HELD_OUT:], problems[:HELD_OUT]
 
@@ -85,14 +84,14 @@ def write_data(files: dict[str, Path], seed: int) -> None:
         atomic_write_text(file, "\n".join(lines) + "\n")
 
 
-def _warm_up_rows(
+def _sft_rows(
     problems: Sequence[Sum], tokenizer: Tokenizer, seed: int
 ) -> Iterator[dict[str, list[int]]]:
     """Yield SFT rows with the right format and mostly wrong sums."""
     generator = random.Random(seed)
     for problem in problems:
         for _ in range(8):
-            mistake = 0 if generator.random() < SHARE_RIGHT else MISTAKE
+            mistake = 0 if generator.random() < CORRECT_SHARE else MISTAKE
             prompt = tokenizer.encode(problem.question, add_special_tokens=False)
             answer = f"<answer>{problem.a + problem.b + mistake:03d}</answer>"
             response = tokenizer.encode(answer, add_special_tokens=False)
@@ -105,7 +104,7 @@ def _warm_up_rows(
 
 
 def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
-    """Train a new 0.5M-parameter decoder that knows the format and mostly adds wrongly."""
+    """Train a new decoder of 0.5M parameters that knows the answer format and mostly adds wrongly."""
     import torch
 
     from hone.controller.threads import fix_threads
@@ -117,7 +116,7 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
 
     fix_threads(threads)
     torch.manual_seed(seed)
-    tokenizer = character_tokenizer(CHARACTERS, words=WORDS)
+    tokenizer = character_tokenizer(CHARACTERS, words=ANSWER_TAGS)
     lm = tiny_lm(len(tokenizer), hidden=128, kv_heads=4, mlp=512, max_positions=64, seed=seed)
     rule = MicroBatchRule(rows=None, tokens=16384)
     engine = build_engine(
@@ -138,7 +137,7 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
     train, _ = split_problems(seed)
     trainer = SFTTrainer(
         engine,
-        list(_warm_up_rows(train, tokenizer, seed)),
+        list(_sft_rows(train, tokenizer, seed)),
         pad_token_id=tokenizer.pad_token_id,
         batch_rows=SFT_ROWS,
         seed=seed,
@@ -177,7 +176,7 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
 
 
 def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
-    """Build, train and compare; nothing is written before the configuration is checked."""
+    """Check the configuration, build and train the policy, and print a comparison."""
     folder = Path(out) / f"seed-{seed}"
     with progress("load libraries"):
         import hone.trainer.sft.trainer  # noqa: F401 (importing torch and transformers takes seconds)
@@ -189,9 +188,9 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
     config = load_config([*overrides(files, model, folder / RUN, seed), *extra])
     Plan.of(config)  # raises for an unknown estimator
     with lock_target(folder):
-        make_room(folder)
+        prepare_folder(folder)
         screen().line(
-            f"a small policy is made, then learns sums by reward alone; all of it goes to {folder}"
+            f"a small policy is created, then learns sums from rewards; all files are in {folder}"
         )
         config, threads = resolve_threads(config, local_world_size=1)
         start = time.perf_counter()
@@ -201,24 +200,25 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
         train(config)
         end = time.perf_counter()
         run = Path(config.trainer.default_local_dir)
-        summarise(folder, run, config, warm_up_s=warm - start, train_s=end - warm)
+        print_summary(folder, run, config, warm_up_s=warm - start, train_s=end - warm)
 
 
-def make_room(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
     """Create an empty folder; an existing folder with other files is renamed."""
-    ours = {MARK, *DATA.values(), BASE, RUN, CURVE}
-    if folder.is_dir() and (folder / MARK).is_file() and {p.name for p in folder.iterdir()} <= ours:
+    own_names = {MARKER_FILE, *DATA.values(), BASE, RUN, CURVE}
+    files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if MARKER_FILE in files and files <= own_names:
         shutil.rmtree(folder)
-    elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    elif files or folder.is_file():
         names = (folder.with_name(f"{folder.name}.earlier-{n}") for n in count(1))
         new_name = next(name for name in names if not name.exists())
         folder.rename(new_name)
-        screen().line(f"{folder} holds what quickstart did not make; kept as {new_name}")
+        screen().line(f"{folder} has files that quickstart did not write; renamed to {new_name}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
+    (folder / MARKER_FILE).touch()
 
 
-def summarise(
+def print_summary(
     folder: Path, run: Path, config: PPOTrainerConfig, *, warm_up_s: float, train_s: float
 ) -> None:
     """Print the before/after table, three answers, the curve and the next commands."""
@@ -234,24 +234,24 @@ def summarise(
     table.add_row("step", str(before["step"]), str(after["step"]))
     table.add_row("seconds", f"{warm_up_s:.0f} (warm-up)", f"{train_s:.0f} (training)")
     answers = Table("sum", "before", "after", title="three that it learned")
-    for answer in sample_answers(run, before["step"], after["step"]):
+    for answer in most_improved(run, before["step"], after["step"]):
         answers.add_row(*answer)
     metrics = run / "metrics.jsonl"
     curve = draw_curve(metrics, [ACCURACY, "reward/mean"], folder / CURVE, "quickstart")
     screen().say(table, answers)
     closing = [f"learning curve: {curve}", f"metrics:        {metrics}", "go on with:"]
-    for line in [*closing, *(f"  {command}" for command in proposals(folder))]:
+    for line in [*closing, *(f"  {command}" for command in next_commands(folder))]:
         screen().line(line)
 
 
-def proposals(folder: Path) -> list[str]:
+def next_commands(folder: Path) -> list[str]:
     """Return the commands of `NEXT` with the paths of a run in `folder`."""
     names = {name: folder / file for name, file in DATA.items()} | {BASE: folder / BASE}
     paths = {name: shlex.quote(str(path)) for name, path in (names | {"folder": folder}).items()}
     return [command.format(**paths) for command in NEXT]
 
 
-def sample_answers(run: Path, first: int, last: int) -> list[tuple[str, str, str]]:
+def most_improved(run: Path, first: int, last: int) -> list[tuple[str, str, str]]:
     """Return held-out prompts with their answers at two steps, the three with the largest score gain."""
     import pyarrow.parquet as pq
 

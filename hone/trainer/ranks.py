@@ -1,7 +1,7 @@
-"""Starts the ranks of a program with `launch`, for users who set `n_gpus_per_node` without torchrun.
+"""Starts the ranks of a program on this machine, for users who set `n_gpus_per_node` without torchrun.
 
-Ranks of `launch` rendezvous through a file that only this user can read, bind their sockets to loopback, and
-exit with their launcher. Several machines need torchrun; the engine shards the model.
+Ranks rendezvous through a file that only this user can read, bind their sockets to loopback, and exit with
+their launcher. Several machines need torchrun.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from hone.engine.rendezvous import STORE_FILE
-from hone.trainer.interrupt import SIGNALS, answer_to_launcher, exit_code
+from hone.trainer.interrupt import exit_code, mark_as_rank, signal_handler
 
 LAUNCHER_PID = "HONE_LAUNCHER_PID"
 GRACE_S = 3.0
 """Time for the other ranks to exit after one has failed, before they are killed."""
-_SET_PARENT_DEATH_SIGNAL = 1
+_PR_SET_PDEATHSIG = 1
 
 
 class LaunchError(ValueError):
@@ -46,7 +45,7 @@ class Ranks:
     local_world_size: int = 1
 
     @staticmethod
-    def here() -> Ranks:
+    def from_env() -> Ranks:
         """Read the launcher's environment variables; without a launcher there is one rank."""
         get = os.environ.get
         world_size = int(get("WORLD_SIZE", 1))
@@ -57,8 +56,8 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def join(self) -> None:
-        """Initialize the process group of `wait_for_all`; a sharded engine initializes its own."""
+    def init_process_group(self) -> None:
+        """Initialize the process group; a sharded training engine does so itself."""
         if self.world_size > 1:
             import torch
 
@@ -66,13 +65,13 @@ class Ranks:
 
             join_group(torch.device("cpu"))
 
-    def wait_for_all(self) -> None:
+    def barrier(self) -> None:
         if self.world_size > 1:
             import torch.distributed as dist
 
             dist.barrier()
 
-    def leave(self) -> None:
+    def destroy_process_group(self) -> None:
         if self.world_size > 1:
             import torch.distributed as dist
 
@@ -95,7 +94,7 @@ def sum_over_ranks(*values: float) -> list[float]:
 def must_launch(world_size: int, nnodes: int, module: str) -> bool:
     """Return whether this process must launch the ranks; raise an error if it cannot."""
     if "WORLD_SIZE" in os.environ:
-        running = Ranks.here().world_size
+        running = Ranks.from_env().world_size
         if world_size not in (1, running):
             raise LaunchError(
                 f"trainer.nnodes x trainer.n_gpus_per_node asks for {world_size} ranks, but {running} "
@@ -114,9 +113,9 @@ def must_launch(world_size: int, nnodes: int, module: str) -> bool:
 def launch(count: int, module: str, arguments: Sequence[str]) -> None:
     """Run `python -m module arguments` as `count` ranks on this machine and wait for all of them."""
     with tempfile.TemporaryDirectory(prefix="hone-ranks-") as folder:
-        places = [_environment(rank, count, Path(folder) / "store") for rank in range(count)]
+        environments = [_environment(rank, count, Path(folder) / "store") for rank in range(count)]
         ranks = _Processes()
-        codes = ranks.run([sys.executable, "-m", module, *arguments], places)
+        codes = ranks.run([sys.executable, "-m", module, *arguments], environments)
     if ranks.stopped_by is not None and any(codes.values()):
         raise SystemExit(exit_code(ranks.stopped_by))
     failed = ranks.first_failed
@@ -124,7 +123,7 @@ def launch(count: int, module: str, arguments: Sequence[str]) -> None:
         raise LaunchError(f"rank {failed} ended with code {codes[failed]}; its message is above")
 
 
-def run_alone(arguments: Sequence[str]) -> tuple[int, bool]:
+def run_python(arguments: Sequence[str]) -> tuple[int, bool]:
     """Run Python with these arguments; return its exit code and whether a signal arrived."""
     process = _Processes()
     environment = dict(os.environ) | {LAUNCHER_PID: str(os.getpid())}
@@ -134,14 +133,14 @@ def run_alone(arguments: Sequence[str]) -> tuple[int, bool]:
 
 def die_with_launcher() -> None:
     """Make this rank exit when its launcher exits, even if the launcher is already gone."""
-    launcher = os.environ.pop(LAUNCHER_PID, None)  # child processes must not inherit it
+    launcher = os.environ.pop(LAUNCHER_PID, None)  # not for child processes
     if launcher is None:
         return
-    answer_to_launcher()
+    mark_as_rank()
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it exited before the line above
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(launcher):  # it has already exited
         os._exit(exit_code(signal.SIGKILL))
 
 
@@ -168,12 +167,12 @@ class _Processes:
         self.stopped_by: int | None = None
         self.first_failed: int | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ended: queue.Queue[int] = queue.Queue()
+        self._exited: queue.Queue[int] = queue.Queue()
 
     def run(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> dict[int, int]:
         """Run the processes until all exit, and return the exit code of each."""
         try:
-            with self._forwarding_signals():
+            with signal_handler(self._forward):
                 for rank, environment in enumerate(environments):
                     self._processes.append(subprocess.Popen(command, env=environment))
                     watch = threading.Thread(target=self._watch, args=(rank,), daemon=True)
@@ -184,7 +183,7 @@ class _Processes:
 
     def _watch(self, rank: int) -> None:
         self._processes[rank].wait()
-        self._ended.put(rank)
+        self._exited.put(rank)
 
     def _wait(self) -> dict[int, int]:
         """Wait for all processes; when one fails, the others have `GRACE_S` to report errors."""
@@ -193,7 +192,7 @@ class _Processes:
         while len(codes) < len(self._processes):
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                rank = self._ended.get(timeout=left_s)
+                rank = self._exited.get(timeout=left_s)
             except queue.Empty:
                 self._kill()
                 deadline = None
@@ -210,20 +209,8 @@ class _Processes:
             with contextlib.suppress(OSError):
                 process.kill()
 
-    @contextmanager
-    def _forwarding_signals(self) -> Iterator[None]:
-        """Forward the first Ctrl-C or SIGTERM to every process; kill them on the second."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {n: signal.signal(n, self._forward) for n in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Forward the first Ctrl-C or SIGTERM to every process; kill them on the second."""
         if self.stopped_by is not None:
             self._kill()
             raise SystemExit(exit_code(number))

@@ -55,8 +55,6 @@ def copy_recipe(name: str, out: str | None = None) -> Path:
     default = Path(EXAMPLES) if name == EXAMPLES else Path("recipes") / name
     target = Path(out).expanduser() if out else default
     if target.exists():
-        raise ConfigError(
-            f"{target} is there already; name another folder: hone recipes {name} OUT"
-        )
+        raise ConfigError(f"{target} already exists; name another folder: hone recipes {name} OUT")
     shutil.copytree(folders[name], target, ignore=shutil.ignore_patterns("__pycache__"))
     return target

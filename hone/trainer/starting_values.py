@@ -1,7 +1,6 @@
-"""Chooses defaults of `hone train` that suit the model size, the data and the device.
+"""Chooses defaults of `hone train` for the size of the model, the data and the device.
 
-`python -m hone.trainer.main_ppo` keeps verl's defaults, and a user's YAML (`--config-name`) is not
-changed.
+`python -m hone.trainer.main_ppo` and a user's YAML (`--config-name`) keep verl's defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hone.trainer.command_line import STARTING_VALUES
 from hone.trainer.threads import uses_gpu
 from hone.types import JsonValue, Row, Settings
 
-MUST_BE_GIVEN = {
+REQUIRED_KEYS = {
     "actor_rollout_ref.model.path": "the model's folder or hub name",
     "data.train_files": "the files to train on",
 }
@@ -47,7 +46,9 @@ def starting_values(settings: Settings) -> list[Setting]:
     values |= _lengths(settings, device, model.positions)
     if model.parameters is not None:
         size = model.parameters
-        values[f"{ACTOR}.optim.lr"] = next(lr for least, lr in LEARNING_RATES if size >= least)
+        values[f"{ACTOR}.optim.lr"] = next(
+            lr for min_size, lr in LEARNING_RATES if size >= min_size
+        )
     return [
         Setting(key, value, STARTING_VALUES) for key, value in values.items() if key not in settings
     ]

@@ -1,6 +1,6 @@
-"""What a process reward model is judged by: ProcessBench, best-of-n and majority votes weighted by it.
+"""Metrics of a process reward model: ProcessBench, best-of-n and weighted majority votes.
 
-A model's answer to a solution of ProcessBench is its first step with p(good) below a threshold, or none.
+The prediction for a solution of ProcessBench is its first step with p(good) below a threshold, or none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Aggregate = Callable[[np.ndarray], float]
 
 
 def soft_min(scores: np.ndarray) -> float:
-    """Returns Σ softmax(−s/T)·s, which PURE's best-of-n ranks responses by."""
+    """Return Σ softmax(−s/T)·s, by which PURE's best-of-n ranks responses."""
     weights = np.exp(-(scores - scores.min()) / SOFT_MIN_TEMPERATURE)
     return float((weights * scores).sum() / weights.sum())
 
@@ -37,7 +37,7 @@ AGGREGATES: dict[str, Aggregate] = {
 
 
 def first_errors(solutions: Sequence[Probabilities], threshold: float) -> np.ndarray:
-    """Returns the number of each solution's first step below the threshold, or -1."""
+    """Return the number of each solution's first step below the threshold, or -1."""
     below = [np.flatnonzero(p < threshold) for p in solutions]
     return np.array([steps[0] if len(steps) else -1 for steps in below])
 
@@ -47,7 +47,7 @@ def harmonic_mean(first: float, second: float) -> float:
 
 
 def process_bench(answers: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Returns ProcessBench's accuracies on wrong and on right solutions, and F1, their harmonic mean."""
+    """Return ProcessBench's accuracies on wrong and on right solutions, and F1, their harmonic mean."""
     hits, wrong = answers == labels, labels >= 0
     on_wrong, on_right = (
         float(hits[rows].mean()) if rows.any() else 0.0 for rows in (wrong, ~wrong)
@@ -60,16 +60,16 @@ def process_bench(answers: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def lenient_bench(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
-    """Returns the F1 of PURE's script, which asks only whether a solution has an error, not where.
+    """Return the F1 of PURE's script, which predicts only whether a solution has an error, not where.
 
     A solution counts as wrong if the soft minimum of its step scores is 0 or less.
     """
-    called_wrong = np.array([soft_min(2 * p - 1) <= 0 for p in solutions])
-    return process_bench(np.where(called_wrong, 0, -1), np.where(labels >= 0, 0, -1))["f1"]
+    predicted_wrong = np.array([soft_min(2 * p - 1) <= 0 for p in solutions])
+    return process_bench(np.where(predicted_wrong, 0, -1), np.where(labels >= 0, 0, -1))["f1"]
 
 
 def chance_bench(steps: np.ndarray, labels: np.ndarray) -> float:
-    """Returns the expected F1 (of the expected accuracies) of a uniform guess among the steps and none."""
+    """Return the F1 of the expected accuracies of a uniform guess among all steps and "no error"."""
     right, wrong = 1.0 / (steps + 1), labels >= 0
     return harmonic_mean(
         *(float(right[rows].mean()) if rows.any() else 0.0 for rows in (wrong, ~wrong))
@@ -77,17 +77,17 @@ def chance_bench(steps: np.ndarray, labels: np.ndarray) -> float:
 
 
 def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
-    """Returns the threshold with the highest F1, as the paper chooses it on its GSM8K subset."""
-    lowest = np.unique(np.concatenate(list(solutions)))
-    middles = (lowest[1:] + lowest[:-1]) / 2
-    if len(middles) > 500:
-        middles = np.quantile(middles, np.linspace(0, 1, 500))
-    scores = [process_bench(first_errors(solutions, t), labels)["f1"] for t in middles]
-    return float(middles[int(np.argmax(scores))]) if len(middles) else 0.5
+    """Return the threshold with the highest F1, as the paper chooses it on its GSM8K subset."""
+    values = np.unique(np.concatenate(list(solutions)))
+    thresholds = (values[1:] + values[:-1]) / 2
+    if len(thresholds) > 500:
+        thresholds = np.quantile(thresholds, np.linspace(0, 1, 500))
+    scores = [process_bench(first_errors(solutions, t), labels)["f1"] for t in thresholds]
+    return float(thresholds[int(np.argmax(scores))]) if len(thresholds) else 0.5
 
 
 def bootstrap_f1(answers: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Returns the 95 % percentile interval of F1 over resampled solutions."""
+    """Return the 95 % percentile interval of F1 over resampled solutions."""
     generator = np.random.default_rng(1)
     draws = (generator.integers(len(labels), size=len(labels)) for _ in range(1000))
     scores = [process_bench(answers[rows], labels[rows])["f1"] for rows in draws]
@@ -96,7 +96,7 @@ def bootstrap_f1(answers: np.ndarray, labels: np.ndarray) -> tuple[float, float]
 
 
 def wilson(hits: int, count: int) -> Estimate:
-    """Returns a share with its 95 % Wilson interval."""
+    """Return a share with its 95 % Wilson interval."""
     if not count:
         return Estimate(0.0, None, None)
     z = 1.959963984540054
@@ -107,7 +107,7 @@ def wilson(hits: int, count: int) -> Estimate:
 
 
 def area_under_curve(scores: np.ndarray, good: np.ndarray) -> float | None:
-    """Returns the chance that a good step scores above a bad one; ties count a half."""
+    """Return the area under the ROC curve: the probability that a good step scores above a bad one."""
     if good.all() or not good.any():
         return None
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
@@ -118,7 +118,7 @@ def area_under_curve(scores: np.ndarray, good: np.ndarray) -> float | None:
 
 
 def best_of(scores: Sequence[float], ranks: Sequence[float]) -> float:
-    """Returns the score of the response with the highest rank; the mean over ties."""
+    """Return the score of the response with the highest rank; the mean over ties."""
     top = [s for s, r in zip(scores, ranks, strict=True) if r == max(ranks)]
     return sum(top) / len(top)
 
@@ -126,7 +126,7 @@ def best_of(scores: Sequence[float], ranks: Sequence[float]) -> float:
 def weighted_vote(
     scores: Sequence[float], votes: Sequence[Hashable | None], weights: Sequence[float]
 ) -> float:
-    """Returns the mean score of the answer whose responses have the largest sum of weights.
+    """Return the mean score of the answer whose responses have the largest sum of weights.
 
     None does not vote; without any vote it is the mean of all scores.
     """
@@ -138,5 +138,5 @@ def weighted_vote(
         return float(np.mean(scores))
     best = max(totals.values())
     winners = [vote for vote, total in totals.items() if total == best]
-    worth = [np.mean([s for s, v in zip(scores, votes, strict=True) if v == w]) for w in winners]
-    return float(np.mean(worth))
+    pairs = list(zip(scores, votes, strict=True))
+    return float(np.mean([np.mean([s for s, v in pairs if v == winner]) for winner in winners]))

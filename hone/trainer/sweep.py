@@ -15,8 +15,8 @@ from hone.config.convert import show_value
 from hone.config.errors import ConfigError
 from hone.config.keys import get
 from hone.config.sources import parse_override
-from hone.trainer.command_line import composed_of
-from hone.trainer.ranks import run_alone
+from hone.trainer.command_line import compose_arguments
+from hone.trainer.ranks import run_python
 from hone.types import JsonValue
 
 FLAGS = ("-m", "--multirun")
@@ -50,7 +50,7 @@ def start(
     """Run a program once, or as a sweep if its arguments have `-m`; `command` starts each run."""
     if not any(flag in arguments for flag in FLAGS):
         return main(arguments)
-    return sweep([word for word in arguments if word not in FLAGS], tree, command)
+    return sweep([text for text in arguments if text not in FLAGS], tree, command)
 
 
 def sweep(arguments: Sequence[str], tree: str, command: Sequence[str]) -> int:
@@ -58,13 +58,13 @@ def sweep(arguments: Sequence[str], tree: str, command: Sequence[str]) -> int:
     from hone.tracking.console import screen
 
     shared, runs = combinations(arguments, tree)
-    stopped = False
+    was_stopped = False
     for number, run in enumerate(runs, start=1):
         screen().line(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
         quoted = {k: v.replace("\\", "\\\\").replace("'", "\\'") for k, v in run.outputs.items()}
-        words = [f"{key}='{value}'" for key, value in quoted.items()]
-        run.code, stopped = run_alone([*command, *shared, *run.overrides, *words])
-        if stopped:
+        outputs = [f"{key}='{value}'" for key, value in quoted.items()]
+        run.code, was_stopped = run_python([*command, *shared, *run.overrides, *outputs])
+        if was_stopped:
             break
     _show(runs)
     return next((run.code for run in runs if run.code), 0)
@@ -74,26 +74,26 @@ def combinations(arguments: Sequence[str], tree: str) -> tuple[list[str], list[R
     """Return the arguments that all runs share, and the runs."""
     shared: list[str] = []
     choices: list[list[str]] = []
-    for word in arguments:
-        parsed = parse_override(word) if "=" in word and not word.startswith("-") else None
+    for text in arguments:
+        parsed = parse_override(text) if "=" in text and not text.startswith("-") else None
         if parsed is None or not parsed.is_sweep_override():
-            shared.append(word)
+            shared.append(text)
         else:
-            sign = word[: len(word) - len(word.lstrip("+~"))]
+            sign = text[: len(text) - len(text.lstrip("+~"))]
             key = f"{sign}{parsed.get_key_element().lstrip('+~')}"
             choices.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
     runs = [Run(list(values), {}) for values in itertools.product(*choices)]
     outputs = [_outputs(shared, run.overrides, tree) for run in runs]
     for run, run_outputs in zip(runs, outputs, strict=True):
         if sum(run_outputs == other for other in outputs) > 1:  # each run needs its own output path
-            run_outputs = {key: _apart(path, run.overrides) for key, path in run_outputs.items()}
+            run_outputs = {key: _run_path(path, run.overrides) for key, path in run_outputs.items()}
         run.outputs = run_outputs
     return shared, runs
 
 
 def _outputs(shared: Sequence[str], overrides: Sequence[str], tree: str) -> dict[str, str]:
     try:
-        config = composed_of([*shared, *overrides], tree=tree, program="-m").config
+        config = compose_arguments([*shared, *overrides], tree=tree, program="-m").config
     except ConfigError as error:
         run = " ".join(overrides)
         raise ConfigError([f"{problem} (run {run})" for problem in error.problems]) from None
@@ -101,7 +101,7 @@ def _outputs(shared: Sequence[str], overrides: Sequence[str], tree: str) -> dict
     return {key: str(value) for key, value in values.items() if value}
 
 
-def _apart(path: str, overrides: Sequence[str]) -> str:
+def _run_path(path: str, overrides: Sequence[str]) -> str:
     """Add the values of a run to a path: as a subfolder, or before the suffix of a file."""
     pairs = [text.lstrip("+").partition("=")[::2] for text in overrides]
     names = [key.rpartition(".")[2] for key, _ in pairs]
@@ -110,10 +110,10 @@ def _apart(path: str, overrides: Sequence[str]) -> str:
     ]
     values = [re.sub(r"[^\w.-]", "_", value) for _, value in pairs]
     label = ",".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
-    place = Path(path)
-    if place.suffix in (".parquet", ".json", ".jsonl", ".png"):
-        return str(place.with_name(f"{place.stem}-{label}{place.suffix}"))
-    return str(place / label)
+    output = Path(path)
+    if output.suffix in (".parquet", ".json", ".jsonl", ".png"):
+        return str(output.with_name(f"{output.stem}-{label}{output.suffix}"))
+    return str(output / label)
 
 
 def _show(runs: Sequence[Run]) -> None:
@@ -135,7 +135,7 @@ def _show(runs: Sequence[Run]) -> None:
 
 
 def _results(run: Run) -> dict[str, float]:
-    """Return the last step of a run with its last validation metrics, or its score or loss."""
+    """Return the last step of a run, with its last validation metrics, else its score or loss."""
     from hone.tracking.metrics_file import MetricsFile
 
     folder = run.outputs.get("trainer.default_local_dir")

@@ -1,7 +1,4 @@
-"""Resolves the number of CPU threads of a run once; the config stores it for a resumed run.
-
-On a busy machine several threads can be slower than one; the run only warns.
-"""
+"""Resolves the number of CPU threads of a run, which the config stores for a resumed run."""
 
 from __future__ import annotations
 
@@ -18,47 +15,47 @@ from hone.tracking import RunFolder
 from hone.tracking.console import screen
 
 KEY = "trainer.num_threads"
-SLOWER_FROM = 1.5
+MIN_SLOWDOWN = 1.5
 """Warn if several threads take this many times as long as one."""
 
 Config = TypeVar("Config", bound=Block)
 
 
 def resolve_threads(
-    config: Config, local_world_size: int, *, tells: bool = True
+    config: Config, local_world_size: int, *, warn: bool = True
 ) -> tuple[Config, int]:
-    """Return the config with `trainer.num_threads` set (given, resumed, or by cores), and the number.
+    """Return the config with `trainer.num_threads` set, and the number.
 
-    `tells` prints warnings about the number.
+    It is the configured number, else that of the resumed run, else it depends on the number of cores.
     """
     trainer = config["trainer"]  # the configs with this block share no type
-    earlier = _of_resumed_run(trainer)
-    count = trainer.num_threads or earlier or thread_count(local_world_size)
-    if tells and earlier is not None and count != earlier:
+    resumed = _threads_of_resumed_run(trainer)
+    count = trainer.num_threads or resumed or thread_count(local_world_size)
+    if warn and resumed is not None and count != resumed:
         screen().line(
-            f"{KEY}={count}, and the steps so far were made with {earlier}: the numbers that follow may "
-            f"differ in the last bits; {KEY}={earlier} repeats them"
+            f"{KEY}={count}, but the run used {resumed} so far: metrics may differ in the last bits "
+            f"from those of an uninterrupted run; {KEY}={resumed} avoids that"
         )
-    if tells and trainer.num_threads is None and (warning := busy_warning(count, trainer.device)):
+    if warn and trainer.num_threads is None and (warning := busy_warning(count, trainer.device)):
         screen().line(warning)
     return replace(config, KEY, count), count
 
 
 def busy_warning(count: int, device: str) -> str | None:
     """Return a warning if `count` threads are slower than one because other programs use the cores."""
-    if count == 1 or uses_gpu(device) or (ratio := slowdown(count)) < SLOWER_FROM:
+    if count == 1 or uses_gpu(device) or (ratio := slowdown(count)) < MIN_SLOWDOWN:
         return None
     cores, load = usable_cores(), load_average()
     free = 1 if load is None else max(1, min(count - 1, cores - round(load)))
     load_note = "" if load is None else f" (load average {load:.1f} on {cores} cores)"
     return (
         f"{count} threads are {ratio:.1f} times slower than one here: other programs use the "
-        f"cores{load_note}; {KEY}={free} helps"
+        f"cores{load_note}; set {KEY}={free}"
     )
 
 
-def _of_resumed_run(trainer: Block) -> int | None:
-    """Return the number in the config of the resumed run, if there is one."""
+def _threads_of_resumed_run(trainer: Block) -> int | None:
+    """Return the number of threads in the config of the resumed run, if there is one."""
     mode, path = trainer.get("resume_mode", "disable"), trainer.get("resume_from_path", "")
     if mode == "disable":
         return None
@@ -69,7 +66,7 @@ def _of_resumed_run(trainer: Block) -> int | None:
     try:
         count = run.read_config()["trainer"]["num_threads"]
     except (OSError, ValueError, YAMLError, KeyError, TypeError, RecursionError):
-        return None  # not a config of hone; loading the checkpoint reports errors
+        return None  # loading the checkpoint reports an invalid config
     return count if isinstance(count, int) and count > 0 else None
 
 

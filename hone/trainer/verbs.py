@@ -21,9 +21,9 @@ def add_verb(
     verbs: Verbs, name: str, run: Callable[[Options, list[str]], int | None], text: str
 ) -> Parser:
     """Add a subcommand; `run` receives its options and the remaining arguments."""
-    added = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
-    added.set_defaults(run=run)
-    return added
+    parser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def say(text: str) -> None:
@@ -36,9 +36,9 @@ def say(text: str) -> None:
 def add_data_verbs(verbs: Verbs) -> None:
     """Declare the subcommands of `hone data`."""
     data = verbs.add_parser("data", help="prepare or check data files")
-    of_data = data.add_subparsers(dest="what", metavar="VERB", required=True)
+    data_verbs = data.add_subparsers(dest="what", metavar="VERB", required=True)
     text = "write a data set's parquet files"
-    prepare = of_data.add_parser(
+    prepare = data_verbs.add_parser(
         "prepare",
         help=text,
         description=text,
@@ -50,7 +50,7 @@ def add_data_verbs(verbs: Verbs) -> None:
     )
     prepare.set_defaults(run=_data_prepare, takes_more=True, own_parser=prepare)
     prepare.add_argument("name", nargs="?", help="the data set; none lists them")
-    check = add_verb(of_data, "check", _data_check, "what is in a file, and what would go wrong")
+    check = add_verb(data_verbs, "check", _data_check, "what is in a file, and what would go wrong")
     check.add_argument("files", nargs="+", metavar="FILE")
     check.add_argument(
         "--reward",
@@ -60,7 +60,7 @@ def add_data_verbs(verbs: Verbs) -> None:
     check.add_argument(
         "--max-prompt-length", type=int, metavar="N", help="longer prompts are errors (in tokens)"
     )
-    _add_rendering(check)
+    _add_rendering_options(check)
     check.add_argument(
         "--agent-loop",
         action="append",
@@ -69,16 +69,16 @@ def add_data_verbs(verbs: Verbs) -> None:
         help="an agent loop of your own that rows may name (repeat for more)",
     )
 
-    show = add_verb(of_data, "show", _data_show, "rows as the model will see them")
+    show = add_verb(data_verbs, "show", _data_show, "rows as the model will see them")
     show.add_argument("file", metavar="FILE")
     show.add_argument(
         "--rows", metavar="LIST", help="which, as in 0,3-5; the first three if left out"
     )
     show.add_argument("--tools", metavar="FILE", help="tools of the run, a YAML list or a .py file")
-    _add_rendering(show)
+    _add_rendering_options(show)
 
 
-def _add_rendering(parser: Parser) -> None:
+def _add_rendering_options(parser: Parser) -> None:
     parser.add_argument("--tokenizer", metavar="MODEL", help="render and count with its tokenizer")
     parser.add_argument("--prompt-key", metavar="COLUMN", help="the prompt's column (prompt)")
     parser.add_argument("--prompt-format", choices=("chat", "raw"), help="as data.prompt_format")
@@ -99,7 +99,7 @@ def _data_prepare(options: Options, rest: list[str]) -> None:
         say(str(prepare_from_arguments(options.name, rest, program)))
 
 
-def _rendering(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
+def _tokenizer_and_config(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
     """Return the tokenizer and the data settings of a subcommand's options."""
     from dataclasses import replace
 
@@ -124,13 +124,13 @@ def _data_check(options: Options, rest: list[str]) -> int:
         raise ConfigError(
             f"--max-prompt-length {options.max_prompt_length} counts tokens; give --tokenizer MODEL too"
         )
-    tokenizer, config = _rendering(options)
+    tokenizer, config = _tokenizer_and_config(options)
     score = None
     if options.reward:
         from hone.rewards.trial import ground_truth_scorer
 
         score = ground_truth_scorer(options.reward, config.reward_fn_key, config.prompt_key)
-    worst = 0
+    exit_code = 0
     for file in options.files:
         status, text = check_file(
             file,
@@ -141,15 +141,15 @@ def _data_check(options: Options, rest: list[str]) -> int:
             score=score,
             max_prompt_length=options.max_prompt_length,
         )
-        worst = max(worst, status)
+        exit_code = max(exit_code, status)
         say(text)
-    return worst
+    return exit_code
 
 
 def _data_show(options: Options, rest: list[str]) -> None:
     from hone.data.show import show_file
 
-    tokenizer, config = _rendering(options)
+    tokenizer, config = _tokenizer_and_config(options)
     schemas = None
     if options.tools:
         from hone.agents.tools.listing import load_all_tools

@@ -17,8 +17,8 @@ from hone.trainer.job_files import GenerationError
 
 @pytest.fixture(scope="module")
 def llm(tiny: Path) -> Iterator[hone.LLM]:
-    with hone.LLM(tiny) as made:
-        yield made
+    with hone.LLM(tiny) as llm_:
+        yield llm_
 
 
 def test_each_prompt_has_a_response_with_text_tokens_and_log_probs(llm: hone.LLM) -> None:
@@ -56,11 +56,11 @@ def test_samples_differ_repeat_and_follow_the_seed(llm: hone.LLM) -> None:
 
 def test_a_stop_string_ends_a_response(llm: hone.LLM) -> None:
     (greedy,) = llm.generate("ab", temperature=0, max_tokens=8, ignore_eos=True)
-    (stopped,) = llm.generate(
+    (interrupted,) = llm.generate(
         "ab", temperature=0, max_tokens=8, ignore_eos=True, stop=greedy.text[2]
     )
-    assert stopped.finish_reason == "stop"
-    assert len(stopped.token_ids) <= 3
+    assert interrupted.finish_reason == "stop"
+    assert len(interrupted.token_ids) <= 3
 
 
 def test_what_does_not_fit_or_exist_is_refused(llm: hone.LLM, tiny: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hone.api.reward import as_score_function, parts_of, reads_prompt
+from hone.api.reward import as_score_function, reads_prompt, reward_parts
 from hone.rewards.calling import ROW_ARGUMENTS, ScorerSignatureError, check_signature
 from hone.rewards.failures import RewardError, SetupError
 
@@ -16,7 +16,7 @@ EXTRA = {"level": "easy", "prompt": "1+1="}
 
 
 def score(reward: Any, text: str = "2", answer: Any = "2", extra: dict[str, Any] = EXTRA) -> Any:
-    function = as_score_function(parts_of(reward), extra)
+    function = as_score_function(reward_parts(reward), extra)
     check_signature(function, ROW_ARGUMENTS, {})
     return function("source", text, answer, extra)
 
@@ -45,9 +45,9 @@ def test_a_function_is_given_what_its_parameters_name(function: Any) -> None:
 
 def test_trls_completions_of_a_chat_prompt_are_messages() -> None:
     chat = [{"role": "user", "content": "1+1="}]
-    seen: list[Any] = []
-    score(lambda completions: [seen.append(completions) or 1.0], extra={"prompt": chat})
-    assert seen == [[[{"role": "assistant", "content": "2"}]]]
+    calls: list[Any] = []
+    score(lambda completions: [calls.append(completions) or 1.0], extra={"prompt": chat})
+    assert calls == [[[{"role": "assistant", "content": "2"}]]]
 
 
 def test_several_are_summed_by_weight_and_reported_by_name() -> None:
@@ -69,7 +69,7 @@ def test_a_name_is_a_rule_of_the_table() -> None:
     assert score("gsm8k", text="#### 2") == {"score": 1.0, "acc": 1.0}
     assert score({"gsm8k": 0.5}, text="#### 3") == {"score": 0.0, "gsm8k": 0.0}
     with pytest.raises(SetupError, match="gsm8k"):
-        parts_of("gsm9k")
+        reward_parts("gsm9k")
 
 
 def test_async_functions_are_awaited_together() -> None:
@@ -77,7 +77,7 @@ def test_async_functions_are_awaited_together() -> None:
         await asyncio.sleep(0)
         return 0.25
 
-    function = as_score_function(parts_of([judge, lambda text: 1.0]), ())
+    function = as_score_function(reward_parts([judge, lambda text: 1.0]), ())
     assert inspect.iscoroutinefunction(function)
     assert asyncio.run(function("s", "2", "2", {})) == {"score": 1.25, "judge": 0.25, "lambda": 1.0}
 
@@ -93,7 +93,7 @@ def test_one_part_that_returns_no_number_is_named() -> None:
 @pytest.mark.parametrize("reward", [3, [3], [(len, "x")], {len: None}])
 def test_what_is_no_reward_is_refused(reward: Any) -> None:
     with pytest.raises((ScorerSignatureError, TypeError), match=r"reward|iterable"):
-        parts_of(reward)
+        reward_parts(reward)
 
 
 def test_a_parameter_that_no_row_has_is_named_with_what_there_is() -> None:
@@ -102,6 +102,6 @@ def test_a_parameter_that_no_row_has_is_named_with_what_there_is() -> None:
 
 
 def test_the_prompt_is_asked_for_by_name_only() -> None:
-    assert reads_prompt(parts_of([len, lambda prompt: 1]))
-    assert reads_prompt(parts_of(lambda completions: [1]))
-    assert not reads_prompt(parts_of([len, "gsm8k"]))
+    assert reads_prompt(reward_parts([len, lambda prompt: 1]))
+    assert reads_prompt(reward_parts(lambda completions: [1]))
+    assert not reads_prompt(reward_parts([len, "gsm8k"]))

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hone.api.rows import files_of, items_of, prompt_row, response_rows, write_rows
+from hone.api.rows import as_rows, file_names, prompt_row, response_rows, write_rows
 from hone.data.rows import DataError
 
 
@@ -54,18 +54,18 @@ ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
     ids=["list", "tuple", "generator", "pairs", "datasets", "pandas", "arrow"],
 )
 def test_rows_are_read_from(data: Any) -> None:
-    assert items_of(data) == ROWS
+    assert as_rows(data) == ROWS
 
 
 def test_prompts_alone_are_rows() -> None:
     chat = [{"role": "user", "content": "hi"}]
-    assert items_of(["hi", chat]) == [{"prompt": "hi"}, {"prompt": chat}]
+    assert as_rows(["hi", chat]) == [{"prompt": "hi"}, {"prompt": chat}]
 
 
 def test_file_names_are_told_from_prompts() -> None:
-    assert files_of("train.parquet") == ["train.parquet"]
-    assert files_of([Path("a.jsonl"), "b.parquet"]) == ["a.jsonl", "b.parquet"]
-    assert files_of(["What is 1+1?", "b.parquet"]) is None
+    assert file_names("train.parquet") == ["train.parquet"]
+    assert file_names([Path("a.jsonl"), "b.parquet"]) == ["a.jsonl", "b.parquet"]
+    assert file_names(["What is 1+1?", "b.parquet"]) is None
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_file_names_are_told_from_prompts() -> None:
 )
 def test_what_is_no_row_is_refused(data: Any, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
-        items_of(data)
+        as_rows(data)
 
 
 def test_a_row_keeps_its_columns_in_extra_info() -> None:
@@ -120,7 +120,7 @@ def test_written_rows_hold_what_numpy_and_frames_hold(tmp_path: Path) -> None:
     rows = [{"a": np.int64(1), "b": np.array([1.5]), "c": {"d": ("x",)}, "e": True}]
     (line,) = Path(write_rows(rows, tmp_path, "train")).read_text().splitlines()
     assert json.loads(line) == {"a": 1, "b": [1.5], "c": {"d": ["x"]}, "e": True}
-    assert items_of([{"prompt": "1", "answer": float("nan")}])[0]["answer"] is None
+    assert as_rows([{"prompt": "1", "answer": float("nan")}])[0]["answer"] is None
 
 
 def test_the_same_rows_are_the_same_file_and_others_are_not(tmp_path: Path) -> None:
@@ -130,6 +130,6 @@ def test_the_same_rows_are_the_same_file_and_others_are_not(tmp_path: Path) -> N
 
 
 def test_a_value_that_json_cannot_hold_names_its_row(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="row 1 holds a bytes"):
+    with pytest.raises(DataError, match="row 1 contains a bytes"):
         write_rows([{"a": 1}, {"a": b"x"}], tmp_path, "train")
     assert not list(tmp_path.iterdir())

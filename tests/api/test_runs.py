@@ -38,8 +38,8 @@ def test_a_function_of_this_file_trains_on_rows_in_memory(tiny: Path, here: Path
     assert result.evaluate(ROWS[:1], "arithmetic").rows[0]["scores"] == [0.0]
     saved = result.save("saved")
     with hone.LLM(saved) as llm:
-        again, first = (m.generate("1+1=", n=2, max_tokens=3)[0] for m in (llm, result.policy))
-    assert [o.token_ids for o in again.outputs] == [o.token_ids for o in first.outputs]
+        repeated, first = (m.generate("1+1=", n=2, max_tokens=3)[0] for m in (llm, result.policy))
+    assert [o.token_ids for o in repeated.outputs] == [o.token_ids for o in first.outputs]
 
 
 def test_the_run_is_that_of_the_command_line(tiny: Path, here: Path) -> None:
@@ -83,8 +83,8 @@ def test_a_judge_is_a_reward(tiny: Path, here: Path) -> None:
     finally:
         server.stop()
     assert result.metrics[-1]["critic/score/max"] > 0
-    asked = [body["messages"][0]["content"].partition("<response-")[0] for body in server.bodies]
-    assert set(asked) <= {f"{row['prompt']}\n" for row in ROWS}
+    prompts = [body["messages"][0]["content"].partition("<response-")[0] for body in server.bodies]
+    assert set(prompts) <= {f"{row['prompt']}\n" for row in ROWS}
 
 
 def test_files_of_verls_schema_are_read_where_they_lie(tiny: Path, here: Path) -> None:
@@ -100,21 +100,21 @@ def test_files_of_verls_schema_are_read_where_they_lie(tiny: Path, here: Path) -
 
 def test_the_folder_of_an_earlier_run_resumes_it(tiny: Path, here: Path) -> None:
     first = hone.train(tiny, ROWS, exact, folder="mine", **SMALL)
-    again = hone.train(tiny, ROWS, exact, folder="mine", **SMALL | {"steps": 2})
-    assert (first.folder, len(again.metrics)) == (Path("mine"), 2)
+    resumed = hone.train(tiny, ROWS, exact, folder="mine", **SMALL | {"steps": 2})
+    assert (first.folder, len(resumed.metrics)) == (Path("mine"), 2)
 
 
 def test_a_call_that_is_refused_leaves_nothing_behind(tiny: Path, here: Path) -> None:
     wrong: list[tuple[Any, type[Exception], str]] = [
         (lambda: hone.train(tiny, ROWS, exact, stepps=3), ConfigError, "stepps.*steps"),
         (lambda: hone.train(tiny, [{"text": 1}], exact), DataError, "row 0 has no column"),
-        (lambda: hone.train(object(), ROWS, exact), ConfigError, "save it and give its folder"),  # type: ignore[arg-type]
+        (lambda: hone.train(object(), ROWS, exact), ConfigError, "save it and pass its folder"),  # type: ignore[arg-type]
         (lambda: hone.train(tiny, ROWS, exact, folder=__file__), ConfigError, "is a file"),
         (lambda: hone.train("no/such/model", ROWS, exact, **SMALL), Exception, "no/such/model"),
         (lambda: hone.train(tiny, ROWS, "gsm9k"), SetupError, "gsm8k"),
         (lambda: hone.train(tiny, ROWS, lambda completion, x, y: 1), SetupError, "x, y"),
         (lambda: hone.train(tiny, "rows.txt", exact), DataError, "rows.txt"),
-        (lambda: hone.train(tiny, ["1="] * 4, **SMALL), DataError, "no reward: give a function"),
+        (lambda: hone.train(tiny, ["1="] * 4, **SMALL), DataError, "no reward: pass a function"),
         (lambda: hone.evaluate(tiny, ROWS, exact, pass_att=[1]), ConfigError, "pass_at"),
     ]
     for call, kind, sentence in wrong:
@@ -139,7 +139,7 @@ def test_an_interrupt_says_how_to_go_on(
         raise Interrupted(3)
 
     monkeypatch.setattr("hone.trainer.main_ppo.run", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="stopped after step 3; folder='mine' goes on"):
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 3; folder='mine' resumes"):
         hone.train(tiny, ROWS, exact, folder="mine", **SMALL)
     assert Path("mine/config.yaml").exists()
 
@@ -163,8 +163,8 @@ def test_fine_tuning_takes_pairs_and_all_rows_are_a_batch_where_they_are_few(
     Path("val.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     mixed = hone.sft(tiny, pairs, validation="val.jsonl", steps=1, **quiet)
     assert "val/loss" in mixed.metrics[-1]
-    again = hone.sft(result, [{"messages": _chat("1", "2")}] * 2, steps=1, **quiet)
-    assert again.folder == Path("runs/sft-3")
+    resumed = hone.sft(result, [{"messages": _chat("1", "2")}] * 2, steps=1, **quiet)
+    assert resumed.folder == Path("runs/sft-3")
 
 
 def test_a_folder_that_was_there_stays_when_a_call_is_refused(tiny: Path, here: Path) -> None:
@@ -181,9 +181,9 @@ def _chat(question: str, answer: str) -> list[dict[str, str]]:
 
 def test_a_loaded_model_is_evaluated_as_it_is(tiny: Path, here: Path) -> None:
     with hone.LLM(tiny) as llm:
-        found = hone.evaluate(llm, ROWS, exact, max_tokens=2)
-        assert found.as_dict()["test_score/exact"] == 0.0
-        with pytest.raises(ConfigError, match="loaded already: give top_p"):
+        result = hone.evaluate(llm, ROWS, exact, max_tokens=2)
+        assert result.as_dict()["test_score/exact"] == 0.0
+        with pytest.raises(ConfigError, match="already loaded: pass top_p"):
             hone.evaluate(llm, ROWS, exact, top_p=0.5)
         assert llm.generate("1")  # not closed by the evaluation
     assert not list(here.iterdir())

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hone.api.settings import SHORT, CallSettings, key_of
+from hone.api.settings import SHORT_NAMES, CallSettings, resolve_key
 from hone.config import ConfigError
 from hone.config.keys import leaves
 from hone.config.trees import TREES
@@ -30,21 +30,21 @@ from hone.config.trees import TREES
     ],
 )
 def test_a_name_stands_for_the_policys_key(name: str, key: str) -> None:
-    assert key_of("ppo_trainer", name) == key
+    assert resolve_key("ppo_trainer", name) == key
 
 
 def test_every_short_name_stands_for_a_key_that_some_tree_has() -> None:
     known = {key for tree in TREES.values() for key in leaves(tree.root)}
-    assert {key for keys in SHORT.values() for key in keys} <= known
+    assert {key for keys in SHORT_NAMES.values() for key in keys} <= known
 
 
 def test_a_name_that_may_mean_several_keys_is_refused_with_all_of_them() -> None:
     with pytest.raises(ConfigError, match=r"path may mean .*actor_rollout_ref\.model\.path"):
-        key_of("ppo_trainer", "path")
+        resolve_key("ppo_trainer", "path")
 
 
 def composed(**settings: object) -> object:
-    return CallSettings("ppo_trainer", "hone.train", settings).composed().config  # type: ignore[arg-type]
+    return CallSettings("ppo_trainer", "hone.train", settings).compose().config  # type: ignore[arg-type]
 
 
 def test_values_are_taken_as_they_are_without_a_command_lines_grammar() -> None:
@@ -70,7 +70,7 @@ def test_a_wrong_key_or_value_has_the_command_lines_error_and_names_the_call() -
 def test_keywords_win_over_a_yaml_file_and_starting_values_stay_out(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("actor_rollout_ref:\n  rollout:\n    n: 3\n    temperature: 0.5\n")
-    asked = CallSettings("ppo_trainer", "hone.train", {"n": 5}, file)
-    made = asked.composed(starting=lambda given: pytest.fail("a YAML is taken as it is"))
+    call = CallSettings("ppo_trainer", "hone.train", {"n": 5}, file)
+    made = call.compose(starting=lambda given: pytest.fail("a YAML is taken as it is"))
     rollout = made.config.actor_rollout_ref.rollout
     assert (rollout.n, rollout.temperature) == (5, 0.5)

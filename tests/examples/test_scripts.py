@@ -11,7 +11,7 @@ import pytest
 
 from hone.data.rows import write_parquet
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.trainer.command_line import composed_of, plan_checks
+from hone.trainer.command_line import compose_arguments, plan_checks
 
 from .conftest import EXAMPLES
 
@@ -61,7 +61,9 @@ def test_a_script_composes_without_a_note(script: str, tmp_path: Path) -> None:
     said = started(script, tmp_path, "data.seed=7", path=str(stub.parent))
     minus_m, program, *arguments = said.stdout.splitlines()
     assert (minus_m, program) == ("-m", "hone.trainer.main_ppo")
-    composed = composed_of(arguments, tree="ppo_trainer", program=program, further=plan_checks)
+    composed = compose_arguments(
+        arguments, tree="ppo_trainer", program=program, further=plan_checks
+    )
     assert composed.config.data.seed == 7
     assert not composed.notes
 

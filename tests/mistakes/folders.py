@@ -189,7 +189,7 @@ MISTAKES = [
     Mistake(
         "a run resumed with another model",
         train(f"{MODEL}=other", "trainer.total_training_steps=2"),
-        (f"its weights go back to {MODEL}=model, not to other", "trainer.default_local_dir"),
+        (f"was trained from {MODEL}=model, not from other", "trainer.default_local_dir"),
         arrange=lambda root: (void(copy_model(root, "other")), used_folder(root))[1],
         code=0,
     ),

@@ -191,7 +191,7 @@ MISTAKES = [
     Mistake(
         "rows for a tool that is not there",
         train(TOOL_LOOP, FUNCTIONS),
-        ("tools_kwargs for calc", "no tool of this run"),
+        ("tools_kwargs for calc", "no such tool"),
         files={
             "mytools.py": ECHO,
             "rows.jsonl": eight(tools_kwargs={"calc": {"create_kwargs": {}}}),

@@ -221,7 +221,7 @@ def test_a_process_that_lost_its_lock_writes_nothing_more(
     tmp_path: Path, short_intervals: None
 ) -> None:
     from hone.tracking import RunFolder, Tracking
-    from hone.trainer.ppo.checkpoint import writing
+    from hone.trainer.ppo.checkpoint import atomic_folder
 
     with lock_folder(tmp_path):
         tracking = Tracking("p", "e", [], {}, run_folder=tmp_path)
@@ -234,7 +234,7 @@ def test_a_process_that_lost_its_lock_writes_nothing_more(
             require_lock(tmp_path)
         with pytest.raises(LockLost):
             tracking.log({"a": 1}, 2)
-        with pytest.raises(LockLost), writing(RunFolder(tmp_path), 1):
+        with pytest.raises(LockLost), atomic_folder(RunFolder(tmp_path), 1):
             pass
     assert (tmp_path / LOCK).is_file()  # it belongs to the other process
 

@@ -65,5 +65,5 @@ def sft_settings(folder: Path, model: Path, *more: str) -> list[str]:
 
 
 def sft_config(settings: Sequence[str], folder: Path, *overrides: str) -> SFTConfig:
-    own = f"trainer.default_local_dir={folder}"
-    return load_config([*settings, own, *overrides], config_name="sft_trainer")
+    run_folder = f"trainer.default_local_dir={folder}"
+    return load_config([*settings, run_folder, *overrides], config_name="sft_trainer")

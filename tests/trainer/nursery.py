@@ -76,9 +76,9 @@ class Nursery:
     def _line(self) -> bytes:
         assert self._process.stdout is not None
         while b"\n" not in self._read:
-            said = os.read(self._process.stdout.fileno(), 1 << 16)
-            assert said, "the nursery died; its last words are on stderr"
-            self._read += said
+            message = os.read(self._process.stdout.fileno(), 1 << 16)
+            assert message, "the nursery died; its last words are on stderr"
+            self._read += message
         line, _, self._read = self._read.partition(b"\n")
         return line
 
@@ -102,7 +102,7 @@ def main() -> None:
 
     loaded: list[Any] = [pyarrow, torch, transformers.AutoModelForCausalLM, hone]
     assert loaded
-    said = os.dup(1)
+    message = os.dup(1)
     os.dup2(2, 1)  # whatever a run prints is no answer
     for line in sys.stdin:
         pid = os.fork()
@@ -115,9 +115,9 @@ def main() -> None:
             except BaseException:  # a child must never go on with the loop
                 traceback.print_exc()
             os._exit(code)
-        os.write(said, f"{pid}\n".encode())
+        os.write(message, f"{pid}\n".encode())
         _, status = os.waitpid(pid, 0)
-        os.write(said, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os.write(message, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
 if __name__ == "__main__":

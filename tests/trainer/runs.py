@@ -35,7 +35,7 @@ def task_row(index: int, number: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def said(row: Mapping[str, Any]) -> str:
+def scored_text(row: Mapping[str, Any]) -> str:
     """The response of a rollout row as a score function sees it: without special tokens."""
     return re.sub("<pad>|<s>|</s>", "", row["response_text"])
 

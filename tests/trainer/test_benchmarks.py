@@ -77,8 +77,8 @@ def test_every_benchmark_can_be_built_and_the_maths_ones_scored() -> None:
 
 
 def test_overrides_go_to_the_half_they_belong_to() -> None:
-    given = ["rollout.top_k=-1", "metrics.pass_at=[1]", "+data.n_samples=4", "timeout_s=3"]
-    assert split_overrides(given) == (
+    overrides = ["rollout.top_k=-1", "metrics.pass_at=[1]", "+data.n_samples=4", "timeout_s=3"]
+    assert split_overrides(overrides) == (
         ["rollout.top_k=-1", "+data.n_samples=4"],
         ["metrics.pass_at=[1]", "timeout_s=3"],
     )

@@ -30,11 +30,11 @@ def test_a_loop_that_raises_is_one_sentence_and_its_traceback_lies_in_the_run_fo
     loop = f"actor_rollout_ref.rollout.agent.default_agent_loop={tmp_path}/mine.py:Loop"
     run = tmp_path / "run"
     assert cli.main(["train", *task.overrides(run, loop)]) == 2
-    told = capsys.readouterr().err
-    assert "AgentLoopFailed: agent loop" in told
-    assert "no such city" in told
-    assert "Traceback" not in told
-    assert f"the traceback is in {run}/error.log" in told
+    output = capsys.readouterr().err
+    assert "AgentLoopFailed: agent loop" in output
+    assert "no such city" in output
+    assert "Traceback" not in output
+    assert f"the traceback is in {run}/error.log" in output
     assert "mine.py" in (run / "error.log").read_text()
 
 
@@ -66,8 +66,8 @@ def test_a_disk_that_fails_anywhere_in_a_run_is_one_sentence(
     overrides = task.overrides(tmp_path / "run", task.validated(), "trainer.test_freq=1")
     assert cli.main(["train", *overrides]) == 2
     printed = capsys.readouterr().err
-    (said,) = (line for line in printed.splitlines() if line.startswith("OSError: the disk "))
-    assert str(tmp_path / "run") in said
+    (message,) = (line for line in printed.splitlines() if line.startswith("OSError: the disk "))
+    assert str(tmp_path / "run") in message
     assert "Traceback" not in printed
     left = [p.name for p in (tmp_path / "run").rglob("*") if p.name.endswith((".tmp", ".lock"))]
     assert left == []
@@ -83,8 +83,8 @@ def test_a_folder_that_may_not_be_written_is_one_sentence(
 
     monkeypatch.setattr(Path, "mkdir", denied)
     assert cli.main(["train", *task.overrides(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert f"PermissionError: Permission denied: {tmp_path / 'run'}" in said
+    output = capsys.readouterr().err.strip().splitlines()
+    assert f"PermissionError: Permission denied: {tmp_path / 'run'}" in output
 
 
 def test_a_second_process_leaves_no_trace_in_a_folder_that_is_in_use(

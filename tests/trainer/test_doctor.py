@@ -17,32 +17,32 @@ def findings(**kwargs: bool) -> dict[str, doctor.Finding]:
 
 
 def test_versions_devices_and_layers_are_listed() -> None:
-    found = findings(self_test=False)
-    assert found["torch"].state is State.FINE
-    assert found["devices"].detail
-    assert {"bubblewrap", "seccomp", "rlimits"} <= set(found)
+    result = findings(self_test=False)
+    assert result["torch"].state is State.FINE
+    assert result["devices"].detail
+    assert {"bubblewrap", "seccomp", "rlimits"} <= set(result)
 
 
 def test_a_missing_extra_says_what_it_would_enable(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda n: None if n == "wandb" else versions(n))
-    found = findings(self_test=False)["wandb"]
-    assert found.state is State.MISSING
-    assert "would enable the wandb tracker (pip install 'hone-rl[wandb]')" in found.detail
+    result = findings(self_test=False)["wandb"]
+    assert result.state is State.MISSING
+    assert "would enable the wandb tracker (pip install 'hone-rl[wandb]')" in result.detail
 
 
 def test_a_missing_requirement_fails_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda n: None if n == "torch" else versions(n))
-    said: list[str] = []
-    assert report(said.append, self_test=False) == 1
-    assert any("!! torch" in line for line in said)
-    assert said[-1] == "1 of these need attention"
+    lines: list[str] = []
+    assert report(lines.append, self_test=False) == 1
+    assert any("!! torch" in line for line in lines)
+    assert lines[-1] == "1 of these need attention"
 
 
 def test_the_training_step_trains() -> None:
-    said = training_step()
-    norm = float(said.rpartition(" ")[2])
+    message = training_step()
+    norm = float(message.rpartition(" ")[2])
     assert norm > 0
 
 
@@ -52,17 +52,17 @@ def test_a_step_that_fails_is_reported_and_not_raised(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(doctor, "training_step", broken)
     monkeypatch.setattr(sandbox, "self_test", list)
-    said: list[str] = []
-    assert report(said.append) == 1
-    assert "self-test:" in said
-    assert any(line.startswith("  !! ") and "RuntimeError: no kernel" in line for line in said)
+    lines: list[str] = []
+    assert report(lines.append) == 1
+    assert "self-test:" in lines
+    assert any(line.startswith("  !! ") and "RuntimeError: no kernel" in line for line in lines)
 
 
 def test_a_step_that_works_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "training_step", lambda: "0.1 s: fine")
     monkeypatch.setattr(sandbox, "self_test", list)
-    found = findings(self_test=True)["one GRPO step of a tiny model"]
-    assert (found.section, found.state, found.detail) == ("self-test", State.FINE, "0.1 s: fine")
+    result = findings(self_test=True)["one GRPO step of a tiny model"]
+    assert (result.section, result.state, result.detail) == ("self-test", State.FINE, "0.1 s: fine")
     assert "one GRPO step of a tiny model" not in findings(self_test=False)
 
 
@@ -75,9 +75,9 @@ def test_attacks_that_got_through_are_named_and_fail_the_examination(
     ]
     monkeypatch.setattr(doctor, "training_step", lambda: "fine")
     monkeypatch.setattr(sandbox, "self_test", lambda: checks)
-    said: list[str] = []
-    assert report(said.append) == 1
-    lines = [" ".join(line.split()) for line in said]
+    printed: list[str] = []
+    assert report(printed.append) == 1
+    lines = [" ".join(line.split()) for line in printed]
     assert "!! open a socket connected to 1.2.3.4" in lines
     assert "!! self-test 1 of 2 attacks contained" in lines
     assert not any("read a file" in line for line in lines)
@@ -91,9 +91,9 @@ def test_a_sandbox_that_cannot_run_is_missing_and_not_broken(
 
     monkeypatch.setattr(doctor, "training_step", lambda: "fine")
     monkeypatch.setattr(sandbox, "self_test", absent)
-    found = findings(self_test=True)["self-test"]
-    assert found.state is State.MISSING
-    assert found.detail == "code rewards cannot run: no bubblewrap"
+    result = findings(self_test=True)["self-test"]
+    assert result.state is State.MISSING
+    assert result.detail == "code rewards cannot run: no bubblewrap"
 
 
 def test_a_chat_template_is_compared_with_what_a_loop_appends(tmp_path: Path) -> None:

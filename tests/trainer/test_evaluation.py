@@ -122,12 +122,12 @@ def test_rows_all_wrong_or_all_right_get_the_exact_binomial_bound(
 ) -> None:
     """At the bound, so many rows alike have the probability of one tail."""
     config = EvaluationMetricsConfig(bootstrap_samples=20, confidence=confidence)
-    found = intervals({"wrong": [0.0] * rows, "right": [1.0] * rows}, config)
-    (low, high), tail = ends(found["wrong"]), (1 - confidence) / 2
+    result = intervals({"wrong": [0.0] * rows, "right": [1.0] * rows}, config)
+    (low, high), tail = ends(result["wrong"]), (1 - confidence) / 2
     assert low == 0.0
     assert (1 - high) ** rows == pytest.approx(tail)
-    assert ends(found["right"]) == pytest.approx((1 - high, 1.0))
-    assert (found["wrong"].value, found["right"].value) == (0.0, 1.0)
+    assert ends(result["right"]) == pytest.approx((1 - high, 1.0))
+    assert (result["wrong"].value, result["right"].value) == (0.0, 1.0)
 
 
 def test_the_bound_of_eight_rows_is_the_tables() -> None:
@@ -172,12 +172,12 @@ def test_the_rows_are_grouped_in_one_pass_and_votes_drawn_once(
 ) -> None:
     from hone.ops import at_n
 
-    seen: list[str] = []
+    calls: list[str] = []
 
     class Counted(Attempts):
         def __getattribute__(self, name: str) -> Any:
             if name == "source":
-                seen.append(name)
+                calls.append(name)
             return super().__getattribute__(name)
 
     samples: list[int] = []
@@ -195,7 +195,7 @@ def test_the_rows_are_grouped_in_one_pass_and_votes_drawn_once(
     result = summarise(rows, EvaluationMetricsConfig(bootstrap_samples=1))["s"]
     at_n._subsets.cache_clear()
     assert result.metrics["maj@32"].value == pytest.approx(11 / 32)  # 32 answers tie
-    assert len(seen) < 100  # 30 rows; one group a row would read it 900 times
+    assert len(calls) < 100  # 30 rows; one group a row would read it 900 times
     assert len(samples) == 3 * 1000  # of 4, 8 and 16; 2 and 32 have fewer subsets: all are taken
 
 
@@ -242,11 +242,11 @@ def test_a_missing_ground_truth_is_a_failure_that_is_told(
     screen.cache_clear()
     result = main_eval.run(evaluation(tmp_path, rows)).sources["arithmetic"]
     screen.cache_clear()
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert result.failures == {"no_ground_truth": 2}
     assert result.metrics["mean"].value == pytest.approx(2 / 3)
-    assert "2 responses could not be scored (no_ground_truth); they count 0" in said
-    assert "responses.jsonl, row 1: reward_model.ground_truth is null" in said
+    assert "2 responses could not be scored (no_ground_truth); they count 0" in output
+    assert "responses.jsonl, row 1: reward_model.ground_truth is null" in output
 
 
 def test_a_users_function_may_do_without_a_ground_truth(tmp_path: Path) -> None:
@@ -277,11 +277,11 @@ def test_the_first_message_of_each_reason_is_said(
     screen.cache_clear()
     main_eval.run(evaluation(tmp_path, responses(4, 1, 1), f"custom_reward_function.path={file}"))
     screen.cache_clear()
-    said = " ".join(capsys.readouterr().out.split())
-    assert "first exception: " in said
-    assert "AssertionError: row 1 is odd" in said
-    assert "row 2 is odd" not in said
-    assert "row 3: text ('text'), not a number" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "first exception: " in output
+    assert "AssertionError: row 1 is odd" in output
+    assert "row 2 is odd" not in output
+    assert "row 3: text ('text'), not a number" in output
 
 
 def test_where_nothing_could_be_scored_there_is_no_result(tmp_path: Path) -> None:
@@ -309,10 +309,10 @@ def test_a_score_function_that_cannot_be_called_is_refused_at_once(tmp_path: Pat
 
 
 def test_who_has_no_answer_does_not_vote_and_else_whole_texts_do(tmp_path: Path) -> None:
-    nothing = Scored(0.0)
-    assert votes([nothing] * 3, ["#### 2", "no idea", ""]) == ["2", None, None]
-    assert votes([nothing] * 3, ["yes", " yes ", ""]) == ["yes", "yes", None]
-    preds = [Scored(0.0, {"pred": said}) for said in ("[INVALID]", None, 7)]
+    empty = Scored(0.0)
+    assert votes([empty] * 3, ["#### 2", "no idea", ""]) == ["2", None, None]
+    assert votes([empty] * 3, ["yes", " yes ", ""]) == ["yes", "yes", None]
+    preds = [Scored(0.0, {"pred": pred}) for pred in ("[INVALID]", None, 7)]
     assert votes(preds, ["#### 1", "#### 2", "#### 3"]) == [None, None, "7"]
 
 

@@ -97,7 +97,7 @@ def test_lora_shards_come_merged_or_as_the_adapter(lora: Path, tmp_path: Path) -
     step = without(lora, tmp_path / "run", "huggingface", "lora_adapter")
     merged = export(step, tmp_path / "merged")
     adapter = export(step, tmp_path / "adapter", adapter_only=True)
-    base, found = weights(lora.parent / "model"), weights(merged)
+    base, result = weights(lora.parent / "model"), weights(merged)
     parts = load_file(adapter / "adapter_model.safetensors")
     scale = json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"] / 2
     changed = {
@@ -109,9 +109,9 @@ def test_lora_shards_come_merged_or_as_the_adapter(lora: Path, tmp_path: Path) -
     }
     assert changed.keys() < base.keys()
     for name, weight in base.items():
-        wanted = weight + scale * changed[name] if name in changed else weight
-        torch.testing.assert_close(found[name], wanted)
-        assert torch.equal(found[name], weight) == (name not in changed), name
+        expected = weight + scale * changed[name] if name in changed else weight
+        torch.testing.assert_close(result[name], expected)
+        assert torch.equal(result[name], weight) == (name not in changed), name
     assert sorted(p.name for p in adapter.iterdir() if p.suffix in (".json", ".safetensors")) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -163,8 +163,11 @@ def test_a_damaged_checkpoint_is_refused_however_it_is_named(
     else:
         weights_file = step / "huggingface" / "model.safetensors"
         weights_file.write_bytes(weights_file.read_bytes()[:-100])
-    said = {"unsealed": r"no manifest\.json", "truncated": r"model\.safetensors is not what was"}
-    with pytest.raises(ExportError, match=said[how]):
+    messages = {
+        "unsealed": r"no manifest\.json",
+        "truncated": r"model\.safetensors is not what was",
+    }
+    with pytest.raises(ExportError, match=messages[how]):
         export(step, tmp_path / "out")
     with pytest.raises(ExportError, match="damaged"):
         export(tmp_path / "run", tmp_path / "out")
@@ -233,7 +236,7 @@ def test_a_full_folder_is_not_overwritten(plain: Path, tmp_path: Path) -> None:
 def test_shards_without_their_run_say_what_is_missing(plain: Path, tmp_path: Path) -> None:
     step = without(plain, tmp_path / "run", "huggingface")
     (tmp_path / "run" / "config.yaml").unlink()
-    with pytest.raises(ExportError, match=r"no config.yaml of its run"):
+    with pytest.raises(ExportError, match=r"no parent folder has the config.yaml"):
         export(step, tmp_path / "out")
 
 
@@ -255,10 +258,10 @@ def test_the_code_that_a_runs_config_names_is_not_imported(
     changed = re.sub(rf"(?m)^  {key}: .*$", f"  {key}: {value}", text)
     assert changed != text
     (tmp_path / "run" / "config.yaml").write_text(changed)
-    asked: list[bool] = []
+    calls: list[bool] = []
 
     def watched(model: ModelConfig) -> Any:
-        asked.append(model.trust_remote_code)
+        calls.append(model.trust_remote_code)
         return build_tokenizer(model)
 
     monkeypatch.setattr("hone.trainer.export.build_tokenizer", watched)
@@ -266,10 +269,10 @@ def test_the_code_that_a_runs_config_names_is_not_imported(
     flag = {"external_lib": "--external-lib own_code", "trust_remote_code": "--trust-remote-code"}
     assert flag[key] in capsys.readouterr().out
     assert not (tmp_path / "ran").exists()
-    given = flag[key].split()
-    assert cli.main(["export", str(step), str(tmp_path / "again"), *given]) == 0
+    arguments = flag[key].split()
+    assert cli.main(["export", str(step), str(tmp_path / "again"), *arguments]) == 0
     assert (tmp_path / "ran").exists() == (key == "external_lib")
-    assert asked == [False, key == "trust_remote_code"]
+    assert calls == [False, key == "trust_remote_code"]
 
 
 @pytest.mark.parametrize("text", ["[]", "model: 5", "a: [", "!!python/object/apply:os.system [x]"])

@@ -89,7 +89,7 @@ def test_greedy_decoding_gives_the_reference_engines_text(settings: list[str]) -
 def test_a_killed_run_resumes_at_the_row_and_writes_the_same_file(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = taken_away(generation(settings).run())
+    expected = taken_away(generation(settings).run())
     append = JobFiles.append
     written: list[int] = []
 
@@ -113,7 +113,7 @@ def test_a_killed_run_resumes_at_the_row_and_writes_the_same_file(
         append(self, row, columns)
 
     monkeypatch.setattr(JobFiles, "append", counting)
-    assert generation(settings).run().read_bytes() == whole
+    assert generation(settings).run().read_bytes() == expected
     assert sorted(written + redone) == list(range(COUNT))
 
 
@@ -165,25 +165,25 @@ def test_a_model_written_again_in_its_place_makes_another_job(
     settings: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "mine"
-    own = [*settings, f"model.path={folder}"]
+    overrides = [*settings, f"model.path={folder}"]
     tiny_model(folder)
-    before = generation(own)
+    before = generation(overrides)
     sizes = sorted((file.name, file.stat().st_size) for file in folder.iterdir())
     tiny_model(folder, seed=7)
     assert sorted((file.name, file.stat().st_size) for file in folder.iterdir()) == sizes
-    assert generation(own).files.folder != before.files.folder
+    assert generation(overrides).files.folder != before.files.folder
 
 
 def test_a_newer_checkpoint_of_the_run_makes_another_job(
     settings: list[str], model: Path, tmp_path: Path
 ) -> None:
-    own = [*settings, f"model.path={tmp_path / 'run'}"]
+    overrides = [*settings, f"model.path={tmp_path / 'run'}"]
     folders = []
     for step in (1, 2):
         target = tmp_path / "run" / f"global_step_{step}" / "huggingface"
         shutil.copytree(model, target)  # the same bytes and times: only the place is another
         seal(target.parent)
-        folders.append(generation(own).files.folder)
+        folders.append(generation(overrides).files.folder)
     assert folders[0] != folders[1]
 
 
@@ -193,11 +193,11 @@ def test_another_tokenizer_or_adapter_in_its_place_makes_another_job(
 ) -> None:
     folder = tmp_path / "other"
     shutil.copytree(model, folder)
-    own = [*settings, f"model.{key}={folder}"]
-    before = generation(own).files.folder
-    assert before == generation(own).files.folder
+    overrides = [*settings, f"model.{key}={folder}"]
+    before = generation(overrides).files.folder
+    assert before == generation(overrides).files.folder
     os.utime(folder / "tokenizer.json", ns=(1, 1))
-    assert generation(own).files.folder != before
+    assert generation(overrides).files.folder != before
 
 
 def test_a_tiny_nucleus_is_greedy(settings: list[str]) -> None:
@@ -210,8 +210,8 @@ def test_a_tiny_nucleus_is_greedy(settings: list[str]) -> None:
 
 
 def test_prompt_and_response_together_stay_within_the_models_length(settings: list[str]) -> None:
-    made = generation([*settings, "rollout.ignore_eos=true", "data.max_samples=1"])
-    ids = made._prompt_ids(0)
+    job = generation([*settings, "rollout.ignore_eos=true", "data.max_samples=1"])
+    ids = job._prompt_ids(0)
     limit = f"rollout.max_model_len={len(ids) + 2}"
     (row,) = read(
         generation([*settings, "rollout.ignore_eos=true", "data.max_samples=1", limit]).run()
@@ -244,47 +244,47 @@ def test_an_old_column_of_responses_does_not_stand_in_the_way(
 
 
 def test_ranks_share_the_rows_and_write_what_one_rank_writes(settings: list[str]) -> None:
-    whole = taken_away(generation(settings).run())
+    expected = taken_away(generation(settings).run())
 
     class Together(Ranks):
-        def wait_for_all(self) -> None:
+        def barrier(self) -> None:
             """The ranks of this test take turns."""
 
     second = generation(settings, Together(rank=1, world_size=2))
     second.run()
     assert sorted(second.files.finished()) == [1, 3, 5]
     # With rank 1's rows done, rank 0 of another size finishes the rest.
-    assert generation(settings).run().read_bytes() == whole
+    assert generation(settings).run().read_bytes() == expected
 
 
 @pytest.mark.slow
 def test_two_started_ranks_write_the_same_file(settings: list[str]) -> None:
-    whole = taken_away(generation(settings).run())
+    expected = taken_away(generation(settings).run())
     command = [sys.executable, "-m", "hone.trainer.main_generation", *settings]
     subprocess.run([*command, "trainer.n_gpus_per_node=2"], check=True, timeout=1200)
     output = Path(settings[-1].partition("=")[2])
-    assert output.read_bytes() == whole
+    assert output.read_bytes() == expected
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_keeps_what_has_started_and_the_next_run_finishes(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    whole = taken_away(generation(settings).run())
-    made = generation(settings)
-    append = made.files.append
+    expected = taken_away(generation(settings).run())
+    job = generation(settings)
+    append = job.files.append
 
     def signalled(row: int, columns: Any) -> None:
         append(row, columns)
         os.kill(os.getpid(), number)
-        monkeypatch.setattr(made.files, "append", append)
+        monkeypatch.setattr(job.files, "append", append)
 
-    monkeypatch.setattr(made.files, "append", signalled)
+    monkeypatch.setattr(job.files, "append", signalled)
     with pytest.raises(SystemExit) as caught:
-        made.run()
+        job.run()
     assert caught.value.code == code
-    assert 0 < len(made.files.finished()) < COUNT
-    assert generation(settings).run().read_bytes() == whole
+    assert 0 < len(job.files.finished()) < COUNT
+    assert generation(settings).run().read_bytes() == expected
 
 
 def test_two_processes_do_not_write_one_output(settings: list[str]) -> None:
@@ -322,14 +322,14 @@ def test_a_file_of_another_job_is_not_replaced_unasked(
     settings: list[str], tmp_path: Path, kind: str, change: str
 ) -> None:
     settings = [*settings, f"data.output_path={tmp_path / f'k3.{kind}'}", "data.max_samples=1"]
-    whole = generation(settings).run().read_bytes()
-    sentence = r"k3\.\w+ is there already, and not from this job.*another data\.output_path, remove"
+    expected = generation(settings).run().read_bytes()
+    sentence = r"k3\.\w+ already exists and is not from this job.*another data\.output_path, delete"
     with pytest.raises(GenerationError, match=sentence):
         generation([*settings, change]).run()
-    assert (tmp_path / f"k3.{kind}").read_bytes() == whole
+    assert (tmp_path / f"k3.{kind}").read_bytes() == expected
     assert not list(tmp_path.glob("*.parts"))
     generation([*settings, change, "data.overwrite=true"]).run()
-    assert (tmp_path / f"k3.{kind}").read_bytes() != whole
+    assert (tmp_path / f"k3.{kind}").read_bytes() != expected
 
 
 def test_a_file_that_was_not_generated_is_not_replaced(settings: list[str], tmp_path: Path) -> None:
@@ -343,17 +343,17 @@ def test_a_finished_job_says_so_and_draws_nothing_again(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = generation([*settings, "data.max_samples=1"])
-    whole = first.run().read_bytes()
-    again = generation([*settings, "data.max_samples=1", "data.batch_size=1"])
-    monkeypatch.setattr(again, "_generate", lambda rows: pytest.fail("it draws"))
+    expected = first.run().read_bytes()
+    repeated = generation([*settings, "data.max_samples=1", "data.batch_size=1"])
+    monkeypatch.setattr(repeated, "_generate", lambda rows: pytest.fail("it draws"))
     screen.cache_clear()
-    assert again.run().read_bytes() == whole
+    assert repeated.run().read_bytes() == expected
     screen.cache_clear()
-    assert "out.parquet is done already" in capsys.readouterr().out
-    changed = whole + b" "
+    assert "out.parquet is already complete" in capsys.readouterr().out
+    changed = expected + b" "
     first.output.write_bytes(changed)  # no longer what this job wrote
     with pytest.raises(GenerationError, match="changed since"):
-        again.run()
+        repeated.run()
 
 
 def test_a_prompt_too_long_for_the_model_names_the_row_and_the_keys(
@@ -375,8 +375,8 @@ def test_a_prompt_too_long_for_the_model_names_the_row_and_the_keys(
     with pytest.raises(GenerationError, match=sentence):
         generation(wide).run()
     assert not list(tmp_path.glob("*.parts"))
-    whole = read(generation([*wide, "rollout.max_model_len=256", "rollout.ignore_eos=true"]).run())
-    assert [row["response_lengths"] for row in whole] == [[100], [56], [100]]
+    rows = read(generation([*wide, "rollout.max_model_len=256", "rollout.ignore_eos=true"]).run())
+    assert [row["response_lengths"] for row in rows] == [[100], [56], [100]]
     write_jsonl(tmp_path / "rows.jsonl", [{"text": "1" * 256}])
     with pytest.raises(GenerationError, match="row 0 has 256 prompt tokens, but the model has 256"):
         generation([*wide, "data.overwrite=true"]).run()
@@ -432,15 +432,15 @@ def test_searches_between_turns_are_answered(
     words = ["<search> Italy </search>", "<answer> Rome </answer>"]
     tokenizer = character_tokenizer(words=words)
     save_pretrained(tiny_lm(len(tokenizer), hidden=32, mlp=48, seed=3), tokenizer, tmp_path / "m")
-    own = ["rollout.response_length=400", "rollout.max_tokens_per_turn=40", "search.topk=1"]
+    overrides = ["rollout.response_length=400", "rollout.max_tokens_per_turn=40", "search.topk=1"]
     with Retriever(tmp_path) as retriever:
         main_generation.main(
-            [*settings, f"model.path={tmp_path}/m", *own, "--search", retriever.url]
+            [*settings, f"model.path={tmp_path}/m", *overrides, "--search", retriever.url]
         )
     texts = [text for row in read(tmp_path / "out.parquet") for text in row["responses"]]
     searched = [text for text in texts if words[0] in text]
     assert searched
-    found = "on the river Tiber.</information>"
-    assert all(found in text or text.endswith(words[0]) for text in searched)
+    passage = "on the river Tiber.</information>"
+    assert all(passage in text or text.endswith(words[0]) for text in searched)
     with pytest.raises(ConfigError, match="--search needs the URL"):
         main_generation.main([*settings, "--search"])

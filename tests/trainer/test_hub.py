@@ -61,9 +61,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.refuses:
             self.answer({"error": "no"}, 403)
         elif self.path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked.get('organization', 'me')}/{asked['name']}"
-            self.server.repos[name] = {"asked": asked, "files": {}}
+            request = json.loads(body)
+            name = f"{request.get('organization', 'me')}/{request['name']}"
+            self.server.repos[name] = {"asked": request, "files": {}}
             self.answer({"url": f"{self.server.url}/{name}"})
         elif self.path == "/api/validate-yaml":
             assert "library_name: transformers" in json.loads(body)["content"]
@@ -74,10 +74,10 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"files": [{"path": f["path"], "uploadMode": m, "shouldIgnore": False}
                                    for f, m in zip(files, modes, strict=True)]})  # fmt: skip
         elif self.path.endswith("/info/lfs/objects/batch"):
-            asked = json.loads(body)["objects"]
+            request = json.loads(body)["objects"]
             link = lambda oid: {"upload": {"href": f"{self.server.url}/blobs/{oid}"}}  # noqa: E731
             self.answer({"transfer": "basic", "objects": [{**o, "actions": link(o["oid"])}
-                                                          for o in asked]})  # fmt: skip
+                                                          for o in request]})  # fmt: skip
         elif "/commit/" in self.path:
             self.commit(self.path.split("/api/models/")[1].split("/commit/")[0], body)
         else:
@@ -138,8 +138,8 @@ def test_an_export_is_pushed_with_its_card_and_the_token_is_never_shown(
     done = exported(run, "--push", "team/model", "--private", HF_ENDPOINT=hub.url)
     assert done.returncode == 0, done.stderr
     repo = hub.repos["team/model"]
-    asked = repo["asked"]  # the field depends on the library's version
-    assert asked.get("private") is True or asked.get("visibility") == "private"
+    request = repo["asked"]  # the field depends on the library's version
+    assert request.get("private") is True or request.get("visibility") == "private"
     assert set(repo["files"]) == {"README.md", "config.json", "model.safetensors"}
     assert repo["files"]["model.safetensors"] == b"weights" * 100
     assert b"library_name: transformers" in repo["files"]["README.md"]

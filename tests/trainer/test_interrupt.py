@@ -15,7 +15,7 @@ import pytest
 
 from hone import cli
 from hone.controller.failures import ClusterFailed
-from hone.trainer.command_line import composed_of, finish
+from hone.trainer.command_line import compose_arguments, finish
 from hone.trainer.interrupt import SIGNALS, GracefulStop, Interrupted
 from hone.trainer.ppo.trainer import PPOTrainer
 
@@ -48,7 +48,7 @@ def test_once_finishes_the_step_saves_and_exits_with_the_signals_code(
     code: int,
 ) -> None:
     four = "trainer.total_training_steps=4"
-    whole = train(four, folder="whole")
+    uninterrupted = train(four, folder="whole")
     interrupted_in_step(2, 1, number)
     with pytest.raises(Interrupted) as caught:
         train(four)
@@ -57,7 +57,7 @@ def test_once_finishes_the_step_saves_and_exits_with_the_signals_code(
     assert [line["step"] for line in run.metrics] == [1, 2]
     assert run.checkpoints() == ["global_step_2"]
     monkeypatch.undo()
-    assert train(four).numbers == whole.numbers
+    assert train(four).numbers == uninterrupted.numbers
 
 
 @pytest.mark.parametrize("times", [0, 1])
@@ -114,9 +114,9 @@ def test_a_rank_counts_any_number_of_signals_as_one_request(
 
 def test_ranks_agree_on_a_signal_that_one_of_them_got() -> None:
     stop = GracefulStop()
-    stop.agree(lambda *asked: [0.0 for _ in asked])
+    stop.sync_ranks(lambda *asked: [0.0 for _ in asked])
     assert not stop.requested
-    stop.agree(lambda *asked: [0.0, 1.0])
+    stop.sync_ranks(lambda *asked: [0.0, 1.0])
     assert stop.number == signal.SIGTERM
 
 
@@ -141,7 +141,7 @@ def test_before_the_first_step_a_signal_ends_the_program_through_its_clean_up(
 STUBBORN = """
 import asyncio, os, signal, sys
 from hone import cli
-from hone.trainer.command_line import composed_of, finish
+from hone.trainer.command_line import compose_arguments, finish
 from hone.trainer.interrupt import GracefulStop
 
 async def step():
@@ -239,10 +239,10 @@ def test_a_run_that_is_stopped_at_once_says_what_is_saved(
 ) -> None:
     for step in made:
         (tmp_path / "run" / f"global_step_{step}").mkdir(parents=True)
-    given = [f"trainer.default_local_dir={tmp_path}/run", *([setting] if setting else [])]
+    overrides = [f"trainer.default_local_dir={tmp_path}/run", *([setting] if setting else [])]
 
     def program() -> None:
-        composed_of(given, tree="ppo_trainer", program="hone train")
+        compose_arguments(overrides, tree="ppo_trainer", program="hone train")
         raise KeyboardInterrupt
 
     assert finish(program) == 130
@@ -262,7 +262,7 @@ def test_generation_and_evaluation_say_what_they_have_kept(
     capsys: pytest.CaptureFixture[str], tree: str, words: str
 ) -> None:
     def program() -> None:
-        composed_of([], tree=tree, program="hone")
+        compose_arguments([], tree=tree, program="hone")
         raise KeyboardInterrupt
 
     assert finish(program) == 130

@@ -54,7 +54,7 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(task: Task, tmp_path:
     assert storm.numbers == calm.numbers
     assert [line["step"] for line in storm.steps] == list(range(1, STEPS + 1))
     uids = [{row["uid"] for row in storm.rollouts(step)} for step in range(1, STEPS + 1)]
-    assert all(len(found) == 1 for found in uids)
+    assert all(len(result) == 1 for result in uids)
     assert len(set.union(*uids)) == STEPS  # 24 rows, 24 steps: each prompt exactly once
     assert storm.rollouts(STEPS) == calm.rollouts(STEPS)
     assert not list(storm.folder.glob(".*.tmp"))

@@ -54,8 +54,8 @@ def settings(tmp_path: Path, model: Path) -> list[str]:
 
 
 def config_of(settings: Sequence[str], folder: Path, *overrides: str) -> PRMConfig:
-    own = f"trainer.default_local_dir={folder}"
-    config: Any = load_config([*settings, own, *overrides], config_name="prm_trainer")
+    run_folder = f"trainer.default_local_dir={folder}"
+    config: Any = load_config([*settings, run_folder, *overrides], config_name="prm_trainer")
     return config
 
 
@@ -120,11 +120,11 @@ def test_the_first_stage_trains_the_head_alone_and_the_second_starts_from_it(
 
 
 def test_how_a_batch_is_cut_changes_nothing(train: Run) -> None:
-    whole = train("whole")
+    uninterrupted = train("whole")
     rows = ["data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=1"]
     for folder in (train("tokens", "data.max_token_len_per_gpu=40", "data.max_length=40"),
                    train("rows", *rows)):  # fmt: skip
-        for a, b in zip(numbers(whole), numbers(folder), strict=True):
+        for a, b in zip(numbers(uninterrupted), numbers(folder), strict=True):
             assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
 
 
@@ -136,7 +136,7 @@ def test_a_killed_run_resumes_with_the_numbers_of_the_uninterrupted_one(
     monkeypatch: pytest.MonkeyPatch,
     stage: str,
 ) -> None:
-    whole = train("whole", "trainer.save_freq=1")
+    uninterrupted = train("whole", "trainer.save_freq=1")
     fit = SFTRun.fit
 
     def dying(self: SFTRun) -> None:
@@ -157,8 +157,8 @@ def test_a_killed_run_resumes_with_the_numbers_of_the_uninterrupted_one(
     monkeypatch.setattr(SFTRun, "fit", fit)
     killed = train("killed", "trainer.save_freq=1")
     for part in ("head", "."):
-        assert numbers(killed / part) == numbers(whole / part)
-    for name, tensor in weights(whole).items():
+        assert numbers(killed / part) == numbers(uninterrupted / part)
+    for name, tensor in weights(uninterrupted).items():
         assert torch.equal(tensor, weights(killed)[name]), name
 
 
@@ -236,11 +236,11 @@ def test_a_run_without_a_result_is_refused(train: Run, overrides: list[str], rea
 def test_the_command_trains_validates_and_names_a_bad_row(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = f"trainer.default_local_dir={tmp_path / 'run'}"
-    assert cli.main(["train-prm", *settings, own]) == 0
+    run_folder = f"trainer.default_local_dir={tmp_path / 'run'}"
+    assert cli.main(["train-prm", *settings, run_folder]) == 0
     assert (tmp_path / "run" / "global_step_4" / "huggingface" / "config.json").is_file()
     bad = write_jsonl(tmp_path / "bad.jsonl", [*ROWS[:2], ROWS[2] | {"labels": [1]}])
-    assert cli.main(["train-prm", *settings, own, f"data.train_files={bad}"]) == 2
+    assert cli.main(["train-prm", *settings, run_folder, f"data.train_files={bad}"]) == 2
     assert "bad.jsonl, row 2: 'completions' has" in capsys.readouterr().err
     assert cli.main(["train-prm", "model.path=m"]) == 2
     assert "data.train_files was not given" in capsys.readouterr().err
@@ -268,5 +268,5 @@ def test_each_stage_has_its_own_place_in_a_store(settings: list[str], tmp_path: 
     store = f"memory://{tmp_path.name}/prm"
     config = config_of(settings, tmp_path / "run", f"trainer.default_hdfs_dir={store}")
     main_prm.run(config)
-    whole = {name for name in remote_files(store) if name.endswith("manifest.json")}
-    assert whole == {"global_step_4/manifest.json", "head/global_step_3/manifest.json"}
+    manifests = {name for name in remote_files(store) if name.endswith("manifest.json")}
+    assert manifests == {"global_step_4/manifest.json", "head/global_step_3/manifest.json"}

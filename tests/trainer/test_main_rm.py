@@ -54,8 +54,8 @@ def settings(tmp_path: Path, model: Path) -> list[str]:
 @pytest.fixture
 def train(settings: list[str], tmp_path: Path) -> Run:
     def go(name: str, *overrides: str) -> Path:
-        own = f"trainer.default_local_dir={tmp_path / name}"
-        config: Any = load_config([*settings, own, *overrides], config_name="rm_trainer")
+        run_folder = f"trainer.default_local_dir={tmp_path / name}"
+        config: Any = load_config([*settings, run_folder, *overrides], config_name="rm_trainer")
         main_rm.run(config)
         return tmp_path / name
 
@@ -95,9 +95,9 @@ def test_the_validation_loss_is_bradley_terrys_over_the_exported_classifier(trai
 
 
 def test_how_a_batch_is_cut_changes_nothing_and_adapters_train_too(train: Run) -> None:
-    whole = train("whole")
+    uninterrupted = train("whole")
     tokens = train("tokens", "data.max_token_len_per_gpu=64", "data.max_length=32")
-    for a, b in zip(numbers(whole), numbers(tokens), strict=True):
+    for a, b in zip(numbers(uninterrupted), numbers(tokens), strict=True):
         assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
     lora = train("lora", "model.lora_rank=2", "optim.lr=1e-1")
     assert (lora / "global_step_4" / "lora_adapter" / "adapter_model.safetensors").is_file()
@@ -107,14 +107,14 @@ def test_how_a_batch_is_cut_changes_nothing_and_adapters_train_too(train: Run) -
 
 def test_a_resumed_run_has_the_numbers_of_the_uninterrupted_one(train: Run) -> None:
     constant = "optim.lr_warmup_steps_ratio=0"
-    whole = train("whole", constant)
+    uninterrupted = train("whole", constant)
     train("part", constant, "trainer.total_training_steps=2")
     part = train("part", constant)
-    for a, b in zip(numbers(whole), numbers(part), strict=True):
+    for a, b in zip(numbers(uninterrupted), numbers(part), strict=True):
         assert {k: v for k, v in a.items() if k.startswith("train/")} == {
             k: v for k, v in b.items() if k.startswith("train/")
         }
-    assert all(torch.equal(p, weights(part)[name]) for name, p in weights(whole).items())
+    assert all(torch.equal(p, weights(part)[name]) for name, p in weights(uninterrupted).items())
 
 
 def test_the_worker_of_rl_scores_a_response_as_the_training_did(train: Run) -> None:
@@ -147,8 +147,8 @@ def test_the_commands_report_accuracy_with_its_interval(
     settings: list[str], tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
-    own = f"trainer.default_local_dir={tmp_path / 'run'}"
-    assert cli.main(["train-rm", *settings, own]) == 0
+    run_folder = f"trainer.default_local_dir={tmp_path / 'run'}"
+    assert cli.main(["train-rm", *settings, run_folder]) == 0
     judged = ["eval-rm", "--baseline", str(model), "--out", str(out), *settings]
     assert cli.main([*judged, f"model.path={tmp_path / 'run'}"]) == 0
     results = json.loads(out.read_text())
@@ -159,7 +159,7 @@ def test_the_commands_report_accuracy_with_its_interval(
     assert cli.main(["eval-rm", "--folds", "1", *settings]) == 2
     assert "use 2 or more" in capsys.readouterr().err
     bad = write_jsonl(tmp_path / "bad.jsonl", [ROWS[0], ROWS[1] | {"chosen": ""}])
-    assert cli.main(["train-rm", *settings, own, f"data.train_files={bad}"]) == 2
+    assert cli.main(["train-rm", *settings, run_folder, f"data.train_files={bad}"]) == 2
     assert "bad.jsonl, row 1: a response of the pair is empty" in capsys.readouterr().err
 
 
@@ -168,9 +168,11 @@ def test_cross_validation_tests_every_pair_once_and_never_on_a_prompt_it_was_tra
 ) -> None:
     rows = [*ROWS[:12], *(row | {"chosen": row["chosen"] + "!"} for row in ROWS[:6])]
     file, out = write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "out.json"
-    own = [f"data.train_files={file}", f"trainer.default_local_dir={tmp_path / 'cv'}"]
+    overrides = [f"data.train_files={file}", f"trainer.default_local_dir={tmp_path / 'cv'}"]
     fewer = "trainer.total_training_steps=2"
-    assert cli.main(["eval-rm", "--folds", "3", "--out", str(out), *settings, *own, fewer]) == 0
+    assert (
+        cli.main(["eval-rm", "--folds", "3", "--out", str(out), *settings, *overrides, fewer]) == 0
+    )
     pooled = json.loads(out.read_text())["cross_validation"]
     assert pooled["pairs"] == 18 == sum(fold["pairs"] for fold in pooled["folds"].values())
     assert pooled["right"] == sum(fold["right"] for fold in pooled["folds"].values())
@@ -219,7 +221,7 @@ def test_a_process_reward_model_is_judged_beside_its_base(tmp_path: Path, model:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["eval-prm", "model.path=m"], "nothing to judge by"),
+        (["eval-prm", "model.path=m"], "nothing to evaluate on"),
         (["eval-prm", "--processbench", "x.jsonl"], "model.path was not given"),
         (["eval-rm", "model.path=m"], "data.val_files was not given"),
         (

@@ -84,11 +84,11 @@ def runs(task: Task, mixture: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def assert_same_metrics(run: Run, one: Run) -> None:
     assert len(run.steps) == len(one.steps) == 2
-    for found, expected in zip(run.steps, one.steps, strict=True):
+    for result, expected in zip(run.steps, one.steps, strict=True):
         assert expected["actor/grad_norm"] > 0
         for name, value in expected.items():
             if not name.startswith(OF_THE_LAYOUT) and not math.isnan(value):
-                assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+                assert result[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 def test_grpo_steps_on_two_tensor_parallel_ranks(runs: dict[str, Run]) -> None:

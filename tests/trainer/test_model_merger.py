@@ -28,17 +28,17 @@ MERGE = ["merge", "--backend", "fsdp", "--local_dir", "run/global_step_2/actor"]
     "more", [[], ["--trust-remote-code"], ["--use_cpu_initialization", "--tie-word-embedding"]]
 )
 def test_merge_exports(monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
-    asked: list[tuple[str, str, bool]] = []
+    calls: list[tuple[str, str, bool]] = []
 
     def export(checkpoint: str, out: str, *, trust_remote_code: bool) -> str:
-        asked.append((checkpoint, out, trust_remote_code))
+        calls.append((checkpoint, out, trust_remote_code))
         return out
 
     monkeypatch.setattr(exports, "export", export)
     main([*MERGE, "--target_dir", "merged", *more])
     main([*MERGE[1:], *more])  # older scripts name no operation
     checkpoint, trust = MERGE[-1], "--trust-remote-code" in more
-    assert asked == [(checkpoint, "merged", trust), (checkpoint, "tmp", trust)]
+    assert calls == [(checkpoint, "merged", trust), (checkpoint, "tmp", trust)]
 
 
 def test_what_it_does_not_do_is_said() -> None:
@@ -91,15 +91,15 @@ def test_arguments_become_settings_and_the_config_is_the_checkpoints() -> None:
 
 
 def test_an_upload_is_as_private_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Path, str, bool]] = []
+    calls: list[tuple[Path, str, bool]] = []
     monkeypatch.setattr(
         "hone.trainer.hub.push",
-        lambda folder, name, *, private: asked.append((folder, name, private)),
+        lambda folder, name, *, private: calls.append((folder, name, private)),
     )
     for private in (True, False):
         config = ModelMergerConfig("merge", "fsdp", "out", "me/it", private, local_dir="run")
         BaseModelMerger(config).upload_to_huggingface()
-    assert asked == [(Path("out"), "me/it", True), (Path("out"), "me/it", False)]
+    assert calls == [(Path("out"), "me/it", True), (Path("out"), "me/it", False)]
 
 
 def test_a_merger_without_folders_is_refused() -> None:

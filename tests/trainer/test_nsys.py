@@ -20,7 +20,7 @@ def test_a_program_starts_again_under_nsys(tmp_path: Path) -> None:
     program = (
         "from hone.config.trainer import GlobalProfilerConfig as C\n"
         "from hone.trainer.command_line import finish\n"
-        "from hone.trainer.nsys import start_again_under_nsys as again\n"
+        "from hone.trainer.nsys import restart_under_nsys as again\n"
         f"config = C('nsys', (1,), {str(tmp_path / 'out')!r}, {{'trace': 'cuda'}})\n"
         "finish(lambda: again(config))\n"
     )
@@ -33,13 +33,15 @@ def test_a_program_starts_again_under_nsys(tmp_path: Path) -> None:
     assert words[-1] == "a=1"
 
 
-@pytest.mark.parametrize(("found", "told"), [(None, "nsys is not on PATH"), ("x", "start Python")])
+@pytest.mark.parametrize(
+    ("nsys_path", "message"), [(None, "nsys is not on PATH"), ("x", "start Python")]
+)
 def test_without_nsys_or_in_a_callers_process_a_line_says_that_nothing_is_recorded(
-    found: str | None,
-    told: str,
+    nsys_path: str | None,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(nsys.shutil, "which", lambda _: found)
-    nsys.start_again_under_nsys(GlobalProfilerConfig("nsys", (1,)))
-    assert told in capsys.readouterr().out
+    monkeypatch.setattr(nsys.shutil, "which", lambda _: nsys_path)
+    nsys.restart_under_nsys(GlobalProfilerConfig("nsys", (1,)))
+    assert message in capsys.readouterr().out

@@ -37,7 +37,7 @@ def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         (folder / "curve.png").touch()
 
     monkeypatch.setattr(quickstart, "build_base_policy", base)
-    monkeypatch.setattr(quickstart, "summarise", summary)
+    monkeypatch.setattr(quickstart, "print_summary", summary)
     monkeypatch.setattr(main_ppo, "run", run)
     return lambda *more: cli.main(["quickstart", "--out", str(tmp_path / "q"), *more])
 
@@ -61,8 +61,8 @@ def test_a_wrong_key_is_told_before_anything_is_touched(
 def test_its_own_output_is_made_anew(dry: Callable[..., int], tmp_path: Path) -> None:
     for _ in range(2):
         assert dry() == 0
-        made = tmp_path / "q" / "seed-1"
-        assert names(made) == {
+        folder = tmp_path / "q" / "seed-1"
+        assert names(folder) == {
             ".quickstart",
             "train.jsonl",
             "test.jsonl",
@@ -70,7 +70,7 @@ def test_its_own_output_is_made_anew(dry: Callable[..., int], tmp_path: Path) ->
             "run",
             "curve.png",
         }
-        (made / "run" / "from_before").touch()
+        (folder / "run" / "from_before").touch()
     assert names(tmp_path / "q") == {"seed-1"}
     assert dry("--seed", "2", f"trainer.default_local_dir={tmp_path / 'elsewhere'}") == 0
     assert names(tmp_path / "q") == {"seed-1", "seed-2"}
@@ -85,7 +85,7 @@ def test_what_it_did_not_make_is_kept(
     (folder / "thesis.txt").write_text("mine")
     assert dry() == 0
     assert (tmp_path / "q" / "seed-1.earlier-1" / "thesis.txt").read_text() == "mine"
-    assert "kept as" in capsys.readouterr().out
+    assert "renamed to" in capsys.readouterr().out
     (folder / ".quickstart").unlink()  # looks alike, is not marked
     assert dry() == 0
     assert names(tmp_path / "q") == {"seed-1", "seed-1.earlier-1", "seed-1.earlier-2"}
@@ -96,7 +96,7 @@ def words_of(command: str) -> list[str]:
     return shlex.split(command, comments=True)
 
 
-@pytest.mark.parametrize("command", quickstart.proposals(Path("q") / "seed-1"))
+@pytest.mark.parametrize("command", quickstart.next_commands(Path("q") / "seed-1"))
 def test_a_command_it_proposes_would_start_and_reads_only_its_own_files(command: str) -> None:
     _, verb, *words = words_of(command)
     overrides = [word for word in words if "=" in word]
@@ -117,7 +117,7 @@ def test_the_run_of_ones_own_that_it_proposes_starts_as_printed(
     folder.mkdir(parents=True)
     quickstart.write_data({name: folder / file for name, file in quickstart.DATA.items()}, seed=1)
     quickstart.build_base_policy(folder / quickstart.BASE, seed=1, threads=1)
-    program, *words = words_of(quickstart.proposals(folder)[-1])
+    program, *words = words_of(quickstart.next_commands(folder)[-1])
     assert program == "hone"
     assert cli.main([*words, "trainer.total_training_steps=1", "data.val_max_samples=4"]) == 0
     assert (tmp_path / "my runs" / "seed-1-by-hand" / "global_step_1" / "actor").is_dir()
@@ -132,7 +132,7 @@ def test_the_answers_it_shows_are_those_that_improved_most(tmp_path: Path) -> No
             for i, score in enumerate(column)
         ]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "validation" / f"step_{step}.parquet")
-    assert quickstart.sample_answers(tmp_path, 0, 150) == [
+    assert quickstart.most_improved(tmp_path, 0, 150) == [
         ("1+1=", "0: 0.1", "150: 1.0"),
         ("3+1=", "0: 0.1", "150: 1.0"),
         ("2+1=", "0: 0.0", "150: 0.1"),

@@ -90,14 +90,14 @@ class Launched:
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Callable[[str], Launched]]:
-    made: list[Launched] = []
+    launches: list[Launched] = []
 
     def go(mode: str) -> Launched:
-        made.append(Launched(tmp_path, mode))
-        return made[-1]
+        launches.append(Launched(tmp_path, mode))
+        return launches[-1]
 
     yield go
-    for each in made:
+    for each in launches:
         each.process.kill()
         each.process.communicate()
 
@@ -144,10 +144,10 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(
     launched: Callable[[str], Launched],
 ) -> None:
     run = launched("fail")
-    _, said = run.process.communicate(timeout=60)
+    _, output = run.process.communicate(timeout=60)
     assert run.process.returncode == 2
-    assert "FileNotFoundError: rank 1 lacks a file" in said
-    assert "LaunchError: rank 1 ended with code 2; its message is above" in said
+    assert "FileNotFoundError: rank 1 lacks a file" in output
+    assert "LaunchError: rank 1 ended with code 2; its message is above" in output
     assert not any(map(is_running, run.pids))
 
 
@@ -171,9 +171,9 @@ def listening(pids: list[int]) -> set[str]:
     addresses = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
-            facts = line.split()
-            if facts[3] == "0A" and facts[9] in inodes:
-                addresses.add(facts[1].partition(":")[0])
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                addresses.add(fields[1].partition(":")[0])
     return addresses
 
 

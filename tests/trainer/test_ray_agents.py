@@ -67,5 +67,5 @@ def test_two_ranks_with_different_loops_have_the_metrics_of_one(task: Task, tmp_
     )
     for name in ("tool_call_counts/max", "actor/pg_loss", "actor/grad_norm"):
         assert two.series(name) == pytest.approx(one.series(name), rel=1e-4, abs=1e-6), name
-    told = [[row["tool_outputs"] for row in run.rollouts(1)] for run in (one, two)]
-    assert sorted(map(str, told[0])) == sorted(map(str, told[1]))
+    tool_outputs = [[row["tool_outputs"] for row in run.rollouts(1)] for run in (one, two)]
+    assert sorted(map(str, tool_outputs[0])) == sorted(map(str, tool_outputs[1]))

@@ -138,12 +138,12 @@ def test_a_reward_model_of_parts_on_two_ranks_has_the_metrics_of_one(
 def test_two_ranks_continue_what_one_began(train: Callable[..., Run]) -> None:
     longer = "trainer.total_training_steps=4"
     save = "trainer.save_freq=2"
-    whole = train(save, longer, folder="whole")
+    uninterrupted = train(save, longer, folder="whole")
     train(save, folder="parts")
     parts = train(save, longer, *TWO_RANKS, folder="parts")
     assert [line["step"] for line in parts.metrics] == [1, 2, 3, 4]
     assert parts.series("actor/grad_norm") == pytest.approx(
-        whole.series("actor/grad_norm"), rel=1e-3
+        uninterrupted.series("actor/grad_norm"), rel=1e-3
     )
 
 
@@ -198,13 +198,13 @@ def test_a_dead_worker_is_told_with_rank_role_and_last_lines(task: Task, tmp_pat
         started = time.monotonic()
         with pytest.raises(WorkerDied) as caught:
             trainer.step()
-        waited = time.monotonic() - started
-    said = str(caught.value)
-    assert "rank 1" in said
-    assert "'rollout'" in said
-    assert f"pid {process.pid}" in said
-    assert "last log lines" in said
-    assert waited < 300  # half of what a collective waits for a lost peer
+        seconds = time.monotonic() - started
+    message = str(caught.value)
+    assert "rank 1" in message
+    assert "'rollout'" in message
+    assert f"pid {seat.pid}" in message
+    assert "last log lines" in message
+    assert seconds < 300  # half of what a collective waits for a lost peer
 
 
 def test_four_ranks_of_two_slots_have_the_metrics_of_two_ranks(train: Callable[..., Run]) -> None:
@@ -234,11 +234,11 @@ def test_a_rollout_pool_of_its_own_gives_the_numbers_of_a_shared_one(
     lora = f"actor_rollout_ref.model.lora_rank={adapters}"
     together = train(lora, "trainer.controller=local", folder="together")
     apart = train(lora, *APART, folder="apart")
-    sent = apart.series("perf/weight_bytes")
-    assert len(set(sent)) == 1
-    assert sent[0] > 0
+    weight_bytes = apart.series("perf/weight_bytes")
+    assert len(set(weight_bytes)) == 1
+    assert weight_bytes[0] > 0
     assert set(together.series("perf/weight_bytes")) == {0.0}
-    assert apart.series("traffic/weights_bytes") == sent
+    assert apart.series("traffic/weights_bytes") == weight_bytes
     assert set(together.series("traffic/weights_bytes")) == {0.0}
     keys = ("perf/weight_bytes",)
     assert [_without(line, keys) for line in apart.numbers] == [

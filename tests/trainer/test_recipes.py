@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def files_in(folder: Path) -> set[str]:
-    found = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-    return {str(p) for p in found if "__pycache__" not in p.parts}
+    files = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+    return {str(p) for p in files if "__pycache__" not in p.parts}
 
 
 def test_every_recipe_and_the_examples_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,7 @@ def test_nothing_is_copied_over_what_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["recipes", "sums", str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert not files_in(tmp_path)
 
 

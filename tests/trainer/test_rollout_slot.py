@@ -42,10 +42,10 @@ def test_a_sharded_rollout_trains_as_one_rank_does_and_resumes(
     shared = [*SGD, "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.rollout.n=3"]
     one = train(*shared, STEPS, folder="one")
     two = train(*shared, STEPS, *SHARDED, folder="two")
-    found = first_difference(one, two)
-    record_property("first differing token", found)
-    same = len(one.metrics) if found is None else found[0] - 1
-    assert same >= 1, f"the first step differs: {found}"
+    difference = first_difference(one, two)
+    record_property("first differing token", difference)
+    same = len(one.metrics) if difference is None else difference[0] - 1
+    assert same >= 1, f"the first step differs: {difference}"
     for step in range(same):
         for metric in METRICS:
             value = pytest.approx(one.numbers[step][metric], rel=1e-4, abs=1e-6)

@@ -133,11 +133,11 @@ def test_training_outlives_its_retriever_and_uses_it_again(
         return plain(self)
 
     monkeypatch.setattr(PPOTrainer, "step", step)
-    own = ["trainer.total_training_steps=6", "retriever.retries=1"]
+    overrides = ["trainer.total_training_steps=6", "retriever.retries=1"]
     try:
         run(
             load_config(
-                [*shlex.split(BOTH + GRPO), *SIZES, *paths(task, tmp_path / "run", url), *own]
+                [*shlex.split(BOTH + GRPO), *SIZES, *paths(task, tmp_path / "run", url), *overrides]
             )
         )
     finally:

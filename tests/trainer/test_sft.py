@@ -98,9 +98,9 @@ def _plain_loss(folder: Path, rows: list[dict[str, Any]]) -> float:
 
 
 def test_how_a_batch_is_cut_changes_nothing(train: Run) -> None:
-    whole = train("whole")
+    uninterrupted = train("whole")
     cut = train("cut", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=1")
-    for a, b in zip(numbers(whole), numbers(cut), strict=True):
+    for a, b in zip(numbers(uninterrupted), numbers(cut), strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-5)
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-4)
 
@@ -108,15 +108,15 @@ def test_how_a_batch_is_cut_changes_nothing(train: Run) -> None:
 def test_a_killed_run_resumes_with_the_numbers_of_the_uninterrupted_one(
     train: Run, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train("whole", "trainer.save_freq=2")
+    uninterrupted = train("whole", "trainer.save_freq=2")
     run = SFTRun(sft_config(settings, tmp_path / "killed", "trainer.save_freq=2"), Ranks())
     monkeypatch.setattr(run.trainer, "step", _dying_after(run, 5))
     with pytest.raises(KeyboardInterrupt):
         run.fit()
     assert [row["step"] for row in numbers(tmp_path / "killed")] == [1, 2, 3, 4, 5]
     killed = train("killed", "trainer.save_freq=2")
-    assert numbers(killed) == numbers(whole)
-    for name, tensor in weights(whole).items():
+    assert numbers(killed) == numbers(uninterrupted)
+    for name, tensor in weights(uninterrupted).items():
         assert torch.equal(tensor, weights(killed)[name]), name
 
 
@@ -163,14 +163,14 @@ def test_the_other_ranks_look_for_a_checkpoint_after_the_first_has_cleared_the_f
     (folder / ".global_step_9.tmp").mkdir()
     run = SFTRun(sft_config(settings, folder), Ranks())
     run.ranks = Ranks(rank=1, world_size=2)
-    waited: list[bool] = []
-    monkeypatch.setattr(Ranks, "wait_for_all", lambda self: waited.append(True))
+    barriers: list[bool] = []
+    monkeypatch.setattr(Ranks, "barrier", lambda self: barriers.append(True))
     run.resume()
-    assert waited == [True]
+    assert barriers == [True]
     assert run.trainer.step_number == 1
     assert (folder / ".global_step_9.tmp").is_dir()
     assert numbers(folder)
-    with run._writing(5) as shared:
+    with run._checkpoint_folder(5) as shared:
         assert shared == folder / ".global_step_5.tmp"
 
 
@@ -194,11 +194,11 @@ def test_a_row_that_is_too_long_is_known_before_the_first_step(
 ) -> None:
     long = {"question": "1" * 300, "answer": "2"}
     file = write_jsonl(tmp_path / "long.jsonl", [*sums(8), long])
-    own = [f"data.train_files={file}", "data.max_length=64", f"data.truncation={truncation}"]
+    overrides = [f"data.train_files={file}", "data.max_length=64", f"data.truncation={truncation}"]
     with pytest.raises(DataError, match=r"long\.jsonl, row 8: .*data\.max_length=64"):
-        train("refused", *own)
+        train("refused", *overrides)
     assert not (tmp_path / "refused" / "metrics.jsonl").exists()
-    skipping = [*own, "data.on_bad_row=skip", "trainer.total_training_steps=null"]
+    skipping = [*overrides, "data.on_bad_row=skip", "trainer.total_training_steps=null"]
     assert len(numbers(train("skipped", *skipping, "trainer.total_epochs=3"))) == 6
 
 
@@ -208,27 +208,27 @@ def test_skipped_rows_are_told_and_only_the_first_rank_tells_or_shows_progress(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    shown: list[str] = []
+    lines: list[str] = []
 
     @contextmanager
     def progress(what: str, total: float) -> Iterator[Any]:
-        shown.append(what)
+        lines.append(what)
         yield Bar(what, total, lambda bar: None)
 
     monkeypatch.setattr("hone.trainer.sft.run.progress", progress)
     file = write_jsonl(tmp_path / "bad.jsonl", [*sums(8), {"question": "1" * 300, "answer": "2"}])
-    own = [f"data.train_files={file}", "data.max_length=64", "data.on_bad_row=skip"]
-    run = SFTRun(sft_config(settings, tmp_path / "run", *own), Ranks())
+    overrides = [f"data.train_files={file}", "data.max_length=64", "data.on_bad_row=skip"]
+    run = SFTRun(sft_config(settings, tmp_path / "run", *overrides), Ranks())
     run.validate()
-    assert shown == ["encode train rows", "encode validation rows", "validate"]
+    assert lines == ["encode train rows", "encode validation rows", "validate"]
     assert "left out 1 bad train rows (too long: 1), such as:" in caplog.text
-    shown.clear()
+    lines.clear()
     caplog.clear()
     run.ranks = Ranks(rank=1, world_size=2)
     data = run.config.data
-    run._encoded("train rows", data.train_files, -1)
+    run._encode("train rows", data.train_files, -1)
     assert run.validate()["val/loss"] > 0
-    assert shown == []
+    assert lines == []
     assert caplog.text == ""
 
 

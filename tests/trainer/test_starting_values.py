@@ -17,7 +17,7 @@ from hone.trainer.starting_values import LEARNING_RATES, starting_values
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def settings_of_task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A model of 64 positions and 11 rows."""
     folder = tmp_path_factory.mktemp("given")
     tokenizer = character_tokenizer("ab")
@@ -32,14 +32,14 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def values(given: dict[str, Any]) -> dict[str, Any]:
-    return {setting.key: setting.value for setting in starting_values(given)}
+def values(settings_of_task: dict[str, Any]) -> dict[str, Any]:
+    return {setting.key: setting.value for setting in starting_values(settings_of_task)}
 
 
 def test_batch_lengths_and_learning_rate_follow_data_model_and_device(
-    given: dict[str, Any],
+    settings_of_task: dict[str, Any],
 ) -> None:
-    assert values(given) == {
+    assert values(settings_of_task) == {
         "data.val_files": [],
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.rollout.n": 8,
@@ -53,18 +53,18 @@ def test_batch_lengths_and_learning_rate_follow_data_model_and_device(
 
 
 def test_what_the_user_gave_is_never_touched_and_what_depends_on_it_follows(
-    given: dict[str, Any],
+    settings_of_task: dict[str, Any],
 ) -> None:
-    own = {
+    settings = {
         "data.train_batch_size": 4,
         "algorithm.adv_estimator": "gae",
         "data.max_prompt_length": 50,
     }
-    chosen = values(given | own)
-    assert not set(own) & set(chosen)
-    assert chosen["actor_rollout_ref.actor.ppo_mini_batch_size"] == 4
-    assert "actor_rollout_ref.rollout.n" not in chosen
-    assert chosen["data.max_response_length"] == 14
+    result = values(settings_of_task | settings)
+    assert not set(settings) & set(result)
+    assert result["actor_rollout_ref.actor.ppo_mini_batch_size"] == 4
+    assert "actor_rollout_ref.rollout.n" not in result
+    assert result["data.max_response_length"] == 14
 
 
 def test_a_model_or_file_that_is_not_there_is_left_to_the_checks_that_name_it() -> None:
@@ -72,8 +72,8 @@ def test_a_model_or_file_that_is_not_there_is_left_to_the_checks_that_name_it() 
     assert "actor_rollout_ref.actor.optim.lr" not in values(missing)
 
 
-def test_every_value_composes_and_knows_its_origin(given: dict[str, Any]) -> None:
-    overrides = [f"{key}={value}" for key, value in given.items()]
+def test_every_value_composes_and_knows_its_origin(settings_of_task: dict[str, Any]) -> None:
+    overrides = [f"{key}={value}" for key, value in settings_of_task.items()]
     composed = compose(overrides, starting=starting_values)
     assert composed.config.actor_rollout_ref.rollout.n == 8
     assert composed.origins["actor_rollout_ref.rollout.n"] == "hone train"
@@ -81,25 +81,27 @@ def test_every_value_composes_and_knows_its_origin(given: dict[str, Any]) -> Non
 
 
 def test_three_lines_say_what_was_chosen(
-    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    settings_of_task: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [f"{key}={value}" for key, value in given.items()]
+    overrides = [f"{key}={value}" for key, value in settings_of_task.items()]
     screen.cache_clear()
     announce(compose(overrides))
     assert capsys.readouterr().out == ""
     announce(compose(overrides, starting=starting_values))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     screen.cache_clear()
-    assert said.startswith("starting values for this data, model and device")
-    assert "actor_rollout_ref.rollout.n=8" in said
+    assert output.startswith("starting values for this data, model and device")
+    assert "actor_rollout_ref.rollout.n=8" in output
 
 
 def test_main_ppo_keeps_the_defaults_of_verl(
-    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    settings_of_task: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     configs: list[Any] = []
     monkeypatch.setattr(main_ppo, "run", lambda config, origins, dry_run: configs.append(config))
-    overrides = [f"{key}={value}" for key, value in given.items()]
+    overrides = [f"{key}={value}" for key, value in settings_of_task.items()]
     main_ppo.main(overrides)
     main_ppo.train(overrides)
     assert [c.algorithm.adv_estimator for c in configs] == ["gae", "grpo"]
@@ -107,11 +109,11 @@ def test_main_ppo_keeps_the_defaults_of_verl(
 
 
 def test_a_yaml_of_the_users_own_is_taken_as_it_is(
-    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    settings_of_task: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
     configs: list[Any] = []
     monkeypatch.setattr(main_ppo, "run", lambda config, origins, dry_run: configs.append(config))
-    overrides = [f"{key}={value}" for key, value in given.items()]
+    overrides = [f"{key}={value}" for key, value in settings_of_task.items()]
     main_ppo.train(["--config-path", str(tmp_path), "--config-name", "mine", *overrides])
     assert configs[0].algorithm.adv_estimator == "gae"

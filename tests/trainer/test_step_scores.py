@@ -20,8 +20,8 @@ def test_f1_is_the_harmonic_mean_of_finding_the_first_error_and_of_finding_none(
     assert metrics.process_bench(answers, LABELS) == pytest.approx(
         {"accuracy_wrong": 1 / 3, "accuracy_right": 1.0, "f1": 0.5}
     )
-    nothing = metrics.process_bench(np.full(4, -1), LABELS)
-    assert nothing["f1"] == 0.0
+    empty = metrics.process_bench(np.full(4, -1), LABELS)
+    assert empty["f1"] == 0.0
 
 
 def test_the_lenient_measure_does_not_ask_for_the_step() -> None:
@@ -45,8 +45,8 @@ def test_the_threshold_is_the_one_with_the_highest_f1() -> None:
     solutions = [np.array([0.9, 0.7]), np.array([0.9, 0.8])]
     threshold = metrics.best_threshold(solutions, np.array([1, -1]))
     assert 0.7 < threshold < 0.8
-    found = metrics.process_bench(metrics.first_errors(solutions, threshold), np.array([1, -1]))
-    assert found["f1"] == 1.0
+    result = metrics.process_bench(metrics.first_errors(solutions, threshold), np.array([1, -1]))
+    assert result["f1"] == 1.0
 
 
 def test_wilsons_interval_and_the_area_under_the_curve() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hone import cli
 from hone.config import ConfigError
 from hone.trainer import sweep as sweeps
-from hone.trainer.ranks import run_alone
+from hone.trainer.ranks import run_python
 from hone.trainer.sweep import start, sweep
 
 PPO = ("ppo_trainer", ["-m", "hone.trainer.main_ppo"])
@@ -31,7 +31,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             (Path(folder) / "metrics.jsonl").write_text(json.dumps(line) + "\n")
         return (3 if "trainer.seed=2" in command else 0), "trainer.seed=9" in command
 
-    monkeypatch.setattr(sweeps, "run_alone", instead)
+    monkeypatch.setattr(sweeps, "run_python", instead)
     return started
 
 
@@ -41,9 +41,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_flag_the_program_runs_once_with_its_arguments() -> None:
-    seen: list[Sequence[str]] = []
-    assert start(seen.append, ["a=1"], *PPO) is None
-    assert seen == [["a=1"]]
+    calls: list[Sequence[str]] = []
+    assert start(calls.append, ["a=1"], *PPO) is None
+    assert calls == [["a=1"]]
 
 
 def test_every_combination_runs_once_in_a_folder_of_its_own(runs: list[list[str]]) -> None:
@@ -102,4 +102,4 @@ def test_the_verb_sweeps_too(runs: list[list[str]]) -> None:
 
 
 def test_a_program_of_its_own_ends_with_its_code() -> None:
-    assert run_alone(["-c", "raise SystemExit(7)"]) == (7, False)
+    assert run_python(["-c", "raise SystemExit(7)"]) == (7, False)

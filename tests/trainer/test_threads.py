@@ -54,8 +54,8 @@ def test_a_resumed_run_has_the_threads_of_its_first_steps_unless_told_otherwise(
     assert torch.get_num_threads() == 2
     assert "num_threads" not in capsys.readouterr().out
     assert threads_of(steps(3, "trainer.num_threads=1")) == 1
-    told = " ".join(capsys.readouterr().out.split())
-    assert "trainer.num_threads=1, and the steps so far were made with 2" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "trainer.num_threads=1, but the run used 2 so far" in output
 
 
 @pytest.mark.parametrize("tree", ["ppo_trainer", "sft_trainer", "generation"])
@@ -64,17 +64,17 @@ def test_a_busy_machine_is_told_once_with_what_helps(
     tree: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    given = compose(["trainer.device=cpu"], config_name=tree).config
-    resolved, count = resolve_threads(given, 1)
-    told = " ".join(capsys.readouterr().out.split())
-    assert told == (
+    config = compose(["trainer.device=cpu"], config_name=tree).config
+    resolved, count = resolve_threads(config, 1)
+    output = " ".join(capsys.readouterr().out.split())
+    assert output == (
         "2 threads are 9.6 times slower than one here: other programs use the cores (load average 5.0 "
-        "on 2 cores); trainer.num_threads=1 helps"
+        "on 2 cores); set trainer.num_threads=1"
     )
     assert resolved.trainer.num_threads == count == 2
     assert resolve_threads(resolved, 1) == (resolved, 2)
-    resolve_threads(given, 1, tells=False)
-    assert resolve_threads(replace(given, "trainer.num_threads", 1), 1)[1] == 1
+    resolve_threads(config, 1, warn=False)
+    assert resolve_threads(replace(config, "trainer.num_threads", 1), 1)[1] == 1
     assert capsys.readouterr().out == ""
 
 
@@ -87,7 +87,7 @@ def test_the_number_that_helps_leaves_the_other_programs_their_cores(
     monkeypatch.setattr(threads, "slowdown", lambda count: 2.0)
     monkeypatch.setattr(threads, "load_average", lambda: load)
     monkeypatch.setattr(threads, "usable_cores", lambda: 8)
-    assert (busy_warning(count, "cpu") or "").endswith(f"trainer.num_threads={free} helps")
+    assert (busy_warning(count, "cpu") or "").endswith(f"set trainer.num_threads={free}")
 
 
 @pytest.mark.parametrize(

@@ -205,19 +205,19 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("user")
     tokenizer = character_tokenizer()
     lm = tiny_lm(len(tokenizer), hidden=32, mlp=48, seed=1)
-    found = {"model": save_pretrained(lm, tokenizer, folder / "model"), "steps": folder / "steps"}
+    paths = {"model": save_pretrained(lm, tokenizer, folder / "model"), "steps": folder / "steps"}
     shape = AutoConfig.for_model(
         "qwen2", vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_labels=2,
         num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, pad_token_id=0,
     )  # fmt: skip
-    AutoModelForTokenClassification.from_config(shape).save_pretrained(found["steps"])
-    tokenizer.save_pretrained(found["steps"])
+    AutoModelForTokenClassification.from_config(shape).save_pretrained(paths["steps"])
+    tokenizer.save_pretrained(paths["steps"])
     for number, name in enumerate(("easy", "medium", "hard")):
-        found[name] = folder / f"{name}.parquet"
-        write_parquet([gsm8k_row(number, i) for i in range(16)], found[name])
-    found["reward"] = folder / "my_reward.py"
-    found["reward"].write_text(CUSTOM_REWARD)
-    return found
+        paths[name] = folder / f"{name}.parquet"
+        write_parquet([gsm8k_row(number, i) for i in range(16)], paths[name])
+    paths["reward"] = folder / "my_reward.py"
+    paths["reward"].write_text(CUSTOM_REWARD)
+    return paths
 
 
 def gsm8k_row(level: int, i: int) -> dict[str, Any]:
@@ -235,11 +235,11 @@ def run_command(command: Sequence[str], places: dict[str, Path], folder: Path, *
     """Paths and sizes replaced; all else as it was typed."""
     from hone.trainer.main_ppo import main
 
-    kept = [t for t in command if not any(p in t.split("=")[0] for p in (*PLACES, *SIZES))]
+    arguments = [t for t in command if not any(p in t.split("=")[0] for p in (*PLACES, *SIZES))]
     batch = 4 if any("mini_batch_size=4" in t for t in command) else 2
     main(
         [
-            *kept,
+            *arguments,
             f"data.train_files={places['easy']}",
             f"data.val_files={places['medium']}",
             f"actor_rollout_ref.model.path={places['model']}",
@@ -419,7 +419,7 @@ def test_a_curriculum_in_three_stages_each_from_the_one_before(
 
 
 def commands_in_documents() -> list[list[str]]:
-    found = []
+    changes = []
     for file in sorted(USER_DOCS.glob("*.txt")) if USER_DOCS.is_dir() else []:
         text = file.read_text(encoding="utf-8", errors="replace")
         for block in text.split("```")[1::2]:
@@ -427,8 +427,8 @@ def commands_in_documents() -> list[list[str]]:
                 tokens = [t for t in TOKEN.findall(command) if "..." not in t]
                 tokens = [re.sub(r"=([\"'])(.*)\1$", r"=\2", t) for t in tokens]
                 if tokens and "tool_config_path" not in command:
-                    found.append(tokens)
-    return found
+                    changes.append(tokens)
+    return changes
 
 
 @pytest.mark.skipif(not USER_DOCS.is_dir(), reason="the users' documents are not here")

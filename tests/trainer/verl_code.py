@@ -114,10 +114,10 @@ class Tools(AgentLoopBase):
             response, reward, _ = await tool.execute(instance_id, {"text": content})
             await tool.release(instance_id)
             rewards.append(reward)
-            said = {"role": "assistant", "content": content}
-            told = {"role": "tool", "content": response.text, "tool_call_id": call.tool_call_id}
+            message = {"role": "assistant", "content": content}
+            result = {"role": "tool", "content": response.text, "tool_call_id": call.tool_call_id}
             merged, mask, log_probs = await self.ct_merge_context_msg(
-                [*messages, said], [*messages, said, told], ids, mask, log_probs
+                [*messages, message], [*messages, message, result], ids, mask, log_probs
             )
             ids = merged.token_ids
         return AgentLoopOutput(

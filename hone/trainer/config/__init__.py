@@ -1,4 +1,4 @@
-"""verl's `trainer.config`: its names, and the rollout's defaults as a file, `rollout/rollout.yaml`."""
+"""verl's `trainer.config`: its config classes, and the rollout defaults in `rollout/rollout.yaml`."""
 
 from hone.config.algorithm import AlgorithmConfig as AlgoConfig
 from hone.config.algorithm import (

@@ -1,7 +1,7 @@
-"""Assigns rows to ranks: each gets its part of every mini-batch, balanced by length if configured.
+"""Reorders rows so that each rank gets its part of every mini-batch, balanced by length if configured.
 
-Mini-batches are drawn by `step_row`, the number of the row or of its trajectory of several rows. It is
-written here before rows are reordered, so the updates are the same as with one rank.
+`step_row`, the number of the row or of its trajectory, is written before the rows are reordered. It assigns
+rows to mini-batches, so the updates are the same as with one rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hone.protocol import DataProto
 
 
 def refuse_uneven(config: PPOTrainerConfig, ranks: int) -> None:
-    """Raise an error for uneven mini-batches, now that the number of data-parallel ranks is known."""
+    """Raise an error if a mini-batch is not divisible by the number of data-parallel ranks."""
     if problems := list(uneven_batches(config, ranks)):
         raise ConfigError(problems)
 
@@ -34,22 +34,22 @@ def balance(
     write(batch, "step_row", torch.arange(len(batch)) if numbers is None else numbers)
     lengths = batch.batch["attention_mask"].sum(1)
     if numbers is not None and ranks > 1:
-        # Mini-batches count trajectories: each is dealt row by row, the longest rows first.
+        # A mini-batch is a number of trajectories; its rows go to the ranks in turn, longest first.
         update = numbers // min(rows_per_update)
         rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update.numpy())))
         return batch.select_idxs(torch.cat([rows[rank::ranks] for rank in range(ranks)])), {}
     if ranks == 1 or len(batch) % ranks:
         return batch, {}
     block = math.gcd(len(batch), *rows_per_update)
-    shares: list[list[int]] = [[] for _ in range(ranks)]
+    rank_rows: list[list[int]] = [[] for _ in range(ranks)]
     for rows in torch.arange(len(batch)).split(block if block % ranks == 0 else len(batch)):
-        parts = _parts(lengths[rows], ranks, by_length)
-        for share, part in zip(shares, parts, strict=True):
-            share += rows[part].tolist()
-    order = [row for share in shares for row in share]
-    even = len(batch) // ranks
-    equal = [range(i * even, (i + 1) * even) for i in range(ranks)]
-    before, after = ([float(lengths[list(s)].sum()) for s in parts] for parts in (equal, shares))
+        parts = _partition(lengths[rows], ranks, by_length)
+        for row_list, part in zip(rank_rows, parts, strict=True):
+            row_list += rows[part].tolist()
+    order = [row for row_list in rank_rows for row in row_list]
+    rows_per_rank = len(batch) // ranks
+    equal = [range(i * rows_per_rank, (i + 1) * rows_per_rank) for i in range(ranks)]
+    before, after = ([float(lengths[list(r)].sum()) for r in parts] for parts in (equal, rank_rows))
     metrics = {
         "global_seqlen/min": min(before),
         "global_seqlen/max": max(before),
@@ -61,7 +61,7 @@ def balance(
     return batch.select_idxs(torch.tensor(order)), metrics
 
 
-def _parts(lengths: torch.Tensor, ranks: int, by_length: bool) -> list[list[int]]:
+def _partition(lengths: torch.Tensor, ranks: int, by_length: bool) -> list[list[int]]:
     if not by_length:
         return [part.tolist() for part in torch.arange(len(lengths)).tensor_split(ranks)]
     work = calculate_workload(lengths.tolist())

@@ -1,7 +1,7 @@
-"""Writes checkpoints under a temporary name, adds a manifest, and renames them.
+"""Writes checkpoints to a temporary folder, adds a manifest, and renames the folder.
 
-A folder without a matching manifest is skipped with a warning, and the previous checkpoint is used. If
-none is valid, the run stops: only the user may decide to start over.
+A run resumes from the newest checkpoint whose files match its manifest. If none does, the run stops,
+since only the user may decide to start over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"
-_UNFINISHED = ".tmp"
+_TEMPORARY = ".tmp"
 MAX_LINES = 6
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PPO_KEYS = (
@@ -51,7 +51,7 @@ PPO_KEYS = (
     *(f"data.{name}" for name in ("truncation", "prompt_format", "apply_chat_template_kwargs")),
 )
 SFT_KEYS = ("optim", "data.train_batch_size", "data.max_length", "data.truncation", "trainer.seed")
-_DERIVED = ("total_training_steps", "input_tokenizer")
+_DERIVED_KEYS = ("total_training_steps", "input_tokenizer")
 """Keys derived from the length of the run, which a resumed run may change, and from the model."""
 
 
@@ -59,26 +59,26 @@ class CheckpointError(RuntimeError):
     """Raised when a requested checkpoint cannot be used, or one cannot be written."""
 
 
-class NoSoundCheckpoint(CheckpointError):
-    """Raised when checkpoints exist but none can be resumed; the user must decide."""
+class NoValidCheckpoint(CheckpointError):
+    """Raised when checkpoints exist but all are damaged."""
 
-    changes_nothing = True
+    skips_error_log = True
 
 
 @contextmanager
-def writing(run: RunFolder, step: int) -> Iterator[Path]:
-    """Yield a folder to write to; on success it is renamed to `global_step_N` and becomes the latest.
+def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `global_step_N` when the block has finished.
 
-    Its files and the metrics up to it are flushed to disk before the rename.
+    The checkpoint and the metrics file are flushed to disk before the rename.
     """
-    final, temporary = run.checkpoint(step), unfinished(run, step)
+    final, temporary = run.checkpoint(step), temporary_folder(run, step)
     require_lock(run.path)
     shutil.rmtree(temporary, ignore_errors=True)
     make_folder(run.path)
     try:
         temporary.mkdir()
         yield temporary
-        require_files(temporary, _shards(temporary))
+        require_files(temporary, _shard_files(temporary))
         seal(temporary)
         if run.metrics_file.exists():
             sync(run.metrics_file)
@@ -90,21 +90,21 @@ def writing(run: RunFolder, step: int) -> Iterator[Path]:
         number = storage_failure(error)
         if number is None:
             raise
-        raise CheckpointError(_not_saved(run, step, number)) from error
+        raise CheckpointError(_save_error(run, step, number)) from error
     atomic_write_text(run.latest_file, str(step))
 
 
-def _shards(folder: Path) -> set[Path]:
-    """Return the files that the tables of a checkpoint name, on whichever disks ranks have written them."""
+def _shard_files(folder: Path) -> set[Path]:
+    """Return the files that the metadata of a sharded checkpoint lists."""
     return {
-        table.with_name(place.relative_path)
-        for table in folder.rglob(METADATA_FILE)
-        for place in (read_metadata(table.parent).storage_data or {}).values()
+        table.with_name(shard.relative_path)
+        for table in folder.rglob(TABLE)
+        for shard in (read_table(table.parent).storage_data or {}).values()
     }
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint or the link to one; an interrupted deletion leaves no valid checkpoint."""
+    """Delete a checkpoint or a link to one; the manifest goes first, so a partial deletion is not valid."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -112,46 +112,49 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def unfinished(run: RunFolder, step: int) -> Path:
-    """Return the folder that `writing` yields, for the other ranks that write to it."""
+def temporary_folder(run: RunFolder, step: int) -> Path:
+    """Return the folder that `atomic_folder` yields, for the other ranks."""
     final = run.checkpoint(step)
-    return final.with_name(f".{final.name}{_UNFINISHED}")
+    return final.with_name(f".{final.name}{_TEMPORARY}")
 
 
-def begin(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Return where a run resumes (`resume_source`), and move everything later out of the way.
+def prepare_resume(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
+    """Return step and folder to resume from (see `resume_source`), and discard everything later.
 
-    Later checkpoints are renamed to `global_step_N.earlier`; metrics logged after that step are dropped.
+    Later checkpoints are renamed to `global_step_N.earlier`, and later metrics are deleted.
     """
     if mode == "auto":
         remote_checkpoints.pull(run)
     source = resume_source(run, mode, path)
-    remote_checkpoints.set_aside(run, -1 if source is None else source[0])
-    for folder in run.path.glob(f".global_step_*{_UNFINISHED}"):  # left by a killed process
+    remote_checkpoints.invalidate_after(run, -1 if source is None else source[0])
+    for folder in run.path.glob(f".global_step_*{_TEMPORARY}"):  # left by a killed process
         shutil.rmtree(folder, ignore_errors=True)
     for number, folder in run.checkpoints():
         if source is None or number > source[0]:
             new_path = folder.with_name(f"{folder.name}.earlier")
             _remove(new_path)
             folder.rename(new_path)
-            log.warning("%s is not what this run continues from; kept as %s", folder, new_path.name)
-    run.truncate_after(-1 if source is None else source[0])
+            log.warning("%s is not the checkpoint to resume; renamed to %s", folder, new_path.name)
+    run.cut_back(-1 if source is None else source[0])
     return source
 
 
 def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Return step and folder given by `trainer.resume_mode` and `resume_from_path`; None starts a new run."""
+    """Return step and folder of the checkpoint to resume; None starts a new run.
+
+    `mode` is `trainer.resume_mode` and `path` is `trainer.resume_from_path`.
+    """
     if mode == "disable":
         return None
     if mode != "auto":
-        step, folder = named(path)
+        step, folder = checkpoint_from_path(path)
         if (problem := damage(folder)) is not None:
             raise CheckpointError(f"{folder} cannot be resumed: {problem}")
         return step, folder
-    source = newest_sound(run)
+    source = newest_valid(run)
     if source is None and (folders := run.checkpoints()):
-        raise NoSoundCheckpoint(
-            f"{run.path} has {len(folders)} checkpoints, and none can be resumed "
+        raise NoValidCheckpoint(
+            f"{run.path} has {len(folders)} checkpoints, but none can be resumed "
             f"({folders[-1][1].name}: {damage(folders[-1][1])}); nothing was changed. Restore one from a "
             "copy, set another trainer.default_local_dir, or start anew here with "
             "trainer.resume_mode=disable, which keeps them as global_step_N.earlier and erases the "
@@ -160,7 +163,7 @@ def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pat
     return source
 
 
-def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
+def newest_valid(run: RunFolder) -> tuple[int, Path] | None:
     """Return the latest checkpoint whose files all match its manifest."""
     for step, folder in reversed(run.checkpoints()):
         problem = damage(folder)
@@ -170,8 +173,8 @@ def newest_sound(run: RunFolder) -> tuple[int, Path] | None:
     return None
 
 
-def named(path: str | None) -> tuple[int, Path]:
-    """Return step and folder of `trainer.resume_from_path`, which must exist."""
+def checkpoint_from_path(path: str | None) -> tuple[int, Path]:
+    """Return step and folder of `trainer.resume_from_path`; raise an error if it does not exist."""
     folder = Path(copy_to_local(path or "")).expanduser()
     number = re.fullmatch(r"global_step_(\d+)", folder.name)
     if number is None:
@@ -185,8 +188,8 @@ def named(path: str | None) -> tuple[int, Path]:
     return int(number[1]), folder
 
 
-def tell_resumed(folder: Path, step: int, total_steps: int | None) -> None:
-    """Print where a run resumes, or that no step is left; None means that it takes no steps."""
+def print_resumed(folder: Path, step: int, total_steps: int | None) -> None:
+    """Print where a run resumes, or that it is complete; `total_steps` is None for `val_only`."""
     if total_steps is not None and step >= total_steps:
         screen().line(
             f"already at step {step} of {total_steps}: nothing to do ({folder}); a larger "
@@ -198,7 +201,7 @@ def tell_resumed(folder: Path, step: int, total_steps: int | None) -> None:
         screen().line(f"resumed from {folder}")
 
 
-def tell_result(run: RunFolder, step: int) -> None:
+def print_result(run: RunFolder, step: int) -> None:
     """Print the location of a run's results and the commands that show them."""
     folder = run.checkpoint(step)
     saved = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
@@ -206,26 +209,25 @@ def tell_result(run: RunFolder, step: int) -> None:
     screen().line(f"look at it: hone report {shlex.quote(str(run.path))} --out report.html")
 
 
-def prune(run: RunFolder, keep: int | None, spared: Collection[int] = ()) -> None:
-    """Delete the oldest checkpoints beyond `keep`, including those of earlier processes; then copy the rest
-    to the run's store.
+def prune(run: RunFolder, keep: int | None, protected: Collection[int] = ()) -> None:
+    """Delete the oldest checkpoints beyond `keep`, and copy the others to `trainer.default_hdfs_dir`.
 
-    The steps in `spared`, and links to checkpoints elsewhere with their targets, are not deleted.
+    The steps in `protected` and symbolic links are not deleted.
     """
     checkpoints = [pair for pair in run.checkpoints() if not pair[1].is_symlink()]
     keep = max(keep or 0, 0)
     for step, folder in checkpoints[:-keep]:  # 0 keeps all
-        if step not in spared:
+        if step not in protected:
             _remove(folder)
-    remote_checkpoints.push(run, keep, spared)
+    remote_checkpoints.push(run, keep, protected)
 
 
 def write_state(folder: Path, state: Settings) -> None:
-    (folder / STATE).write_text(json.dumps(state, default=_plain))
+    (folder / STATE).write_text(json.dumps(state, default=_to_json))
 
 
 def read_state(folder: Path, *keys: str) -> Settings:
-    """Read the state that `write_state` wrote, which must have these keys."""
+    """Return the state that `write_state` wrote; raise an error if one of `keys` is missing."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if isinstance(state, dict) and state.keys() >= set(keys):
@@ -236,11 +238,11 @@ def read_state(folder: Path, *keys: str) -> Settings:
     )
 
 
-def _plain(value: T) -> JsonValue:
-    """Convert NumPy values, which rows of a data generator may hold."""
+def _to_json(value: T) -> JsonValue:
+    """Convert a NumPy value, which the state of a data generator may have."""
     if hasattr(value, "tolist"):
-        values: JsonValue = value.tolist()
-        return values
+        plain: JsonValue = value.tolist()
+        return plain
     raise TypeError(
         f"a checkpoint cannot hold a {type(value).__name__}; rows, samplers and data generators must "
         "give plain values (numbers, text, lists, dicts) in their state"
@@ -248,31 +250,28 @@ def _plain(value: T) -> JsonValue:
 
 
 def changed_settings(before: Settings, now: Settings, keys: tuple[str, ...]) -> list[str]:
-    """Return `key=value, before value` for the first few settings below `keys` that a resumed run changes.
-
-    `keys` are the settings that affect what is computed.
-    """
+    """Return `key=value, before value` for the first few settings below `keys` that differ."""
     old, new = dict(flatten(before)), dict(flatten(now))
-    below = tuple(f"{key}." for key in keys)
+    prefixes = tuple(f"{key}." for key in keys)
     changed = [
         f"{key}={show_value(new[key])}, before {show_value(old[key])}"
         for key in new
-        if f"{key}.".startswith(below)
-        and not key.endswith(_DERIVED)
+        if f"{key}.".startswith(prefixes)
+        and not key.endswith(_DERIVED_KEYS)
         and key in old
-        and _lists(old[key]) != _lists(new[key])
+        and _to_lists(old[key]) != _to_lists(new[key])
     ]
     if len(changed) > MAX_LINES:
         changed[MAX_LINES - 1 :] = [f"and {len(changed) - MAX_LINES + 1} settings more"]
     return changed
 
 
-def _lists(value: JsonValue) -> JsonValue:
+def _to_lists(value: JsonValue) -> JsonValue:
     """Convert tuples to lists, as YAML does."""
-    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_to_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _not_saved(run: RunFolder, step: int, number: int) -> str:
+def _save_error(run: RunFolder, step: int, number: int) -> str:
     saved = run.checkpoints()
     state = f"{saved[-1][1].name} is untouched" if saved else "there is no earlier checkpoint"
     advice = remedy(number).capitalize()

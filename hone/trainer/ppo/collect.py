@@ -1,4 +1,4 @@
-"""Fills a batch with informative groups, and generates more prompts to replace the others."""
+"""Dynamic sampling and group filters: fills a batch with groups that have a learning signal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hone.data.loader import LoaderState, PromptLoader
 from hone.ops.groups import Groups
 from hone.protocol import DataProto
 from hone.tracking.console import screen
-from hone.trainer.ppo.scoring import has_answer, has_extra, numbers_of
+from hone.trainer.ppo.scoring import extra_numbers, has_extra, has_rule_score
 from hone.trainer.ppo.source import TrajectorySource
 
 _CHUNKS = 4
@@ -27,7 +27,7 @@ _CHUNKS = 4
 
 
 class NotEnoughSignal(RuntimeError):
-    """Raised when the limit of generation rounds is reached before the batch is full."""
+    """Raised when the filters leave too few groups for a batch."""
 
 
 @dataclass
@@ -51,9 +51,9 @@ class _Group:
 class DynamicSampling:
     """Generates overlapping rounds of prompts until enough groups are informative.
 
-    The batch is the first informative groups in submission order: a group is accepted when all before it
-    are scored. Unneeded rounds are aborted, and the loader is reset to the state that sequential rounds
-    would have left. (`filter_groups.order=finish` accepts groups in the order in which they finish.)
+    The batch is the first informative groups in submission order; `filter_groups.order=finish` takes them
+    in the order in which they finish. Rounds that are not needed are aborted, and the loader is reset to
+    its state after the last round that is.
     """
 
     def __init__(
@@ -77,36 +77,38 @@ class DynamicSampling:
         self._rounds: list[_Round] = []
         self._chunks: list[DataProto] = []
         self._groups: dict[int, _Group] = {}  # by number, in scoring order
-        reported = 0
+        n_reported = 0
         while (accepted := self._accepted()) is None:
-            while self._needs_a_round():
+            while self._needs_round():
                 numbers = self._submit(self._loader.next_batch())
                 self._rounds.append(_Round(numbers, self._loader.state_dict()))
             self._add(self._score(self._take(self._chunk_size())))
-            while reported < len(self._rounds) and self._is_over(self._rounds[reported]):
-                reported += 1
-                self._report(reported)
+            while n_reported < len(self._rounds) and self._is_scored(self._rounds[n_reported]):
+                n_reported += 1
+                self._report(n_reported)
         self._source.abort()
         needed = next(n for n, r in enumerate(self._rounds, 1) if max(accepted) in r.numbers)
         if self._filters.order == "submission":
             self._loader.load_state_dict(self._rounds[needed - 1].loader_state)
-        batch = self._joined(accepted)
-        measured = batch.meta_info.setdefault("metrics", {})
-        measured["training/num_gen_batches"] = float(needed)
+        batch = self._select_groups(accepted)
+        metrics = batch.meta_info.setdefault("metrics", {})
+        metrics["training/num_gen_batches"] = float(needed)
         if self._config.logs_response_metrics:
             from hone.trainer.ppo.response_metrics import filter_metrics
 
-            generated = [n for r in self._rounds for n in r.numbers if n <= max(accepted)]
-            whole = self._joined([n for n in generated if n in self._groups])
-            measured |= filter_metrics(whole, batch, self._config)
+            numbers = [n for r in self._rounds for n in r.numbers if n <= max(accepted)]
+            generated = self._select_groups([n for n in numbers if n in self._groups])
+            metrics |= filter_metrics(generated, batch, self._config)
         return batch
 
-    def _needs_a_round(self) -> bool:
-        """Return whether another round is needed, or is likely needed and there is capacity for it."""
-        running = [r for r in self._rounds if not self._is_over(r)]
+    def _needs_round(self) -> bool:
+        """Return whether to start another round: one is needed, or probably needed and there is capacity."""
+        running = [r for r in self._rounds if not self._is_scored(r)]
         if not running:
             return True
-        max_rounds = self._filters.max_inflight_gen_batches if self._source.decodes_beside else 1
+        max_rounds = (
+            self._filters.max_inflight_gen_batches if self._source.generates_concurrently else 1
+        )
         limit = self._filters.max_num_gen_batches
         if len(running) >= max_rounds or 0 < limit <= len(self._rounds):
             return False
@@ -116,21 +118,22 @@ class DynamicSampling:
         return informative + rate * unscored < self._needed
 
     def _chunk_size(self) -> int | None:
-        """Return how many groups to wait for: part of a round, so that the next can start before its end."""
-        if not self._source.decodes_beside:
+        """Return how many groups to wait for: part of a round, so that the next can start before it ends."""
+        if not self._source.generates_concurrently:
             return None
         return max(1, len(self._rounds[0].numbers) // _CHUNKS)
 
     def _add(self, batch: DataProto) -> None:
-        keep = keep_rows(batch, self._config)
+        """Record the groups of a scored chunk."""
+        keep = keep_mask(batch, self._config)
         assert keep is not None
         uids = batch.non_tensor_batch["uid"]
         rows: dict[str, list[int]] = {}
         for row, uid in enumerate(uids):
             rows.setdefault(uid, []).append(row)
         values: dict[str, list[float]] = {uid: [] for uid in rows}
-        measured = _metric(batch, self._metric, self._config)
-        for uid, value in zip(of_trajectories(batch, uids), measured, strict=True):
+        scores = _metric(batch, self._metric, self._config)
+        for uid, value in zip(of_trajectories(batch, uids), scores, strict=True):
             values[uid].append(float(value))
         for number, (uid, group_rows) in zip(
             batch.meta_info["group_numbers"], rows.items(), strict=True
@@ -150,10 +153,10 @@ class DynamicSampling:
         enough = len(informative) >= self._needed
         return sorted(informative[: self._needed]) if enough else None
 
-    def _is_over(self, one: _Round) -> bool:
-        return all(number in self._groups for number in one.numbers)
+    def _is_scored(self, prompt_round: _Round) -> bool:
+        return all(number in self._groups for number in prompt_round.numbers)
 
-    def _joined(self, numbers: Sequence[int]) -> DataProto:
+    def _select_groups(self, numbers: Sequence[int]) -> DataProto:
         groups = [self._groups[number] for number in numbers]
         chunk_numbers = sorted({group.chunk for group in groups})
         starts: dict[int, int] = {}
@@ -166,7 +169,7 @@ class DynamicSampling:
         return batch.select_idxs(torch.cat([g.rows + starts[g.chunk] for g in groups]))
 
     def _report(self, count: int) -> None:
-        """Print the result of the last of `count` rounds; raise an error at the limit of rounds."""
+        """Print the result of round `count`; raise an error if it was the last that is allowed."""
         rounds = [[self._groups[number] for number in r.numbers] for r in self._rounds[:count]]
         informative = [sum(group.informative for group in groups) for groups in rounds]
         total = sum(informative)
@@ -184,8 +187,8 @@ class DynamicSampling:
         groups = [group for groups in rounds for group in groups]
         values = Counter(value for group in groups for value in group.values)
         common = [
-            f"{value:g} in {100 * of_value / values.total():.0f} % of the responses"
-            for value, of_value in values.most_common(3)
+            f"{value:g} in {100 * n / values.total():.0f} % of the responses"
+            for value, n in values.most_common(3)
         ]
         equal = sum(len(group.values) > 1 and len(set(group.values)) == 1 for group in groups)
         raise NotEnoughSignal(
@@ -197,7 +200,7 @@ class DynamicSampling:
         )
 
 
-def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None:
+def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None:
     """Return a [B] bool mask of rows whose groups pass the filters; None if none is configured."""
     uid = of_trajectories(batch, batch.non_tensor_batch["uid"])
     keep: torch.Tensor | None = None
@@ -209,48 +212,46 @@ def keep_rows(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
 
         rewards = verifiable_rewards(batch, config)
         if rewards is not None:
-            passed = torch.ones(len(uid), dtype=torch.bool)
-            # Groups without an answer have no mean; their reward model's score is still a signal.
-            answered = has_answer(batch)
-            scores, labels = totals(batch, rewards)[answered], uid[answered.numpy()]
+            passes = torch.ones(len(uid), dtype=torch.bool)
+            # Trajectories that no rule scores pass: the reward model's score is still a signal.
+            has_score = has_rule_score(batch)
+            scores, labels = totals(batch, rewards)[has_score], uid[has_score.numpy()]
             if curriculum.fn_name == "interquartile":
-                passed[answered] = interquartile(scores, labels, **curriculum.fn_params)
+                passes[has_score] = interquartile(scores, labels, **curriculum.fn_params)
             else:
-                passed[answered] = remove_extreme(scores, labels)
-            keep = passed if keep is None else keep & passed
+                passes[has_score] = remove_extreme(scores, labels)
+            keep = passes if keep is None else keep & passes
     numbers = trajectory_numbers(batch)
     return keep if keep is None or numbers is None else keep[numbers]
 
 
-def filtered(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
-    """Return the groups of one round that pass the curriculum's filter, at most one batch."""
+def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
+    """Return the groups of one round that pass the filters, at most `data.train_batch_size`."""
     data = config.data
-    keep = keep_rows(batch, config)
+    keep = keep_mask(batch, config)
     if data.filter_accuracy or data.filter_truncate or data.oversample_factor > 1:
-        batch, keep = _preferred_first(batch, keep, config)
+        batch, keep = _sort_preferred_first(batch, keep, config)
     if keep is None:
         return batch
     filtered_batch = batch.select_idxs(keep)
     if len(filtered_batch) == 0:
-        raise NotEnoughSignal(
-            "the curriculum filter kept no group; widen its bounds or switch it off"
-        )
+        raise NotEnoughSignal("the curriculum filter kept no group; widen its bounds or disable it")
     order: dict[str, int] = {}
     group = [order.setdefault(uid, len(order)) for uid in filtered_batch.non_tensor_batch["uid"]]
     filtered_batch = filtered_batch.select_idxs(torch.tensor(group) < config.data.train_batch_size)
-    measured = filtered_batch.meta_info.setdefault("metrics", {})
-    measured["training/num_gen_batches"] = 1.0
+    metrics = filtered_batch.meta_info.setdefault("metrics", {})
+    metrics["training/num_gen_batches"] = 1.0
     if config.logs_response_metrics:
         from hone.trainer.ppo.response_metrics import filter_metrics
 
-        measured |= filter_metrics(batch, filtered_batch, config)
+        metrics |= filter_metrics(batch, filtered_batch, config)
     return filtered_batch
 
 
-def _preferred_first(
+def _sort_preferred_first(
     batch: DataProto, keep: torch.Tensor | None, config: PPOTrainerConfig
 ) -> tuple[DataProto, torch.Tensor]:
-    """Return the batch and its mask with the groups first that PRIME's two filters prefer."""
+    """Return the batch and its mask, sorted so that groups that pass PRIME's two filters come first."""
     data, uids = config.data, batch.non_tensor_batch["uid"]
     groups = Groups.of(uids)
     preferred = torch.ones(groups.count, dtype=torch.bool)
@@ -264,8 +265,8 @@ def _preferred_first(
     if keep is None:
         keep = torch.ones(len(batch), dtype=torch.bool)
     batch = batch.select_idxs(order)
-    share = float(preferred.double().mean())
-    batch.meta_info.setdefault("metrics", {})["training/preferred_groups"] = share
+    preferred_share = float(preferred.double().mean())
+    batch.meta_info.setdefault("metrics", {})["training/preferred_groups"] = preferred_share
     return batch, keep[order]
 
 
@@ -276,8 +277,8 @@ def _metric(batch: DataProto, name: str, config: PPOTrainerConfig) -> torch.Tens
         return totals(batch, scores.sum(-1))
     if name not in batch.non_tensor_batch and not has_extra(batch, name):
         raise KeyError(
-            f"algorithm.filter_groups.metric={name} is no column of the batch; use reward, or one of "
+            f"algorithm.filter_groups.metric={name} is not a column of the batch; use reward, or one of "
             f"{', '.join(batch.meta_info.get('reward_extra_names', [])) or 'the reward extras'}"
         )
-    numbers = numbers_of(batch, name, config.reward_model.reward_kwargs.failure_score)
+    numbers = extra_numbers(batch, name, config.reward_model.reward_kwargs.failure_score)
     return totals(batch, torch.tensor(numbers, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Computes credit on the driver: rewards with the KL penalty, rollout correction, and advantages."""
+"""Computes rewards with the KL penalty, rollout correction and advantages, on the driver."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from hone.ops.counter_rng import fold_seed
 from hone.ops.masked import masked_whiten
 from hone.plugins import PluginError
 from hone.protocol import DataProto
-from hone.trainer.ppo.scoring import has_extra, numbers_of
+from hone.trainer.ppo.scoring import extra_numbers, has_extra
 from hone.types import Row
 
 
-def reward_after_kl(
+def apply_kl_in_reward(
     batch: DataProto, algorithm: AlgorithmConfig, controller: FixedKLController
 ) -> dict[str, float]:
     """Write `token_level_rewards`: the scores, minus the KL penalty if configured."""
     if not algorithm.use_kl_in_reward:
         write(batch, "token_level_rewards", require(batch, "token_level_scores").clone())
         return {}
-    rewards, metrics = kl_penalised(batch, controller, algorithm.kl_penalty)
+    rewards, metrics = penalize_kl(batch, controller, algorithm.kl_penalty)
     write(batch, "token_level_rewards", rewards)
     return metrics
 
 
-def kl_penalised(
+def penalize_kl(
     batch: DataProto, controller: FixedKLController, kl_penalty: str
 ) -> tuple[Tensor, dict[str, float]]:
     """Return scores − coefficient · KL [B, T] and metrics, and update the KL controller."""
@@ -79,7 +79,7 @@ def estimate_advantages(
 
     For a row whose scoring failed, `failure_score` replaces a reward part.
     """
-    columns = {c: _required(batch, c, failure_score) for c in estimator.requires}
+    columns = {c: _required_column(batch, c, failure_score) for c in estimator.requires}
     advantages, returns = run_estimator(batch, estimator, columns)
     if whiten:
         advantages = masked_whiten(advantages, require(batch, "response_mask"))
@@ -107,15 +107,15 @@ def run_estimator(batch: DataProto, estimator: Estimator, columns: Row) -> tuple
     return advantages, returns
 
 
-def _required(batch: DataProto, name: str, failure_score: float) -> Tensor:
+def _required_column(batch: DataProto, name: str, failure_score: float) -> Tensor:
     """Return a column; a reward part may also be one number per row from the score function."""
     extra = name.removeprefix(REWARD_PREFIX)
     if batch.has_column(name) or name == extra or not has_extra(batch, extra):
         return require(batch, name)
-    return torch.tensor(numbers_of(batch, extra, failure_score))
+    return torch.tensor(extra_numbers(batch, extra, failure_score))
 
 
-def derive(batch: DataProto, names: Set[str]) -> None:
+def write_derived_columns(batch: DataProto, names: Set[str]) -> None:
     """Write the columns of `names` that are derived from other columns."""
     for name in names & DERIVED.keys():
         write(batch, name, DERIVED[name](batch))
@@ -125,8 +125,8 @@ def greedy_baselines(batch: DataProto, greedy: DataProto) -> Tensor:
     """Return ReMax's baseline [B], the score of the greedy response to each row's prompt."""
     scores = totals(greedy, require(greedy, "token_level_scores").sum(-1)).tolist()
     uids = of_trajectories(greedy, greedy.non_tensor_batch["uid"])
-    of_uid = dict(zip(uids, scores, strict=True))
-    return torch.tensor([of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
+    score_of_uid = dict(zip(uids, scores, strict=True))
+    return torch.tensor([score_of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
 
 
 def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: int) -> DataProto:

@@ -1,6 +1,6 @@
-"""Checks, before models load, that the checkpoint to resume from matches this run.
+"""Checks before models load that the checkpoint to resume from matches this run.
 
-Damaged files are detected later, when the checkpoint is loaded and an earlier one may replace it.
+Loading the checkpoint detects damaged files, and may fall back to an earlier one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL = "actor_rollout_ref.model.path"
 
 
 class EarlierRun:
-    """The run of the newest or the named checkpoint; `checkpoint` is None for a new run."""
+    """The run that wrote the checkpoint to resume from; `checkpoint` is None for a new run."""
 
     def __init__(self, config: PPOTrainerConfig) -> None:
         self.config, trainer = config, config.trainer
@@ -31,7 +31,7 @@ class EarlierRun:
             newest = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()[-1:]
             self.checkpoint = newest[0][1] if newest else None
         elif trainer.resume_mode != "disable":
-            self.checkpoint = checkpoint.named(trainer.resume_from_path)[1]
+            self.checkpoint = checkpoint.checkpoint_from_path(trainer.resume_from_path)[1]
         if self.checkpoint is not None:
             self._settings = RunFolder(self.checkpoint.parent).earlier_config()
 
@@ -41,20 +41,20 @@ class EarlierRun:
             return
         has_actor, has_critic = ((self.checkpoint / name).is_dir() for name in ("actor", "critic"))
         if plan.critic and has_actor and not has_critic:
-            before = self._settings.get("algorithm", {}).get("adv_estimator")
+            estimator = self._settings.get("algorithm", {}).get("adv_estimator")
             yield (
                 f"{self.checkpoint} has no critic: the run that wrote it"
-                f"{f' (algorithm.adv_estimator={before})' if before else ''} trained none, and "
+                f"{f' (algorithm.adv_estimator={estimator})' if estimator else ''} trained none, but "
                 f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs one; keep the "
                 "estimator, or start in another trainer.default_local_dir with its model "
                 f"({MODEL}={self.checkpoint})"
             )
 
-    def refuse_other_data(self, dataset: Dataset | None) -> None:
-        """Raise an error if the data set is not the one that the checkpoint's position refers to."""
+    def require_same_data(self, dataset: Dataset | None) -> None:
+        """Raise an error if this is not the data set that the checkpoint was trained on."""
         if self.checkpoint is None or not isinstance(dataset, Stateful):
             return
-        with contextlib.suppress(checkpoint.CheckpointError):  # loading it reports the damage
+        with contextlib.suppress(checkpoint.CheckpointError):  # loading the checkpoint reports it
             state = checkpoint.read_state(self.checkpoint, "loader")["loader"]
             if isinstance(state, dict) and state.get("dataset") is not None:
                 dataset.load_state_dict(state["dataset"])
@@ -64,14 +64,14 @@ class EarlierRun:
         before = self._settings
         if self.checkpoint is None or not before or self.config.trainer.val_only:
             return
-        if checkpoint.named(str(self.checkpoint))[0] >= total_steps:
+        if checkpoint.checkpoint_from_path(str(self.checkpoint))[0] >= total_steps:
             return
         path = self.config.actor_rollout_ref.model.path
-        first = before.get("actor_rollout_ref", {}).get("model", {}).get("path")
-        if first is not None and first != path:
+        base = before.get("actor_rollout_ref", {}).get("model", {}).get("path")
+        if base is not None and base != path:
             yield (
-                f"{self.checkpoint}: its weights go back to {MODEL}={first}, not to {path}; to train "
-                "that one, set another trainer.default_local_dir"
+                f"{self.checkpoint} was trained from {MODEL}={base}, not from {path}; to train "
+                f"{path}, set another trainer.default_local_dir"
             )
         for change in checkpoint.changed_settings(
             before, config_to_dict(self.config), checkpoint.PPO_KEYS

@@ -1,4 +1,4 @@
-"""The step of PRIME: trains its reward model on the batch and writes the implicit process rewards."""
+"""Trains PRIME's reward model on the batch, and writes its implicit process rewards."""
 
 from __future__ import annotations
 
@@ -14,59 +14,53 @@ from hone.ops.groups import Groups
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
 from hone.trainer.ppo.metrics import mean_over_ranks
-from hone.trainer.ppo.scoring import AGENT, RULE, has_extra, numbers_of
+from hone.trainer.ppo.scoring import AGENT, RULE, extra_numbers, has_extra
 from hone.workers.implicit_reward_model import GROUP, OUTCOME, ImplicitRewardModelWorker
 
-REWARD = "reward/implicit"
 
-
-def train_and_score(
+def train_implicit_reward_model(
     batch: DataProto, model: WorkerGroup[ImplicitRewardModelWorker], config: PPOTrainerConfig
 ) -> None:
     """Write `reward/implicit` [B, T], and the metrics of the reward model's update."""
     settings, mask = config.reward_model, require(batch, "response_mask")
-    labels, uid = outcomes_of(batch, config), batch.non_tensor_batch["uid"]
+    labels, uid = outcome_labels(batch, config), batch.non_tensor_batch["uid"]
     rows = batch.select()
     rows.set_column(OUTCOME, labels)
     rows.set_column(GROUP, Groups.of(uid).ids)
     rows.set_column("step_row", torch.arange(len(batch)))
-    out = model.call(ImplicitRewardModelWorker.update_rm, rows, step_rows=len(batch))
-    ratio, beta = out.batch["log_ratio"], settings.model.beta_train
+    output = model.call(ImplicitRewardModelWorker.update_rm, rows, step_rows=len(batch))
+    ratio, beta = output.batch["log_ratio"], settings.model.beta_train
     rewards = implicit_rewards(
-        ratio,
-        mask,
-        beta=beta,
-        granularity=settings.prime_granularity,
-        norm=settings.prime_norm,
+        ratio, mask, beta=beta, granularity=settings.prime_granularity, norm=settings.prime_norm
     )
-    write(batch, REWARD, rewards)
+    write(batch, "reward/implicit", rewards)
     logit = beta * ratio.sum(-1)
-    pairs, signs = ranking_accuracy(logit, labels, uid)
+    pair_accuracy, sign_accuracy = ranking_accuracy(logit, labels, uid)
     batch.meta_info.setdefault("metrics", {}).update(
-        mean_over_ranks(out.meta_info["metrics"])
+        mean_over_ranks(output.meta_info["metrics"])
         | {
             "reward_model/reward": float(rewards.sum(-1).mean()),
             "reward_model/raw_reward": float(ratio.sum(-1).mean()),
-            "reward_model/dpo_acc": pairs,
-            "reward_model/dpo_acc_abs": signs,
+            "reward_model/dpo_acc": pair_accuracy,
+            "reward_model/dpo_acc_abs": sign_accuracy,
         }
     )
 
 
-def outcomes_of(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B] in 0 … 1
-    """Return the label of each response: `acc` of the score function if it returns one, else its score."""
+def outcome_labels(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B] in 0 … 1
+    """Return the label of each response: the scorer's `acc` if it returns one, else its score."""
     if has_extra(batch, "acc"):
-        numbers = numbers_of(batch, "acc", config.reward_model.reward_kwargs.failure_score)
+        numbers = extra_numbers(batch, "acc", config.reward_model.reward_kwargs.failure_score)
         labels = torch.tensor(numbers, dtype=torch.float32)
     else:
         part = RULE if batch.has_column(f"reward/{RULE}") else AGENT
         labels = require(batch, f"reward/{part}").sum(-1).float()
     if (trajectory := trajectory_numbers(batch)) is not None:
         labels = totals(batch, labels)[trajectory]
-    outside = labels[(labels < 0) | (labels > 1)].tolist()
-    if outside:
+    out_of_range = labels[(labels < 0) | (labels > 1)].tolist()
+    if out_of_range:
         raise RewardError(
-            f"reward_model.type=prime trains on outcomes from 0 to 1, and a score is {outside[0]:g}; "
-            "return scores in that range, or an `acc` beside the score"
+            f"reward_model.type=prime trains on outcomes from 0 to 1, but a score is {out_of_range[0]:g}; "
+            "return scores in that range, or an additional `acc`"
         )
     return labels

@@ -12,14 +12,14 @@ class OutOfMemory(RuntimeError):
 
 
 @contextmanager
-def memory_explained(step: str) -> Iterator[None]:
-    """Turn a failed allocation into an explanation, with the original error as its cause."""
+def explain_out_of_memory(step: str) -> Iterator[None]:
+    """Replace an out-of-memory error with one that says which settings lower the memory use."""
     import torch
 
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        cause = _failed_allocation(error)
+        cause = _out_of_memory_message(error)
         if cause is None:
             raise
         raise OutOfMemory(
@@ -29,21 +29,21 @@ def memory_explained(step: str) -> Iterator[None]:
             "actor_rollout_ref.model.enable_gradient_checkpointing=true, on a GPU also "
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true and "
             "actor_rollout_ref.ref.fsdp_config.param_offload=true. Of these only the response length "
-            "changes what is learnt; the same command resumes from the last checkpoint"
+            "changes the result; the same command resumes from the last checkpoint"
         ) from error
 
 
 @contextmanager
-def garbage_frozen() -> Iterator[Callable[[], None]]:
-    """On a GPU, exclude the run's objects from garbage collection (`gc.freeze`).
+def freeze_garbage_collection() -> Iterator[Callable[[], None]]:
+    """Exclude the objects of a run on a GPU from garbage collection (`gc.freeze`).
 
-    Yields a function to call after each step. Its first call also excludes what the first step has made: it
-    imports compilers. A full collection of library and model objects takes 0.2 s, every few steps.
+    Without it, every few steps a full collection takes 0.2 s. Yields a function to call after each step;
+    its first call also excludes the objects of the first step, which imports compilers.
     """
     import torch
 
-    freezes = torch.cuda.is_available() and not gc.get_freeze_count()
-    remaining = 2 if freezes else 0
+    enabled = torch.cuda.is_available() and not gc.get_freeze_count()
+    remaining = 2 if enabled else 0
 
     def freeze() -> None:
         nonlocal remaining
@@ -56,12 +56,12 @@ def garbage_frozen() -> Iterator[Callable[[], None]]:
     try:
         yield freeze
     finally:
-        if freezes:
+        if enabled:
             gc.unfreeze()
 
 
-def _failed_allocation(error: BaseException | None) -> str | None:
-    """Return the first line of a failed allocation, from the error or one of its causes."""
+def _out_of_memory_message(error: BaseException | None) -> str | None:
+    """Return the first line of an out-of-memory error, or of one among the causes of `error`."""
     import torch
 
     while error is not None:

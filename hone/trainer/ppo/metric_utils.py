@@ -1,6 +1,6 @@
 """Provides verl's `metric_utils` and `utils.metric`, with verl's names and arguments.
 
-The training loop uses metrics.py; validation.py computes exact expectations.
+The training loop uses metrics.py instead, and exact expectations in validation.py.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     """Return metrics of scores, rewards, advantages and lengths, and of values with a critic."""
     prompts, responses = (part.shape[1] for part in split_attention(batch))
     metrics = data_metrics(batch, prompt_limit=prompts, response_limit=responses)
-    of_critic = ("critic/values/", "critic/vf_explained_var")
-    return {k: v for k, v in metrics.items() if use_critic or not k.startswith(of_critic)}
+    critic_prefixes = ("critic/values/", "critic/vf_explained_var")
+    return {k: v for k, v in metrics.items() if use_critic or not k.startswith(critic_prefixes)}
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
@@ -177,7 +177,7 @@ def bootstrap_metric(
     """Return mean and standard deviation of each reduction over bootstrap subsets."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(len(data), size=(n_bootstrap, subset_size))
-    subsets = [[data[row] for row in drawn] for drawn in rows]
+    subsets = [[data[row] for row in sample] for sample in rows]
     results = [[reduce(subset) for subset in subsets] for reduce in reduce_fns]
     return [(float(np.mean(values)), float(np.std(values))) for values in results]
 

@@ -1,4 +1,4 @@
-"""Computes the metrics of a step under verl's names, with an explicit reduction for each."""
+"""Computes the metrics of a step, with verl's names."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 
 
 class StepWarnings:
-    """Warns about skipped updates and batches without signal, once per series of such steps."""
+    """Warns about skipped updates and batches without signal, once for consecutive steps."""
 
     def __init__(self, *, compares_groups: bool) -> None:
         self._compares_groups = compares_groups
-        self._without_signal = False
+        self._had_no_signal = False
         self._skipped: dict[str, float] = {}
 
     def skipped_updates(self, metrics: Mapping[str, float], step: int) -> None:
@@ -46,21 +46,21 @@ class StepWarnings:
 
     def group_signal(self, batch: DataProto, step: int) -> dict[str, float]:
         """Return the fraction of groups with equal scores; empty if every group has one response."""
-        facts = batch.non_tensor_batch
+        arrays = batch.non_tensor_batch
         outcome = outcomes(
             "scores",
             require(batch, "token_level_scores"),
             require(batch, "response_mask"),
-            facts["uid"],
-            facts.get("trajectory_id"),
+            arrays["uid"],
+            arrays.get("trajectory_id"),
         )
         groups, scores = outcome.groups, outcome.scores
-        several = groups.sizes > 1
-        if not several.any():
+        has_several = groups.sizes > 1
+        if not has_several.any():
             return {}
-        equal = (groups.max(scores) == groups.min(scores))[several]
-        without_signal = bool(equal.all())
-        if without_signal and not self._without_signal and self._compares_groups:
+        equal = (groups.max(scores) == groups.min(scores))[has_several]
+        has_no_signal = bool(equal.all())
+        if has_no_signal and not self._had_no_signal and self._compares_groups:
             log.warning(
                 "step %d: in each of the %d groups all responses have the same score, so the step "
                 "teaches nothing; use prompts that are neither too easy nor too hard, a score with "
@@ -69,19 +69,19 @@ class StepWarnings:
                 step,
                 len(equal),
             )
-        self._without_signal = without_signal
+        self._had_no_signal = has_no_signal
         return {GROUPS_WITHOUT_SIGNAL: equal.double().mean().item()}
 
 
 def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
-    """Average worker metrics over ranks, which report the same global value or their own part."""
+    """Average worker metrics over ranks; a rank reports the global value or that of its rows."""
     return {
         name: float(sum(value) / len(value)) if isinstance(value, list) else float(value)
         for name, value in metrics.items()
     }
 
 
-def spread(name: str, values: Tensor) -> dict[str, float]:
+def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
     """Return mean, max and min; empty if there are no values."""
     if values.numel() == 0:
         return {}
@@ -100,54 +100,55 @@ def split_attention(batch: DataProto) -> tuple[Tensor, Tensor]:
 
 def data_metrics(batch: DataProto, prompt_limit: int, response_limit: int) -> dict[str, float]:
     """Return metrics of scores, rewards, advantages, lengths and turns of one batch."""
-    columns, facts = batch.batch, batch.non_tensor_batch
+    columns, arrays = batch.batch, batch.non_tensor_batch
     mask = columns["response_mask"].bool()
     prompt_length, response_length = (part.sum(1) for part in split_attention(batch))
     scores = totals(batch, columns["token_level_scores"].sum(-1))
     metrics = {
-        **spread("critic/score", scores),
-        **spread("critic/rewards", totals(batch, columns["token_level_rewards"].sum(-1))),
-        **spread("critic/advantages", columns["advantages"][mask]),
-        **spread("critic/returns", columns["returns"][mask]),
-        **spread("response_length", response_length),
-        **spread("prompt_length", prompt_length),
+        **mean_max_min("critic/score", scores),
+        **mean_max_min("critic/rewards", totals(batch, columns["token_level_rewards"].sum(-1))),
+        **mean_max_min("critic/advantages", columns["advantages"][mask]),
+        **mean_max_min("critic/returns", columns["returns"][mask]),
+        **mean_max_min("response_length", response_length),
+        **mean_max_min("prompt_length", prompt_length),
         "response_length/clip_ratio": (response_length >= response_limit).float().mean().item(),
         "prompt_length/clip_ratio": (prompt_length >= prompt_limit).float().mean().item(),
         "reward/mean": scores.mean().item(),
     }
     if (numbers := trajectory_numbers(batch)) is not None:
-        metrics |= spread("trajectory_rows", numbers.bincount())
-    if "values" in columns.keys():  # noqa: SIM118
+        metrics |= mean_max_min("trajectory_rows", numbers.bincount())
+    if batch.has_column("values"):
         values, returns = columns["values"][mask], columns["returns"][mask]
-        metrics |= spread("critic/values", values)
+        metrics |= mean_max_min("critic/values", values)
         if len(values) > 1:  # one value has no variance
             error = torch.var(returns - values) / (torch.var(returns) + 1e-5)
             metrics["critic/vf_explained_var"] = 1.0 - error.item()
-    if "entropys" in columns.keys():  # noqa: SIM118
+    if batch.has_column("entropys"):
         metrics["actor/entropy"] = masked_mean(columns["entropys"], mask).item()
-    if "step_mask" in columns.keys():  # noqa: SIM118
-        metrics |= spread("num_of_steps", columns["step_mask"].sum(-1))
-    if "rm_scores" in columns.keys():  # noqa: SIM118
-        metrics |= style_metrics(scores, facts.get("reward_model", ()))
+    if batch.has_column("step_mask"):
+        metrics |= mean_max_min("num_of_steps", columns["step_mask"].sum(-1))
+    if batch.has_column("rm_scores"):
+        metrics |= style_metrics(scores, arrays.get("reward_model", ()))
     # A data set may also have a column `acc`; only that of a scorer or an agent loop is reported.
-    names = {
-        n for key in ("reward_extra_names", "loop_facts") for n in batch.meta_info.get(key, ())
-    }
-    if "acc" in names and are_numbers(facts.get("acc", ())):
-        accuracies = [float(a) for a in facts["acc"] if a is not None]
+    keys = ("reward_extra_names", "loop_facts")
+    has_acc = any("acc" in batch.meta_info.get(key, ()) for key in keys)
+    if has_acc and are_numbers(arrays.get("acc", ())):
+        accuracies = [float(a) for a in arrays["acc"] if a is not None]
         metrics["accuracy"] = sum(accuracies) / len(accuracies)
     for name in ("num_turns", "tool_call_counts", "tool_failures"):
-        counts = torch.tensor([float(n) for n in facts.get(name, ()) if n is not None])
-        metrics |= spread(name, counts)
-    counts_of_loops = environment_counts(batch)
-    if counts_of_loops:
+        counts = torch.tensor([float(n) for n in arrays.get(name, ()) if n is not None])
+        metrics |= mean_max_min(name, counts)
+    env_names = environment_columns(batch)
+    if env_names:
         policy_tokens = int(mask.sum())
         metrics["state_tokens/total"] = policy_tokens
         metrics["state_tokens/coverage"] = policy_tokens / max(int(response_length.sum()), 1)
-    for name in counts_of_loops:
-        statistics = spread(name, torch.tensor([float(n) for n in facts[name] if n is not None]))
-        actions = name == "env/number_of_actions"
-        metrics |= statistics if actions else {name: statistics[f"{name}/mean"]}
+    for name in env_names:
+        statistics = mean_max_min(
+            name, torch.tensor([float(n) for n in arrays[name] if n is not None])
+        )
+        is_count = name == "env/number_of_actions"
+        metrics |= statistics if is_count else {name: statistics[f"{name}/mean"]}
     return metrics
 
 
@@ -159,22 +160,22 @@ def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[st
         by_style.setdefault("model" if style == "model" else "rule", []).append(score)
     return {
         f"reward/style_{style}/{name}": value
-        for style, of_style in by_style.items()
+        for style, style_scores in by_style.items()
         for name, value in (
-            ("mean", sum(of_style) / len(of_style)),
-            ("share", len(of_style) / len(scores)),
+            ("mean", sum(style_scores) / len(style_scores)),
+            ("share", len(style_scores) / len(scores)),
         )
     }
 
 
-def environment_counts(batch: DataProto) -> list[str]:
-    """Return the numeric columns that agent loops wrote under `env/`."""
+def environment_columns(batch: DataProto) -> list[str]:
+    """Return the names of numeric columns that agent loops wrote with the prefix `env/`."""
     names = [n for n in batch.meta_info.get("loop_facts", ()) if n.startswith("env/")]
     return [name for name in names if are_numbers(batch.non_tensor_batch[name])]
 
 
 def are_numbers(values: Iterable[JsonValue]) -> bool:
-    """Return whether there are values, and all except None are numbers that fit a float."""
+    """Return whether all values except None are numbers that fit a float, and there is at least one."""
     numbers = [v for v in values if v is not None]
     return bool(numbers) and all(
         abs(v) <= sys.float_info.max
@@ -205,7 +206,7 @@ def agreement_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
-    """Return how evenly the recorded experts of response tokens are used, per layer."""
+    """Return the load balance of the experts in each layer, over response tokens."""
     if not batch.has_column("routed_experts"):
         return {}
     from hone.models.load import load_config
@@ -238,7 +239,7 @@ def throughput_metrics(
     tokens = int(batch.batch["attention_mask"].sum())
     generated = int(batch.batch["response_mask"].sum())
     seconds = timing.get("timing_s/step", 0.0)
-    phases = {name.removeprefix("timing_s/"): spent for name, spent in timing.items()}
+    phases = {name.removeprefix("timing_s/"): value for name, value in timing.items()}
     return {
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": seconds,

@@ -1,7 +1,6 @@
-"""Decides which steps a run needs, from the columns that its parts declare to read (see `columns.py`).
+"""Derives which computations a run needs from the columns that its algorithm reads (see `columns.py`).
 
-This file names no estimator, loss or KL. A column that is read but never written is a configuration error,
-reported before any model is loaded.
+A column that is read but never written is a configuration error, reported before any model is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ T = TypeVar("T")
 
 
 def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:
-    """Make learning-rate schedules end with the run; the actor's starts after `critic_warmup`."""
+    """Set the length of learning-rate schedules to that of the run; the actor's excludes `critic_warmup`."""
     actor_steps = max(total - config.trainer.critic_warmup, 1)
     for block, steps in (
         ("actor_rollout_ref.actor", actor_steps),
@@ -51,12 +50,12 @@ def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConf
 
 @dataclass(frozen=True)
 class Reader:
-    """A part of the run that reads columns, identified by the setting that selects it."""
+    """A part of the algorithm that reads columns, named after the setting that enables it."""
 
     setting: str
     columns: tuple[str, ...]
-    updates: bool = False
-    """Whether it reads during the update, after advantages are written, or before."""
+    in_update: bool = False
+    """Whether it reads during the update, when advantages exist."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,15 @@ class Plan:
     """Whether the rollout's log-probs are used as the old log-probs."""
     rows_per_update: tuple[int, ...]
     """Rows per mini-batch, for each trained role."""
-    served: bool = False
-    """Whether a server runs the reward model, and not a worker."""
+    on_server: bool = False
+    """Whether the reward model runs on a server instead of in workers."""
     records_routing: bool = False
-    """Whether the pass over old log-probs records the experts of each token."""
+    """Whether the log-prob pass records the experts of each token."""
 
     @property
-    def is_outside(self) -> bool:
-        """Whether a manager scores with the reward model: a served one, or a judge."""
-        return self.served or self.reward_model == "judge"
+    def external_reward_model(self) -> bool:
+        """Whether a reward manager calls the reward model: one on a server, or a judge."""
+        return self.on_server or self.reward_model == "judge"
 
     @property
     def reference(self) -> bool:
@@ -99,8 +98,8 @@ class Plan:
 
     @property
     def old_log_probs(self) -> bool:
-        """Whether a separate pass computes them; with exactly one update per batch, the update's forward
-        pass gives the same values."""
+        """Whether the log-prob pass computes them; with one update per batch, the forward pass of the
+        update gives the same values."""
         return "old_log_probs" in self.columns and not self.bypass
 
     @property
@@ -109,12 +108,12 @@ class Plan:
 
     @property
     def log_prob_pass(self) -> bool:
-        """Whether the actor runs over the batch before the update."""
+        """Whether the actor computes log-probs before the update."""
         return self.old_log_probs or self.sum_pi_squared or "entropys" in self.columns
 
     @property
     def log_prob_columns(self) -> tuple[str, ...]:
-        """The columns that this pass writes, always including entropies."""
+        """The columns that the log-prob pass writes; entropies are always among them."""
         old = ("old_log_probs",) if self.old_log_probs else ()
         routing = ("routed_experts",) if self.records_routing else ()
         squares = ("sum_pi_squared",) if self.sum_pi_squared else ()
@@ -123,7 +122,7 @@ class Plan:
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
         """Return the plan, or raise a ConfigError that lists every problem."""
-        plan, problems = _draft(config)
+        plan, problems = _build_plan(config)
         if plan is not None:
             problems += _problems(config, plan)
         if problems or plan is None:
@@ -134,18 +133,20 @@ class Plan:
 def find_problems_and_notes(
     config: Block, origins: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the problems of a config's plan and the given keys without effect, for `compose`."""
+    """Return the problems of a config's plan, and notes on given keys without effect."""
     if not isinstance(config, PPOTrainerConfig):
         return [], []
-    plan, problems = _draft(config)
-    problems += unknown_names(config)
+    plan, problems = _build_plan(config)
+    problems += unknown_name_problems(config)
     if plan is None:
         return problems, []
-    return [*problems, *_problems(config, plan)], topics(_idle(config, plan, origins))
+    return [*problems, *_problems(config, plan)], topics(
+        _keys_without_effect(config, plan, origins)
+    )
 
 
-def unknown_names(config: PPOTrainerConfig) -> Iterator[str]:
-    """Yield a problem per unknown plug-in name; `_draft` checks estimator, loss and KL."""
+def unknown_name_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    """Yield a problem per unknown plug-in name, except estimator, loss and KL (see `_build_plan`)."""
     rollout = config.actor_rollout_ref.rollout
     tables: dict[str, tuple[Table[Function], str]] = {
         "actor_rollout_ref.rollout.name": (ENGINES, rollout.name),
@@ -162,7 +163,8 @@ def unknown_names(config: PPOTrainerConfig) -> Iterator[str]:
             yield f"{key}={name}: unknown {table.kind}.{near} Known: {', '.join(table.names())}"
 
 
-def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
+def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
+    """Return the plan and the problems of its parts; the plan is None without a valid estimator."""
     algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
     kind: Literal["orm", "prm", "prime", "judge"] | None = model.type if model.enable else None
     problems: list[str] = []
@@ -171,8 +173,8 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         try:
             return get()
         except ValueError as error:  # an unknown name, or options that do not fit
-            unnamed = key if isinstance(error, PluginError) else ""
-            problems.append(f"{unnamed}: {error}" if unnamed else str(error))
+            prefix = f"{key}: " if key and isinstance(error, PluginError) else ""
+            problems.append(f"{prefix}{error}")
             return None
 
     # A user's module may register the estimator or the loss that the configuration names.
@@ -193,15 +195,15 @@ def _draft(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         return None, problems
     readers = list(_readers(config, estimator, loss))
     for reader in readers:
-        problems += [p for c in reader.columns if (p := _unwritten(c, reader, config))]
+        problems += [p for c in reader.columns if (p := _missing_column_problem(c, reader, config))]
     columns = frozenset(column for reader in readers for column in reader.columns)
     rows = [actor.sequences_per_update()]
     if "values" in columns:
         rows.append(config.critic.sequences_per_update())
     bypass = algorithm.rollout_correction.bypass_mode
-    served = bool(kind and model.server.url)
+    on_server = bool(kind and model.server.url)
     records = config.actor_rollout_ref.actor.router_replay.mode == "R2"
-    return Plan(estimator, columns, kind, bypass, tuple(rows), served, records), problems
+    return Plan(estimator, columns, kind, bypass, tuple(rows), on_server, records), problems
 
 
 def _readers(
@@ -211,17 +213,17 @@ def _readers(
     correction, key = algorithm.rollout_correction, "algorithm.rollout_correction"
     yield Reader(f"algorithm.adv_estimator={algorithm.adv_estimator}", estimator.requires)
     mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}"
-    yield Reader(mode, needs_of(loss) if loss is not None else (), updates=True)
+    yield Reader(mode, needs_of(loss) if loss is not None else (), in_update=True)
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
     if not one_update:
-        # Only the first update can take them from its own forward pass.
-        yield Reader("more than one update per batch", ("old_log_probs",), updates=True)
+        # Only in the first update are they equal to the log-probs of its own forward pass.
+        yield Reader("more than one update per batch", ("old_log_probs",), in_update=True)
     if config.trainer.critic_warmup > 0:
-        yield Reader("trainer.critic_warmup", ("old_log_probs",), updates=True)
+        yield Reader("trainer.critic_warmup", ("old_log_probs",), in_update=True)
     if algorithm.use_kl_in_reward:
         yield Reader("algorithm.use_kl_in_reward=true", ("old_log_probs", "ref_log_prob"))
     if actor.use_kl_loss:
-        yield Reader("actor_rollout_ref.actor.use_kl_loss=true", ("ref_log_prob",), updates=True)
+        yield Reader("actor_rollout_ref.actor.use_kl_loss=true", ("ref_log_prob",), in_update=True)
     if correction.bypass_mode:
         yield Reader(f"{key}.bypass_mode=true", ("rollout_log_probs",))
     elif correction.narrows_loss:
@@ -230,11 +232,11 @@ def _readers(
         reader = "actor_rollout_ref.actor.calculate_sum_pi_squared=true"
         yield Reader(reader, ("sum_pi_squared",))
     if config.critic.enable:
-        yield Reader("critic.enable=true", ("values",), updates=True)
+        yield Reader("critic.enable=true", ("values",), in_update=True)
 
 
-def _remedies(config: PPOTrainerConfig) -> dict[str, str]:
-    """Return the columns that this configuration does not write, with the setting that would."""
+def _missing_columns(config: PPOTrainerConfig) -> dict[str, str]:
+    """Return the columns that this run does not write, each with the setting that would write it."""
     model, correction = config.reward_model, config.algorithm.rollout_correction
     corrects = "algorithm.rollout_correction"
     remedies: dict[str, str] = {}
@@ -262,20 +264,20 @@ def _remedies(config: PPOTrainerConfig) -> dict[str, str]:
 _AFTER_ESTIMATORS = ("advantages", "returns", "step_row", "padded_row")
 
 
-def _unwritten(name: str, reader: Reader, config: PPOTrainerConfig) -> str | None:
-    """Return the problem of a column that no step of this run writes before it is read."""
+def _missing_column_problem(name: str, reader: Reader, config: PPOTrainerConfig) -> str | None:
+    """Return a problem if no step of this run writes the column before it is read."""
     column = declared(name)
     if column is None:  # a column of the data, or an extra of a score function
         near = nearest(name, COLUMNS)
         return (
             near and f"{reader.setting} reads {name!r}, which no step writes.{did_you_mean(near)}"
         )
-    if remedy := _remedies(config).get(name):
+    if remedy := _missing_columns(config).get(name):
         return f"{reader.setting} reads {name}, which this run does not write; use {remedy}"
-    if name in _AFTER_ESTIMATORS and not reader.updates:
+    if name in _AFTER_ESTIMATORS and not reader.in_update:
         return (
-            f"{reader.setting} reads {name}, which step {column.step!r} writes after it; "
-            "read what it is made from"
+            f"{reader.setting} reads {name}, which step {column.step!r} writes later; "
+            "read the columns that it is computed from"
         )
     return None
 
@@ -308,39 +310,39 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
         )
     ref, critic, reward = config.actor_rollout_ref.ref, config.critic, config.reward_model
     critic_block, reward_block = critic.model.fsdp_config, reward.model.fsdp_config
-    on_engine = plan.reward_model in ("prm", "prime") and not plan.served
-    for is_built, key, role, block, ranks in (
+    on_engine = plan.reward_model in ("prm", "prime") and not plan.on_server
+    for is_used, key, role, block, ranks in (
         (plan.reference, "actor_rollout_ref.ref", ref, ref.fsdp_config, 0),
         (plan.critic, "critic", critic, critic_block, 0),
         (on_engine, "reward_model", reward, reward_block, sum(config.reward_pool)),
     ):
-        if is_built:
+        if is_used:
             yield from uneven_mesh(
                 ranks or config.world_size, key, role, f"{key}.fsdp_config", block
             )
 
 
-def _idle(
+def _keys_without_effect(
     config: PPOTrainerConfig, plan: Plan, origins: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each given key that has no effect under this plan, with the reason."""
-    idle: dict[str, str] = {}
+    """Yield each given key that has no effect in this run, with the reason."""
+    reasons: dict[str, str] = {}
     if not plan.critic:
-        why = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
+        reason = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
         blocks = ("optim", "model", "ppo_micro_batch_size_per_gpu", "cliprange_value")
-        idle |= {f"critic.{block}": why for block in blocks}
+        reasons |= {f"critic.{block}": reason for block in blocks}
     if not plan.reference:
-        idle["actor_rollout_ref.ref"] = "no KL to the reference policy is asked for"
+        reasons["actor_rollout_ref.ref"] = "no KL to the reference policy is configured"
     name = config.algorithm.adv_estimator
     if TABLE.is_built_in(name):
         entries = [TABLE.get(other) for other in TABLE.names() if TABLE.is_built_in(other)]
         options = set().union(*(_options(e.estimator) for e in entries if isinstance(e, VerlForm)))
         unused = options - _options(type(plan.estimator))
-        idle |= {f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in unused}
-    for prefix, why in idle.items():
+        reasons |= {f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in unused}
+    for prefix, reason in reasons.items():
         for key in origins:
             if key == prefix or key.startswith(prefix + "."):
-                yield key, f"no effect while {why}"
+                yield key, f"no effect while {reason}"
 
 
 def _options(estimator: type[Estimator]) -> set[str]:

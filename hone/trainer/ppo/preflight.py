@@ -1,7 +1,7 @@
 """Checks a run before any model loads, and reports all problems together.
 
-Every training run starts with these checks; `hone train --dry-run` prints the preview and stops.
-`hone.config` has already checked the configuration itself.
+Every training run starts with these checks; `hone train --dry-run` prints a preview and stops. The
+configuration itself has been checked before, in `hone.config`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.trial import Verdict
 from hone.tokenizer import Tokenizer
 from hone.tracking import progress
-from hone.trainer.command_line import mistake_in_words, require_folder
+from hone.trainer.command_line import require_folder, user_error_message
 from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
-from hone.trainer.ppo.preview import Needs, lines_of
+from hone.trainer.ppo.preview import ResourceEstimate, preview_lines
 from hone.trainer.ppo.remote_checkpoints import require_store
 from hone.trainer.ppo.row_checks import AgentChecks, Lengths, measure_prompts, try_scorers
-from hone.trainer.ppo.scoring import load_validation_manager, outside_model
+from hone.trainer.ppo.scoring import load_external_reward_model, load_validation_manager
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.types import Function, Settings
 
@@ -42,10 +42,10 @@ T = TypeVar("T")
 
 
 class PreflightError(ValueError):
-    """Lists everything that would stop the run later, one sentence per line."""
+    """Lists all problems that would stop the run, one per line."""
 
-    changes_nothing = True
-    """The run has not started, so no error log is written to its folder."""
+    skips_error_log = True
+    """Nothing is written to the run folder, since the run has not started."""
 
     def __init__(self, problems: list[str]) -> None:
         count = f"{len(problems)} problems"
@@ -64,22 +64,22 @@ class Preview:
 def prepare(
     config: PPOTrainerConfig, compute_score: Function | None = None
 ) -> tuple[PPOTrainer, Preview]:
-    """Return the trainer of a run, without models loaded; all problems are raised as one error.
+    """Return the trainer of a run before models load; raise one error for all problems.
 
     `compute_score` replaces the score function of the configuration.
     """
-    check = _Preflight(config, compute_score)
+    preflight = _Preflight(config, compute_score)
     try:
-        return check.trainer()
+        return preflight.run()
     except BaseException:
-        for manager in check.managers.values():  # trying the scorers started processes
+        for manager in preflight.managers.values():  # they may have started scoring processes
             if manager is not None and hasattr(manager, "close"):
                 manager.close()
         raise
 
 
 class _Preflight:
-    """The parts of a run; a part that cannot be built is None, and the others are still checked."""
+    """Builds and checks the parts of a run; an error in one part does not stop the checks of others."""
 
     def __init__(self, config: PPOTrainerConfig, compute_score: Function | None) -> None:
         self.config = config
@@ -91,13 +91,13 @@ class _Preflight:
         self.lengths: dict[str, Lengths] = {}
         self.managers: dict[str, AbstractRewardManager | None] = {}
 
-    def trainer(self) -> tuple[PPOTrainer, Preview]:
+    def run(self) -> tuple[PPOTrainer, Preview]:
         config, attempt = self.config, self._attempt
         folder, model = config.trainer.default_local_dir, config.actor_rollout_ref.model
         attempt(lambda: require_folder(folder, "trainer.default_local_dir"))
         attempt(lambda: require_store(config.trainer.default_hdfs_dir))
-        trusted = replace(model, trust_remote_code=config.data.trust_remote_code)
-        tokenizer = attempt(lambda: build_tokenizer(trusted))
+        source = replace(model, trust_remote_code=config.data.trust_remote_code)
+        tokenizer = attempt(lambda: build_tokenizer(source))
         plan = attempt(lambda: Plan.of(config))
         self._check_models(plan)
         datasets = self._datasets(tokenizer)
@@ -107,63 +107,64 @@ class _Preflight:
         if agents is not None:
             agent_problems = list(agents.problems())  # builds the loops
             attempt(agents.render_prompts)
-        compute_score, rows = self.compute_score, datasets.get(VALIDATION)
+        compute_score, val_dataset = self.compute_score, datasets.get(VALIDATION)
         train = partial(load_reward_manager, num_examine=0)
-        loaders = {TRAIN: train, VALIDATION: partial(load_validation_manager, dataset=rows)}
+        loaders = {TRAIN: train, VALIDATION: partial(load_validation_manager, dataset=val_dataset)}
         for key, load in loaders.items():
             self.managers[key] = attempt(
                 partial(load, config, tokenizer, compute_score=compute_score)
             )
         earlier = attempt(lambda: EarlierRun(config))
         if earlier is not None and plan is not None:
-            self._add(earlier.problems(plan))
-            attempt(lambda: earlier.refuse_other_data(datasets.get(TRAIN)))
-        needs = Needs(config, plan, self.facts) if plan is not None else None
-        self._add(needs.disk_problems() if needs is not None else ())
+            self._add_problems(earlier.problems(plan))
+            attempt(lambda: earlier.require_same_data(datasets.get(TRAIN)))
+        estimate = ResourceEstimate(config, plan, self.facts) if plan is not None else None
+        self._add_problems(estimate.disk_problems() if estimate is not None else ())
         if agents is not None:
-            self._add(agent_problems)
+            self._add_problems(agent_problems)
             self.warnings += agents.warnings()
         if tokenizer is not None:
-            self._add(self._prompt_problems(datasets))
-            if plan is not None and plan.is_outside:
-                outside = attempt(lambda: outside_model(config, tokenizer, None))
-                if outside is not None and (why := outside.scorer.connection_error()):
+            self._add_problems(self._prompt_problems(datasets))
+            if plan is not None and plan.external_reward_model:
+                manager = attempt(lambda: load_external_reward_model(config, tokenizer, None))
+                if manager is not None and (why := manager.scorer.refusal()):
                     self.warnings.append(f"the reward model's server cannot be reached ({why})")
         self._try_scorers(datasets)
-        trainer = self._assembled(tokenizer, datasets)
+        trainer = self._build_trainer(tokenizer, datasets)
         self._raise_all()
         assert trainer is not None
-        assert needs is not None
+        assert estimate is not None
         assert earlier is not None
-        self.warnings += [*earlier.changes(trainer.total_steps), *self._odd_settings(trainer.plan)]
-        lines = lines_of(trainer, needs, self.lengths)
+        self.warnings += earlier.changes(trainer.total_steps)
+        self.warnings += self._setting_warnings(trainer.plan)
+        lines = preview_lines(trainer, estimate, self.lengths)
         return trainer, Preview(tuple(lines), tuple(self.warnings))
 
     def _attempt(self, part: Callable[[], T]) -> T | None:
-        """Return the result of `part`; a user error is recorded and gives None."""
+        """Return the result of `part`, or None after recording a user error."""
         try:
             return part()
         except Exception as error:
-            sentence = mistake_in_words(error)
-            if sentence is None:
+            message = user_error_message(error)
+            if message is None:
                 raise
-            if self._add([sentence]):
+            if self._add_problems([message]):
                 self._errors.append(error)
             return None
 
-    def _add(self, sentences: Iterable[str]) -> bool:
-        """Add the sentences whose cause is not yet recorded; return whether there was one."""
+    def _add_problems(self, messages: Iterable[str]) -> bool:
+        """Add the messages whose cause is not yet recorded; return whether any was added."""
         before = len(self.problems)
-        for sentence in sentences:
-            cause = sentence.rpartition("cannot be built: ")[2]
+        for message in messages:
+            cause = message.rpartition("cannot be built: ")[2]
             if not any(cause in problem for problem in self.problems):
-                self.problems.append(sentence)
+                self.problems.append(message)
         return len(self.problems) > before
 
     def _raise_all(self) -> None:
-        """Raise a single error unchanged, or several as one PreflightError."""
+        """Raise a single error as it is, and several as one PreflightError."""
         if len(self.problems) == len(self._errors) == 1:
-            vars(self._errors[0])["changes_nothing"] = True
+            vars(self._errors[0])["skips_error_log"] = True
             raise self._errors[0]
         if self.problems:
             raise PreflightError(self.problems) from next(iter(self._errors), None)
@@ -193,7 +194,7 @@ class _Preflight:
             ranks, model = config.rollout_ranks, config.actor_rollout_ref.model
             self._attempt(partial(refuse_sharding, size, ranks, model))
         scorer = config.reward_model.model.path
-        if plan is not None and plan.reward_model and scorer and not plan.served:
+        if plan is not None and plan.reward_model and scorer and not plan.on_server:
             is_judge = plan.reward_model == "judge"
             self._attempt(lambda: check_model(scorer, is_decoder=is_judge))
             if plan.reward_model == "orm" and Path(resolve_model_path(scorer)).is_dir():
@@ -201,7 +202,7 @@ class _Preflight:
                 self._attempt(lambda: classifier_kind(scorer, trust_remote_code=trust))
 
     def _datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
-        """Return the data sets by config key; without a tokenizer rows are read but not rendered."""
+        """Return the data sets by config key; without a tokenizer, prompts are not filtered by length."""
         data = self.config.data
         if tokenizer is None:
             data = replace(data, filter_overlong_prompts=False)
@@ -212,7 +213,7 @@ class _Preflight:
         return {key: dataset for key, dataset in datasets.items() if dataset is not None}
 
     def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
-        """Check prompt lengths against `data.max_prompt_length` and the model's positions."""
+        """Yield problems of prompts that exceed `data.max_prompt_length` or the model's positions."""
         data, positions = self.config.data, self.facts.positions
         for key, dataset in datasets.items():
             if not isinstance(dataset, RLHFDataset):
@@ -231,10 +232,8 @@ class _Preflight:
                     "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
                 )
                 continue
-            prompt, response = (
-                min(lengths.longest, data.max_prompt_length),
-                data.max_response_length,
-            )
+            prompt = min(lengths.longest, data.max_prompt_length)
+            response = data.max_response_length
             if positions and prompt + response > positions:
                 yield (
                     f"a prompt of {prompt:,} tokens ({lengths.where}) and "
@@ -249,16 +248,16 @@ class _Preflight:
                 continue
             trial = try_scorers(manager, dataset, self.config)
             for verdict in self._attempt(partial(list[Verdict], trial)) or ():
-                self._add([verdict.problem] if verdict.problem else ())
+                self._add_problems([verdict.problem] if verdict.problem else ())
                 self.warnings += [verdict.warning] if verdict.warning else []
 
-    def _assembled(
+    def _build_trainer(
         self, tokenizer: Tokenizer | None, datasets: dict[str, Dataset]
     ) -> PPOTrainer | None:
-        """Build the trainer if all parts exist; its constructor checks that they match."""
-        needed = {TRAIN, VALIDATION} if self.config.data.val_files else {TRAIN}
+        """Return the trainer, whose constructor checks that the parts match; None if a part is missing."""
+        keys = {TRAIN, VALIDATION} if self.config.data.val_files else {TRAIN}
         managers = [self.managers[TRAIN], self.managers[VALIDATION]]
-        if tokenizer is None or None in managers or needed != set(datasets):
+        if tokenizer is None or None in managers or keys != set(datasets):
             return None
         return self._attempt(
             lambda: PPOTrainer(
@@ -271,15 +270,15 @@ class _Preflight:
             )
         )
 
-    def _odd_settings(self, plan: Plan) -> Iterator[str]:
+    def _setting_warnings(self, plan: Plan) -> Iterator[str]:
         config = self.config
         if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
             yield (
                 "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true: the KL to "
                 "the reference counts twice, in the reward and in the loss; one of them is enough"
             )
-        alone = config.actor_rollout_ref.rollout.n == 1 and not config.trainer.val_only
-        if plan.estimator.groups == "compared" and alone:
+        one_response = config.actor_rollout_ref.rollout.n == 1 and not config.trainer.val_only
+        if plan.estimator.groups == "compared" and one_response:
             yield (
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the responses of "
                 "one prompt, and actor_rollout_ref.rollout.n=1: it trains on raw scores, without a "
@@ -289,7 +288,7 @@ class _Preflight:
 
 @dataclass(frozen=True)
 class _Engine:
-    """A role that a training engine computes, and the sizes of its layout."""
+    """The model and the parallel layout of a role that a training engine computes."""
 
     path: str
     override_config: Settings
@@ -316,19 +315,20 @@ class _Engine:
 
 
 def _engines(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_Engine]:
-    part, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    actor, ref, ranks, lora = part.actor, part.ref, config.world_size, part.model.uses_lora
-    path, changes = part.model.path, part.model.override_config
+    """Yield the training engines of the run; without a plan only the actor's."""
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    actor, ref, ranks, lora = policy.actor, policy.ref, config.world_size, policy.model.uses_lora
+    path, changes = policy.model.path, policy.model.override_config
     yield _Engine(path, changes, actor.strategy, actor, actor.fsdp_config, ranks, lora)
     if plan is None:
         return
     if plan.reference and not lora:
         yield _Engine(path, changes, ref.strategy, ref, ref.fsdp_config, ranks)
     if plan.critic:
-        own, has_adapters = critic.model, critic.model.lora_rank > 0
-        start, changes = own.path or path, own.override_config
-        yield _Engine(start, changes, critic.strategy, critic, own.fsdp_config, ranks, has_adapters)
-    if plan.reward_model in ("prm", "prime") and not plan.served and reward.model.path:
+        model, critic_lora = critic.model, critic.model.lora_rank > 0
+        path, changes = model.path or path, model.override_config
+        yield _Engine(path, changes, critic.strategy, critic, model.fsdp_config, ranks, critic_lora)
+    if plan.reward_model in ("prm", "prime") and not plan.on_server and reward.model.path:
         strategy = actor.strategy if plan.reward_model == "prime" else "fsdp2"
         ranks = sum(config.reward_pool) or ranks
         changes, sharding = reward.model.override_config, reward.model.fsdp_config

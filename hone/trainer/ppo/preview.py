@@ -14,15 +14,15 @@ from hone.trainer.ppo.trainer import PPOTrainer
 from hone.trainer.threads import uses_gpu
 
 GIB = 2**30
-ADAM_BYTES = 12
+OPTIMIZER_BYTES = 12
 """Bytes per trained parameter: the fp32 master weight and AdamW's two moments."""
-HALF_BYTES, FULL_BYTES = 2, 4
+BYTES_16_BIT, BYTES_32_BIT = 2, 4
 CHECKPOINT_BYTES = 16
 """Bytes per parameter: master weight, two moments and the Hugging Face export."""
 
 
-class Needs:
-    """Memory and disk space, estimated from the number of parameters in the weight files."""
+class ResourceEstimate:
+    """Memory and disk space that a run needs, estimated from the number of parameters."""
 
     def __init__(self, config: PPOTrainerConfig, plan: Plan, facts: ModelFacts) -> None:
         self.config, self.plan, self.facts = config, plan, facts
@@ -39,13 +39,13 @@ class Needs:
         dtype = config.actor_rollout_ref.actor.fsdp_config.dtype
         on_gpu = uses_gpu(config.trainer.device)
         half = dtype in ("bf16", "bfloat16", "fp16", "float16") or (dtype == "auto" and on_gpu)
-        width = HALF_BYTES if half else FULL_BYTES
+        width = BYTES_16_BIT if half else BYTES_32_BIT
         # fp32 weights need no separate master weights.
-        trained = 2 * width + ADAM_BYTES - (0 if half else FULL_BYTES)
+        trained_bytes = 2 * width + OPTIMIZER_BYTES - (0 if half else BYTES_32_BIT)
         lora = config.actor_rollout_ref.model.uses_lora
-        actor = width if lora else trained
+        actor = width if lora else trained_bytes
         reference = width if self.plan.reference and not lora else 0
-        critic = trained if self.plan.critic else 0
+        critic = trained_bytes if self.plan.critic else 0
         return (actor + reference + critic) * (self.facts.parameters or 0) // config.world_size
 
     def disk_problems(self) -> Iterator[str]:
@@ -58,17 +58,20 @@ class Needs:
             )
 
 
-def lines_of(trainer: PPOTrainer, needs: Needs, lengths: Mapping[str, Lengths]) -> Iterator[str]:
-    config, facts = trainer.config, needs.facts
+def preview_lines(
+    trainer: PPOTrainer, estimate: ResourceEstimate, lengths: Mapping[str, Lengths]
+) -> Iterator[str]:
+    """Yield the lines that summarize model, data, steps, roles and resources."""
+    config, facts = trainer.config, estimate.facts
     policy, settings = config.actor_rollout_ref, config.trainer
     size = f", {facts.parameters:,} parameters" if facts.parameters else ""
     yield (
         f"train {policy.model.path} ({facts.family or 'model'}{size}) by "
         f"{config.algorithm.adv_estimator}, {policy.rollout.n} responses per prompt"
     )
-    for key, of_data in lengths.items():
-        span = f"{of_data.shortest:,} to {of_data.longest:,} tokens"
-        yield f"{key}: {of_data.rows:,} prompts of {span}"
+    for key, dataset_lengths in lengths.items():
+        span = f"{dataset_lengths.shortest:,} to {dataset_lengths.longest:,} tokens"
+        yield f"{key}: {dataset_lengths.rows:,} prompts of {span}"
     prompts = config.data.train_batch_size
     updates = -(-prompts // policy.actor.ppo_mini_batch_size) * policy.actor.ppo_epochs
     yield (
@@ -79,7 +82,7 @@ def lines_of(trainer: PPOTrainer, needs: Needs, lengths: Mapping[str, Lengths]) 
     yield f"roles: {roles}; {config.world_size} process(es), device {settings.device}"
     if facts.parameters:
         yield (
-            f"about {needs.memory_bytes / GIB:.2f} GiB per process for weights, gradients and "
-            "optimizer, activations and cache aside; a checkpoint takes about "
-            f"{needs.checkpoint_bytes / GIB:.2f} of {needs.free_bytes / GIB:.0f} GiB free"
+            f"about {estimate.memory_bytes / GIB:.2f} GiB per process for weights, gradients and "
+            "optimizer, without activations and KV cache; a checkpoint takes about "
+            f"{estimate.checkpoint_bytes / GIB:.2f} of {estimate.free_bytes / GIB:.0f} GiB free"
         )

@@ -1,4 +1,4 @@
-"""Profiles the steps listed in `global_profiler`, on the ranks that the roles' `profiler` blocks choose."""
+"""Profiles the steps in `global_profiler.steps`, on the ranks of each role's `profiler` block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hone.config.engine import ProfilerConfig
 from hone.controller import Role, WorkerGroup, profiling
 from hone.controller.worker import Worker
 from hone.tracking.console import screen
-from hone.trainer.ppo.memory import memory_explained
+from hone.trainer.ppo.memory import explain_out_of_memory
 
 
-def recorded_ranks(config: PPOTrainerConfig, role: Role) -> tuple[int, ...] | None:
-    """Returns the ranks of a role to record; None is all of them."""
+def profiled_ranks(config: PPOTrainerConfig, role: Role) -> tuple[int, ...] | None:
+    """Return the ranks of a role to profile; None means all."""
     policy = config.actor_rollout_ref
     blocks: dict[Role, ProfilerConfig] = {
         Role.Rollout: policy.rollout.profiler,
@@ -23,8 +23,8 @@ def recorded_ranks(config: PPOTrainerConfig, role: Role) -> tuple[int, ...] | No
         Role.RewardModel: config.reward_model.profiler,
     }
     block = blocks.get(role, policy.actor.profiler)
-    chosen = any(other.enable for other in (policy.actor.profiler, *blocks.values()))
-    if block.enable is False or (chosen and not block.enable):
+    some_enabled = any(other.enable for other in (policy.actor.profiler, *blocks.values()))
+    if block.enable is False or (some_enabled and not block.enable):
         return ()
     if block.all_ranks or not (block.enable or block.ranks):
         return None
@@ -41,11 +41,11 @@ class StepProfiler:
         self._groups = groups
         self._ranks: dict[Role, list[int]] = {}
         for role, group in groups.items():
-            chosen = recorded_ranks(config, role)
-            ranks = range(group.world_size)
-            self._ranks[role] = [rank for rank in ranks if chosen is None or rank in chosen]
-        self._records = any(self._ranks.values())
-        if self._config.steps and self._config.tool and not self._records:
+            ranks = profiled_ranks(config, role)
+            all_ranks = range(group.world_size)
+            self._ranks[role] = [r for r in all_ranks if ranks is None or r in ranks]
+        self._has_ranks = any(self._ranks.values())
+        if self._config.steps and self._config.tool and not self._has_ranks:
             screen().line(
                 "global_profiler.steps records nothing: profiler.enable and profiler.ranks choose no rank "
                 "of this run's roles"
@@ -55,15 +55,15 @@ class StepProfiler:
     def step(self, number: int) -> Iterator[None]:
         """Profile the enclosed block if this step is listed; a failed step writes no file."""
         config = self._config
-        with memory_explained(f"step {number}"):
-            if number in (config.steps or ()) and config.tool and self._records:
-                with self._recorded(config.tool, number):
+        with explain_out_of_memory(f"step {number}"):
+            if number in (config.steps or ()) and config.tool and self._has_ranks:
+                with self._profile(config.tool, number):
                     yield
             else:
                 yield
 
     @contextmanager
-    def _recorded(self, tool: str, number: int) -> Iterator[None]:
+    def _profile(self, tool: str, number: int) -> Iterator[None]:
         for role, group in self._groups.items():
             group.call(Worker.start_profile, tool, number, str(role), self._ranks[role])
         try:

@@ -7,8 +7,8 @@ import torch
 from hone.config.rollout import CheckpointEngineConfig
 from hone.controller import WorkerGroup
 from hone.protocol import DataProto
-from hone.trainer.ppo.metrics import spread
-from hone.weights.streamed import choose_transport
+from hone.trainer.ppo.metrics import mean_max_min
+from hone.weights.streamed import transport_between
 from hone.workers.actor import ActorWorker
 from hone.workers.rollout_worker import RolloutWorker
 
@@ -26,14 +26,14 @@ class Publisher:
         self.path = rollout.call(RolloutWorker.weight_path)
         self.published = 0
         """How many times weights were published, the unit of staleness."""
-        self._numbers: dict[int, int] = {}
-        self._learns_from = 0
+        self._number_of_version: dict[int, int] = {}
+        self._previous = 0
         self._transport = ""
         if self.path == "streamed":
             self._adapters = rollout.call(RolloutWorker.takes_adapters)
-            places = rollout.call_all(RolloutWorker.standing)
-            source = trainer.call(ActorWorker.standing)
-            self._transport = choose_transport(source, places, config.backend)
+            sender = trainer.call(ActorWorker.standing)
+            receivers = rollout.call_all(RolloutWorker.standing)
+            self._transport = transport_between(sender, receivers, config.backend)
 
     def publish(self) -> dict[str, float]:
         """Send the new weights, all or none; return the bytes sent as a metric."""
@@ -53,19 +53,21 @@ class Publisher:
         else:
             sent = sum(rollout.call_all(RolloutWorker.announce_weights, version))
             rollout.traffic["weights"] += sent
-        self._learns_from = self.published
+        self._previous = self.published
         self.published += 1
-        self._numbers[version] = self.published
+        self._number_of_version[version] = self.published
         return {"perf/weight_bytes": float(sent)}
 
     def staleness(self, batch: DataProto) -> dict[str, float]:
-        """Return how many publishes a trajectory's oldest token is behind the weights before this update,
-        and how many publishes happened between its tokens."""
+        """Return the staleness of trajectories in publishes: how far the oldest token is behind the weights
+        before this update, and how far behind the newest token."""
         column = batch.non_tensor_batch.get("versions", ())
         versions = [v for v in column if v is not None and len(v)]
         if not versions:
             return {}
-        oldest = torch.tensor([float(self._numbers.get(min(v), 0)) for v in versions])
-        newest = torch.tensor([float(self._numbers.get(max(v), 0)) for v in versions])
-        staleness = spread("training/off_policy/trajectory_staleness", self._learns_from - oldest)
-        return staleness | spread("training/off_policy/trajectory_spans", newest - oldest)
+        oldest = torch.tensor([float(self._number_of_version.get(min(v), 0)) for v in versions])
+        newest = torch.tensor([float(self._number_of_version.get(max(v), 0)) for v in versions])
+        staleness = mean_max_min(
+            "training/off_policy/trajectory_staleness", self._previous - oldest
+        )
+        return staleness | mean_max_min("training/off_policy/trajectory_spans", newest - oldest)

@@ -1,6 +1,6 @@
-"""Keeps copies of a run's checkpoints in `trainer.default_hdfs_dir`, and resumes from them.
+"""Copies a run's checkpoints to the remote store `trainer.default_hdfs_dir`, and back.
 
-A store may have no atomic rename: a copy is whole if its manifest is there, which is written last.
+A store may have no atomic rename, so the manifest is written last: a copy with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def require_store(url: str | None) -> None:
         system.exists(path)
     except Exception as error:  # every store has its own errors
         raise ConfigError(
-            f"trainer.default_hdfs_dir={url} cannot be reached: {error}; mend it, or leave it out: "
-            "checkpoints are in trainer.default_local_dir"
+            f"trainer.default_hdfs_dir={url} cannot be reached: {error}; correct it, or leave it out "
+            "(checkpoints are in trainer.default_local_dir)"
         ) from error
 
 
-def push(run: RunFolder, keep: int, spared: Collection[int] = ()) -> None:
-    """Copy checkpoints, config and metrics to the store; all but the newest `keep` are deleted there.
+def push(run: RunFolder, keep: int, protected: Collection[int] = ()) -> None:
+    """Copy checkpoints, config and metrics to the store, and delete all but the newest `keep` there.
 
-    A store that fails costs a warning; the next checkpoint copies everything that is missing.
+    An error of the store is only a warning; the next checkpoint copies everything that is missing.
     """
     if run.remote is None:
         return
@@ -53,7 +53,7 @@ def push(run: RunFolder, keep: int, spared: Collection[int] = ()) -> None:
                 upload(file, f"{run.remote}/{file.name}")
         local = {step for step, _ in run.checkpoints()}
         stored = set(_steps(run.remote))
-        for step in stored - {*local, *spared, *sorted(stored)[-keep:]} if keep else ():
+        for step in stored - {*local, *protected, *sorted(stored)[-keep:]} if keep else ():
             system, path = file_system(f"{run.remote}/global_step_{step}")
             system.rm_file(f"{path}/{MANIFEST}")
             system.rm(path, recursive=True)
@@ -67,7 +67,7 @@ def push(run: RunFolder, keep: int, spared: Collection[int] = ()) -> None:
 
 
 def pull(run: RunFolder) -> None:
-    """Fetch the newest whole checkpoint of the store if it is newer than those of the run folder."""
+    """Download the newest complete checkpoint if it is newer than those of the run folder."""
     if run.remote is None:
         return
     newest = max((step for step, folder in run.checkpoints() if damage(folder) is None), default=-1)
@@ -82,8 +82,8 @@ def pull(run: RunFolder) -> None:
             shutil.rmtree(final, ignore_errors=True)
             rename_folder(temporary, final)
             for file in (run.config_file, run.metrics_file):
-                newer = file == run.metrics_file or not file.exists()
-                if newer and remote_files(f"{run.remote}/{file.name}"):
+                replace = file == run.metrics_file or not file.exists()
+                if replace and remote_files(f"{run.remote}/{file.name}"):
                     copy(f"{run.remote}/{file.name}", file)
             log.warning("fetched %s, which is newer than what is in %s", url, run.path)
             return
@@ -91,29 +91,27 @@ def pull(run: RunFolder) -> None:
         log.warning("checkpoint %s is damaged (%s); trying the one before it", url, problem)
 
 
-def set_aside(run: RunFolder, after: int) -> None:
-    """Rename the manifests of checkpoints after this step, so that no run resumes from them."""
+def invalidate_after(run: RunFolder, last_step: int) -> None:
+    """Rename the manifests of checkpoints after `last_step`, so that no run resumes from them."""
     for step in _steps(run.remote) if run.remote is not None else ():
-        if step > after:
+        if step > last_step:
             url = f"{run.remote}/global_step_{step}"
             system, path = file_system(url)
             with system.open(f"{path}/{_EARLIER}", "wb") as file:
                 file.write(_manifest(url))
             system.rm_file(f"{path}/{MANIFEST}")
-            log.warning(
-                "%s is not what this run continues from; its manifest is now %s", url, _EARLIER
-            )
+            log.warning("%s is not the checkpoint to resume; its manifest is now %s", url, _EARLIER)
 
 
 def _steps(url: str) -> list[int]:
-    """Return the steps of the whole checkpoints in a store, oldest first."""
-    names = (
+    """Return the steps of the complete checkpoints in a store, oldest first."""
+    matches = (
         re.fullmatch(rf"global_step_(\d+)/{re.escape(MANIFEST)}", n) for n in remote_files(url)
     )
-    return sorted(int(name[1]) for name in names if name)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _manifest(url: str) -> bytes:
-    """Return the manifest of a checkpoint in the store; empty if it is not whole."""
+    """Return the manifest of a checkpoint in the store; empty if it is not complete."""
     system, path = file_system(f"{url}/{MANIFEST}")
     return bytes(system.cat_file(path)) if system.exists(path) else b""

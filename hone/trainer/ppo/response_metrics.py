@@ -1,7 +1,7 @@
 """PURE's metrics of a step: reward parts and their agreement, repetition, reflection, groups, lengths.
 
-They are computed with a reward model, a curriculum, alarms or `reward_manager=prime`, or when
-`trainer.response_metrics` asks for them: repetition reads every character of every response.
+Since repetition is slow to compute, they are enabled only with a reward model, a curriculum, alarms,
+`reward_manager=prime` or `trainer.response_metrics`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
 from hone.rewards.repetition import repeatness
 from hone.tokenizer import Tokenizer
-from hone.trainer.ppo.metrics import are_numbers, split_attention, spread
-from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE, has_answer, is_for_model
+from hone.trainer.ppo.metrics import are_numbers, mean_max_min, split_attention
+from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE, has_model_style, has_rule_score
 
 CORRECT_ABOVE = 0.5
 REFLECTION = re.compile(
@@ -34,54 +34,54 @@ REFLECTION = re.compile(
 
 
 def response_metrics(
-    batch: DataProto, tokenizer: Tokenizer, config: PPOTrainerConfig, *, routed: bool = False
+    batch: DataProto, tokenizer: Tokenizer, config: PPOTrainerConfig, route_by_style: bool = False
 ) -> dict[str, float]:
-    """Return the metrics of one batch; those that need a verdict are left out where none is known.
+    """Return the metrics of one batch, without those of correctness if no response has a verdict.
 
-    If `routed`, the reward model has scored only the rows of style `model`.
+    If `route_by_style`, the reward model has scored only the rows of style `model`.
     """
     correct = correctness(batch, config)
-    known = ~correct.isnan()
+    has_verdict = ~correct.isnan()
     parts = {"whole": torch.ones(len(batch), dtype=torch.bool)}
-    if known.any():
+    if has_verdict.any():
         parts |= {"correct": correct == 1, "incorrect": correct == 0}
     scores = verifiable_rewards(batch, config)
     is_filtered = config.algorithm.filter_groups.enable or config.curriculum_learning.enable
-    measured = {
+    metrics = {
         **_text_metrics(policy_texts(batch, tokenizer), parts, config.reward_model),
         **_length_metrics(batch, parts, config.data.max_response_length),
         **group_metrics(batch, correct, "retained_batch" if is_filtered else "whole_batch"),
     }
     if scores is not None:
-        answered = totals(batch, scores)[has_answer(batch)]
-        measured |= spread("instant_rewards/verifiable_reward", answered)
+        answered = totals(batch, scores)[has_rule_score(batch)]
+        metrics |= mean_max_min("instant_rewards/verifiable_reward", answered)
     if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
-        judged = torch.tensor([is_for_model(style) or not routed for style in styles])
+        is_scored = torch.tensor([has_model_style(style) or not route_by_style for style in styles])
         if batch.has_column(reward_column(MODEL)) and (last := last_rows(batch)) is not None:
-            judged &= torch.zeros_like(judged).index_fill(0, last, True)
-        measured |= spread("instant_rewards/outcome_reward", outcome[judged])
-        if (known & judged).any():
+            is_scored &= torch.zeros_like(is_scored).index_fill(0, last, True)
+        metrics |= mean_max_min("instant_rewards/outcome_reward", outcome[is_scored])
+        if (has_verdict & is_scored).any():
             bound = CORRECT_ABOVE if config.reward_model.type == "judge" else 0.0
             agrees = (outcome > bound) == (correct == 1)
-            match = agrees[known & judged].float().mean().item()
-            measured["instant_rewards/orm_match_vr"] = match
+            match = agrees[has_verdict & is_scored].float().mean().item()
+            metrics["instant_rewards/orm_match_vr"] = match
     policy = next((n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)), None)
     if policy is not None and batch.has_column("ref_log_prob"):
         kl = k3(batch.batch[policy], batch.batch["ref_log_prob"])
-        measured["instant_rewards/kl/mean"] = masked_mean(kl, batch.batch["response_mask"]).item()
-    return measured
+        metrics["instant_rewards/kl/mean"] = masked_mean(kl, batch.batch["response_mask"]).item()
+    return metrics
 
 
 def filter_metrics(
-    whole: DataProto, retained: DataProto, config: PPOTrainerConfig
+    generated: DataProto, retained: DataProto, config: PPOTrainerConfig
 ) -> dict[str, float]:
-    """Return the metrics of a group filter: the groups before it, and how many rows it keeps."""
+    """Return the metrics of a group filter: correctness before it, and the share of rows it keeps."""
     return {
-        **group_metrics(whole, correctness(whole, config), "whole_batch"),
-        "curriculum_learning/original_batch_size": len(whole),
+        **group_metrics(generated, correctness(generated, config), "whole_batch"),
+        "curriculum_learning/original_batch_size": len(generated),
         "curriculum_learning/filtered_batch_size": len(retained),
-        "curriculum_learning/retain_ratio": len(retained) / max(len(whole), 1),
+        "curriculum_learning/retain_ratio": len(retained) / max(len(generated), 1),
     }
 
 
@@ -98,7 +98,7 @@ def verifiable_rewards(batch: DataProto, config: PPOTrainerConfig) -> Tensor | N
 def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | None:
     """Return the reward model's unweighted reward [B] of each response.
 
-    Step rewards are combined as `credit_assignment` does: by their minimum, or by the sum of the credit.
+    Step rewards are combined as in `credit_assignment`: by their minimum, or by their sum.
     """
     columns = batch.batch
     if batch.has_column(reward_column(MODEL)):
@@ -115,21 +115,22 @@ def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | Non
 
 
 def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
-    """Return 1 for a correct response, 0 for a wrong one and NaN where no verdict is known, [B].
+    """Return [B]: 1 for a correct response, 0 for a wrong one, and NaN without a verdict.
 
-    The verdict is the scorer's `acc`, else its score, above 0.5. Rows without a rule, without the ground
-    truth that it needs, or whose scoring failed have none; so have the earlier rows of a trajectory.
+    A response is correct if the scorer's `acc`, or else its score, is above 0.5. There is no verdict if no
+    rule applies, the ground truth is missing, scoring failed, or the row is not its trajectory's last.
     """
-    facts = batch.non_tensor_batch
+    arrays = batch.non_tensor_batch
     scores = verifiable_rewards(batch, config)
     if scores is None:
         return torch.full((len(batch),), torch.nan)
     numbers = scores.tolist()
-    if "acc" in batch.meta_info.get("reward_extra_names", ()) and are_numbers(facts["acc"]):
-        numbers = [s if a is None else float(a) for a, s in zip(facts["acc"], numbers, strict=True)]
+    if "acc" in batch.meta_info.get("reward_extra_names", ()) and are_numbers(arrays["acc"]):
+        pairs = zip(arrays["acc"], numbers, strict=True)
+        numbers = [score if acc is None else float(acc) for acc, score in pairs]
     verdicts = (torch.tensor(numbers) > CORRECT_ABOVE).float()
-    nothing = [None] * len(batch)
-    failures, rules = facts.get("reward_failure", nothing), facts.get("reward_model", nothing)
+    missing = [None] * len(batch)
+    failures, rules = arrays.get("reward_failure", missing), arrays.get("reward_model", missing)
     for row, (failure, rule) in enumerate(zip(failures, rules, strict=True)):
         if failure is not None or (isinstance(rule, dict) and rule.get("style") == "model"):
             verdicts[row] = torch.nan
@@ -139,22 +140,22 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
 
 
 def group_metrics(batch: DataProto, correct: Tensor, name: str) -> dict[str, float]:
-    """Return whether any response of a prompt is correct, and the share that is, over the prompts."""
-    known = ~correct.isnan()
-    if not known.any():
+    """Return statistics over prompts of pass@n and of the share of correct responses."""
+    has_verdict = ~correct.isnan()
+    if not has_verdict.any():
         return {}
-    groups = Groups.of(batch.non_tensor_batch["uid"][known.numpy()])
+    groups = Groups.of(batch.non_tensor_batch["uid"][has_verdict.numpy()])
     return {
-        **spread(f"group_info/pass_at_n/{name}", groups.max(correct[known])),
-        **spread(f"group_info/avg_n/{name}", groups.mean(correct[known])),
+        **mean_max_min(f"group_info/pass_at_n/{name}", groups.max(correct[has_verdict])),
+        **mean_max_min(f"group_info/avg_n/{name}", groups.mean(correct[has_verdict])),
     }
 
 
 def policy_texts(batch: DataProto, tokenizer: Tokenizer) -> list[str]:
-    """Return what the policy wrote in each row, without special tokens and observations."""
+    """Return the text that the policy sampled in each row, without special tokens and observations."""
     columns = batch.batch
-    responses, by_policy = columns["responses"].numpy(), columns["response_mask"].bool().numpy()
-    rows = zip(responses, by_policy, strict=True)
+    responses, masks = columns["responses"].numpy(), columns["response_mask"].bool().numpy()
+    rows = zip(responses, masks, strict=True)
     return [tokenizer.decode(ids[mask].tolist(), skip_special_tokens=True) for ids, mask in rows]
 
 
@@ -171,8 +172,8 @@ def _text_metrics(
     reflections = torch.tensor([reflection_score(text) for text in texts])
     high = (repeats > config.high_repeat_threshold).float()
     return {
-        **spread(f"{prefix}/repeat_score", repeats),
-        **spread(f"{prefix}/reflection_pattern_score", reflections),
+        **mean_max_min(f"{prefix}/repeat_score", repeats),
+        **mean_max_min(f"{prefix}/reflection_pattern_score", reflections),
         **{
             f"{prefix}/high_repeatness_ratio/{part}": high[rows].mean().item()
             for part, rows in parts.items()
@@ -183,14 +184,14 @@ def _text_metrics(
 
 def _length_metrics(batch: DataProto, parts: dict[str, Tensor], limit: int) -> dict[str, float]:
     lengths = split_attention(batch)[1].sum(-1)
-    measured: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for part, rows in parts.items():
-        measured |= spread(f"response_length/{part}", lengths[rows])
+        metrics |= mean_max_min(f"response_length/{part}", lengths[rows])
         if rows.any():
             clipped = (lengths[rows] >= limit).float().mean().item()
-            measured[f"response_length/{part}/clip_ratio"] = clipped
+            metrics[f"response_length/{part}/clip_ratio"] = clipped
     if batch.has_column("step_mask"):
         steps = batch.batch["step_mask"].sum().item()
         tokens = batch.batch["response_mask"].sum().item()
-        measured["num_of_steps/tokens_per_step"] = tokens / max(steps, 1)
-    return measured
+        metrics["num_of_steps/tokens_per_step"] = tokens / max(steps, 1)
+    return metrics

@@ -1,7 +1,6 @@
-"""Restarts a run that lost a worker, a node or Ray: on what is left, from the last checkpoint.
+"""Restarts a run that lost a worker, a node or Ray, on the remaining nodes from the last checkpoint.
 
-Only the number of nodes changes, so each step has the rows and, up to rounding, the numbers that it would
-have had.
+Only the number of nodes changes, so each step has the same rows and, up to rounding, the same metrics.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ RELEASE_DEADLINE_S = 30.0
 
 
 def attempts(config: PPOTrainerConfig) -> Iterator[AbstractContextManager[PPOTrainerConfig]]:
-    """Yield an attempt at the run, and another after a lost process, at most `trainer.max_restarts` more.
+    """Yield contexts in which to run: one, and another after each lost process (`trainer.max_restarts`).
 
-    Each is a context with the config to train with; it ends a lost process without an error.
+    A context yields the config to train with, and suppresses the error of a lost process.
     """
-    limit, before = config.trainer.max_restarts, _saved(config.trainer.default_local_dir)
+    old_checkpoints = _checkpoint_times(config.trainer.default_local_dir)
     failures: list[ProcessFailure] = []
-    for number in range(limit + 1):
-        yield _attempt(config, number, before, failures)
+    for number in range(config.trainer.max_restarts + 1):
+        yield _attempt(config, number, old_checkpoints, failures)
         if len(failures) <= number:
             return
 
@@ -44,30 +43,30 @@ def attempts(config: PPOTrainerConfig) -> Iterator[AbstractContextManager[PPOTra
 def _attempt(
     config: PPOTrainerConfig,
     number: int,
-    before: set[tuple[int, int]],
+    old_checkpoints: set[tuple[int, int]],
     failures: list[ProcessFailure],
 ) -> Iterator[PPOTrainerConfig]:
     attempt, folder = config, config.trainer.default_local_dir
-    with ExitStack() as running:
+    with ExitStack() as ray_stack:
         if failures:
-            attempt = _on_what_is_left(config, running, failures[-1])
-            if _saved(folder) - before:  # written by this run, whatever it started from
+            attempt = _config_for_remaining_nodes(config, ray_stack, failures[-1])
+            if _checkpoint_times(folder) - old_checkpoints:  # this run has written a checkpoint
                 attempt = replace(attempt, "trainer.resume_mode", "auto")
-            _tell(attempt, number, config)
+            _print_restart(attempt, number, config)
         try:
             yield attempt
         except ProcessFailure as error:
             if number == config.trainer.max_restarts or not error.may_restart:
                 raise
             log = write_traceback(error, Path(folder).expanduser())
-            rest = f" (its log lines: {log})" if log is not None else ""
-            screen().line(str(error).partition("\n")[0] + rest)
-            failures.append(copy(error))  # without the frames, which hold the lost trainer
+            log_note = f" (its log lines: {log})" if log is not None else ""
+            screen().line(str(error).partition("\n")[0] + log_note)
+            failures.append(copy(error))  # without the traceback, which keeps the trainer alive
 
 
 @contextmanager
 def graceful_stop() -> Iterator[GracefulStop]:
-    """Handle signals as `GracefulStop` does; a process lost after a signal ends the run for good."""
+    """Handle signals as `GracefulStop` does; a process lost after a signal causes no restart."""
     with GracefulStop() as stop:
         try:
             yield stop
@@ -76,13 +75,13 @@ def graceful_stop() -> Iterator[GracefulStop]:
             raise
 
 
-def _saved(folder: str) -> set[tuple[int, int]]:
-    """Return step and time of each checkpoint."""
+def _checkpoint_times(folder: str) -> set[tuple[int, int]]:
+    """Return step and modification time of each checkpoint."""
     checkpoints = RunFolder(Path(folder).expanduser()).checkpoints()
     return {(step, path.stat().st_mtime_ns) for step, path in checkpoints}
 
 
-def _tell(attempt: PPOTrainerConfig, number: int, config: PPOTrainerConfig) -> None:
+def _print_restart(attempt: PPOTrainerConfig, number: int, config: PPOTrainerConfig) -> None:
     nodes, all_nodes = attempt.trainer.nnodes, config.trainer.nnodes
     screen().line(
         f"restart {number} of {config.trainer.max_restarts}: {nodes} of {all_nodes} "
@@ -90,12 +89,12 @@ def _tell(attempt: PPOTrainerConfig, number: int, config: PPOTrainerConfig) -> N
     )
 
 
-def _on_what_is_left(
-    config: PPOTrainerConfig, running: ExitStack, failure: ProcessFailure
+def _config_for_remaining_nodes(
+    config: PPOTrainerConfig, ray_stack: ExitStack, failure: ProcessFailure
 ) -> PPOTrainerConfig:
-    """Join or start Ray, and return the config for the nodes that answer; closing `running` leaves Ray.
+    """Connect to Ray or start it, and return the config for the nodes that still respond.
 
-    Nodes that are not free yet are waited for; another run may hold them for long.
+    Waits up to `RELEASE_DEADLINE_S` for nodes whose resources are not free. Closing `ray_stack` stops Ray.
     """
     from hone.controller.ray_placement import answering_nodes, free_of
     from hone.controller.ray_start import start_ray, stop_ray
@@ -104,32 +103,36 @@ def _on_what_is_left(
     try:
         has_started = start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line)
     except Exception as error:
-        raise failure from error  # Ray is gone here: why it is, says more than that it is
+        raise failure from error  # the original failure explains more than that Ray cannot start
     if has_started:
-        running.callback(stop_ray, config.ray_kwargs.timeline_json_file)
+        ray_stack.callback(stop_ray, config.ray_kwargs.timeline_json_file)
     end_time = time.monotonic() + RELEASE_DEADLINE_S
-    smaller = list(_smaller(config))
+    smaller = list(_smaller_configs(config))
     while True:
         nodes = answering_nodes()
-        fits: dict[bool, PPOTrainerConfig] = {}
+        fitting: dict[bool, PPOTrainerConfig] = {}
         for total in (True, False):
             for candidate in smaller:
                 free = free_of(nodes, total=total)
                 if all(place(pool, free) is not None for pool in _pools(candidate)):
-                    fits[total] = candidate
+                    fitting[total] = candidate
                     break
-        late = time.monotonic() > end_time
-        if True in fits and (fits.get(False) == fits[True] or late):
-            return fits.get(False, fits[True])
-        if late:
-            raise ConfigError(_refusal(config, joined([str(node) for node in nodes])))
+        is_late = time.monotonic() > end_time
+        if True in fitting and (fitting.get(False) == fitting[True] or is_late):
+            return fitting.get(False, fitting[True])
+        if is_late:
+            problems = find_problems(TREE, replace(config, "trainer.nnodes", 1))
+            raise ConfigError(
+                f"the run cannot restart on the remaining nodes ({joined([str(node) for node in nodes])}): "
+                f"{next(iter(problems), 'its pools need more')}"
+            )
         time.sleep(1.0)
 
 
-def _smaller(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
-    """Yield the config with each number of nodes that it can run on, the largest first.
+def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
+    """Yield valid configs with the same or fewer nodes, the largest first.
 
-    All run on Ray, as the run did: one rank would otherwise leave it.
+    All of them use Ray; `trainer.controller=auto` would not with one rank.
     """
     config = replace(config, "trainer.controller", config.uses_controller)
     for nodes in range(config.trainer.nnodes, 0, -1):
@@ -140,12 +143,6 @@ def _smaller(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
                 fewer = replace(smaller, "actor_rollout_ref.rollout.nnodes", others)
                 if not list(find_problems(TREE, fewer)):
                     yield fewer
-
-
-def _refusal(config: PPOTrainerConfig, free: str) -> str:
-    one = replace(config, "trainer.nnodes", 1)
-    reason = next(iter(find_problems(TREE, one)), "its pools need more")
-    return f"the run cannot restart on what is left ({free}): {reason}"
 
 
 def _pools(config: PPOTrainerConfig) -> list[ResourcePool]:

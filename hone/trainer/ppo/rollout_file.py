@@ -1,8 +1,8 @@
 """Writes the trajectories of a step, with everything a replay needs, to a parquet file.
 
-The columns of `SCHEMA` always exist, with nulls if a run does not have them; reward parts, a score
-function's extras and an agent loop's `extra_fields` follow. An extra whose values do not share a type
-(number, bool or text) is stored as JSON text.
+The columns of `SCHEMA` always exist, and are null if a run does not have them. Reward parts, the extras of
+the score function and the `extra_fields` of the agent loop follow; an extra whose values are not all
+numbers, all bools or all text is stored as JSON.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ JSON_COLUMNS = (
     *("reward_scores", "turn_scores", "timeouts"),
 )
 TURN_SPANS = "turn_spans"
-"""The field in which an agent loop reports its turns in order, each as `{"role", "tokens", …}`."""
+"""The column in which an agent loop lists its turns, each as `{"role", "tokens", …}`."""
 CLASH_PREFIX = "extra/"
 """Prefix for an extra whose name is already a column of the file."""
 
-_SAMPLE = ("data_source", "prompt_text", "response_text", "ground_truth", "score")
-_DECODED = ("prompt_text", "response_text", "turns")
-_MADE_HERE = (
-    *_DECODED,
+_SAMPLE_COLUMNS = ("data_source", "prompt_text", "response_text", "ground_truth", "score")
+_DECODED_COLUMNS = ("prompt_text", "response_text", "turns")
+_NOT_IN_BATCH = (
+    *_DECODED_COLUMNS,
     *("step", "prompt_ids", "response_ids", "score", "reward_baseline", "ground_truth"),
 )
 """Columns of the schema that are not columns of the batch."""
@@ -95,12 +95,12 @@ _MADE_HERE = (
 def write_rollouts(
     path: Path, batch: DataProto, tokenizer: Tokenizer, *, step: int, temporary: bool = False
 ) -> None:
-    """Write the rows of a step; a temporary file may be deleted once newer files exist."""
+    """Write the trajectories of a step; a temporary file may be deleted once newer files exist."""
     import pyarrow.parquet as pq
 
     table = rollout_table(batch, tokenizer, step=step, temporary=temporary)
-    with atomic_path(path) as unfinished:
-        pq.write_table(table, unfinished)
+    with atomic_path(path) as temporary_path:
+        pq.write_table(table, temporary_path)
 
 
 def is_temporary(path: Path) -> bool:
@@ -117,7 +117,7 @@ def is_temporary(path: Path) -> bool:
 def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[Row]:
     """Return the first `count` rows as text, for trackers that show tables."""
     first = batch.select_idxs(list(range(min(count, len(batch)))))
-    rows: list[Row] = rollout_table(first, tokenizer, step=0).select(_SAMPLE).to_pylist()
+    rows: list[Row] = rollout_table(first, tokenizer, step=0).select(_SAMPLE_COLUMNS).to_pylist()
     return rows
 
 
@@ -126,25 +126,25 @@ def rollout_table(
 ) -> pa.Table:
     """Return the Arrow table of a step in the order of `SCHEMA`, with its version.
 
-    This runs concurrently with the next step, so Python loops run over rows, never over tokens.
+    It is built while the next step runs, so Python loops are over rows, never over tokens.
     """
     import pyarrow as pa
 
     columns = _columns(batch, step)
     _add_extras(columns, batch)
-    prompts, responses = (_rows(columns[name]) for name in ("prompt_ids", "response_ids"))
-    nothing, mask = [None for _ in prompts], columns["response_mask"]
-    masks = nothing if mask.null_count else _rows(mask)
-    spans = batch.non_tensor_batch.get(TURN_SPANS, nothing)
+    prompts, responses = (_split_rows(columns[name]) for name in ("prompt_ids", "response_ids"))
+    missing, response_mask = [None for _ in prompts], columns["response_mask"]
+    masks = missing if response_mask.null_count else _split_rows(response_mask)
+    row_spans = batch.non_tensor_batch.get(TURN_SPANS, missing)
     turns = []
-    for ids, of_policy, of_loop in zip(responses, masks, spans, strict=True):
-        has_turns = of_loop is not None or (of_policy is not None and not of_policy.all())
-        policy_mask = () if of_policy is None else of_policy.tolist()
-        parts = turns_of(ids, policy_mask, of_loop, tokenizer) if has_turns else []
+    for ids, mask, spans in zip(responses, masks, row_spans, strict=True):
+        has_turns = spans is not None or (mask is not None and not mask.all())
+        policy_mask = () if mask is None else mask.tolist()
+        parts = split_turns(ids, policy_mask, spans, tokenizer) if has_turns else []
         turns.append(_as_json(parts) if len(parts) > 1 else None)
-    columns["prompt_text"] = _texts(_decoded(prompts, tokenizer))
-    columns["response_text"] = _texts(_decoded(responses, tokenizer))
-    columns["turns"] = _texts(turns)
+    columns["prompt_text"] = _text_array(_decode_rows(prompts, tokenizer))
+    columns["response_text"] = _text_array(_decode_rows(responses, tokenizer))
+    columns["turns"] = _text_array(turns)
     names = [*SCHEMA, *(name for name in columns if name not in SCHEMA)]
     metadata = {SCHEMA_KEY: str(SCHEMA_VERSION)} | ({TEMPORARY_KEY: "1"} if temporary else {})
     return pa.table({n: columns[n] for n in names}).replace_schema_metadata(metadata)
@@ -154,14 +154,14 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
     """Return Arrow arrays of the reward parts and the schema, except decoded texts."""
     import pyarrow as pa
 
-    tensors, facts = batch.batch, batch.non_tensor_batch
-    rows, nothing = len(batch), [None for _ in range(len(batch))]
+    tensors, arrays = batch.batch, batch.non_tensor_batch
+    rows = len(batch)
     in_prompt, attended = (part.cpu().numpy() != 0 for part in split_attention(batch))
     in_response = np.arange(attended.shape[1]) < attended.sum(1)[:, None]
     columns: dict[str, pa.Array] = {
         "step": pa.array(np.full(rows, step), pa.int64()),
-        "prompt_ids": _ragged(tensors["prompts"], in_prompt, "prompt_ids"),
-        "response_ids": _ragged(tensors["responses"], in_response, "response_ids"),
+        "prompt_ids": _list_array(tensors["prompts"], in_prompt, "prompt_ids"),
+        "response_ids": _list_array(tensors["responses"], in_response, "response_ids"),
         "score": pa.nulls(rows, pa.float64()),
         "reward_baseline": pa.nulls(rows, pa.float64()),
     }
@@ -172,48 +172,48 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
         columns["score"] = pa.array(_array(scores).astype(float))
     if batch.has_column("reward_baselines"):
         columns["reward_baseline"] = pa.array(_array(tensors["reward_baselines"]).astype(float))
-    truths = [(m or {}).get("ground_truth") for m in facts.get("reward_model", nothing)]
-    columns["ground_truth"] = _texts(map(_as_json, truths))
+    truths = [(m or {}).get("ground_truth") for m in arrays.get("reward_model", [None] * rows)]
+    columns["ground_truth"] = _text_array(map(_as_json, truths))
     parts = sorted(n for n in tensors.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
     for name in [*SCHEMA, *parts]:
-        if name in columns or name in _DECODED:
+        if name in columns or name in _DECODED_COLUMNS:
             continue
-        if name in facts:
-            columns[name] = _fact_column(name, facts[name])
+        if name in arrays:
+            columns[name] = _array_column(name, arrays[name])
         elif batch.has_column(name):
-            columns[name] = _ragged(tensors[name], in_response, name)
+            columns[name] = _list_array(tensors[name], in_response, name)
         else:
             columns[name] = pa.nulls(rows, _arrow_type(name))
     return columns
 
 
-def _fact_column(name: str, values: np.ndarray) -> pa.Array:
+def _array_column(name: str, values: np.ndarray) -> pa.Array:
     import pyarrow as pa
 
     kind = _arrow_type(name)
     if name in JSON_COLUMNS:
         # Responses to one prompt share value objects, so each is serialized once.
-        texts = {id(value): _writable(_as_json(value)) for value in values}
+        texts = {id(value): _clean(_as_json(value)) for value in values}
         return pa.array([texts[id(value)] for value in values], kind)
     try:
         return pa.array(values, type=kind)
     except (pa.ArrowException, UnicodeError, TypeError, ValueError, OverflowError):
-        convert = _text if SCHEMA[name] == "string" else _whole_number
+        convert = _to_text if SCHEMA[name] == "string" else _to_int
         return pa.array([None if v is None else convert(v) for v in values], type=kind)
 
 
-def _text(value: JsonValue) -> str:
+def _to_text(value: JsonValue) -> str:
     return clean_text(value if isinstance(value, str) else shown(value))
 
 
-def _whole_number(value: JsonValue) -> JsonValue:
+def _to_int(value: JsonValue) -> JsonValue:
     return int(value) if isinstance(value, str | SupportsInt) else value
 
 
-def turns_of(
+def split_turns(
     ids: np.ndarray, mask: Sequence[int], spans: Sequence[Row] | None, tokenizer: Tokenizer
 ) -> list[Row]:
-    """Split a response into turns, by the loop's spans if they cover it, else by the mask."""
+    """Split a response into turns: by the agent loop's spans if they cover it, else by the mask."""
     try:
         turns = [{**s, "role": str(s["role"]), "tokens": int(s["tokens"])} for s in spans or ()]
     except (TypeError, ValueError, KeyError):  # a user's loop may return anything
@@ -236,23 +236,23 @@ def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
     """Add the extra columns that the score function and the agent loops returned."""
     import pyarrow as pa
 
-    facts, info = batch.non_tensor_batch, batch.meta_info
+    arrays, info = batch.non_tensor_batch, batch.meta_info
     # `score` is already a column of the file.
     scorer_names = (n for n in info.get("reward_extra_names", ()) if n != "score")
-    schema_names = {TURN_SPANS, *SCHEMA} - set(_MADE_HERE)
+    schema_names = {TURN_SPANS, *SCHEMA} - set(_NOT_IN_BATCH)
     loop_names = (n for n in info.get("loop_facts", ()) if n not in schema_names)
-    names = {*columns, *_DECODED}
+    names = {*columns, *_DECODED_COLUMNS}
     for name in dict.fromkeys([*scorer_names, *loop_names]):
-        if name not in facts:
+        if name not in arrays:
             continue
         column = clean_text(str(name))
         column = CLASH_PREFIX + column if column in names else column
         names.add(column)
-        plain = [v.item() if isinstance(v, np.generic) else v for v in facts[name]]
-        columns[column] = pa.array([_writable(value) for value in _one_type(plain)])
+        plain = [v.item() if isinstance(v, np.generic) else v for v in arrays[name]]
+        columns[column] = pa.array([_clean(value) for value in _same_type(plain)])
 
 
-def _ragged(values: Tensor, inside: np.ndarray, name: str) -> pa.ListArray:
+def _list_array(values: Tensor, inside: np.ndarray, name: str) -> pa.ListArray:
     """Return one Arrow list per row with the values where `inside` [B, T] is true."""
     import pyarrow as pa
 
@@ -267,12 +267,12 @@ def _array(values: Tensor) -> np.ndarray:
     return array
 
 
-def _rows(column: pa.ListArray) -> list[np.ndarray]:
+def _split_rows(column: pa.ListArray) -> list[np.ndarray]:
     return np.split(column.flatten().to_numpy(), column.offsets.to_numpy()[1:-1])
 
 
 def _arrow_type(name: str) -> pa.DataType:
-    """Return the declared type; a reward part has one number per token."""
+    """Return the type in `SCHEMA`; a reward part has one number per token."""
     import pyarrow as pa
 
     declared = SCHEMA.get(name, _NUMBERS)
@@ -281,14 +281,14 @@ def _arrow_type(name: str) -> pa.DataType:
     return pa.list_(item_type) if inner != declared else item_type
 
 
-def _texts(texts: Iterable[str | None]) -> pa.Array:
+def _text_array(texts: Iterable[str | None]) -> pa.Array:
     import pyarrow as pa
 
-    return pa.array([_writable(text) for text in texts], pa.string())
+    return pa.array([_clean(text) for text in texts], pa.string())
 
 
-def _decoded(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
-    """Return the text of each row; equal rows are decoded once."""
+def _decode_rows(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
+    """Decode each row; equal rows are decoded once."""
     texts: dict[bytes, str] = {}
     # transformers checks each number of a list in Python, but not of an array.
     takes_arrays = getattr(tokenizer, "is_fast", False)
@@ -303,13 +303,13 @@ def _as_json(value: JsonValue | list[Row]) -> str | None:
     if value is None:
         return None
     try:
-        return json.dumps(value, default=_plain, ensure_ascii=False)
+        return json.dumps(value, default=_json_default, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         # Non-string keys, cycles and huge integers are stored as text.
         return json.dumps(hex(value) if isinstance(value, int) else shown(value))
 
 
-def _plain(value: _T) -> JsonValue:
+def _json_default(value: _T) -> JsonValue:
     try:
         plain: JsonValue = value.tolist() if hasattr(value, "tolist") else str(value)
     except Exception:  # a user's object may raise anything
@@ -317,8 +317,8 @@ def _plain(value: _T) -> JsonValue:
     return plain
 
 
-def _one_type(values: list[JsonValue]) -> list[JsonValue]:
-    """Return the values of an extra if they are all bool, text or numbers; else each as JSON."""
+def _same_type(values: list[JsonValue]) -> list[JsonValue]:
+    """Return the values of an extra if all are bools, all text or all numbers; else each as JSON."""
     present = [v for v in values if v is not None]
     if all(isinstance(v, bool) for v in present) or all(isinstance(v, str) for v in present):
         return values
@@ -331,5 +331,5 @@ def _one_type(values: list[JsonValue]) -> list[JsonValue]:
     return [_as_json(v) for v in values]
 
 
-def _writable(value: _T) -> _T | str:
+def _clean(value: _T) -> _T | str:
     return clean_text(value) if isinstance(value, str) else value

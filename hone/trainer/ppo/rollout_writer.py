@@ -1,7 +1,7 @@
-"""Writes the rollout files of a run concurrently with the next step.
+"""Writes the rollout files of a run in a thread, while the next step runs.
 
-`trainer.rollout_data_dir` keeps every step. Without it the run folder keeps the last steps, and the last
-steps before the checkpoint that a killed run would resume; only the step decides which files are kept.
+`trainer.rollout_data_dir` keeps the files of all steps. Without it, the run folder keeps the last steps, and
+the last steps before the checkpoint from which a killed run would resume.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ class RolloutWriter:
         self._permanent: set[Path] = set()
 
     def write(self, batch: DataProto, step: int, tracking: Tracking | None = None) -> None:
-        """Log some rows of a step to trackers that show tables, and start writing its file; raise the
-        error of an earlier file that failed."""
+        """Log some rows of a step to trackers that show tables, and start writing its file.
+
+        Raises the error of the previous file if it could not be written.
+        """
         self._log("train", batch, step, tracking, self._trainer.log_train_generations)
         if not self._all_steps and self._trainer.rollout_steps_to_keep == 0:
             return
         self.flush()
         columns = batch.batch.clone(recurse=False)
-        own = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
-        self._pending = self._thread.submit(self._write, own, step)
+        copied = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
+        self._pending = self._thread.submit(self._write, copied, step)
 
     def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
         """Write the file of a validation, and log some rows to trackers that show tables."""
@@ -58,7 +60,7 @@ class RolloutWriter:
             tracking.log_samples(f"{kind}/generations", samples, step)
 
     def flush(self) -> None:
-        """Wait for the last file, which must be on disk before the checkpoint of its step is final."""
+        """Wait for the last file, which must be on disk before the checkpoint of its step is renamed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -86,18 +88,17 @@ class RolloutWriter:
             self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        keep = kept_steps(step, self._trainer.rollout_steps_to_keep, self._trainer.save_freq)
+        keep = steps_to_keep(step, self._trainer.rollout_steps_to_keep, self._trainer.save_freq)
         for file_step, file in step_files(self._folder):
             if file_step > step or file_step in keep or file in self._permanent:
                 continue
             if is_temporary(file):
                 file.unlink(missing_ok=True)
             else:
-                self._permanent.add(file)  # written by a run that kept all files
+                self._permanent.add(file)  # from a run with trainer.rollout_data_dir
 
 
-def kept_steps(step: int, keep: int, save_freq: int) -> set[int]:
-    """Return the steps whose files are kept when `step` is written: the last ones, and the last ones up
-    to the newest checkpoint before it."""
+def steps_to_keep(step: int, keep: int, save_freq: int) -> set[int]:
+    """Return the steps whose files are kept: the last `keep`, and the last `keep` before the checkpoint."""
     saved = (step - 1) // save_freq * save_freq if save_freq > 0 else 0
     return {*range(step - keep + 1, step + 1), *range(saved - keep + 1, saved + 1)} - {0}

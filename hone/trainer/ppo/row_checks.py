@@ -1,7 +1,4 @@
-"""Checks the loops, tools, scorers and prompt lengths of a run's rows before a model loads.
-
-Otherwise a run would silently ignore what its rows request.
-"""
+"""Checks the agent loops, tools, scorers and prompt lengths of a run's rows before models load."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ from hone.tracking import atomic_write_text
 from hone.types import JsonObject, JsonValue, Row
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
-SOURCES = 16
+MAX_SOURCES = 16
 """The maximum number of data sources whose scorer is tried, each on its first, middle and last row."""
 CHUNK = 256
 """Prompts per update of the progress bar."""
@@ -57,26 +54,26 @@ class AgentChecks:
     ) -> None:
         self.config, self.tokenizer, self.datasets = config, tokenizer, datasets
         self.names = LoopNames(config.actor_rollout_ref.rollout)
-        self.built: dict[str, AgentLoopBase] = {}
+        self.loops: dict[str, AgentLoopBase] = {}
 
     def problems(self) -> Iterator[str]:
-        """Build each loop that rows name, with its tools and interactions, and yield the problems."""
+        """Build the agent loops that rows name, with tools and interactions, and yield the problems."""
         for name in sorted(self._loop_names()):
             try:
-                self.built[name] = run_coroutine(self._build(name))
+                self.loops[name] = run_coroutine(self._build(name))
             except (PluginError, ToolError, ValueError, OSError) as error:
                 yield f"agent loop {name!r} cannot be built: {error}"
             except Exception as error:  # a user's loop or tool may raise anything
                 yield f"agent loop {name!r} cannot be built: {place_and_reason(error)}"
         if self.config.uses_controller == "local":  # on a cluster, workers run on other machines
-            loops = [loop for loop in self.built.values() if isinstance(loop, AgentLoopBase)]
+            loops = [loop for loop in self.loops.values() if isinstance(loop, AgentLoopBase)]
             yield from (problem for loop in loops for problem in loop.problems())
-        yield from self._tool_configs()
-        yield from self._turns()
-        yield from self._coefficients()
-        for loop in self.built.values():
+        yield from self._tool_config_problems()
+        yield from self._turn_problems()
+        yield from self._coefficient_problems()
+        for loop in self.loops.values():
             names = getattr(loop, "interactions", {})
-            for interaction in self._interactions() if names else ():
+            for interaction in self._interaction_names() if names else ():
                 if interaction and interaction not in names:
                     yield (
                         f"rows name the interaction {interaction!r}, which "
@@ -85,28 +82,29 @@ class AgentChecks:
                     )
 
     def render_prompts(self) -> None:
-        """Make data sets render, count and filter prompts as the tool loops of their rows do."""
-        if any(isinstance(loop, ToolAgentLoop) for loop in self.built.values()):
+        """Make the data sets render prompts as tool agent loops do, with tools in the chat template."""
+        if any(isinstance(loop, ToolAgentLoop) for loop in self.loops.values()):
             for dataset in self.datasets.values():
                 if isinstance(dataset, RLHFDataset):
                     dataset.render_with(self._whole_prompt)
 
     def _whole_prompt(self, row: Row) -> tuple[Prompt, Tools | None] | None:
+        """Return prompt and tools of a row of the tool agent loop; None for other loops."""
         data = self.config.data
         read = raw_text if data.prompt_format == "raw" else as_messages
         try:
-            loop = self.built.get(self.names.of_row(row.get("agent_name")))
+            loop = self.loops.get(self.names.of_row(row.get("agent_name")))
             if isinstance(loop, ToolAgentLoop):
                 prompt = read(row[data.prompt_key])
                 return loop.whole_prompt(prompt, loop_argument(row, "tool_config"))
         except (PluginError, ToolError, ValueError, TypeError):
-            pass  # reported where the row is checked or rendered
+            pass  # reported when the row is checked or rendered
         return None
 
-    def _tool_configs(self) -> Iterator[str]:
-        """Yield the `tool_config` entries of rows that the tool loop does not support."""
-        configs = {json.dumps(config): config for config in self._of_extra_info("tool_config")}
-        loops = [loop for loop in self.built.values() if isinstance(loop, ToolAgentLoop)]
+    def _tool_config_problems(self) -> Iterator[str]:
+        """Yield a problem per `tool_config` of a row that the tool agent loop does not support."""
+        configs = {json.dumps(config): config for config in self._extra_info_field("tool_config")}
+        loops = [loop for loop in self.loops.values() if isinstance(loop, ToolAgentLoop)]
         for loop in loops:
             for config in configs.values():
                 try:
@@ -114,14 +112,14 @@ class AgentChecks:
                 except (ToolError, ValueError, TypeError) as error:
                     yield f"a row's {error}"
 
-    def _turns(self) -> Iterator[str]:
+    def _turn_problems(self) -> Iterator[str]:
         """Yield a problem if the chat template cannot render the turns that loops append."""
         chat = self.config.data.prompt_format == "chat"
-        for loop in self.built.values():
+        for loop in self.loops.values():
             if not isinstance(loop, ToolAgentLoop):
                 continue
-            by_template = bool(loop.tools) and loop.parser.in_template
-            roles = (("tool", by_template), ("user", bool(loop.interactions)))
+            uses_template = bool(loop.tools) and loop.parser.in_template
+            roles = (("tool", uses_template), ("user", bool(loop.interactions)))
             for role in [role for role, is_used in roles if is_used]:
                 try:
                     observation_ids(
@@ -134,11 +132,11 @@ class AgentChecks:
                 except (PromptError, BrokenTemplate) as error:
                     yield str(error)
 
-    def _coefficients(self) -> Iterator[str]:
-        """Yield reward coefficients that name no tool or interaction of the run."""
+    def _coefficient_problems(self) -> Iterator[str]:
+        """Yield a problem per reward coefficient without a tool or interaction of that name."""
         names = {
             name
-            for loop in self.built.values()
+            for loop in self.loops.values()
             for name in (*getattr(loop, "tools", ()), *getattr(loop, "interactions", ()))
         }
         for key in ("turn_reward_coef", "trajectory_reward_coef"):
@@ -150,11 +148,10 @@ class AgentChecks:
                     )
 
     def _loop_names(self) -> set[str]:
-        """Return the loops that rows name; `check_rows` reports unknown names."""
+        """Return the agent loops that rows name; `check_rows` reports unknown names."""
         names = set()
-        for name in {
-            name if isinstance(name, str) else None for name in self._column("agent_name")
-        }:
+        column = self._column("agent_name")
+        for name in {name if isinstance(name, str) else None for name in column}:
             try:
                 names.add(self.names.of_row(name))
             except PluginError:
@@ -168,48 +165,47 @@ class AgentChecks:
     def warnings(self) -> Iterator[str]:
         """Yield warnings about rows and settings that have no effect."""
         multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
-        tool_loops = [loop for loop in self.built.values() if hasattr(loop, "tools")]
+        tool_loops = [loop for loop in self.loops.values() if hasattr(loop, "tools")]
         tools = {name for loop in tool_loops for name in loop.tools}
-        interacts = any(getattr(loop, "interactions", None) for loop in tool_loops)
-        if any(self._interactions()) and not interacts:
+        has_interactions = any(getattr(loop, "interactions", None) for loop in tool_loops)
+        if any(self._interaction_names()) and not has_interactions:
             yield (
-                "rows have interaction_kwargs, and no interaction is configured: they are ignored; "
+                "rows have interaction_kwargs, but no interaction is configured: they are ignored; "
                 f"set {MULTI_TURN}.interaction_config_path"
             )
-        arguments = self._of_extra_info("tools_kwargs")
+        arguments = self._extra_info_field("tools_kwargs")
         names = {name for row in arguments for name, value in row.items() if value is not None}
         if unknown := sorted(names - tools):
-            yield f"rows have tools_kwargs for {', '.join(unknown)}, which is no tool of this run"
-        if tool_loops and not tools and not interacts:
+            yield f"rows have tools_kwargs for {', '.join(unknown)}, but this run has no such tool"
+        if tool_loops and not tools and not has_interactions:
             yield (
                 "tool_agent has neither tools nor interactions: every row is a single turn; set "
                 f"{MULTI_TURN}.tool_config_path"
             )
-        if any(self._of_extra_info("tool_config")) and not tool_loops:
-            yield "rows have tool_config, and no row is played by the tool loop: it is ignored"
-        yield from self._drift(tools=bool(tools), users=interacts)
+        if any(self._extra_info_field("tool_config")) and not tool_loops:
+            yield "rows have tool_config, but no row uses the tool agent loop: it is ignored"
+        yield from self._template_drift(tools=bool(tools), users=has_interactions)
         parsers = [getattr(loop, "parser", None) for loop in tool_loops]
-        by_template = all(getattr(parser, "in_template", True) for parser in parsers)
-        if tools and by_template and not self._template_shows_tools(tool_loops[0].tools.values()):
+        uses_template = all(getattr(parser, "in_template", True) for parser in parsers)
+        if tools and uses_template and not self._template_shows_tools(tool_loops[0].tools.values()):
             yield (
                 f"the chat template of {self.config.actor_rollout_ref.model.path} does not show the "
                 f"tools to the model; describe them in the prompt, or set a template that does "
                 f"(multi_turn.format={multi_turn.format})"
             )
 
-    def _drift(self, *, tools: bool, users: bool) -> Iterator[str]:
+    def _template_drift(self, *, tools: bool, users: bool) -> Iterator[str]:
         """Yield a warning if the chat template renders later turns differently from the agent loop."""
-        if self.config.data.prompt_format != "chat" or not getattr(
-            self.tokenizer, "chat_template", 0
-        ):
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        if self.config.data.prompt_format != "chat" or not has_template:
             return
-        roles = [role for role, used in (("tool", tools), ("user", users)) if used]
+        roles = [role for role, is_used in (("tool", tools), ("user", users)) if is_used]
         kwargs = self.config.data.apply_chat_template_kwargs
         cases = [case for case in drifts(self.tokenizer, kwargs, roles) if isinstance(case, Drift)]
         if cases:
             path = self.config.actor_rollout_ref.model.path
             yield (
-                f"the chat template of {path} renders earlier turns otherwise than the model wrote them "
+                f"the chat template of {path} renders earlier turns differently than the model wrote them "
                 f"({cases[0].case}: {cases[0].problem}); training keeps the tokens that the model wrote. "
                 f"All cases: hone doctor --chat-template {path}"
             )
@@ -219,15 +215,15 @@ class AgentChecks:
             if isinstance(dataset, RLHFDataset):
                 yield from (row.get(name) for row in dataset.store.scan((name,)))
 
-    def _of_extra_info(self, name: str) -> Iterator[JsonObject]:
-        """Yield a field of each row, from its top level or its `extra_info`."""
+    def _extra_info_field(self, name: str) -> Iterator[JsonObject]:
+        """Yield a dict field of each row, from its columns or from `extra_info`."""
         yield from (value for value in self._column(name) if isinstance(value, dict))
         for extra in self._column("extra_info"):
             if isinstance(extra, dict) and isinstance(value := extra.get(name), dict):
                 yield value
 
-    def _interactions(self) -> set[str]:
-        return {str(row.get("name") or "") for row in self._of_extra_info("interaction_kwargs")}
+    def _interaction_names(self) -> set[str]:
+        return {str(row.get("name") or "") for row in self._extra_info_field("interaction_kwargs")}
 
     def _template_shows_tools(self, tools: Iterable[BaseTool]) -> bool:
         if self.config.data.prompt_format != "chat":
@@ -245,38 +241,39 @@ class AgentChecks:
 def try_scorers(
     manager: AbstractRewardManager, dataset: Dataset, config: PPOTrainerConfig
 ) -> Iterator[Verdict]:
-    """Yield one verdict per data source with a score function, and one on missing ground truths."""
+    """Yield a verdict per data source, from calling its scorer on a few rows, and on ground truths."""
     if not isinstance(manager, RuleRewardManager) or not isinstance(dataset, RLHFDataset):
         return
     key, default = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
-    used, store = set(dataset.positions), dataset.store
-    by_source: dict[str, list[int]] = {}
-    without_truth: list[int] = []
-    absent: dict[str, list[int]] = {}
+    used_positions, store = set(dataset.positions), dataset.store
+    rows_of_source: dict[str, list[int]] = {}
+    unscorable: list[int] = []
+    rows_without_truth: dict[str, list[int]] = {}
     count = 0
     for position, row in enumerate(store.scan((key, "reward_model", "agent_name"))):
         reward_model = row.get("reward_model") or {}
         single_turn = (row.get("agent_name") or default) == SINGLE_TURN_AGENT
         source, truth = str(row.get(key)), reward_model.get("ground_truth")
-        by_rule = reward_model.get("style") != "model" and manager.knows(source)
-        if position in used and single_turn and by_rule:
-            without_truth += [position] * manager.lacks_ground_truth(source, truth)
+        has_rule = reward_model.get("style") != "model" and manager.knows(source)
+        if position in used_positions and single_turn and has_rule:
+            unscorable += [position] * manager.lacks_ground_truth(source, truth)
             count += 1
-            (absent if is_missing(truth) else by_source).setdefault(source, []).append(position)
-    for source, others in absent.items():
-        # Beside a reward model, rows without a ground truth are tried if no row of the source has one.
+            rows = rows_without_truth if is_missing(truth) else rows_of_source
+            rows.setdefault(source, []).append(position)
+    for source, positions in rows_without_truth.items():
+        # With a reward model, rows without a ground truth are tried only if no row of the source has one.
         if not manager.masks_missing:
-            by_source[source] = sorted([*by_source.get(source, ()), *others])
+            rows_of_source[source] = sorted([*rows_of_source.get(source, ()), *positions])
         elif not manager.lacks_ground_truth(source, None):
-            by_source.setdefault(source, others)
-    for positions in list(by_source.values())[:SOURCES]:
+            rows_of_source.setdefault(source, positions)
+    for positions in list(rows_of_source.values())[:MAX_SOURCES]:
         trials = dict.fromkeys((positions[0], positions[len(positions) // 2], positions[-1]))
         keys = key, config.data.prompt_key
         yield try_scorer(manager, [TrialRow.of(store[p], store.where(p), *keys) for p in trials])
-    if without_truth:
+    if unscorable:
         problem = (
-            f"{len(without_truth):,} of {count:,} rows have no reward_model.ground_truth to compare "
-            f"with (the first: {store.where(without_truth[0])})"
+            f"{len(unscorable):,} of {count:,} rows have no reward_model.ground_truth to compare "
+            f"with (the first: {store.where(unscorable[0])})"
         )
         if manager.masks_missing:
             yield Verdict(warning=f"{problem}: only the reward model scores them")
@@ -293,15 +290,15 @@ class Lengths:
     rows: int
     shortest: int
     longest: int
-    """A lower bound if a prompt is far too long."""
+    """A lower bound if it is far above the limit."""
     too_long: int
     """The number of prompts longer than `data.max_prompt_length`."""
     where: str
-    """The row of the longest prompt."""
+    """The file and row of the longest prompt."""
 
 
 def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> Lengths:
-    """Measure every rendered prompt; lengths of a known data set are read from a cache."""
+    """Measure the length of every prompt; the result is cached on disk."""
     cache = _cache_file(dataset)
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Lengths(**json.loads(cache.read_text()))
@@ -318,37 +315,37 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
     longest = max(lengths)
     too_long = sum(length > limit for length in lengths)
     where = dataset.where(lengths.index(longest))
-    measured = Lengths(len(lengths), min(lengths), longest, too_long, where)
+    summary = Lengths(len(lengths), min(lengths), longest, too_long, where)
     with contextlib.suppress(OSError):  # without the cache the next run is only slower
-        atomic_write_text(cache, json.dumps(asdict(measured)))
-    return measured
+        atomic_write_text(cache, json.dumps(asdict(summary)))
+    return summary
 
 
-def _additions(dataset: RLHFDataset) -> str:
-    """Return what agent loops add to prompts, as text."""
+def _added_text(dataset: RLHFDataset) -> str:
+    """Return the text that tool agent loops add to a prompt."""
     if dataset.whole_prompt is None:
         return ""
     names = {row.get("agent_name") for row in dataset.store.scan(("agent_name",))}
-    known = sorted((name for name in names if isinstance(name, str)), key=str)
-    rows = ({"agent_name": name, dataset.prompt_key: "a"} for name in (None, *known))
+    loop_names = sorted(name for name in names if isinstance(name, str))
+    rows = ({"agent_name": name, dataset.prompt_key: "a"} for name in (None, *loop_names))
     return repr([dataset.whole_prompt(row) for row in rows])
 
 
 def _cache_file(dataset: RLHFDataset) -> Path:
-    """Return a file named after everything that affects lengths: rows, tokenizer, template, tools, limit."""
+    """Return the cache file, named by a hash of all that affects lengths: rows, tokenizer, tools, limit."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     tokenizer, config = dataset.tokenizer, dataset.settings
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    facts = (
+    parts = (
         dataset.fingerprint,
         backend.to_str() if backend is not None else repr(tokenizer),
         str(getattr(tokenizer, "chat_template", None)),
         repr(config.apply_chat_template_kwargs),
         json.dumps(dataset.tools, sort_keys=True, default=str),
-        _additions(dataset),
+        _added_text(dataset),
         config.prompt_key,
         config.prompt_format,
         str(config.max_prompt_length),
     )
-    digest = hashlib.blake2b("\0".join(facts).encode("utf-8", "replace"), digest_size=16)
+    digest = hashlib.blake2b("\0".join(parts).encode("utf-8", "replace"), digest_size=16)
     return Path(root) / "hone" / "prompt_lengths" / f"{digest.hexdigest()}.json"

@@ -1,6 +1,6 @@
-"""Writes the scores of every source to separate columns, and their configured sum.
+"""Writes the score of each reward part (rule, reward model, agent loop) and their weighted sum.
 
-Extras, which a scorer returns next to its score, are columns too; they override a row's column of that name.
+Extras that a scorer returns next to its score become columns, and replace data columns of that name.
 """
 
 from __future__ import annotations
@@ -52,40 +52,36 @@ RewardModel: TypeAlias = WorkerGroup[RewardModelWorker] | RuleRewardManager
 """The workers of a reward model, or the manager of one that a server runs."""
 FAILURE = "reward_failure"
 """The extra with the reason why a row could not be scored; None for a scored row."""
-SCORED_BY_TABLE = (
+NO_VAL_REWARD_FN = (
     ". Validation rows are scored by the configured rules, since val_reward_fn was not given with "
     "reward_fn: pass val_reward_fn as well, or data.val_files=[]"
 )
-_NEEDS_NO_RULE = {"reward_model": {"style": "model"}}
+_ROW_WITHOUT_RULE = {"reward_model": {"style": "model"}}
 
 
 def check_rows(
-    reward_fn: Function, dataset: Dataset | None, config: PPOTrainerConfig, by_table: bool = False
+    reward_fn: Function, dataset: Dataset | None, config: PPOTrainerConfig, hint: str = ""
 ) -> None:
-    """Raise an error for reserved columns, images, unknown agent loops, or data sources without a score.
-
-    `by_table` means that the caller passed `reward_fn` but no `val_reward_fn`.
-    """
+    """Raise an error for reserved columns, images, unknown agent loops, or (with `hint`) missing scorers."""
     if not isinstance(dataset, RLHFDataset):
-        return  # also without validation
+        return
     loops = LoopNames(config.actor_rollout_ref.rollout)
     check_columns(dataset.store, config.data.prompt_key)
-    known: set[str | None] = {None}
+    valid_names: set[str | None] = {None}
     for position, row in _used_rows(dataset, ("agent_name",)):
         name = row.get("agent_name")
-        if isinstance(name, str | None) and name in known:
+        if isinstance(name, str | None) and name in valid_names:
             continue
-        try:  # rows may only name configured loops, never an import path
-            loops.of_row(name)
-            known.add(name)
+        try:
+            loops.of_row(name)  # rows may name a configured loop, never an import path
+            valid_names.add(name)
         except PluginError as error:
             raise DataError(f"{dataset.store.where(position)}: {error}") from error
     check_media(dataset, config, default_loop=loops.default)
     try:
-        has_model = config.reward_model.enable
-        check_sources(reward_fn, dataset, default_loop=loops.default, has_model=has_model)
+        check_sources(reward_fn, dataset, loops.default, has_model=config.reward_model.enable)
     except UnknownSourceError as error:
-        raise UnknownSourceError(f"{error}{SCORED_BY_TABLE if by_table else ''}") from error
+        raise UnknownSourceError(f"{error}{hint}") from error
 
 
 def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
@@ -95,21 +91,21 @@ def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[i
 
 
 def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop: str) -> None:
-    """Raise an error for rows with images, videos or audio: engines and agent loops only support text."""
+    """Raise an error for rows with images, videos or audio, which built-in engines and loops do not read."""
     keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
-    own_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
+    custom_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
     for position, row in _used_rows(dataset, (*keys, "agent_name")):
-        media = [key for key in keys if _is_filled(row.get(key))]
-        own_loop = not LOOPS.is_built_in(row.get("agent_name") or default_loop)
-        if media and not (own_engine and own_loop):
+        media = [key for key in keys if _is_not_empty(row.get(key))]
+        custom_loop = not LOOPS.is_built_in(row.get("agent_name") or default_loop)
+        if media and not (custom_engine and custom_loop):
             raise DataError(
-                f"{dataset.store.where(position)}: column {media[0]!r} is filled, and no vision model "
-                "is built here; leave such rows or the column out, or name an agent loop and a rollout "
-                "engine of your own that read it"
+                f"{dataset.store.where(position)}: column {media[0]!r} is not empty, but the built-in "
+                "rollout engines and agent loops only read text; remove such rows or the column, or "
+                "configure your own agent loop and rollout engine"
             )
 
 
-def _is_filled(value: object) -> bool:
+def _is_not_empty(value: object) -> bool:
     return value is not None and (not isinstance(value, Sized) or len(value) > 0)
 
 
@@ -124,55 +120,55 @@ def check_columns(store: RowStore, prompt_key: str) -> None:
                 column = declared(name)
                 assert column is not None
                 raise DataError(
-                    f"{file.where(index)}: column {name!r} has the name of what step "
-                    f"{column.step!r} writes ({column.meaning}); rename it in the file, or move "
-                    "it into extra_info"
+                    f"{file.where(index)}: column {name!r} is reserved: step {column.step!r} writes it "
+                    f"({column.meaning}); rename it in the file, or move it into extra_info"
                 )
 
 
 def check_sources(
-    reward_fn: Function, dataset: RLHFDataset, *, default_loop: str, has_model: bool
+    reward_fn: Function, dataset: RLHFDataset, default_loop: str, *, has_model: bool
 ) -> None:
-    """Raise an error if a row has no score; rows of other agent loops may have their own."""
+    """Raise an error if a row of the single-turn agent loop has no scorer."""
     if not isinstance(reward_fn, RuleRewardManager):
         return
-    columns, used = (reward_fn.reward_fn_key, "reward_model", "agent_name"), set(dataset.positions)
+    columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
+    used_positions = set(dataset.positions)
 
     def rows() -> Iterator[Row]:
         for position, row in enumerate(dataset.store.scan(columns)):
             loop = row.get("agent_name") or default_loop
-            if position not in used or loop != SINGLE_TURN_AGENT:
-                yield _NEEDS_NO_RULE
+            if position not in used_positions or loop != SINGLE_TURN_AGENT:
+                yield _ROW_WITHOUT_RULE
                 continue
-            if is_for_model(row.get("reward_model")) and reward_fn.uses_table and not has_model:
+            if has_model_style(row.get("reward_model")) and reward_fn.uses_table and not has_model:
                 raise DataError(
-                    f"{dataset.store.where(position)}: {STYLE}, and this run has no reward model; use "
-                    "reward_model.enable=true with a reward_model.model.path or reward_model.server.url, "
-                    "a score function of your own, or style rule"
+                    f"{dataset.store.where(position)}: {STYLE}, but this run has no reward model; "
+                    "use reward_model.enable=true with a reward_model.model.path or "
+                    "reward_model.server.url, your own score function, or style rule"
                 )
             yield row
 
     reward_fn.check_rows(rows(), dataset.store.where)
 
 
-def is_for_model(reward_model: object) -> bool:
-    """Return whether a row's `reward_model` column names the reward model as its scorer."""
+def has_model_style(reward_model: object) -> bool:
+    """Return whether a row's `reward_model` column has style `model`, so the reward model scores it."""
     return isinstance(reward_model, Mapping) and reward_model.get("style") == MODEL
 
 
 def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | None) -> bool:
-    """Return whether rows of another style than `model` are scored by the rule alone."""
+    """Return whether the reward model scores only the rows of style `model`, and the rule the others."""
     model = config.reward_model
     if not model.enable or model.type in ("prm", "prime") or model.route_by_style is False:
         return False
     datasets = [dataset for dataset in (train, val) if dataset is not None]
-    known = [dataset for dataset in datasets if isinstance(dataset, RLHFDataset)]
-    rows = (row for dataset in known for _, row in _used_rows(dataset, ("reward_model",)))
-    if any(is_for_model(row.get("reward_model")) for row in rows):
+    readable = [dataset for dataset in datasets if isinstance(dataset, RLHFDataset)]
+    rows = (row for dataset in readable for _, row in _used_rows(dataset, ("reward_model",)))
+    if any(has_model_style(row.get("reward_model")) for row in rows):
         return True
-    if model.route_by_style and len(known) == len(datasets):
+    if model.route_by_style and len(readable) == len(datasets):
         raise DataError(
-            f"reward_model.route_by_style=true, and no row has {STYLE}: the reward model would score "
+            f"reward_model.route_by_style=true, but no row has {STYLE}, so the reward model would score "
             "nothing; write the style into the rows, or use route_by_style=null"
         )
     return bool(model.route_by_style)
@@ -184,94 +180,96 @@ def load_validation_manager(
     dataset: Dataset | None,
     compute_score: Function | None = None,
 ) -> AbstractRewardManager:
-    """Return the manager of validation. As in PURE, `blank` is for training only: validation rows are scored
-    by the rules as `prime` does, if each has one."""
+    """Return the manager of validation: as in PURE, `prime` replaces `blank` if all rows have a rule."""
     manager = load_reward_manager(config, tokenizer, 1, compute_score=compute_score)
     if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
         return manager
-    by_prime = replace(config, "reward_manager.name", "prime")
-    by_rule = load_reward_manager(by_prime, tokenizer, 1, compute_score=compute_score)
+    prime_config = replace(config, "reward_manager.name", "prime")
+    prime_manager = load_reward_manager(prime_config, tokenizer, 1, compute_score=compute_score)
     try:
-        default = config.actor_rollout_ref.rollout.default_loop
-        check_sources(by_rule, dataset, default_loop=default, has_model=True)
+        default_loop = config.actor_rollout_ref.rollout.default_loop
+        check_sources(prime_manager, dataset, default_loop, has_model=True)
     except UnknownSourceError:
         return manager
-    return by_rule
+    return prime_manager
 
 
-def _parts(
-    batch: DataProto, reward_fn: Function, model: RewardModel | None, routed: bool, by_step: bool
+def _score_parts(
+    batch: DataProto,
+    reward_fn: Function,
+    model: RewardModel | None,
+    route_by_style: bool,
+    by_step: bool,
 ) -> tuple[dict[str, Tensor], Extras]:
-    """Return token scores [B, T] by part, and extras. An agent loop's score replaces the rule's.
+    """Return the token scores [B, T] of each part, and extras; an agent loop's score replaces the rule's.
 
-    With a reward model, no rule scores rows of style `model`. If `routed`, an outcome reward model scores
-    only these. Of a trajectory of several rows, both score the last row; a process reward model (`by_step`)
-    scores the steps of all rows.
+    With a reward model, no rule scores rows of style `model`; with `route_by_style`, an outcome reward model
+    scores only these. Both score the last row of a trajectory; a process reward model (`by_step`) all rows.
     """
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
-    final = is_last_row(batch)
+    is_last = is_last_row(batch)
     for_model = np.zeros(len(batch), dtype=bool)
     if model is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
-        for_model = np.array([is_for_model(value) for value in styles], dtype=bool)
+        for_model = np.array([has_model_style(value) for value in styles], dtype=bool)
     if batch.has_column(LOOP_SCORE):
         parts[AGENT] = batch.batch[LOOP_SCORE]
     else:
-        parts[RULE], extras = _of_rows(batch, final & ~for_model, reward_fn)
+        parts[RULE], extras = _score_rows(batch, is_last & ~for_model, reward_fn)
         _check_extras(extras, reward_fn)
     if model is not None:
-        rows = final & for_model if routed else final | by_step
+        rows = is_last & for_model if route_by_style else is_last | by_step
         if isinstance(model, RuleRewardManager):
-            parts[MODEL], of_model = _of_rows(batch, rows, model)
-            extras = _joined(extras, of_model)
+            parts[MODEL], model_extras = _score_rows(batch, rows, model)
+            extras = _merge_extras(extras, model_extras)
         elif not rows.any():
             parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
         else:
-            some = batch if rows.all() else batch[rows]
-            scored = model.call(RewardModelWorker.compute_rm_score, some)
+            selected = batch if rows.all() else batch[rows]
+            scored = model.call(RewardModelWorker.compute_rm_score, selected)
             if scored.has_column("step_mask"):
-                write(batch, "step_mask", _spread(scored.batch["step_mask"], rows))
-                parts[PROCESS] = _spread(scored.batch["process_scores"], rows)
+                write(batch, "step_mask", _expand_rows(scored.batch["step_mask"], rows))
+                parts[PROCESS] = _expand_rows(scored.batch["process_scores"], rows)
             else:
-                parts[MODEL] = _spread(scored.batch["rm_scores"], rows)
+                parts[MODEL] = _expand_rows(scored.batch["rm_scores"], rows)
         if MODEL in parts:
             write(batch, "rm_scores", parts[MODEL])
     return parts, extras
 
 
-def _joined(extras: Extras, of_model: Extras) -> Extras:
-    """Return the extras of rule and reward model; a row that either could not score has failed."""
-    joined = {**{name: v for name, v in of_model.items() if name != "score"}, **extras}
-    if FAILURE in extras and FAILURE in of_model:
-        pairs = zip(extras[FAILURE], of_model[FAILURE], strict=True)
-        joined[FAILURE] = [rule or model for rule, model in pairs]
-    return joined
+def _merge_extras(extras: Extras, model_extras: Extras) -> Extras:
+    """Merge the extras of rule and reward model; a row has failed if either could not score it."""
+    merged = {**{name: v for name, v in model_extras.items() if name != "score"}, **extras}
+    if FAILURE in extras and FAILURE in model_extras:
+        pairs = zip(extras[FAILURE], model_extras[FAILURE], strict=True)
+        merged[FAILURE] = [rule or model for rule, model in pairs]
+    return merged
 
 
-def _of_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
-    """Return the manager's scores [B, T] and extras of some rows; other rows have 0 and None."""
+def _score_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
+    """Return the manager's scores [B, T] and extras of the selected rows; other rows have 0 and None."""
     if not rows.any() and len(batch):
         return torch.zeros(batch.batch["responses"].shape), {}
     result = reward_fn(batch if rows.all() else batch[rows], return_dict=True)
     extras: dict[str, list[JsonValue]] = {}
     for name, values in result.get("reward_extra_info", {}).items():
-        some = iter(values)
-        extras[name] = [next(some) if of_row else None for of_row in rows]
-    return _spread(result["reward_tensor"], rows), extras
+        row_values = iter(values)
+        extras[name] = [next(row_values) if is_selected else None for is_selected in rows]
+    return _expand_rows(result["reward_tensor"], rows), extras
 
 
-def _spread(scores: Tensor, rows: np.ndarray) -> Tensor:
-    """Return scores [B, T] with those of the selected rows in their places."""
+def _expand_rows(scores: Tensor, rows: np.ndarray) -> Tensor:
+    """Expand the scores of the selected rows to [B, T], with 0 in the other rows."""
     if rows.all():
         return scores
-    spread = torch.zeros((len(rows), *scores.shape[1:]), dtype=scores.dtype)
-    spread[torch.from_numpy(rows)] = scores
-    return spread
+    expanded = torch.zeros((len(rows), *scores.shape[1:]), dtype=scores.dtype)
+    expanded[torch.from_numpy(rows)] = scores
+    return expanded
 
 
 def _check_extras(extras: Extras, reward_fn: Function) -> None:
-    """Raise an error if an extra has the name of a column of the training loop."""
+    """Raise an error if an extra has the name of a column that the training loop writes."""
     for name in extras:
         column = declared(name)
         if column is not None and name != FAILURE:
@@ -283,21 +281,21 @@ def _check_extras(extras: Extras, reward_fn: Function) -> None:
             )
 
 
-def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]:
-    """Return the scorer's extra `name` per row; a failed row has `failure_score`, a row that is not its
-    trajectory's last has 0."""
-    facts, nothing = batch.non_tensor_batch, [None] * len(batch)
-    final = is_last_row(batch)
+def extra_numbers(batch: DataProto, name: str, failure_score: float) -> list[float]:
+    """Return the scorer's extra `name` per row: `failure_score` for a failed row, and 0 for a row that is
+    not the last of its trajectory."""
+    arrays, missing = batch.non_tensor_batch, [None] * len(batch)
+    is_last = is_last_row(batch)
     numbers = []
     for row, (value, failure) in enumerate(
-        zip(facts.get(name, nothing), facts.get(FAILURE, nothing), strict=True)
+        zip(arrays.get(name, missing), arrays.get(FAILURE, missing), strict=True)
     ):
-        if value is None and (failure is not None or not final[row]):
-            value = failure_score if final[row] else 0.0
+        if value is None and (failure is not None or not is_last[row]):
+            value = failure_score if is_last[row] else 0.0
         try:
             numbers.append(float(value))
         except (TypeError, ValueError, OverflowError) as error:
-            source = facts.get("data_source", nothing)[row]
+            source = arrays.get("data_source", missing)[row]
             raise RewardError(
                 f"row {row} (data_source {source!r}) has no number under {name!r}, got {value!r}; "
                 "the score function must return one for every row that it scores"
@@ -305,16 +303,16 @@ def numbers_of(batch: DataProto, name: str, failure_score: float) -> list[float]
     return numbers
 
 
-def has_answer(batch: DataProto) -> Tensor:
-    """Return [N] bool per trajectory: whether a rule scores it and has the ground truth that it needs."""
-    facts, nothing = batch.non_tensor_batch, object_array([None] * len(batch))
-    pairs = zip(facts.get(FAILURE, nothing), facts.get("reward_model", nothing), strict=True)
-    rows = [reason != NO_GROUND_TRUTH and not is_for_model(column) for reason, column in pairs]
+def has_rule_score(batch: DataProto) -> Tensor:
+    """Return [N] bool: whether a rule scores the trajectory, with the ground truth that it needs."""
+    arrays, missing = batch.non_tensor_batch, object_array([None] * len(batch))
+    pairs = zip(arrays.get(FAILURE, missing), arrays.get("reward_model", missing), strict=True)
+    rows = [reason != NO_GROUND_TRUTH and not has_model_style(column) for reason, column in pairs]
     return torch.from_numpy(of_trajectories(batch, np.array(rows, dtype=bool)))
 
 
 def has_extra(batch: DataProto, name: str) -> bool:
-    """Return whether the scorer returns `name`; True if it failed on every row, which leaves it unknown."""
+    """Return whether the scorer returns the extra `name`; True if it failed on every row."""
     failures = batch.non_tensor_batch.get(FAILURE, np.empty(0, dtype=object))
     scored = failures[is_last_row(batch)] if len(failures) else failures
     all_failed = len(scored) > 0 and all(failure is not None for failure in scored)
@@ -326,18 +324,19 @@ def score(
     reward_fn: Function,
     reward_model: RewardModel | None,
     config: RewardModelConfig,
-    *,
-    routed: bool = False,
+    route_by_style: bool = False,
 ) -> DataProto:
     """Write `reward/<part>`, their weighted sum, and the extras as columns."""
-    parts, extras = _parts(batch, reward_fn, reward_model, routed, config.type == "prm")
+    parts, extras = _score_parts(
+        batch, reward_fn, reward_model, route_by_style, config.type == "prm"
+    )
     weights = {MODEL: config.modeling_reward_coef, RULE: config.verifiable_reward_coef}
     total: Tensor | None = None
     for part, scores in parts.items():
         if part == PROCESS:
             # Written with its weight, since the strict minimum subtracts it from the sum.
             scores = scores * config.modeling_reward_coef
-        if part != AGENT:  # the agent loop has written it
+        if part != AGENT:  # the agent loop has already written its own
             write(batch, reward_column(part), scores)
         weighted = scores * weights.get(part, 1.0)
         total = weighted if total is None else total + weighted
@@ -359,7 +358,7 @@ def score(
 
 
 def pop_metrics(*managers: object) -> dict[str, float]:
-    """Return the counts of managers since the last call; a user's manager may have none."""
+    """Return the metrics of the managers since the last call; a user's manager may have none."""
     return {
         name: value
         for manager in managers
@@ -368,21 +367,22 @@ def pop_metrics(*managers: object) -> dict[str, float]:
     }
 
 
-def reward_model_of(
-    config: PPOTrainerConfig,
-    plan: Plan,
-    tokenizer: Tokenizer,
-    groups: Mapping[Role, AnyGroup],
+def get_reward_model(
+    config: PPOTrainerConfig, plan: Plan, tokenizer: Tokenizer, groups: Mapping[Role, AnyGroup]
 ) -> RewardModel | None:
-    """Return the workers of the reward model, or the manager of a served one or a judge."""
+    """Return the workers of the reward model, or the manager of an external one (a server or a judge)."""
     group = None if plan.implicit_rewards else groups.get(Role.RewardModel)
-    return outside_model(config, tokenizer, group) if plan.is_outside else group
+    return (
+        load_external_reward_model(config, tokenizer, group)
+        if plan.external_reward_model
+        else group
+    )
 
 
-def outside_model(
+def load_external_reward_model(
     config: PPOTrainerConfig, tokenizer: Tokenizer, group: WorkerGroup[JudgeWorker] | None
 ) -> ModelRewardManager:
-    """Return the manager of a served reward model, or of a judge, for which `group` may generate."""
+    """Return the manager of a reward model on a server, or of a judge that `group` may run."""
     from hone.models.load import load_tokenizer
     from hone.rewards.loading import load_model_manager
 
@@ -390,8 +390,8 @@ def outside_model(
     if model.type == "judge":
         from hone.workers.judge import WorkerCompletions
 
-        own = None if model.server.url else WorkerCompletions(group)
-        return load_model_manager(config, tokenizer, None, own)
+        completions = None if model.server.url else WorkerCompletions(group)
+        return load_model_manager(config, tokenizer, None, completions)
     path, trust = model.model.path, model.model.trust_remote_code
-    renderer = load_tokenizer(path, trust_remote_code=trust) if path else None
-    return load_model_manager(config, tokenizer, renderer)
+    model_tokenizer = load_tokenizer(path, trust_remote_code=trust) if path else None
+    return load_model_manager(config, tokenizer, model_tokenizer)

@@ -1,7 +1,6 @@
-"""The trajectory source: `submit` prompts, `take` finished groups.
+"""Generates trajectories: `submit` starts prompts, `take` returns finished groups.
 
-Synchronous training takes everything it submitted. Dynamic sampling, staleness and partial rollouts call
-the same two methods differently.
+Synchronous training takes all submitted groups; dynamic sampling takes them as they finish.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ class _Group:
     outputs: tuple[AgentLoopOutput, ...] = ()
 
 
-def prompts_of(batch: DataProto, loader: PromptLoader) -> dict[str, np.ndarray]:
+def unique_prompts(batch: DataProto, loader: PromptLoader) -> dict[str, np.ndarray]:
     """Return the unique prompt rows of the batch's trajectories."""
-    facts = batch.non_tensor_batch
-    places = dict(zip(facts["uid"], facts["dataset_index"], strict=True))
-    return loader.rows_again([(int(index), uid) for uid, index in places.items()])
+    arrays = batch.non_tensor_batch
+    index_of_uid = dict(zip(arrays["uid"], arrays["dataset_index"], strict=True))
+    return loader.rows_again([(int(index), uid) for uid, index in index_of_uid.items()])
 
 
 class TrajectorySource:
@@ -72,22 +71,22 @@ class TrajectorySource:
         self._run_seed = run_seed
         self._pad, self._keep_log_probs = pad_token_id, keep_log_probs
         self.path = workers.call(RolloutWorker.weight_path)
-        self._leaders = workers.mesh(DATA_PARALLEL).collect_ranks  # the ranks with agent loops
+        self._leader_ranks = workers.mesh(DATA_PARALLEL).answering  # the ranks with agent loops
         self._submissions = [0] * workers.world_size  # each rank's runner counts its submissions
         self._running: dict[tuple[int, int, str], _Group] = {}  # by rank, its submission, uid
-        self._done: list[_Group] = []  # in finishing order
-        self._submitted = 0
+        self._finished: list[_Group] = []  # in finishing order
+        self._next_number = 0
         self._metrics: list[dict[str, float]] = []
 
     @property
-    def decodes_beside(self) -> bool:
-        """Whether generation continues while the training loop does other work."""
+    def generates_concurrently(self) -> bool:
+        """Whether generation continues while the training loop scores or updates."""
         return self.path != "gathered"
 
     @property
     def pending(self) -> int:
         """The number of groups that were submitted and not taken."""
-        return len(self._running) + len(self._done)
+        return len(self._running) + len(self._finished)
 
     def submit(
         self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Settings
@@ -106,24 +105,24 @@ class TrajectorySource:
         seeds = [trajectory_seed(self._run_seed, uid, i) for uid, i in attempts]
         write(rows, "seed", np.array(seeds, dtype=object))
         rows.meta_info["sampling_params"] = dict(sampling)
-        first = self._submitted
-        self._deal(rows, samples)
-        return range(first, self._submitted)
+        first = self._next_number
+        self._submit_to_ranks(rows, samples)
+        return range(first, self._next_number)
 
-    def _deal(self, rows: DataProto, samples: int) -> None:
-        shares: list[DataProto | None] = [None] * self._workers.world_size
-        parts = np.array_split(np.arange(len(rows) // samples), len(self._leaders))
-        for rank, groups in zip(self._leaders, parts, strict=True):
+    def _submit_to_ranks(self, rows: DataProto, samples: int) -> None:
+        rank_rows: list[DataProto | None] = [None] * self._workers.world_size
+        rank_groups = np.array_split(np.arange(len(rows) // samples), len(self._leader_ranks))
+        for rank, groups in zip(self._leader_ranks, rank_groups, strict=True):
             if not len(groups):
                 continue
-            shares[rank] = rows.slice(int(groups[0]) * samples, int(groups[-1] + 1) * samples)
+            rank_rows[rank] = rows.slice(int(groups[0]) * samples, int(groups[-1] + 1) * samples)
             self._submissions[rank] += 1
             for group in groups:
                 group_rows = rows.slice(int(group) * samples, int(group + 1) * samples)
                 key = rank, self._submissions[rank], str(group_rows.non_tensor_batch["uid"][0])
-                self._running[key] = _Group(self._submitted, group_rows)
-                self._submitted += 1
-        self._workers.call_each(RolloutWorker.submit, shares)
+                self._running[key] = _Group(self._next_number, group_rows)
+                self._next_number += 1
+        self._workers.call_each(RolloutWorker.submit, rank_rows)
 
     def take(self, n_groups: int | None = None) -> DataProto:
         """Return the first `n_groups` to finish (None: all submitted groups), in submission order.
@@ -131,18 +130,18 @@ class TrajectorySource:
         The other groups continue.
         """
         count = self.pending if n_groups is None else min(n_groups, self.pending)
-        while len(self._done) < count:
-            alone = len(self._leaders) == 1
-            missing = count - len(self._done) if alone else None
-            ranks = self._workers.call_all(RolloutWorker.finished, missing, _POLL_S)
-            for rank, finished in enumerate(ranks):
+        while len(self._finished) < count:
+            one_rank = len(self._leader_ranks) == 1
+            needed = count - len(self._finished) if one_rank else None
+            outputs = self._workers.call_all(RolloutWorker.finished, needed, _POLL_S)
+            for rank, finished in enumerate(outputs):
                 for group in finished.groups:
                     submitted = self._running.pop((rank, group.submission, group.uid))
                     rows = row_per_output(submitted.rows, group.rows)
-                    self._done.append(_Group(submitted.number, rows, group.outputs))
+                    self._finished.append(_Group(submitted.number, rows, group.outputs))
                 if finished.metrics:
                     self._metrics.append(finished.metrics)
-        groups, self._done = self._done[:count], self._done[count:]
+        groups, self._finished = self._finished[:count], self._finished[count:]
         return self._batch(sorted(groups, key=lambda group: group.number))
 
     def _batch(self, groups: Sequence[_Group]) -> DataProto:
@@ -153,9 +152,9 @@ class TrajectorySource:
         batch = DataProto.concat(fill_object_columns([group.rows for group in groups]))
         batch = batch.select(meta_info_keys=[])
         batch.meta_info["group_numbers"] = [group.number for group in groups]
-        places = {TRAJECTORY_ROW} & batch.non_tensor_batch.keys()
-        batch.meta_info["loop_facts"] = sorted({*trajectories.non_tensor_batch, *places})
-        names = {name for measured in self._metrics for name in measured}
+        row_columns = {TRAJECTORY_ROW} & batch.non_tensor_batch.keys()
+        batch.meta_info["loop_facts"] = sorted({*trajectories.non_tensor_batch, *row_columns})
+        names = {name for metrics in self._metrics for name in metrics}
         means = {name: [m[name] for m in self._metrics if name in m] for name in names}
         batch.meta_info["metrics"] = loop_metrics(outputs) | mean_over_ranks(means)
         self._metrics = []
@@ -164,13 +163,13 @@ class TrajectorySource:
     def abort(self) -> None:
         """Drop all groups that were submitted and not taken."""
         self._workers.call_all(RolloutWorker.abort, None)
-        self._running, self._done = {}, []
+        self._running, self._finished = {}, []
 
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> list[GroupState]:
         """Return the groups that were submitted and not taken, as positions in the data set."""
-        groups = sorted([*self._running.values(), *self._done], key=lambda group: group.number)
+        groups = sorted([*self._running.values(), *self._finished], key=lambda group: group.number)
         return [
             {
                 "index": int(group.rows.non_tensor_batch["dataset_index"][0]),
@@ -182,7 +181,7 @@ class TrajectorySource:
         ]
 
     def load_state_dict(self, state: Sequence[GroupState], loader: PromptLoader) -> None:
-        """Submit the groups again; the same seeds give the same trajectories."""
+        """Submit the groups of the checkpoint again; equal seeds give equal trajectories."""
         for group in state:
             prompts = loader.rows_again([(group["index"], group["uid"])])
             self.submit(prompts, samples=group["samples"], sampling=group["sampling"])

@@ -28,17 +28,17 @@ from hone.tracking.lock import lock_folder
 from hone.trainer.ppo import checkpoint, credit, metrics, roles, scoring
 from hone.trainer.ppo.alarms import Alarms
 from hone.trainer.ppo.balance import balance, refuse_uneven
-from hone.trainer.ppo.collect import DynamicSampling, filtered
-from hone.trainer.ppo.implicit_reward import train_and_score
-from hone.trainer.ppo.memory import garbage_frozen
+from hone.trainer.ppo.collect import DynamicSampling, filter_batch
+from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
+from hone.trainer.ppo.memory import freeze_garbage_collection
 from hone.trainer.ppo.plan import Plan, with_schedule_length
 from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.publish import Publisher
 from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.restarts import graceful_stop
 from hone.trainer.ppo.rollout_writer import RolloutWriter
-from hone.trainer.ppo.source import TrajectorySource, prompts_of
-from hone.trainer.ppo.validation import attempts_at
+from hone.trainer.ppo.source import TrajectorySource, unique_prompts
+from hone.trainer.ppo.validation import run_validation
 from hone.trainer.threads import resolve_threads
 from hone.types import Function, Row
 from hone.workers.actor import ActorWorker, ReferenceWorker
@@ -73,8 +73,8 @@ class PPOTrainer:
         if data.val_files or val_dataset is not None:
             self.val_dataset = run_dataset(val_dataset, data, tokenizer, processor, is_train=False)
             self.val_loader = create_val_loader(data, self.val_dataset, trainer.seed)
-        all_epochs = self.loader.batches_per_epoch * trainer.total_epochs
-        self.total_steps = trainer.total_training_steps or all_epochs
+        steps_of_epochs = self.loader.batches_per_epoch * trainer.total_epochs
+        self.total_steps = trainer.total_training_steps or steps_of_epochs
         self.config, _ = resolve_threads(
             with_schedule_length(config, self.total_steps), trainer.n_gpus_per_node
         )
@@ -83,9 +83,9 @@ class PPOTrainer:
             config, tokenizer, self.val_dataset
         )
         scoring.check_rows(self.reward_fn, self.train_dataset, config)
-        by_table = reward_fn is not None and val_reward_fn is None
-        scoring.check_rows(self.val_reward_fn, self.val_dataset, config, by_table)
-        self.routed = scoring.routes_by_style(config, self.train_dataset, self.val_dataset)
+        hint = scoring.NO_VAL_REWARD_FN if reward_fn and not val_reward_fn else ""
+        scoring.check_rows(self.val_reward_fn, self.val_dataset, config, hint)
+        self.route_by_style = scoring.routes_by_style(config, self.train_dataset, self.val_dataset)
         lora = config.actor_rollout_ref.model.uses_lora
         self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=lora))
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
@@ -95,26 +95,24 @@ class PPOTrainer:
         self.rollouts = RolloutWriter(self.run, trainer, tokenizer)
         self.timers = Timers()
         self.alarms = Alarms(trainer.alarms, self.run)
-        by_group = self.plan.estimator.groups != "ignored"
-        self.warnings = metrics.StepWarnings(compares_groups=by_group)
+        compares_groups = self.plan.estimator.groups != "ignored"
+        self.warnings = metrics.StepWarnings(compares_groups=compares_groups)
         self.tracking: Tracking | None = None
         self.bar = silent_bar("train")
-        self._running = ExitStack()
+        self._stack = ExitStack()
         self.global_step = 0
-
-    # -- setup --------------------------------------------------------------------------------
 
     def init_workers(self) -> None:
         """Start every role and load its model."""
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
-        groups = roles.start_workers(config, self.roles, self.pools, self.group_cls, self._running)
+        groups = roles.start_workers(config, self.roles, self.pools, self.group_cls, self._stack)
         self.profiler = StepProfiler(config, groups)
         self.traffic = [group.traffic for group in groups.values()]
         roles.load_models(groups)
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
         refuse_uneven(config, self.actor.data_parallel_size)
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
-        self.reward_model = scoring.reward_model_of(config, self.plan, self.tokenizer, groups)
+        self.reward_model = scoring.get_reward_model(config, self.plan, self.tokenizer, groups)
         self.trained = roles.trained_groups(groups, self.plan)
         self.source = TrajectorySource(
             self.rollout,
@@ -131,15 +129,15 @@ class PPOTrainer:
     # -- the loop -----------------------------------------------------------------------------
 
     def fit(self, origins: Mapping[str, str] | None = None) -> None:
-        """Train to the last step, or resume; `origins` maps the config keys to their sources."""
+        """Train to the last step; `origins` maps each config key to its file or argument."""
         trainer = self.config.trainer
         with lock_folder(self.run.path):
             self.resume()
-            takes_steps = self.global_step < self.total_steps and not trainer.val_only
-            if self.global_step > 0 and not (takes_steps or trainer.val_only):
+            will_train = self.global_step < self.total_steps and not trainer.val_only
+            if self.global_step > 0 and not (will_train or trainer.val_only):
                 return
-            # A run without steps keeps the config of the run that created this folder.
-            if takes_steps or not self.run.config_file.exists():
+            # A run that only validates does not replace the config of the run that trained here.
+            if will_train or not self.run.config_file.exists():
                 self.run.write_config(config_to_dict(self.config), origins)
             tracking = Tracking(
                 trainer.project_name,
@@ -151,40 +149,40 @@ class PPOTrainer:
                 resumed_from=self.global_step or None,
                 prints_everything=trainer.console == "full",
             )
-            shown = progress("step", self.total_steps, beside_status=True)
-            frozen = garbage_frozen()
-            with graceful_stop() as stop, shown as bar, tracking, frozen as freeze, self.rollouts:
+            status = progress("step", self.total_steps, beside_status=True)
+            frozen = freeze_garbage_collection()
+            with graceful_stop() as stop, status as bar, tracking, frozen as freeze, self.rollouts:
                 self.tracking, self.bar = tracking, bar
-                first = self.global_step == 0 and trainer.val_before_train
-                if (first or trainer.val_only) and (measured := self.validate()):
-                    tracking.log(measured | self.timers.drain(), self.global_step)
+                validate_first = self.global_step == 0 and trainer.val_before_train
+                if (validate_first or trainer.val_only) and (val_metrics := self.validate()):
+                    tracking.log(val_metrics | self.timers.drain(), self.global_step)
                 if trainer.val_only:
                     return
                 while self.global_step < self.total_steps:
                     with self.timers.timer("step"), self.profiler.step(self.global_step + 1):
-                        batch, measured = self.step()
-                    measured |= self.after_step(batch, last=self.global_step >= self.total_steps)
-                    measured |= self.alarms.observe(measured, self.global_step)
-                    with self.saved_if_due(stop.requested) as saved:
+                        batch, step_metrics = self.step()
+                    step_metrics |= self.after_step(batch)
+                    step_metrics |= self.alarms.observe(step_metrics, self.global_step)
+                    with self.checkpoint_if_due(stop.requested) as saved:
                         timing, ranks = self.timers.drain(), self.actor.world_size
-                        measured |= timing | metrics.throughput_metrics(batch, timing, ranks)
-                        tracking.log(measured, self.global_step)
+                        step_metrics |= timing | metrics.throughput_metrics(batch, timing, ranks)
+                        tracking.log(step_metrics, self.global_step)
                     freeze()
                     self.alarms.raise_if_due()
                     if saved:
                         stop.raise_if_requested(self.global_step)
             if "console" in trainer.logger:
-                checkpoint.tell_result(self.run, self.global_step)
+                checkpoint.print_result(self.run, self.global_step)
 
     def step(self) -> tuple[DataProto, dict[str, float]]:
         """Run one step of the loop."""
         self.global_step += 1
-        traffic_metrics(self.traffic)  # that of validation and checkpoints is not the step's
+        traffic_metrics(self.traffic)  # drops the traffic of validation and checkpoints
         batch = self.collect()
         batch = self.estimate(batch)
         batch = self.assign_credit(batch)
-        measured = self.update(self.share_out(batch))
-        return batch, measured | self.report(batch)
+        step_metrics = self.update(self.resample_and_balance(batch))
+        return batch, step_metrics | self.report(batch)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -194,20 +192,20 @@ class PPOTrainer:
             yield
 
     def collect(self) -> DataProto:
-        """Return the scored trajectories of a step: one round of prompts, or more with dynamic sampling."""
+        """Return the scored trajectories of a step; dynamic sampling may need several rounds."""
         if self.config.algorithm.filter_groups.enable:
             batch = self.dynamic_sampling.collect()
         else:
             self.submit(self.loader.next_batch())
-            batch = filtered(self.score(self.take()), self.config)
+            batch = filter_batch(self.score(self.take()), self.config)
         if self.plan.greedy_baselines:
-            self.submit(prompts_of(batch, self.loader), greedy=True)
+            self.submit(unique_prompts(batch, self.loader), greedy=True)
             greedy = self.score(self.take(phase="gen_max"))
             write(batch, "reward_baselines", credit.greedy_baselines(batch, greedy))
         return batch
 
     def submit(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> range:
-        """Start the responses to each prompt, or its greedy response."""
+        """Start generating the responses to each prompt, or its greedy response."""
         rollout = self.config.actor_rollout_ref.rollout
         samples = 1 if greedy else rollout.n
         sampling = training_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
@@ -222,75 +220,75 @@ class PPOTrainer:
     def score(self, batch: DataProto) -> DataProto:
         """Write each reward part to a column, and their configured sum to `token_level_scores`."""
         with self.phase("reward"):
-            return self._scored(batch, self.reward_fn)
+            return self._score(batch, self.reward_fn)
 
-    def _scored(self, batch: DataProto, reward_fn: Function) -> DataProto:
+    def _score(self, batch: DataProto, reward_fn: Function) -> DataProto:
         config = self.config.reward_model
-        return scoring.score(batch, reward_fn, self.reward_model, config, routed=self.routed)
+        return scoring.score(batch, reward_fn, self.reward_model, config, self.route_by_style)
 
     def estimate(self, batch: DataProto) -> DataProto:
         """Compute the log-probs and values that the algorithm reads."""
-        credit.derive(batch, self.plan.columns)
-        if self.plan.log_prob_pass:
+        plan = self.plan
+        credit.write_derived_columns(batch, plan.columns)
+        if plan.log_prob_pass:
             with self.phase("old_log_prob"):
-                squares = self.plan.sum_pi_squared
-                computed = self.actor.call(
-                    ActorWorker.compute_log_prob, batch, with_sum_pi_squared=squares
+                output = self.actor.call(
+                    ActorWorker.compute_log_prob, batch, with_sum_pi_squared=plan.sum_pi_squared
                 )
-                adopt(batch, computed, self.plan.log_prob_columns)
-        if self.plan.bypass:
+                adopt(batch, output, plan.log_prob_columns)
+        if plan.bypass:
             write(batch, "old_log_probs", require(batch, "rollout_log_probs").clone())
-        if self.plan.reference:
+        if plan.reference:
             with self.phase("ref"):
                 adopt(batch, self.reference.call(ReferenceWorker.compute_ref_log_prob, batch))
-        if self.plan.critic and self.critic is not None:
+        if plan.critic and self.critic is not None:
             with self.phase("values"):
                 adopt(batch, self.critic.call(CriticWorker.compute_values, batch))
-        if self.plan.implicit_rewards:
+        if plan.implicit_rewards:
             with self.phase("update_rm"):
-                train_and_score(batch, self.trained["reward"], self.config)
+                train_implicit_reward_model(batch, self.trained["reward"], self.config)
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
         """Compute rewards with the KL penalty, rollout correction, advantages and returns."""
         algorithm = self.config.algorithm
         with self.timers.timer("adv"):
-            measured = credit.reward_after_kl(batch, algorithm, self.kl_controller)
-            measured |= credit.correct_for_rollout(batch, algorithm)
+            step_metrics = credit.apply_kl_in_reward(batch, algorithm, self.kl_controller)
+            step_metrics |= credit.correct_for_rollout(batch, algorithm)
             failure_score = self.config.reward_model.reward_kwargs.failure_score
             credit.estimate_advantages(
                 batch, self.plan.estimator, whiten=algorithm.adv_norm, failure_score=failure_score
             )
-        batch.meta_info.setdefault("metrics", {}).update(measured)
+        batch.meta_info.setdefault("metrics", {}).update(step_metrics)
         return batch
 
-    def share_out(self, batch: DataProto) -> DataProto:
-        """Return the rows of the update (resampled by PF-PPO), ordered by rank."""
+    def resample_and_balance(self, batch: DataProto) -> DataProto:
+        """Return the rows of the update, resampled if PF-PPO is enabled, and ordered by rank."""
         trainer, algorithm = self.config.trainer, self.config.algorithm
         with self.timers.timer("adv"):
             rows = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
             ranks, sizes = self.actor.data_parallel_size, self.plan.rows_per_update
-            rows, spread = balance(
+            rows, balance_metrics = balance(
                 rows, ranks=ranks, rows_per_update=sizes, by_length=trainer.balance_batch
             )
-        batch.meta_info["metrics"].update(spread)
+        batch.meta_info["metrics"].update(balance_metrics)
         return rows
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Update the critic, then the actor, and publish the actor's weights."""
-        measured: dict[str, float] = {}
+        step_metrics: dict[str, float] = {}
         rows = int(batch.batch["step_row"].max()) + 1
         if self.plan.critic and self.critic is not None:
             with self.phase("update_critic"):
-                out = self.critic.call(CriticWorker.update_critic, batch, step_rows=rows)
-                measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
+                output = self.critic.call(CriticWorker.update_critic, batch, step_rows=rows)
+                step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
         if self.global_step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
-                out = self.actor.call(ActorWorker.update_actor, batch, step_rows=rows)
-                measured |= metrics.mean_over_ranks(out.meta_info["metrics"])
-            measured |= self.publish()
-        self.warnings.skipped_updates(measured, self.global_step)
-        return measured
+                output = self.actor.call(ActorWorker.update_actor, batch, step_rows=rows)
+                step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
+            step_metrics |= self.publish()
+        self.warnings.skipped_updates(step_metrics, self.global_step)
+        return step_metrics
 
     def publish(self) -> dict[str, float]:
         """Send the weights of the last update to the rollout."""
@@ -298,8 +296,9 @@ class PPOTrainer:
             return self.publisher.publish()
 
     def report(self, batch: DataProto) -> dict[str, float]:
+        """Return the metrics of a step that are computed from its batch."""
         data = self.config.data
-        measured = {
+        report = {
             "training/global_step": self.global_step,
             "training/epoch": self.loader.epoch,
             "training/old_log_probs_recomputed": float(self.plan.old_log_probs),
@@ -314,18 +313,16 @@ class PPOTrainer:
         }
         if self.config.logs_response_metrics:
             with self.timers.timer("compute_additional_metrics"):
-                measured |= response_metrics(batch, self.tokenizer, self.config, routed=self.routed)
-        return measured | scoring.pop_metrics(self.reward_fn, self.reward_model)
+                report |= response_metrics(batch, self.tokenizer, self.config, self.route_by_style)
+        return report | scoring.pop_metrics(self.reward_fn, self.reward_model)
 
-    # -- around a step ------------------------------------------------------------------------
-
-    def after_step(self, batch: DataProto, *, last: bool) -> dict[str, float]:
+    def after_step(self, batch: DataProto) -> dict[str, float]:
         """Write the rollout file, call data hooks and validate."""
         trainer = self.config.trainer
         self.rollouts.write(batch, self.global_step, self.tracking)
         self.loader.on_batch_end(batch)
-        due = trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0
-        return self.validate() if due or last else {}
+        is_due = trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0
+        return self.validate() if is_due or self.global_step >= self.total_steps else {}
 
     def validate(self) -> dict[str, float]:
         """Validate on every validation row, greedily or as `val_kwargs` configures."""
@@ -334,36 +331,38 @@ class PPOTrainer:
         rollout = self.config.actor_rollout_ref.rollout
         samples, sampling = rollout.val_kwargs.n, validation_sampling(rollout)
 
-        def attempt(prompts: Mapping[str, np.ndarray]) -> DataProto:
+        def generate(prompts: Mapping[str, np.ndarray]) -> DataProto:
             self.source.submit(prompts, samples=samples, sampling=sampling)
-            return self._scored(self.source.take(), self.val_reward_fn)
+            return self._score(self.source.take(), self.val_reward_fn)
 
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
-            measured, batch = attempts_at(self.val_loader.one_epoch(), attempt, samples, bar)
+            val_metrics, batch = run_validation(self.val_loader.one_epoch(), generate, samples, bar)
         self.rollouts.write_validation(batch, self.global_step, self.tracking)
-        counted = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
-        return measured | {f"val-aux/{name}": count for name, count in counted.items()}
+        counts = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
+        return val_metrics | {f"val-aux/{name}": count for name, count in counts.items()}
 
     # -- state --------------------------------------------------------------------------------
 
     @contextmanager
-    def saved_if_due(self, now: bool) -> Iterator[bool]:
-        """Save if due, and yield whether it was. The enclosed block logs the step's metrics after the
-        checkpoint is written and before it is renamed, so a kill keeps both or neither."""
+    def checkpoint_if_due(self, stop_requested: bool) -> Iterator[bool]:
+        """Write a checkpoint if one is due, and yield whether it is; the enclosed block logs the metrics.
+
+        The checkpoint gets its final name after that, so a killed run has both or neither.
+        """
         trainer = self.config.trainer
-        due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
-        last = trainer.save_freq != 0 and self.global_step >= self.total_steps
-        if not (due or last or now):
+        is_due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
+        is_last = trainer.save_freq != 0 and self.global_step >= self.total_steps
+        if not (is_due or is_last or stop_requested):
             yield False
             return
-        with checkpoint.writing(self.run, self.global_step) as folder:
+        with checkpoint.atomic_folder(self.run, self.global_step) as folder:
             self.save(folder)
             yield True
-        spared = self.alarms.spared(self.global_step)
-        checkpoint.prune(self.run, trainer.checkpoints_to_keep, spared)
+        protected = self.alarms.protected_steps(self.global_step)
+        checkpoint.prune(self.run, trainer.checkpoints_to_keep, protected)
 
     def save(self, folder: Path) -> None:
-        """Save everything that an exact resume needs."""
+        """Save the full state of the run, so that a resumed run computes the same numbers."""
         self.rollouts.flush()
         with self.phase("save_checkpoint"):
             for role, group in self.trained.items():
@@ -376,7 +375,7 @@ class PPOTrainer:
     def resume(self) -> None:
         """Load the newest valid checkpoint and drop the metrics logged after it."""
         trainer = self.config.trainer
-        source = checkpoint.begin(self.run, trainer.resume_mode, trainer.resume_from_path)
+        source = checkpoint.prepare_resume(self.run, trainer.resume_mode, trainer.resume_from_path)
         if source is None:
             return
         step, folder = source
@@ -389,7 +388,7 @@ class PPOTrainer:
         self.source.load_state_dict(state.get("not_taken", ()), self.loader)
         self.alarms.load_state_dict(state.get("alarms"))
         self.global_step = step
-        checkpoint.tell_resumed(folder, step, None if trainer.val_only else self.total_steps)
+        checkpoint.print_resumed(folder, step, None if trainer.val_only else self.total_steps)
 
     def shutdown(self) -> None:
         """Stop the workers and the scoring processes."""
@@ -397,4 +396,4 @@ class PPOTrainer:
             if hasattr(manager, "close"):
                 manager.close()
         self.rollouts.close()
-        self._running.close()
+        self._stack.close()

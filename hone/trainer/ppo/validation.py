@@ -1,4 +1,4 @@
-"""Validates on all held-out rows, including the last partial batch, with statistics over n attempts."""
+"""Computes validation metrics over all validation rows, with n responses (attempts) per prompt."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hone.ops import at_n
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of
 from hone.tracking.console import Bar
-from hone.trainer.ppo.metrics import are_numbers, environment_counts, spread
+from hone.trainer.ppo.metrics import are_numbers, environment_columns, mean_max_min
 from hone.types import JsonValue
 
 _CORE_STATISTICS = ("mean", "best", "maj")
 
 
-def attempts_at(
+def run_validation(
     prompts: Iterable[Mapping[str, np.ndarray]],
-    attempt: Callable[[Mapping[str, np.ndarray]], DataProto],
+    generate: Callable[[Mapping[str, np.ndarray]], DataProto],
     samples: int,
     bar: Bar,
 ) -> tuple[dict[str, float], DataProto]:
@@ -34,23 +34,23 @@ def attempts_at(
     turns: list[float] = []
     variables: dict[str, list[JsonValue]] = {}
     batches = []
-    for some in prompts:
-        batch = attempt(some)
-        facts = batch.non_tensor_batch
-        names = [*batch.meta_info["reward_extra_names"], *environment_counts(batch)]
-        values = {name: list(of_trajectories(batch, facts[name])) for name in names}
+    for prompt_batch in prompts:
+        batch = generate(prompt_batch)
+        arrays = batch.non_tensor_batch
+        names = [*batch.meta_info["reward_extra_names"], *environment_columns(batch)]
+        values = {name: list(of_trajectories(batch, arrays[name])) for name in names}
         values["reward"] = totals(batch, batch.batch["token_level_scores"].sum(-1)).tolist()
-        batch_uids = list(of_trajectories(batch, facts["uid"]))
+        batch_uids = list(of_trajectories(batch, arrays["uid"]))
         for name in {*variables, *values}:  # a missing value is None
             column = variables.setdefault(name, [None] * len(uids))
             column += values.get(name, [None] * len(batch_uids))
-        sources += list(of_trajectories(batch, facts["data_source"]))
+        sources += list(of_trajectories(batch, arrays["data_source"]))
         uids += batch_uids
-        turns += [float(n) for n in facts.get("num_turns", ()) if n is not None]
+        turns += [float(n) for n in arrays.get("num_turns", ()) if n is not None]
         batches.append(batch)
         bar.advance(len(batch_uids) // samples)
     metrics = validation_metrics(sources, uids, variables)
-    return metrics | spread("val-aux/num_turns", torch.tensor(turns)), concat_padded(batches)
+    return metrics | mean_max_min("val-aux/num_turns", torch.tensor(turns)), concat_padded(batches)
 
 
 @dataclass
@@ -70,14 +70,14 @@ def validation_metrics(
     Core metrics are mean, best and majority over all attempts of the core variable (acc, else reward).
     """
     metrics: dict[str, float] = {}
-    for source, of_source in process_validation_metrics(sources, uids, variables).items():
-        core = "acc" if "acc" in of_source else "reward"
-        for name, statistics in of_source.items():
+    for source, source_metrics in process_validation_metrics(sources, uids, variables).items():
+        core = "acc" if "acc" in source_metrics else "reward"
+        for name, statistics in source_metrics.items():
             attempts = {s: int(s.split("@")[1].split("/")[0]) for s in statistics}
-            most = max(attempts.values())
+            max_attempts = max(attempts.values())
             for statistic, value in statistics.items():
                 kind = statistic.split("@")[0] in _CORE_STATISTICS
-                is_core = name == core and kind and attempts[statistic] == most
+                is_core = name == core and kind and attempts[statistic] == max_attempts
                 prefix = "val-core" if is_core else "val-aux"
                 metrics[f"{prefix}/{source}/{name}/{statistic}"] = value
     return metrics
@@ -92,8 +92,8 @@ def process_validation_metrics(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return values by source, variable and statistic, for numeric variables.
 
-    Name and arguments are verl's; the seed is unused, since nothing is sampled. Attempts that
-    `expected_acc_counts` lists by (source, uid) but that are missing count as wrong in `acc`.
+    Name and arguments are verl's; `seed` is unused, since expectations are exact. An attempt that
+    `expected_acc_counts` counts for (source, uid) but that is missing counts as wrong in `acc`.
     """
     groups: dict[tuple[str, str], Group] = {}
     predictions = infos_dict.get("pred")
@@ -105,19 +105,19 @@ def process_validation_metrics(
                 group.variables[name].append(float(value))
         if predictions is not None:
             group.answers.append(vote_of(predictions[row]))
-    with_acc = {group.source for group in groups.values() if group.variables.get("acc")}
+    sources_with_acc = {group.source for group in groups.values() if group.variables.get("acc")}
     for (source, uid), count in (expected_acc_counts or {}).items():
-        if source in with_acc:
+        if source in sources_with_acc:
             variables = groups.setdefault((source, uid), Group(source)).variables
             variables["acc_success_only"] = list(variables["acc"])
             variables["acc"] += [0.0] * (count - len(variables["acc"]))
     result: dict[str, dict[str, dict[str, float]]] = {}
     for source in dict.fromkeys(data_sources):
-        of_source = [g for g in groups.values() if g.source == source]
+        source_groups = [g for g in groups.values() if g.source == source]
         result[source] = {}
-        for name in sorted({n for g in of_source for n in g.variables}):
-            attempts = max(len(g.variables[name]) for g in of_source)
-            pairs = [(g.variables[name], g.answers) for g in of_source if g.variables[name]]
+        for name in sorted({n for g in source_groups for n in g.variables}):
+            attempts = max(len(g.variables[name]) for g in source_groups)
+            pairs = [(g.variables[name], g.answers) for g in source_groups if g.variables[name]]
             result[source][name] = _statistics(pairs, attempts)
     return result
 
@@ -129,18 +129,18 @@ def _statistics(
 
     A prompt with missing values (the score function failed) counts only in the mean.
     """
-    of_prompts: dict[str, list[float]] = defaultdict(list)
+    prompt_values: dict[str, list[float]] = defaultdict(list)
     for values, answers in groups:
-        of_prompts[f"mean@{attempts}"].append(float(np.mean(values)))
+        prompt_values[f"mean@{attempts}"].append(float(np.mean(values)))
         if attempts == 1 or len(values) < attempts:
             continue
-        of_prompts[f"std@{attempts}"].append(float(np.std(values)))
+        prompt_values[f"std@{attempts}"].append(float(np.std(values)))
         for n in at_n.sizes(attempts):
-            of_prompts[f"best@{n}/mean"].append(at_n.best_at(values, n))
-            of_prompts[f"best@{n}/std"].append(at_n.best_std_at(values, n))
-            of_prompts[f"worst@{n}/mean"].append(at_n.worst_at(values, n))
-            of_prompts[f"worst@{n}/std"].append(at_n.worst_std_at(values, n))
+            prompt_values[f"best@{n}/mean"].append(at_n.best_at(values, n))
+            prompt_values[f"best@{n}/std"].append(at_n.best_std_at(values, n))
+            prompt_values[f"worst@{n}/mean"].append(at_n.worst_at(values, n))
+            prompt_values[f"worst@{n}/std"].append(at_n.worst_std_at(values, n))
             if len(answers) == len(values):
-                of_prompts[f"maj@{n}/mean"].append(at_n.majority_at(values, answers, n))
-                of_prompts[f"maj@{n}/std"].append(at_n.majority_std_at(values, answers, n))
-    return {name: float(np.mean(values)) for name, values in of_prompts.items()}
+                prompt_values[f"maj@{n}/mean"].append(at_n.majority_at(values, answers, n))
+                prompt_values[f"maj@{n}/std"].append(at_n.majority_std_at(values, answers, n))
+    return {name: float(np.mean(values)) for name, values in prompt_values.items()}

@@ -51,7 +51,7 @@ def apply_kl_penalty(
     data: DataProto, kl_ctrl: FixedKLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
     """Write `token_level_rewards` = scores − coefficient · KL, and update the KL controller."""
-    data.batch["token_level_rewards"], metrics = credit.kl_penalised(data, kl_ctrl, kl_penalty)
+    data.batch["token_level_rewards"], metrics = credit.penalize_kl(data, kl_ctrl, kl_penalty)
     return data, metrics
 
 
@@ -82,8 +82,8 @@ def compute_advantage(
         # A reward part may also be one number per row from the score function.
         if data.has_column(column) or not column.startswith(REWARD_PREFIX):
             columns[column] = require(data, column)
-    pair = credit.run_estimator(data, estimator, columns)
-    data.batch["advantages"], data.batch["returns"] = pair
+    advantage, returns = credit.run_estimator(data, estimator, columns)
+    data.batch["advantages"], data.batch["returns"] = advantage, returns
     if name == "gae" and config is not None and config.get("use_pf_ppo", False):
         pf_ppo = config["pf_ppo"]
         return compute_pf_ppo_reweight_data(data, pf_ppo["reweight_method"], pf_ppo["weight_pow"])
@@ -96,7 +96,7 @@ class TaskRunner:
     def run(self, config: PPOTrainerConfig | Settings) -> None:
         from hone.trainer.main_ppo import run
 
-        composed = composed_tree(config)
+        composed = compose_config(config)
         run(composed.config, composed.origins)
 
 
@@ -111,33 +111,33 @@ def create_rl_sampler(data_config: DataConfig | Settings, dataset: Dataset) -> S
     """Return the sampler that `data` configures; None for the loader's default order."""
     config = data_config
     if not isinstance(config, DataConfig):
-        config = composed_tree({"data": config}).config.data
+        config = compose_config({"data": config}).config.data
     return create.create_rl_sampler(config, dataset)
 
 
 def need_critic(config: PPOTrainerConfig | Settings) -> bool:
     """Return whether the algorithm reads values, or the critic is enabled."""
-    return Plan.of(composed_tree(config).config).critic
+    return Plan.of(compose_config(config).config).critic
 
 
 def need_reference_policy(config: PPOTrainerConfig | Settings) -> bool:
     """Return whether the algorithm reads the reference policy's log-probs."""
-    return Plan.of(composed_tree(config).config).reference
+    return Plan.of(compose_config(config).config).reference
 
 
 def need_reward_model(config: PPOTrainerConfig | Settings) -> bool:
     """Return whether a reward model scores responses."""
-    return bool(composed_tree(config).config.reward_model.enable)
+    return bool(compose_config(config).config.reward_model.enable)
 
 
 def need_teacher_policy(config: PPOTrainerConfig | Settings) -> bool:
-    """Return False: there is no distillation from a teacher, whose keys a config may not enable."""
-    composed_tree(config)
+    """Return False, since distillation from a teacher is not supported; check the config."""
+    compose_config(config)
     return False
 
 
 def migrate_legacy_reward_impl(config: C) -> C:
-    """Return the config as it is: the old and the new names of reward keys are read."""
+    """Return the config unchanged, since both the old and the new names of reward keys are accepted."""
     return config
 
 
@@ -145,7 +145,7 @@ def validate_config(
     config: PPOTrainerConfig | Settings, use_reference_policy: bool, use_critic: bool
 ) -> None:
     """Raise a ConfigError with every problem if a run of this config could not start."""
-    composed_tree(config)
+    compose_config(config)
 
 
 class DistProfilerExtension:
@@ -164,12 +164,12 @@ class DistProfilerExtension:
 
 
 def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -> Row:
-    """Return an empty runtime environment, since workers set the variables they need."""
+    """Return an empty Ray runtime environment, since workers set the variables they need."""
     return {"env_vars": {}}
 
 
-def composed_tree(config: PPOTrainerConfig | Settings) -> Composed:
-    """Check and compose a config, given as a composed config, a dict or an OmegaConf object."""
+def compose_config(config: PPOTrainerConfig | Settings) -> Composed:
+    """Check and compose a config from a PPOTrainerConfig, a dict or an OmegaConf object."""
     if isinstance(config, PPOTrainerConfig):
         return Composed(config, {})
     settings = list(flatten(plain_containers(config), "", "the given config"))

@@ -1,4 +1,4 @@
-"""Shuffles rows with a new permutation per epoch from one seed; a checkpoint resumes it exactly.
+"""Orders rows: a new permutation per epoch from one seed, which a checkpoint resumes exactly.
 
 An incomplete batch at the end of an epoch is dropped.
 """
@@ -13,7 +13,7 @@ from hone.config.sft import SupervisedConfig
 from hone.data.rows import DataError
 from hone.types import Settings
 
-_MUST_AGREE = {
+_MUST_BE_EQUAL = {
     "rows": "number of rows",
     "batch_rows": "data.train_batch_size",
     "seed": "data.seed (or data.shuffle)",
@@ -29,14 +29,14 @@ def refuse_uneven(rows: int, ranks: int) -> None:
         )
 
 
-def slots_of(config: SupervisedConfig, ranks: int) -> int:
+def data_parallel_slots(config: SupervisedConfig, ranks: int) -> int:
     """Return the number of data-parallel slots; raise an error if parallel sizes do not divide the ranks."""
     if problems := list(uneven_mesh(ranks, "", config, "engine", config.engine)):
         raise ConfigError(problems)
     return ranks // config.ranks_per_slot
 
 
-def batches_in(rows: int, batch_rows: int) -> int:
+def batches_per_epoch(rows: int, batch_rows: int) -> int:
     """Return the number of whole batches per epoch, at least one."""
     if rows < batch_rows:
         raise DataError(
@@ -47,10 +47,10 @@ def batches_in(rows: int, batch_rows: int) -> int:
 
 
 class RowOrder:
-    """Produces batches of row numbers without end."""
+    """Produces an endless sequence of batches of row numbers."""
 
     def __init__(self, rows: int, batch_rows: int, *, seed: int, shuffle: bool = True) -> None:
-        self.batches_per_epoch = batches_in(rows, batch_rows)
+        self.batches_per_epoch = batches_per_epoch(rows, batch_rows)
         self.rows, self.batch_rows = rows, batch_rows
         self._seed, self._shuffle = seed, shuffle
         self.epoch = self.batch = 0
@@ -75,13 +75,13 @@ class RowOrder:
 
     def load_state_dict(self, state: Settings) -> None:
         """Continue after the last batch of the state; a different data set or order is an error."""
-        own = self.state_dict()
-        for name, meaning in _MUST_AGREE.items():
-            if state[name] != own[name]:
+        current = self.state_dict()
+        for name, meaning in _MUST_BE_EQUAL.items():
+            if state[name] != current[name]:
                 raise DataError(
-                    f"the checkpoint was made with {meaning} {state[name]}, this run has "
-                    f"{own[name]}; restore it, or set another trainer.default_local_dir for a run of "
-                    "its own (trainer.resume_mode=disable starts anew in this one)"
+                    f"the checkpoint was written with {meaning} {state[name]}, this run has "
+                    f"{current[name]}; restore it, or set another trainer.default_local_dir for a "
+                    "new run (trainer.resume_mode=disable starts anew in this one)"
                 )
         self._start(state["epoch"], state["batch"])
 

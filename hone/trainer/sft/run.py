@@ -1,14 +1,14 @@
 """Runs SFT from a config: model, data, engine, validation, checkpoints and trackers.
 
-The loop is in trainer.py. Every rank runs this; only the first writes files other than shards.
+trainer.py has the loop. Every rank runs this file; only the first writes files other than shards.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -24,12 +24,12 @@ from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import adapters_of, build_tokenizer
 from hone.tracking import RunFolder, Tracking, progress
-from hone.tracking.console import screen
+from hone.tracking.console import Bar, screen, silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ranks import Ranks, sum_over_ranks
-from hone.trainer.sft.order import batches_in
+from hone.trainer.sft.order import batches_per_epoch
 from hone.trainer.sft.tasks import SupervisedTask, Task
 from hone.trainer.sft.trainer import SFTTrainer
 from hone.trainer.threads import resolve_threads
@@ -38,11 +38,11 @@ from hone.workers.device import make_deterministic, pick_device, pick_dtype
 
 log = logging.getLogger(__name__)
 
-Numbers = dict[str, float]
+Metrics = dict[str, float]
 
 
 class SFTRun:
-    """One run of `hone sft`, or of a command with another task, around the training loop."""
+    """One run of `hone sft`, `hone train-prm` or `hone train-rm`: the loop with files and trackers."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class SFTRun:
         self.ranks, self._origins = ranks, origins
         self._task = task or SupervisedTask()
         self.folder = RunFolder(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
-        self.config, threads = resolve_threads(config, ranks.local_world_size, tells=ranks.is_first)
+        self.config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
         fix_threads(threads)
         data, trainer = config.data, config.trainer
         self.tokenizer = build_tokenizer(config.model)
-        self.rows = self._encoded("train rows", data.train_files, data.train_max_samples)
+        self.rows = self._encode("train rows", data.train_files, data.train_max_samples)
         self.val_rows = None
         if data.val_files:
-            self.val_rows = self._encoded("validation rows", data.val_files, data.val_max_samples)
-        self.epoch_steps = batches_in(len(self.rows), data.train_batch_size)
+            self.val_rows = self._encode("validation rows", data.val_files, data.val_max_samples)
+        self.epoch_steps = batches_per_epoch(len(self.rows), data.train_batch_size)
         self.total_steps = trainer.total_training_steps or self.epoch_steps * trainer.total_epochs
         if config.optim.total_training_steps <= 0:
             self.config = replace(self.config, "optim.total_training_steps", self.total_steps)
@@ -77,13 +77,13 @@ class SFTRun:
             task=self._task,
         )
 
-    def _encoded(self, what: str, files: tuple[str, ...], max_samples: int) -> Dataset:
-        """Encode all rows of these files, so that a bad row stops the run before its first step."""
+    def _encode(self, what: str, files: tuple[str, ...], max_samples: int) -> Dataset:
+        """Return the encoded rows of the files; a bad row stops the run before its first step."""
         rows = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(rows, EncodedDataset):
             return rows  # a user's dataset class encodes its rows itself
-        with self._progress(f"encode {what}", len(rows)) as advance:
-            rows.encode_all(advance)
+        with self._progress(f"encode {what}", len(rows)) as bar:
+            rows.encode_all(bar.advance)
         bad = rows.bad_rows
         if self.ranks.is_first and bad.total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in sorted(bad.counts.items()))
@@ -91,22 +91,17 @@ class SFTRun:
             log.warning("left out %d bad %s (%s), such as: %s", bad.total, what, reasons, example)
         return rows
 
-    @contextmanager
-    def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-        if not self.ranks.is_first:
-            yield None
-            return
-        with progress(what, total) as bar:
-            yield bar.advance
+    def _progress(self, what: str, total: int) -> AbstractContextManager[Bar]:
+        return progress(what, total) if self.ranks.is_first else nullcontext(silent_bar(what))
 
     def fit(self) -> None:
         """Train to the last step, resuming from a checkpoint if there is one."""
         with lock_folder(self.folder.path) if self.ranks.is_first else nullcontext():
             self.resume()
             if self.trainer.step_number < self.total_steps:
-                self._take_steps()
+                self._train()
 
-    def _take_steps(self) -> None:
+    def _train(self) -> None:
         with GracefulStop() as stop, self._tracking() as tracking:
             while self.trainer.step_number < self.total_steps:
                 start = time.perf_counter()
@@ -123,25 +118,25 @@ class SFTRun:
                 step = self.trainer.step_number
                 if tracking is not None:
                     tracking.log(metrics, step)
-                stop.agree(sum_over_ranks)
+                stop.sync_ranks(sum_over_ranks)
                 if stop.requested or self._is_due(self.config.trainer.save_freq):
                     self.save()
                 stop.raise_if_requested(step)
         if self.ranks.is_first and "console" in self.config.trainer.logger:
-            checkpoint.tell_result(self.folder, self.trainer.step_number)
+            checkpoint.print_result(self.folder, self.trainer.step_number)
 
     def _is_due(self, every: int | Literal["after_each_epoch"]) -> bool:
         step = self.trainer.step_number
         steps = self.epoch_steps if every == "after_each_epoch" else every
         return step >= self.total_steps or (steps > 0 and step % steps == 0)
 
-    def validate(self) -> Numbers:
+    def validate(self) -> Metrics:
         """Return the task's metrics over all validation rows."""
         if self.val_rows is None:
             return {}
         count = self.config.data.train_batch_size
-        with self._progress("validate", len(self.val_rows)) as advance:
-            metrics = self.trainer.validate(self.val_rows, count, advance)
+        with self._progress("validate", len(self.val_rows)) as bar:
+            metrics = self.trainer.validate(self.val_rows, count, bar.advance)
         return {f"val/{name}": value for name, value in metrics.items()}
 
     @contextmanager
@@ -166,9 +161,9 @@ class SFTRun:
     # -- state --------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save everything that an exact resume needs."""
+        """Save the full state of the run, so that a resumed run computes the same numbers."""
         step, contents = self.trainer.step_number, self.config.checkpoint.save_contents
-        with self._writing(step) as folder:
+        with self._checkpoint_folder(step) as folder:
             self.trainer.engine.save(folder, contents)
             if "hf_model" in contents:
                 self.trainer.engine.export(folder, self.tokenizer)
@@ -180,43 +175,43 @@ class SFTRun:
                     "model": self.config.model.path,
                 }
                 checkpoint.write_state(folder, state)
-            self.ranks.wait_for_all()
+            self.ranks.barrier()
         if self.ranks.is_first:
             checkpoint.prune(self.folder, self.config.trainer.max_ckpt_to_keep)
-        self.ranks.wait_for_all()
+        self.ranks.barrier()
 
     @contextmanager
-    def _writing(self, step: int) -> Iterator[Path]:
-        """Yield the folder that all ranks write to; the first creates it and finally seals it."""
+    def _checkpoint_folder(self, step: int) -> Iterator[Path]:
+        """Yield the folder that all ranks write to; the first rank creates and finally renames it."""
         first = self.ranks.is_first
-        with checkpoint.writing(self.folder, step) if first else nullcontext() as folder:
-            self.ranks.wait_for_all()
-            yield folder if folder is not None else checkpoint.unfinished(self.folder, step)
+        with checkpoint.atomic_folder(self.folder, step) if first else nullcontext() as folder:
+            self.ranks.barrier()
+            yield folder if folder is not None else checkpoint.temporary_folder(self.folder, step)
 
     def resume(self) -> None:
         """Load the newest valid checkpoint and drop the metrics logged after it."""
         trainer, first = self.config.trainer, self.ranks.is_first
         location = (self.folder, trainer.resume_mode, trainer.resume_from_path)
         # The first rank cleans the folder before the others read it.
-        source = checkpoint.begin(*location) if first else None
-        self.ranks.wait_for_all()
+        source = checkpoint.prepare_resume(*location) if first else None
+        self.ranks.barrier()
         source = source if first else checkpoint.resume_source(*location)
         if source is None:
             return
         step, folder = source
         state = checkpoint.read_state(folder, "order")
         self.trainer.order.load_state_dict(state["order"])
-        self._refuse_other_data(state, folder)
+        self._require_same_data(state, folder)
         self.trainer.engine.load(folder, self.config.checkpoint.load_contents)
         self.trainer.step_number = step
         if first:
-            self._tell_resumed(folder, state.get("model", self.config.model.path))
+            self._print_resumed(folder, state.get("model", self.config.model.path))
 
     def _data_fingerprint(self) -> str | None:
         """Return the fingerprint of the data; None for a user's dataset class without one."""
         return getattr(self.rows, "fingerprint", None)
 
-    def _refuse_other_data(self, state: Settings, folder: Path) -> None:
+    def _require_same_data(self, state: Settings, folder: Path) -> None:
         before, now = state.get("data"), self._data_fingerprint()
         if before is not None and now is not None and before != now:
             raise DataError(
@@ -226,12 +221,12 @@ class SFTRun:
                 "anew in this one)"
             )
 
-    def _tell_resumed(self, folder: Path, first_model: str) -> None:
-        checkpoint.tell_resumed(folder, self.trainer.step_number, self.total_steps)
+    def _print_resumed(self, folder: Path, base_model: str) -> None:
+        checkpoint.print_resumed(folder, self.trainer.step_number, self.total_steps)
         path = self.config.model.path
-        if path != first_model:
+        if path != base_model:
             screen().line(
-                f"its weights go back to model.path={first_model}, not to {path}: to train that one, "
+                f"{folder} was trained from model.path={base_model}, not from {path}; to train {path}, "
                 "set another trainer.default_local_dir"
             )
         before = RunFolder(folder.parent).earlier_config()
@@ -244,7 +239,7 @@ class SFTRun:
 def build_engine(
     config: SupervisedConfig, ranks: Ranks, task: Task, *, is_trained: bool = True
 ) -> TrainEngine:
-    """Build the engine of a task; one that is not trained only scores."""
+    """Build the training engine of a task; without `is_trained` it has no optimizer."""
     model, data = config.model, config.data
     device = pick_device(config.trainer.device, ranks.local_rank)
     if config.engine.full_determinism:
@@ -252,8 +247,10 @@ def build_engine(
 
     def rule(count: int) -> MicroBatchRule:
         sequences = data.sequences_per_micro_batch(count)
-        extra = 0 if task.head == "policy" else task.rows_together  # one padding token per sequence
-        return MicroBatchRule(sequences, data.max_token_len_per_gpu + extra, task.rows_together)
+        # Except in a policy, each sequence has an additional padding token (see `collate_scored`).
+        padding = 0 if task.head == "policy" else task.sequences_per_row
+        tokens = data.max_token_len_per_gpu + padding
+        return MicroBatchRule(sequences, tokens, task.sequences_per_row)
 
     spec = EngineSpec(
         head=task.head,

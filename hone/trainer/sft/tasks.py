@@ -26,7 +26,7 @@ Sums = dict[str, tuple[float, float]]
 
 
 class Task(Protocol):
-    """What a run over encoded rows trains."""
+    """Defines data, head, objective and validation metrics of a supervised run."""
 
     @property
     def head(self) -> Literal["policy", "steps", "score"]: ...
@@ -36,11 +36,11 @@ class Task(Protocol):
 
     @property
     def label_tokens(self) -> tuple[int, int] | None:
-        """The tokens that a causal process reward model is scored by."""
+        """The tokens whose logits are the step scores of a causal process reward model."""
 
     @property
-    def rows_together(self) -> int:
-        """Sequences of one row, which stay in one micro-batch."""
+    def sequences_per_row(self) -> int:
+        """The number of sequences of one row, which stay in one micro-batch."""
 
     @property
     def objective(self) -> Objective: ...
@@ -48,7 +48,7 @@ class Task(Protocol):
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset: ...
 
     def tokens(self, row: EncodedRow) -> int:
-        """Returns the number of tokens of a row."""
+        """Return the number of tokens of a row."""
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto: ...
 
@@ -61,7 +61,7 @@ class SupervisedTask:
     head: Literal["policy"] = "policy"
     trains: Literal["all"] = "all"
     label_tokens = None
-    rows_together = 1
+    sequences_per_row = 1
 
     def __init__(self) -> None:
         self.objective = SupervisedObjective()
@@ -93,19 +93,18 @@ class SupervisedTask:
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """A sequence with the positions of the tokens whose hidden state is scored."""
+    """A sequence, with a mask of the tokens whose hidden states are scored."""
 
     ids: list[int]
     mask: list[int]
     prompt_tokens: int
-    """Length of the part that other rows may share; no token before its last is scored."""
+    """Length of the prompt, which rows may share; only its last token and later ones are scored."""
 
 
 def collate_scored(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto:
     """Build a batch in which column t scores the token before response token t.
 
-    The engine reads the hidden state before each response token, so the response gets one more token, which
-    is never computed.
+    The engine reads the hidden state before each response token, so one padding token is appended.
     """
     return collate_outputs(
         [
@@ -121,10 +120,10 @@ def collate_scored(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto
 
 
 class StepTask:
-    """A process reward model on labelled steps; `trains` is PURE's stage."""
+    """Trains a process reward model on labelled steps; `trains` is PURE's stage."""
 
     head: Literal["steps"] = "steps"
-    rows_together = 1
+    sequences_per_row = 1
     label_tokens: tuple[int, int] | None = None
 
     def __init__(self, trains: Literal["all", "head"] = "all") -> None:
@@ -172,19 +171,18 @@ class StepTask:
         good = labels > 0.5
         hits = (scores > 0) == good
         sums = {"loss": (float(loss), float(mask.sum()))}
-        for name, among in (("accuracy", good | ~good), ("good_steps", good), ("bad_steps", ~good)):
-            name = name if name == "accuracy" else f"accuracy_of_{name}"
-            sums[name] = float(hits[among].sum()), float(among.sum())
+        for name, steps in (("", good | ~good), ("_of_good_steps", good), ("_of_bad_steps", ~good)):
+            sums[f"accuracy{name}"] = float(hits[steps].sum()), float(steps.sum())
         return sums
 
 
 class PairTask:
-    """An outcome reward model on pairs of responses (Bradley–Terry)."""
+    """Trains an outcome reward model on pairs of responses (Bradley–Terry)."""
 
     head: Literal["score"] = "score"
     trains: Literal["all"] = "all"
     label_tokens = None
-    rows_together = 2
+    sequences_per_row = 2
 
     def __init__(self) -> None:
         from hone.workers.reward_objectives import PairObjective

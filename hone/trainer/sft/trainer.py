@@ -1,6 +1,6 @@
-"""The SFT loop over shuffled, packed rows; the task has the data's form and the loss.
+"""The SFT loop over shuffled, packed rows; the task defines data and loss.
 
-Each rank runs this loop on its part of every batch. run.py has the run folder, checkpoints and trackers.
+Each rank trains on its part of every batch. run.py has the run folder, checkpoints and trackers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EncodedRows(Protocol):
 
 
 class SFTTrainer:
-    """Minimizes the objective of a task, by default the negative log-likelihood of the loss mask's tokens."""
+    """Minimizes the objective of a task, by default the loss of next-token prediction."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class SFTTrainer:
     def step(self) -> dict[str, float]:
         rows = [self._rows[number] for number in self.order.next_batch()]
         tokens = sum(map(self._task.tokens, rows))
-        batch = self._task.collate(self._share(rows), self._pad)
-        measured = self.engine.train_minibatch(batch, self._task.objective)
+        batch = self._task.collate(self._rank_rows(rows), self._pad)
+        metrics = self.engine.train_minibatch(batch, self._task.objective)
         self.engine.advance_schedule()
         self.step_number += 1
-        renamed = {name: measured.pop(name) for name in ("grad_norm", "lr", "skipped_updates")}
+        prefixed = {name: metrics.pop(name) for name in ("grad_norm", "lr", "skipped_updates")}
         return {
-            **measured,
-            **{f"train/{name}": value for name, value in renamed.items()},
+            **metrics,
+            **{f"train/{name}": value for name, value in prefixed.items()},
             "train/global_tokens": float(tokens),
         }
 
@@ -71,22 +71,22 @@ class SFTTrainer:
         totals: dict[str, list[float]] = {}
         for start in range(0, len(rows), batch_rows):
             numbers = range(start, min(start + batch_rows, len(rows)))
-            # A rank without rows computes one that is not counted: every rank must join each collective.
+            # A rank without rows computes an uncounted one, since every rank must join each collective.
             rank_numbers = list(numbers[rank::ranks])
             batch = self._task.collate([rows[i] for i in rank_numbers or [start]], self._pad)
             outputs = self.engine.infer(batch, **self._task.objective.options)
-            counts = bool(rank_numbers and mesh.collects)
+            is_counted = bool(rank_numbers and mesh.collects)
             for name, sum_and_count in self._task.validation(outputs, batch).items():
                 total = totals.setdefault(name, [0.0, 0.0])
                 for i, value in enumerate(sum_and_count):
-                    total[i] += value * counts
+                    total[i] += value * is_counted
             if on_batch is not None:
                 on_batch(len(numbers))
-        summed = iter(sum_over_ranks(*(value for total in totals.values() for value in total)))
-        means = {name: (next(summed), next(summed)) for name in totals}
+        sums = iter(sum_over_ranks(*(value for total in totals.values() for value in total)))
+        means = {name: (next(sums), next(sums)) for name in totals}
         return {name: total / count for name, (total, count) in means.items() if count}
 
-    def _share(self, rows: list[EncodedRow]) -> list[EncodedRow]:
+    def _rank_rows(self, rows: list[EncodedRow]) -> list[EncodedRow]:
         mesh = self.engine.mesh
         rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         if ranks == 1:

@@ -27,17 +27,17 @@ class TwoTurns(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         prompt = self.prompt_ids(row)
-        told = self.tokenizer.encode("xyz"[:2], add_special_tokens=False)
+        message = self.tokenizer.encode("xyz"[:2], add_special_tokens=False)
         params = {**sampling_params, "max_tokens": 2}
         first = await self.server_manager.generate(prompt_ids=prompt, sampling_params=params)
         second = await self.server_manager.generate(
-            prompt_ids=[*prompt, *first.token_ids, *told], sampling_params=params
+            prompt_ids=[*prompt, *first.token_ids, *message], sampling_params=params
         )
         return AgentLoopOutput(
             prompt,
-            [*first.token_ids, *told, *second.token_ids],
-            [1] * len(first.token_ids) + [0] * len(told) + [1] * len(second.token_ids),
-            [*first.log_probs, *[0.0] * len(told), *second.log_probs],
+            [*first.token_ids, *message, *second.token_ids],
+            [1] * len(first.token_ids) + [0] * len(message) + [1] * len(second.token_ids),
+            [*first.log_probs, *[0.0] * len(message), *second.log_probs],
             num_turns=4,
             extra_fields={"tool_outputs": ["xy"]},
         )

@@ -55,9 +55,9 @@ def raised(watch: Alarms, rows: Sequence[dict[str, float]], first: int = 1) -> d
     """Step → names of the alarms that its metrics have."""
     result = {}
     for step, row in enumerate(rows, first):
-        measured = watch.observe(row, step)
-        names = [key.removeprefix("alarms/") for key in measured if key != "alarms/raised"]
-        assert measured["alarms/raised"] == len(names)
+        metrics = watch.observe(row, step)
+        names = [key.removeprefix("alarms/") for key in metrics if key != "alarms/raised"]
+        assert metrics["alarms/raised"] == len(names)
         if names:
             result[step] = names
     return result
@@ -68,9 +68,9 @@ def test_a_jump_raises_its_alarm_after_the_steps_of_patience(name: str) -> None:
     before, after = HACKED[name]
     values = [*noisy(before, BEFORE), *noisy(after, 5)]
     rows = lines(name, values, [*noisy(0.5, BEFORE + 5, 1)])
-    found = raised(alarms(), rows)
-    assert min(found) == BEFORE + 3
-    assert all(names == [name] for names in found.values())
+    result = raised(alarms(), rows)
+    assert min(result) == BEFORE + 3
+    assert all(names == [name] for names in result.values())
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -126,10 +126,10 @@ def test_the_outcome_needs_a_true_score_that_the_validation_may_give() -> None:
 def test_no_later_step_changes_what_an_earlier_one_raised() -> None:
     values = [*noisy(0.01, 30), *noisy(0.3, 10, 3), *noisy(0.01, 30, 4), *noisy(2.0, 9, 5)]
     rows = lines("kl", values, [*noisy(0.5, len(values), 1)])
-    whole = raised(alarms(), rows)
+    expected = raised(alarms(), rows)
     for length in (25, 33, 41, 74):
         part = raised(alarms(), rows[:length])
-        assert part == {step: names for step, names in whole.items() if step <= length}
+        assert part == {step: names for step, names in expected.items() if step <= length}
 
 
 def test_a_new_alarm_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,14 +147,14 @@ def test_the_state_in_a_checkpoint_is_all_that_a_resumed_run_needs(
     (tmp_path / "global_step_10").mkdir()
     values = [*noisy(0.01, BEFORE), *noisy(1.0, 6)]
     rows = lines("kl", values, [*noisy(0.5, 26, 1)])
-    whole = alarms(tmp_path, action="keep")
-    expected = raised(whole, rows)
+    uninterrupted = alarms(tmp_path, action="keep")
+    expected = raised(uninterrupted, rows)
     first, second = alarms(tmp_path, action="keep"), alarms(tmp_path, action="keep")
     caplog.clear()
     before = raised(first, rows[:cut])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert before | raised(second, rows[cut:], cut + 1) == expected
-    assert second.state_dict() == whole.state_dict()
+    assert second.state_dict() == uninterrupted.state_dict()
     assert len(caplog.messages) == 1
 
 
@@ -168,7 +168,7 @@ def test_the_checkpoint_before_the_jump_is_the_newest_that_did_not_generate_it(
     raised(watch, lines("kl", values, [0.5] * 23))
     # Steps 21 to 23 are beyond the limit; the weights of step 20 generated the first of them.
     assert watch.state_dict()["kept"] == [19]
-    assert 19 in watch.spared(90)
+    assert 19 in watch.protected_steps(90)
 
 
 LOUD = (
@@ -183,7 +183,7 @@ LOUD = (
 )
 
 
-def told(run: Run) -> list[dict[str, float]]:
+def warnings_of(run: Run) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k.startswith("alarms/")} for line in run.steps]
 
 
@@ -191,26 +191,28 @@ def test_a_run_keeps_the_checkpoint_and_a_resumed_run_raises_the_same_alarms(
     train: Callable[..., Run],
 ) -> None:
     settings = (*LOUD, "trainer.alarms.action=keep", "trainer.max_actor_ckpt_to_keep=1")
-    whole = train(*settings)
-    assert any(line["alarms/raised"] for line in told(whole))
-    kept = json.loads((whole.checkpoint(8) / "trainer_state.json").read_text())["alarms"]["kept"]
-    assert kept
-    assert whole.checkpoints() == sorted({f"global_step_{n}" for n in (*kept, 7, 8)})
+    uninterrupted = train(*settings)
+    assert any(line["alarms/raised"] for line in warnings_of(uninterrupted))
+    protected = json.loads((uninterrupted.checkpoint(8) / "trainer_state.json").read_text())[
+        "alarms"
+    ]["kept"]
+    assert protected
+    assert uninterrupted.checkpoints() == sorted({f"global_step_{n}" for n in (*protected, 7, 8)})
     train(*settings, "trainer.total_training_steps=4", folder="parts")
-    assert told(train(*settings, folder="parts")) == told(whole)
+    assert warnings_of(train(*settings, folder="parts")) == warnings_of(uninterrupted)
 
 
 def test_a_run_stops_after_its_step_is_written(train: Callable[..., Run], tmp_path: Path) -> None:
     with pytest.raises(AlarmsRaised, match=r"alarm (long_responses|repetition): .*global_step_\d"):
         train(*LOUD, "trainer.alarms.action=stop", "trainer.save_freq=1")
-    stopped = told(Run(tmp_path / "run"))
-    assert [bool(line["alarms/raised"]) for line in stopped] == [False] * (len(stopped) - 1) + [
-        True
-    ]
+    interrupted = warnings_of(Run(tmp_path / "run"))
+    assert [bool(line["alarms/raised"]) for line in interrupted] == [False] * (
+        len(interrupted) - 1
+    ) + [True]
 
 
 def test_a_run_without_a_reward_model_has_no_alarms(train: Callable[..., Run]) -> None:
-    assert told(train()) == [{}, {}]
+    assert warnings_of(train()) == [{}, {}]
 
 
 def test_keeping_needs_checkpoints() -> None:

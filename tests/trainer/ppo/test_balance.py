@@ -30,9 +30,9 @@ def test_each_rank_holds_its_part_of_every_mini_batch(by_length: bool, per_updat
     rows = list(shared.non_tensor_batch["row"])
     assert sorted(rows) == list(range(12))
     for rank in range(2):
-        own = rows[rank * 6 : rank * 6 + 6]
+        rank_rows = rows[rank * 6 : rank * 6 + 6]
         for update in range(12 // per_update):
-            part = own[update * per_update // 2 : (update + 1) * per_update // 2]
+            part = rank_rows[update * per_update // 2 : (update + 1) * per_update // 2]
             assert {row // per_update for row in part} == {update}
     assert metrics["global_seqlen/mean"] == sum(LENGTHS) / 2
 

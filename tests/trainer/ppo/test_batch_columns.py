@@ -178,8 +178,8 @@ def test_a_real_batch_has_the_columns_that_are_declared_and_no_others(
 
 
 def test_the_configurations_show_every_column_that_is_not_always_there() -> None:
-    shown = {name for _, columns in CONFIGURATIONS.values() for name in columns}
+    configured = {name for _, columns in CONFIGURATIONS.values() for name in columns}
     # Made for a reader (test_plan.py), by ranks (test_ray_runs.py), of experts (test_router_replay.py),
     # and not built: vision.
     elsewhere = {"input_ids", "position_ids", "padded_row", "routed_experts", "multi_modal_data"}
-    assert COLUMNS.keys() - ALWAYS - elsewhere <= shown
+    assert COLUMNS.keys() - ALWAYS - elsewhere <= configured

@@ -30,7 +30,7 @@ FIXED_SCHEDULE = "actor_rollout_ref.actor.optim.total_training_steps=4"
 
 
 @pytest.fixture(scope="module")
-def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def uninterrupted(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Four steps of GRPO that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     return Run(folder).train(task.overrides(folder, *FOUR))
@@ -54,11 +54,11 @@ def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(
     train: Callable[..., Run], overrides: list[str]
 ) -> None:
-    whole = train(*FOUR, *overrides, folder="whole")
+    uninterrupted = train(*FOUR, *overrides, folder="whole")
     train(*TWO, *overrides, folder="parts")
     parts = train(*FOUR, *overrides, folder="parts")
     assert [line["step"] for line in parts.metrics] == [1, 2, 3, 4]
-    assert parts.numbers == whole.numbers
+    assert parts.numbers == uninterrupted.numbers
 
 
 def test_the_adaptive_kl_weight_moves_and_is_kept(train: Callable[..., Run]) -> None:
@@ -101,9 +101,9 @@ def test_a_finished_run_says_so_and_leaves_its_folder_alone(
     copy = shutil.copytree(task.model, tmp_path / "copy")
     capsys.readouterr()
     train(*TWO, "actor_rollout_ref.rollout.n=3", f"actor_rollout_ref.model.path={copy}", origins={})
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 1
-    assert said[0].startswith(f"already at step 2 of 2: nothing to do ({run.checkpoint(2)})")
+    output = capsys.readouterr().out.splitlines()
+    assert len(output) == 1
+    assert output[0].startswith(f"already at step 2 of 2: nothing to do ({run.checkpoint(2)})")
     assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == files
 
 
@@ -131,9 +131,9 @@ def test_a_run_says_where_it_goes_on_and_where_its_result_lies(
     assert last.endswith(f"are in {run.folder}")
     assert look == f"look at it: hone report {run.folder} --out report.html"
     train(*FOUR, console)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"resumed from {run.checkpoint(2)}"
-    assert f"the model is in {run.checkpoint(4)}" in said[-2]
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == f"resumed from {run.checkpoint(2)}"
+    assert f"the model is in {run.checkpoint(4)}" in output[-2]
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
     train(console, "trainer.total_training_steps=1", folder="unsaved")
     assert "no checkpoint of it was saved" in capsys.readouterr().out.splitlines()[-2]
@@ -157,8 +157,8 @@ def test_another_model_over_a_run_is_a_sentence_and_exit_code_2(
         overrides = task.overrides(run.folder, *FOUR, f"actor_rollout_ref.{setting}")
         capsys.readouterr()
         assert cli.main(["train", *overrides]) == 2
-        said = capsys.readouterr().err
-        assert f"AnotherModel: {run.checkpoint(2)}/actor holds another model" in said
+        output = capsys.readouterr().err
+        assert f"AnotherModel: {run.checkpoint(2)}/actor holds another model" in output
         assert (run.folder / "config.yaml").read_text() == written
 
 
@@ -177,7 +177,7 @@ def flip(file: Path) -> None:
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    train: Callable[..., Run], whole: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    train: Callable[..., Run], uninterrupted: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = train(*TWO)
     for number, (harm, which) in enumerate(
@@ -190,12 +190,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     ):
         copy = RunFolder(shutil.copytree(first.folder, tmp_path / f"copy-{number}"))
         harm(copy.checkpoint(2) / which)
-        assert checkpoint.newest_sound(copy) == (1, copy.checkpoint(1)), which
+        assert checkpoint.newest_valid(copy) == (1, copy.checkpoint(1)), which
     truncate(first.checkpoint(2) / "trainer_state.json")
     with caplog.at_level(logging.WARNING):
         run = train(*FOUR)
     assert any("global_step_2 is damaged" in r.getMessage() for r in caplog.records)
-    assert run.numbers == whole.numbers
+    assert run.numbers == uninterrupted.numbers
     assert damage(run.checkpoint(2)) is None  # written again
 
 
@@ -216,10 +216,10 @@ def test_without_any_sound_checkpoint_the_run_stops_and_changes_nothing(
     (run.folder / ".global_step_3.tmp" / "half").write_text("x")
     before = contents(run.folder)
     assert cli.main(["train", *task.overrides(run.folder, *TWO)]) == 2
-    said = capsys.readouterr().err
-    assert "has 2 checkpoints, and none can be resumed (global_step_2: trainer_state.json" in said
-    assert "nothing was changed" in said
-    assert "trainer.resume_mode=disable" in said
+    output = capsys.readouterr().err
+    assert "has 2 checkpoints, but none can be resumed (global_step_2: trainer_state.json" in output
+    assert "nothing was changed" in output
+    assert "trainer.resume_mode=disable" in output
     assert contents(run.folder) == before
     assert train(*TWO, "trainer.resume_mode=disable").numbers == numbers
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_others_go(
     final = run.checkpoint(2)
     at = calls.index(("rename", str(final)))
     before = {name for kind, name in calls[:at] if kind == "sync"}
-    temporary = checkpoint.unfinished(RunFolder(run.folder), 2)
+    temporary = checkpoint.temporary_folder(RunFolder(run.folder), 2)
     for file in final.rglob("*"):
         assert str(temporary / file.relative_to(final)) in before, file
     assert str(run.folder / "metrics.jsonl") in before
@@ -349,13 +349,15 @@ def test_disable_starts_anew_and_forgets_the_run_before(
     # The earlier run's later checkpoints are not mistaken for this one's.
     assert train(*FOUR).numbers == first
     assert "global_step_4.earlier" in run.checkpoints()
-    assert any("kept as global_step_4.earlier" in r.getMessage() for r in caplog.records)
+    assert any("renamed to global_step_4.earlier" in r.getMessage() for r in caplog.records)
 
 
-def test_a_path_names_the_checkpoint_to_continue(train: Callable[..., Run], whole: Run) -> None:
-    source = whole.checkpoint(2)
+def test_a_path_names_the_checkpoint_to_continue(
+    train: Callable[..., Run], uninterrupted: Run
+) -> None:
+    source = uninterrupted.checkpoint(2)
     run = train(*FOUR, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}")
-    assert run.numbers == whole.numbers[2:]
+    assert run.numbers == uninterrupted.numbers[2:]
 
 
 def test_a_path_to_nothing_is_told(train: Callable[..., Run], tmp_path: Path) -> None:
@@ -380,7 +382,7 @@ def test_half_a_checkpoint_of_a_killed_process_is_cleared(train: Callable[..., R
 @pytest.mark.parametrize("where", ["state", "model"])
 def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
     train: Callable[..., Run],
-    whole: Run,
+    uninterrupted: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     where: str,
@@ -410,15 +412,15 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
         monkeypatch.setattr(filesystem, "_write_item", no_room_for_3)
     with pytest.raises(CheckpointError) as caught:
         train(*FOUR)
-    said = str(caught.value)
-    assert "the disk is full: step 3" in said
-    assert "global_step_2 is untouched" in said
-    assert "Free space" in said
+    message = str(caught.value)
+    assert "the disk is full: step 3" in message
+    assert "global_step_2 is untouched" in message
+    assert "Free space" in message
     run = Run(tmp_path / "run")
     assert run.checkpoints() == ["global_step_1", "global_step_2"]
     assert not list(run.folder.glob(".global_step_*"))
     monkeypatch.undo()
-    assert train(*FOUR).numbers == whole.numbers
+    assert train(*FOUR).numbers == uninterrupted.numbers
 
 
 def weights_in_training(trainer: Any) -> dict[str, torch.Tensor]:
@@ -462,8 +464,8 @@ def test_the_export_opens_with_transformers_and_is_the_trained_policy(
     length = int(batch.batch["response_mask"][0].sum())
     log_p = torch.log_softmax(model(ids[None]).logits[0], -1)[-length - 1 : -1]
     expected = log_p.gather(-1, ids[-length:, None]).squeeze(-1)
-    found = batch.batch["rollout_log_probs"][0, :length]
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
+    result = batch.batch["rollout_log_probs"][0, :length]
+    torch.testing.assert_close(result, expected.detach(), rtol=1e-4, atol=1e-4)
     assert tokenizer.decode(tokenizer.encode("1+2=", add_special_tokens=False)) == "1+2="
 
 
@@ -471,7 +473,7 @@ def test_a_checkpoint_whose_shards_lie_on_another_disk_is_not_kept(tmp_path: Pat
     run = RunFolder(tmp_path)
 
     def write() -> None:
-        with checkpoint.writing(run, 1) as folder, no_single_process_warning():
+        with checkpoint.atomic_folder(run, 1) as folder, alone_without_warning():
             for role in ("actor", "critic"):
                 save({"x": torch.ones(2)}, checkpoint_id=str(folder / role), no_dist=True)
             (folder / "critic" / "__0_0.distcp").unlink()  # as if its rank were on another machine

@@ -118,10 +118,10 @@ def test_rounds_run_out_with_a_sentence(train: Callable[..., Run]) -> None:
             "algorithm.filter_groups.max_num_gen_batches=3",
             "custom_reward_function.name=always_one",
         )
-    said = str(caught.value)
-    assert "3 generation rounds gave 0 groups" in said
-    assert "In 12 of 12 groups all responses have the same reward: 1 in 100 %" in said
-    assert "max_num_gen_batches=3" in said
+    message = str(caught.value)
+    assert "3 generation rounds gave 0 groups" in message
+    assert "In 12 of 12 groups all responses have the same reward: 1 in 100 %" in message
+    assert "max_num_gen_batches=3" in message
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_rounds_that_keep_nothing_end_without_a_limit_too(
 class Script:
     """A source and a loader whose groups are known beforehand: which vary, and in which order they end."""
 
-    decodes_beside = True
+    generates_concurrently = True
 
     def __init__(self, varies: list[bool], per_round: int, seed: int = 0) -> None:
         self._varies, self._per_round = varies, per_round
@@ -184,9 +184,9 @@ class Script:
     def take(self, n_groups: int | None) -> DataProto:
         self._order.shuffle(self._running)
         count = len(self._running) if n_groups is None else n_groups
-        taken, self._running = sorted(self._running[:count]), self._running[count:]
-        scores = [value for n in taken for value in (0.0, 1.0 if self._varies[n] else 0.0)]
-        uids = np.array([f"{n}" for n in taken for _ in range(2)], dtype=object)
+        numbers, self._running = sorted(self._running[:count]), self._running[count:]
+        scores = [value for n in numbers for value in (0.0, 1.0 if self._varies[n] else 0.0)]
+        uids = np.array([f"{n}" for n in numbers for _ in range(2)], dtype=object)
         batch = DataProto.from_dict(
             {
                 "prompts": torch.zeros(len(uids), 1, dtype=torch.long),
@@ -195,22 +195,22 @@ class Script:
             },
             non_tensors={"uid": uids},
         )
-        batch.meta_info["group_numbers"] = taken
+        batch.meta_info["group_numbers"] = numbers
         return batch
 
     def abort(self) -> None:
         self.aborted, self._running = len(self._running), []
 
 
-def collected(script: Script, wanted: int, *more: str) -> tuple[list[int], float]:
+def collected(script: Script, needed: int, *more: str) -> tuple[list[int], float]:
     """The numbers of the groups of one step, and how many rounds it needed."""
     config = load_config(
         [
             "algorithm.filter_groups.enable=true",
             "algorithm.filter_groups.max_num_gen_batches=0",
-            f"data.train_batch_size={wanted}",
+            f"data.train_batch_size={needed}",
             "actor_rollout_ref.rollout.n=2",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={wanted}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={needed}",
             *more,
         ]
     )
@@ -235,13 +235,13 @@ def collected(script: Script, wanted: int, *more: str) -> tuple[list[int], float
     st.integers(0, 999),
 )
 def test_overlapping_rounds_give_what_rounds_one_by_one_give(
-    varies: list[bool], wanted: int, per_round: int, seed: int
+    varies: list[bool], needed: int, per_round: int, seed: int
 ) -> None:
     varies = [*varies, *[True] * 80]
     one_by_one, overlapping = Script(varies, per_round, seed), Script(varies, per_round, seed + 1)
-    expected = collected(one_by_one, wanted, "algorithm.filter_groups.max_inflight_gen_batches=1")
-    found = collected(overlapping, wanted, "algorithm.filter_groups.max_inflight_gen_batches=3")
-    assert found == expected
+    expected = collected(one_by_one, needed, "algorithm.filter_groups.max_inflight_gen_batches=1")
+    result = collected(overlapping, needed, "algorithm.filter_groups.max_inflight_gen_batches=3")
+    assert result == expected
     assert overlapping.drawn == one_by_one.drawn == expected[1]
 
 
@@ -269,10 +269,10 @@ def test_a_limit_that_some_groups_pass_ends_with_what_was_seen() -> None:
     script = Script([False, False, True, False, False, False], per_round=2)
     with pytest.raises(NotEnoughSignal) as caught:
         collected(script, 3, "algorithm.filter_groups.max_num_gen_batches=3")
-    said = str(caught.value)
-    assert "3 generation rounds gave 1 groups with signal, 3 are needed" in said
-    assert "In 5 of 6 groups" in said
-    assert "0 in 92 % of the responses, 1 in 8 %" in said
+    message = str(caught.value)
+    assert "3 generation rounds gave 1 groups with signal, 3 are needed" in message
+    assert "In 5 of 6 groups" in message
+    assert "0 in 92 % of the responses, 1 in 8 %" in message
 
 
 @pytest.mark.parametrize("name", ["remove_extreme", "interquartile"])

@@ -61,13 +61,13 @@ def test_sum_pi_squared_is_that_of_the_whole_distribution(task: Task, tmp_path: 
         batch = trainer.estimate(trainer.collect())
     model = AutoModelForCausalLM.from_pretrained(task.model, attn_implementation="eager")
     for row in range(len(batch)):
-        kept = batch.batch["attention_mask"][row].bool()
-        ids = input_ids(batch)[row][kept]
+        mask = batch.batch["attention_mask"][row].bool()
+        ids = input_ids(batch)[row][mask]
         p = torch.softmax(model(ids[None]).logits[0] / 0.7, -1)
         length = int(batch.batch["response_mask"][row].sum())
         expected = p.square().sum(-1)[len(ids) - length - 1 : -1]
-        found = batch.batch["sum_pi_squared"][row, :length]
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+        result = batch.batch["sum_pi_squared"][row, :length]
+        torch.testing.assert_close(result, expected.detach(), rtol=1e-4, atol=1e-5)
     assert batch.batch["old_log_probs"].equal(batch.batch["rollout_log_probs"])  # bypass
 
 
@@ -200,11 +200,11 @@ def test_both_schedules_end_with_the_run_also_after_a_warm_up(task: Task, tmp_pa
     assert planned.actor_rollout_ref.actor.optim.total_training_steps == 7
     assert planned.critic.optim.total_training_steps == 10
     assert with_schedule_length(config, 2).actor_rollout_ref.actor.optim.total_training_steps == 1
-    own = load_config(
+    configured = load_config(
         task.overrides(tmp_path, "actor_rollout_ref.actor.optim.total_training_steps=50")
     )
-    kept = with_schedule_length(own, 10)
-    assert kept.actor_rollout_ref.actor.optim.total_training_steps == 50
+    scheduled = with_schedule_length(configured, 10)
+    assert scheduled.actor_rollout_ref.actor.optim.total_training_steps == 50
 
 
 def test_the_actor_s_schedule_does_not_see_the_warm_up(train: Callable[..., Run]) -> None:

@@ -30,32 +30,32 @@ def test_rows_that_batches_added_are_used_and_survive_a_restart(
         "data.custom_cls.name=Growing",
         "trainer.save_freq=5",
     )
-    whole = train(*grow, "trainer.total_training_steps=13", folder="whole")
+    uninterrupted = train(*grow, "trainer.total_training_steps=13", folder="whole")
     added = [
         row["prompt_text"]
         for step in range(7, 14)
-        for row in whole.rollouts(step)
+        for row in uninterrupted.rollouts(step)
         if not row["prompt_text"].count("+")
     ]
     assert added  # from the second epoch on
     train(*grow, "trainer.total_training_steps=10")
     parts = train(*grow, "trainer.total_training_steps=13")
-    assert parts.numbers == whole.numbers
-    assert parts.rollouts(13) == whole.rollouts(13)
+    assert parts.numbers == uninterrupted.numbers
+    assert parts.rollouts(13) == uninterrupted.rollouts(13)
 
 
 def test_another_batch_size_goes_on_with_the_very_next_row(train: Callable[..., Run]) -> None:
     def uids(run: Run, *steps: int) -> list[str]:
         return sorted({row["uid"] for step in steps for row in run.rollouts(step)})
 
-    whole = train(*FOUR, folder="whole")
+    uninterrupted = train(*FOUR, folder="whole")
     train(*TWO)
     run = train(
         "data.train_batch_size=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "trainer.total_training_steps=3",
     )
-    assert uids(run, 3) == uids(whole, 3, 4)
+    assert uids(run, 3) == uids(uninterrupted, 3, 4)
 
 
 CURRICULUM = """
@@ -99,11 +99,13 @@ def test_a_curriculum_learns_from_batches_and_survives_a_restart(
         "trainer.save_freq=2",
     )
     plain = train("trainer.total_training_steps=5", "data.shuffle=false", folder="plain")
-    whole = train(*sampler, "trainer.total_training_steps=5", folder="whole")
-    orders = [[r["uid"] for s in range(1, 6) for r in run.rollouts(s)] for run in (plain, whole)]
+    uninterrupted = train(*sampler, "trainer.total_training_steps=5", folder="whole")
+    orders = [
+        [r["uid"] for s in range(1, 6) for r in run.rollouts(s)] for run in (plain, uninterrupted)
+    ]
     assert orders[0] != orders[1]
     train(*sampler, "trainer.total_training_steps=4")
-    assert train(*sampler, "trainer.total_training_steps=5").numbers == whole.numbers
+    assert train(*sampler, "trainer.total_training_steps=5").numbers == uninterrupted.numbers
 
 
 def test_data_sets_are_mixed_by_their_weights(

@@ -29,7 +29,7 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def used(task: Task, tmp_path: Path) -> Path:
+def finished_run(task: Task, tmp_path: Path) -> Path:
     """A folder as a GRPO run leaves it, with the data set's own state and empty weights."""
     import yaml  # type: ignore[import-untyped]
 
@@ -52,28 +52,31 @@ def dry_run(task: Task, folder: Path, *overrides: str) -> int:
 
 
 def test_the_same_settings_are_not_spoken_of(
-    task: Task, used: Path, capsys: pytest.CaptureFixture[str]
+    task: Task, finished_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     others = ("trainer.total_training_steps=9", "trainer.save_freq=3", "trainer.logger=[console]")
-    assert dry_run(task, used, *others) == 0
+    assert dry_run(task, finished_run, *others) == 0
     assert "from global_step_2 on" not in capsys.readouterr().out
     # Nor are others where no step is left.
-    assert dry_run(task, used, f"{LR}=1e-3", "trainer.total_training_steps=2") == 0
+    assert dry_run(task, finished_run, f"{LR}=1e-3", "trainer.total_training_steps=2") == 0
     assert "from global_step_2 on" not in capsys.readouterr().out
 
 
 def test_another_learning_rate_estimator_and_model_are_a_line_each(
-    task: Task, used: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    task: Task, finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(task.model, other := tmp_path / "other")
     assert (
-        dry_run(task, used, f"{LR}=1e-3", "algorithm.adv_estimator=rloo", f"{MODEL}={other}") == 0
+        dry_run(
+            task, finished_run, f"{LR}=1e-3", "algorithm.adv_estimator=rloo", f"{MODEL}={other}"
+        )
+        == 0
     )
     lines = capsys.readouterr().out.splitlines()
     assert f"from global_step_2 on: {LR}=0.001, before 0.01" in lines
     assert "from global_step_2 on: algorithm.adv_estimator=rloo, before grpo" in lines
-    (line,) = (line for line in lines if "its weights go back to" in line)
-    assert f"{MODEL}={task.model}, not to {other}" in line
+    (line,) = (line for line in lines if "was trained from" in line)
+    assert f"{MODEL}={task.model}, not from {other}" in line
     assert sum("global_step_2" in line for line in lines) == 3
 
 
@@ -81,27 +84,27 @@ def test_many_changes_are_a_few_lines(task: Task) -> None:
     before = config_to_dict(load_config(task.overrides(Path("run"))))
     keys = [key for key in before["algorithm"] if not isinstance(before["algorithm"][key], dict)]
     now = {**before, "algorithm": {**before["algorithm"], **dict.fromkeys(keys, "other")}}
-    told = changed_settings(before, now, PPO_KEYS)
-    assert len(told) == 6
-    assert told[-1] == f"and {len(keys) - 5} settings more"
+    changes = changed_settings(before, now, PPO_KEYS)
+    assert len(changes) == 6
+    assert changes[-1] == f"and {len(keys) - 5} settings more"
 
 
 def test_a_run_without_a_critic_does_not_go_on_with_one(
-    task: Task, used: Path, capsys: pytest.CaptureFixture[str]
+    task: Task, finished_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     critic = f"critic.model.path={task.model}"
-    assert dry_run(task, used, "algorithm.adv_estimator=gae", critic) == 2
-    told = capsys.readouterr().err
-    assert f"{used}/global_step_2 has no critic: the run that wrote it" in told
-    assert "(algorithm.adv_estimator=grpo) trained none" in told
+    assert dry_run(task, finished_run, "algorithm.adv_estimator=gae", critic) == 2
+    output = capsys.readouterr().err
+    assert f"{finished_run}/global_step_2 has no critic: the run that wrote it" in output
+    assert "(algorithm.adv_estimator=grpo) trained none" in output
     fresh = "trainer.resume_mode=disable"
-    assert dry_run(task, used, "algorithm.adv_estimator=gae", critic, fresh) == 0
+    assert dry_run(task, finished_run, "algorithm.adv_estimator=gae", critic, fresh) == 0
 
 
 def test_other_data_are_refused_before_models_load(
-    task: Task, used: Path, capsys: pytest.CaptureFixture[str]
+    task: Task, finished_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dry_run(task, used, f"data.train_files={task.test}") == 2
+    assert dry_run(task, finished_run, f"data.train_files={task.test}") == 2
     assert "the data differ from those of the checkpoint" in capsys.readouterr().err
 
 
@@ -112,14 +115,14 @@ def test_other_data_are_refused_before_models_load(
 def test_a_path_to_resume_from_that_leads_nowhere_is_refused(
     task: Task, tmp_path: Path, path: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
-    assert dry_run(task, tmp_path / "run", *given) == 2
+    overrides = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    assert dry_run(task, tmp_path / "run", *overrides) == 2
     assert f"trainer.resume_from_path={path} {message}" in capsys.readouterr().err
 
 
-def test_a_config_that_cannot_be_read_stops_nothing(task: Task, used: Path) -> None:
-    (used / "config.yaml").write_text("{[")
-    assert dry_run(task, used) == 0
+def test_a_config_that_cannot_be_read_stops_nothing(task: Task, finished_run: Path) -> None:
+    (finished_run / "config.yaml").write_text("{[")
+    assert dry_run(task, finished_run) == 0
 
 
 def any_trainer(task: Task, *overrides: str, **parts: Any) -> PPOTrainer:
@@ -135,8 +138,8 @@ def test_a_trainer_takes_rows_in_memory(task: Task) -> None:
     batch = trainer.loader.next_batch()
     assert len(batch["prompt_ids"]) == 4
     assert len(trainer.val_dataset) == 3
-    again = any_trainer(task, "data.train_files=[]", train_dataset=list(rows))
-    assert again.loader.next_batch()["uid"].tolist() == batch["uid"].tolist()
+    resumed = any_trainer(task, "data.train_files=[]", train_dataset=list(rows))
+    assert resumed.loader.next_batch()["uid"].tolist() == batch["uid"].tolist()
 
 
 def test_a_trainer_takes_tables_and_frames(task: Task) -> None:
@@ -149,8 +152,8 @@ def test_a_trainer_takes_tables_and_frames(task: Task) -> None:
             return {"records": rows}[orient]
 
     rows = [json.loads(line) for line in task.train.read_text().splitlines()]
-    for given in (pa.Table.from_pylist(rows), Frame()):
-        assert len(any_trainer(task, train_dataset=given).train_dataset) == len(rows)
+    for table in (pa.Table.from_pylist(rows), Frame()):
+        assert len(any_trainer(task, train_dataset=table).train_dataset) == len(rows)
 
 
 def test_a_bad_row_in_memory_is_named(task: Task) -> None:

@@ -61,7 +61,7 @@ def test_another_family_is_refused_before_its_model_loads(
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ("trainer.n_gpus_per_node=2", "is for one rank"),
         ("actor_rollout_ref.model.lora_rank=4", "does not know adapters"),
@@ -69,6 +69,8 @@ def test_another_family_is_refused_before_its_model_loads(
         ("actor_rollout_ref.actor.use_torch_compile=true", "has kernels of its own"),
     ],
 )
-def test_what_it_cannot_keep_is_refused(task: Task, tmp_path: Path, more: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_it_cannot_keep_is_refused(
+    task: Task, tmp_path: Path, more: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(task.overrides(tmp_path, EXACT, more, "data.train_batch_size=4"))

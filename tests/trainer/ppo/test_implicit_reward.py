@@ -29,11 +29,11 @@ def prime(task: Task) -> tuple[str, ...]:
 def test_a_resumed_run_continues_with_the_trained_reward_model(
     train: Callable[..., Run], task: Task
 ) -> None:
-    whole = train(*prime(task), *STEPS, folder="whole")
+    uninterrupted = train(*prime(task), *STEPS, folder="whole")
     train(*prime(task), "trainer.save_freq=1", "trainer.total_training_steps=2", folder="cut")
     resumed = train(*prime(task), *STEPS, folder="cut")
-    assert resumed.numbers == whole.numbers
-    ratios = whole.series("reward_model/raw_reward")
+    assert resumed.numbers == uninterrupted.numbers
+    ratios = uninterrupted.series("reward_model/raw_reward")
     assert len(set(ratios)) == 3
     assert 0 not in ratios
 
@@ -61,7 +61,7 @@ def test_the_filters_choose_from_an_oversampled_batch(
 
 
 def test_outcomes_outside_0_to_1_are_refused(train: Callable[..., Run], task: Task) -> None:
-    with pytest.raises(RewardError, match=r"outcomes from 0 to 1, and a score is 6"):
+    with pytest.raises(RewardError, match=r"outcomes from 0 to 1, but a score is 6"):
         train(*prime(task), compute_score=lambda *_, **__: 6.0)
 
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from hone.trainer.ppo.memory import garbage_frozen
+from hone.trainer.ppo.memory import freeze_garbage_collection
 
 
 class Ring:
@@ -22,15 +22,15 @@ def test_on_a_gpu_the_collector_is_spared_after_what_nobody_holds_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    gone = weakref.ref(Ring())
-    with garbage_frozen() as freeze:
-        assert gone() is None
+    reference = weakref.ref(Ring())
+    with freeze_garbage_collection() as freeze:
+        assert reference() is None
         count = gc.get_freeze_count()
         assert count > 1000
         imported = [[] for _ in range(5000)]
-        gone = weakref.ref(Ring())
+        reference = weakref.ref(Ring())
         freeze()
-        assert gone() is None
+        assert reference() is None
         assert gc.get_freeze_count() >= count + len(imported)
     assert gc.get_freeze_count() == 0
 
@@ -39,7 +39,7 @@ def test_what_the_caller_froze_stays_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     gc.freeze()
     try:
-        with garbage_frozen():
+        with freeze_garbage_collection():
             pass
         assert gc.get_freeze_count() > 0
     finally:
@@ -49,6 +49,6 @@ def test_what_the_caller_froze_stays_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_a_gpu_it_is_left_alone() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with garbage_frozen() as freeze:
+    with freeze_garbage_collection() as freeze:
         freeze()
         assert gc.get_freeze_count() == 0

@@ -28,8 +28,8 @@ def batch() -> DataProto:
     names = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
     columns = dict.fromkeys(names, TWO)
     mask = torch.ones(2, 5, dtype=torch.long)
-    whole = {"responses": mask[:, :2], "attention_mask": mask, "response_mask": mask[:, :2]}
-    return DataProto.from_dict({**columns, **whole}, meta_info={"global_token_num": [5, 5]})
+    full = {"responses": mask[:, :2], "attention_mask": mask, "response_mask": mask[:, :2]}
+    return DataProto.from_dict({**columns, **full}, meta_info={"global_token_num": [5, 5]})
 
 
 def test_lists_become_numbers_by_their_names() -> None:

@@ -15,11 +15,11 @@ from hone.trainer.ppo.metrics import GROUPS_WITHOUT_SIGNAL, StepWarnings
 def batch(scores: list[float], uids: str, trajectories: str | None = None) -> DataProto:
     tokens = torch.zeros(len(scores), 3)
     tokens[:, 1] = torch.tensor(scores)
-    facts = {"uid": object_array(list(uids))}
+    arrays = {"uid": object_array(list(uids))}
     if trajectories is not None:
-        facts["trajectory_id"] = object_array(list(trajectories))
+        arrays["trajectory_id"] = object_array(list(trajectories))
     return DataProto.from_dict(
-        {"token_level_scores": tokens, "response_mask": torch.ones(len(scores), 3)}, facts
+        {"token_level_scores": tokens, "response_mask": torch.ones(len(scores), 3)}, arrays
     )
 
 
@@ -54,8 +54,8 @@ def test_a_batch_without_signal_is_told_once_until_there_is_some_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     signal = StepWarnings(compares_groups=True)
-    nothing, something = batch([1, 1, 0, 0], "aabb"), batch([1, 0, 0, 0], "aabb")
-    for step, rows in enumerate([nothing, nothing, something, nothing], start=1):
+    empty, something = batch([1, 1, 0, 0], "aabb"), batch([1, 0, 0, 0], "aabb")
+    for step, rows in enumerate([empty, empty, something, empty], start=1):
         signal.group_signal(rows, step)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert [w.partition(":")[0] for w in warnings] == ["step 1", "step 4"]

@@ -23,8 +23,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 def reads_nothing(token_level_rewards, response_mask, **columns):  # type: ignore[no-untyped-def]
     """A user's estimator; the tests say what it needs."""
-    given = {"token_level_rewards", "response_mask", *columns}
-    assert given >= reads_nothing.needs  # type: ignore[attr-defined]
+    written = {"token_level_rewards", "response_mask", *columns}
+    assert written >= reads_nothing.needs  # type: ignore[attr-defined]
     return token_level_rewards, token_level_rewards
 
 
@@ -205,8 +205,8 @@ def test_an_unknown_name_is_told_with_its_key(override: str, sentence: str) -> N
 def test_an_option_that_the_estimator_does_not_declare_is_noted(
     override: str, estimator: str, noted: bool
 ) -> None:
-    chosen = [f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=2"]
-    notes = compose([override, *chosen], further=plan_checks).notes
+    overrides = [f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=2"]
+    notes = compose([override, *overrides], further=plan_checks).notes
     assert any(override.partition("=")[0] in note for note in notes) is noted
 
 

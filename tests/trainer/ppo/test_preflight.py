@@ -24,9 +24,9 @@ def test_every_problem_is_told_at_once_with_exit_code_2(
     tools.write_text("tools:\n  - class_name: no_such_package.Tool\n    config: {}\n")
     overrides = ("data.max_prompt_length=2", f"{MULTI_TURN}.tool_config_path={tools}", TOOL_LOOP)
     assert cli.main(["train", "--dry-run", *task.overrides(tmp_path / "run", *overrides)]) == 2
-    told = capsys.readouterr().err
-    assert "prompts have more than data.max_prompt_length=2 tokens, the longest" in told
-    assert "no_such_package" in told
+    output = capsys.readouterr().err
+    assert "prompts have more than data.max_prompt_length=2 tokens, the longest" in output
+    assert "no_such_package" in output
 
 
 def test_a_response_that_exceeds_the_positions_of_the_model_is_refused_with_what_fits(
@@ -54,10 +54,10 @@ def test_an_estimator_over_groups_without_a_group_is_said(
     n: int,
     warned: bool,
 ) -> None:
-    chosen = (f"algorithm.adv_estimator={estimator}", f"actor_rollout_ref.rollout.n={n}")
-    dry_run(task, tmp_path / "run", *chosen)
-    said = f"algorithm.adv_estimator={estimator} compares the responses of one prompt"
-    assert (said in capsys.readouterr().out) is warned
+    overrides = (f"algorithm.adv_estimator={estimator}", f"actor_rollout_ref.rollout.n={n}")
+    dry_run(task, tmp_path / "run", *overrides)
+    message = f"algorithm.adv_estimator={estimator} compares the responses of one prompt"
+    assert (message in capsys.readouterr().out) is warned
 
 
 def test_mistakes_of_all_parts_are_told_at_once(
@@ -74,13 +74,13 @@ def test_mistakes_of_all_parts_are_told_at_once(
     )
     for flags in (["--dry-run"], []):
         assert cli.main(["train", *flags, *task.overrides(tmp_path / "run", *overrides)]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("PreflightError: 5 problems\n- trainer.default_local_dir=")
-        assert f"trainer.default_local_dir={tmp_path}/taken is a file" in told
-        assert f"actor_rollout_ref.model.path={tmp_path}/nowhere: model path" in told
-        assert "bad.jsonl, row 0: column 'prompt' (data.prompt_key) is missing" in told
-        assert "absent.parquet does not exist" in told
-        assert f"no such file: '{tmp_path}/absent.py'" in told
+        output = capsys.readouterr().err
+        assert output.startswith("PreflightError: 5 problems\n- trainer.default_local_dir=")
+        assert f"trainer.default_local_dir={tmp_path}/taken is a file" in output
+        assert f"actor_rollout_ref.model.path={tmp_path}/nowhere: model path" in output
+        assert "bad.jsonl, row 0: column 'prompt' (data.prompt_key) is missing" in output
+        assert "absent.parquet does not exist" in output
+        assert f"no such file: '{tmp_path}/absent.py'" in output
 
 
 def test_a_folder_without_weights_is_refused_before_models_load(task: Task, tmp_path: Path) -> None:
@@ -103,14 +103,16 @@ def test_a_reward_model_that_cannot_score_stops_before_a_model_loads(
     judge = (*enabled, "reward_model.type=judge")
     with pytest.raises(ValueError, match=r"judge\.template='rate it' has no \{response\}"):
         dry_run(task, tmp_path / "run", *judge, "reward_model.judge.template='rate it'")
-    served = (*judge, "reward_model.server.url=http://127.0.0.1:9")
+    server_overrides = (*judge, "reward_model.server.url=http://127.0.0.1:9")
     with pytest.raises(ValueError, match="api_key_env=NO_SUCH_KEY"):
-        dry_run(task, tmp_path / "run", *served, "reward_model.server.api_key_env=NO_SUCH_KEY")
+        dry_run(
+            task, tmp_path / "run", *server_overrides, "reward_model.server.api_key_env=NO_SUCH_KEY"
+        )
     dry_run(task, tmp_path / "run", *judge)
-    assert "cannot be reached" not in (told := capsys.readouterr()).out + told.err
-    dry_run(task, tmp_path / "run", *served)
-    told = capsys.readouterr()
-    assert "server cannot be reached (http://127.0.0.1:9/v1/chat" in told.out + told.err
+    assert "cannot be reached" not in (output := capsys.readouterr()).out + output.err
+    dry_run(task, tmp_path / "run", *server_overrides)
+    output = capsys.readouterr()
+    assert "server cannot be reached (http://127.0.0.1:9/v1/chat" in output.out + output.err
 
 
 ROLES = {
@@ -131,10 +133,10 @@ ROLES = {
 def test_a_layout_that_the_model_of_a_role_does_not_split_into_is_refused(
     task: Task, tmp_path: Path, role: str, size: str
 ) -> None:
-    block, chosen = ROLES[role]
+    block, overrides = ROLES[role]
     ranks = ("trainer.n_gpus_per_node=16", "data.train_batch_size=16")
     with pytest.raises(UnsupportedModel, match=f"{size}=16"):
-        dry_run(task, tmp_path / "run", *ranks, f"{block}.{size}=16", *chosen)
+        dry_run(task, tmp_path / "run", *ranks, f"{block}.{size}=16", *overrides)
 
 
 @pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])

@@ -19,11 +19,11 @@ def test_a_dry_run_says_what_would_run_and_leaves_no_folder(
     assert (
         cli.main(["train", "--dry-run", *task.overrides(tmp_path / "run", task.validated())]) == 0
     )
-    said = capsys.readouterr().out
-    assert "by grpo, 2 responses per prompt" in said
-    assert "data.train_files: 24 prompts of" in said
-    assert "2 steps of 4 prompts × 2 responses, 1 updates per step" in said
-    assert "GiB per process" in said
+    output = capsys.readouterr().out
+    assert "by grpo, 2 responses per prompt" in output
+    assert "data.train_files: 24 prompts of" in output
+    assert "2 steps of 4 prompts × 2 responses, 1 updates per step" in output
+    assert "GiB per process" in output
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hone import cli
 from hone.config import load_config
 from hone.controller import Role, profiling
-from hone.trainer.ppo.profiling import recorded_ranks
+from hone.trainer.ppo.profiling import profiled_ranks
 
 from ..runs import Task
 
@@ -39,8 +39,8 @@ def test_the_roles_choose_their_ranks(
     settings: list[str], ranks: dict[str, tuple[int, ...] | None]
 ) -> None:
     config = load_config([*(_key(setting) for setting in settings), "global_profiler.steps=[1]"])
-    chosen = {role: recorded_ranks(config, Role.from_string(role)) for role in ranks}
-    assert chosen == ranks
+    profiled = {role: profiled_ranks(config, Role.from_string(role)) for role in ranks}
+    assert profiled == ranks
 
 
 def _key(setting: str) -> str:
@@ -53,9 +53,9 @@ def test_a_run_whose_roles_choose_no_rank_says_that_it_records_nothing(
 ) -> None:
     settings = ("global_profiler.steps=[1]", "critic.profiler.enable=true")  # GRPO has no critic
     assert cli.main(["train", *task.overrides(tmp_path / "run", *settings)]) == 0
-    said = " ".join(" ".join(capfd.readouterr()).split())
-    assert "global_profiler.steps records nothing" in said
-    assert "traces in" not in said
+    output = " ".join(" ".join(capfd.readouterr()).split())
+    assert "global_profiler.steps records nothing" in output
+    assert "traces in" not in output
     assert not (tmp_path / "run" / "profile").exists()
 
 

@@ -39,13 +39,13 @@ def whole_copies(url: str) -> set[str]:
 
 
 def test_a_run_goes_on_on_another_machine(train: Callable[..., Run], store: str) -> None:
-    whole = train(*FOUR, folder="whole")
+    uninterrupted = train(*FOUR, folder="whole")
     there = f"trainer.default_hdfs_dir={store}"
     first = train(*TWO, there, folder="first")
     assert whole_copies(store) == {"global_step_1", "global_step_2"}
     shutil.rmtree(first.folder)
     second = train(*FOUR, there, "trainer.max_actor_ckpt_to_keep=2", folder="second")
-    assert second.numbers == whole.numbers
+    assert second.numbers == uninterrupted.numbers
     assert whole_copies(store) == {"global_step_3", "global_step_4"}
     assert "global_step_1" not in {n.split("/")[0] for n in files.remote_files(store)}
 
@@ -58,9 +58,9 @@ def test_a_damaged_copy_is_passed_over_and_a_later_one_is_set_aside(
     (tmp_path / "x").write_text("broken")
     files.copy(tmp_path / "x", f"{store}/global_step_2/trainer_state.json")
     with caplog.at_level(logging.WARNING):
-        again = train(*TWO, there, folder="second")
+        resumed = train(*TWO, there, folder="second")
     assert "global_step_2 is damaged" in caplog.text
-    assert [line["step"] for line in again.metrics] == [1, 2]
+    assert [line["step"] for line in resumed.metrics] == [1, 2]
     anew = train(*TWO, there, "trainer.resume_mode=disable", "trainer.save_freq=2", folder="third")
     assert anew.checkpoints() == ["global_step_2"]
     assert whole_copies(store) == {"global_step_2"}
@@ -169,7 +169,7 @@ def test_a_server_serves_data_model_checkpoints_and_export(
     server: str, task: Task, train: Callable[..., Run], request: pytest.FixtureRequest
 ) -> None:
     root = request.getfixturevalue(server)
-    whole = train(*FOUR, folder="whole")
+    uninterrupted = train(*FOUR, folder="whole")
     files.copy(task.model, f"{root}/model")
     files.copy(task.train, f"{root}/data/{task.train.name}")
     remote = (
@@ -178,7 +178,7 @@ def test_a_server_serves_data_model_checkpoints_and_export(
         f"trainer.default_hdfs_dir={root}/grpo",
     )
     train(*TWO, *remote, folder="first")
-    assert train(*FOUR, *remote, folder="second").numbers == whole.numbers
+    assert train(*FOUR, *remote, folder="second").numbers == uninterrupted.numbers
     assert len(whole_copies(f"{root}/grpo")) == 4
     assert hone(["export", f"{root}/grpo/global_step_4", f"{root}/out"]) in (0, None)
     assert "config.json" in files.remote_files(f"{root}/out")

@@ -12,7 +12,7 @@ from hone.config import PPOTrainerConfig, load_config
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.trainer.ppo.collect import keep_rows
+from hone.trainer.ppo.collect import keep_mask
 from hone.trainer.ppo.response_metrics import filter_metrics, reflection_score, response_metrics
 
 from ..runs import Run
@@ -47,10 +47,10 @@ def batch(**changes: Any) -> DataProto:
         "old_log_probs": mask * -1.0,
         "ref_log_prob": mask * -2.0,
     }
-    facts = {"uid": list(GROUPS), "reward_failure": [None] * 4}
+    arrays = {"uid": list(GROUPS), "reward_failure": [None] * 4}
     for name, value in changes.items():
-        (columns if isinstance(value, torch.Tensor) else facts)[name] = value
-    return DataProto.from_dict(columns, {n: object_array(v) for n, v in facts.items()})
+        (columns if isinstance(value, torch.Tensor) else arrays)[name] = value
+    return DataProto.from_dict(columns, {n: object_array(v) for n, v in arrays.items()})
 
 
 def approximately(expected: dict[str, float]) -> Any:
@@ -58,7 +58,7 @@ def approximately(expected: dict[str, float]) -> Any:
 
 
 def test_every_metric_of_an_outcome_reward_equals_the_one_computed_by_hand() -> None:
-    measured = response_metrics(batch(), TOKENIZER, config())
+    metrics = response_metrics(batch(), TOKENIZER, config())
     expected = {
         "instant_rewards/verifiable_reward": (0.75, 1, 0),
         "instant_rewards/outcome_reward": (0.2, 0.8, -0.5),
@@ -71,7 +71,7 @@ def test_every_metric_of_an_outcome_reward_equals_the_one_computed_by_hand() -> 
         "response_length/incorrect": (4, 4, 4),
     }
     spread = {f"{n}/{s}": v for n, x in expected.items() for s, v in zip(KINDS, x, strict=True)}
-    assert measured == approximately(
+    assert metrics == approximately(
         spread
         | {
             # Two of four agree: (0.8, right) and (0.1, right); (0.4, wrong) and (-0.5, right) do not.
@@ -104,7 +104,7 @@ def test_process_rewards_are_combined_as_the_credit_is_and_without_their_weight(
     steps[0, 3], steps[3, 7] = 0.2, -0.2
     scored = batch(**{"reward/process": steps * 0.5, "step_mask": (steps != 0).long()})
     scored.batch.pop("reward/model")
-    measured = response_metrics(
+    metrics = response_metrics(
         scored,
         TOKENIZER,
         config(
@@ -114,12 +114,12 @@ def test_process_rewards_are_combined_as_the_credit_is_and_without_their_weight(
         ),
     )
     name = "instant_rewards/outcome_reward"
-    assert [measured[f"{name}/{kind}"] for kind in KINDS] == pytest.approx(
+    assert [metrics[f"{name}/{kind}"] for kind in KINDS] == pytest.approx(
         [sum(outcomes) / 4, max(outcomes), min(outcomes)]
     )
-    assert measured["num_of_steps/tokens_per_step"] == pytest.approx(18 / 6)
+    assert metrics["num_of_steps/tokens_per_step"] == pytest.approx(18 / 6)
     agrees = [(o > 0) == (v == 1) for o, v in zip(outcomes, VERDICTS, strict=True)]
-    assert measured["instant_rewards/orm_match_vr"] == sum(agrees) / 4
+    assert metrics["instant_rewards/orm_match_vr"] == sum(agrees) / 4
 
 
 def test_rows_without_a_verdict_are_neither_correct_nor_incorrect() -> None:
@@ -127,47 +127,47 @@ def test_rows_without_a_verdict_are_neither_correct_nor_incorrect() -> None:
         reward_failure=["no_ground_truth", None, None, None],
         reward_model=[{}, {}, {"style": "model"}, {"style": "rule"}],
     )
-    measured = response_metrics(rows, TOKENIZER, config())
-    assert measured["response_length/correct/mean"] == 8
-    assert measured["instant_rewards/orm_match_vr"] == 0.5
-    assert measured["group_info/avg_n/whole_batch/mean"] == 0.5
-    assert measured["response_length/whole/mean"] == 4.5
+    metrics = response_metrics(rows, TOKENIZER, config())
+    assert metrics["response_length/correct/mean"] == 8
+    assert metrics["instant_rewards/orm_match_vr"] == 0.5
+    assert metrics["group_info/avg_n/whole_batch/mean"] == 0.5
+    assert metrics["response_length/whole/mean"] == 4.5
 
 
 def test_rows_that_the_reward_model_does_not_score_are_no_outcome() -> None:
     styles = [{"style": s} for s in ("model", "rule", "rule", "model")]
-    measured = response_metrics(batch(reward_model=styles), TOKENIZER, config(), routed=True)
-    assert measured["instant_rewards/outcome_reward/mean"] == pytest.approx((0.8 + 0.1) / 2)
-    assert "instant_rewards/orm_match_vr" not in measured
-    assert measured["response_length/incorrect/mean"] == 4
+    metrics = response_metrics(batch(reward_model=styles), TOKENIZER, config(), route_by_style=True)
+    assert metrics["instant_rewards/outcome_reward/mean"] == pytest.approx((0.8 + 0.1) / 2)
+    assert "instant_rewards/orm_match_vr" not in metrics
+    assert metrics["response_length/incorrect/mean"] == 4
 
 
 def test_without_any_verdict_nothing_is_called_correct() -> None:
     manager = ("reward_model.reward_manager=blank",)
-    measured = response_metrics(batch(), TOKENIZER, config(*manager))
+    metrics = response_metrics(batch(), TOKENIZER, config(*manager))
     needs_one = ("orm_match", "verifiable", "correct", "group_info")
-    assert not [name for name in measured if any(word in name for word in needs_one)]
-    assert measured["instant_rewards/outcome_reward/mean"] == pytest.approx(0.2)
+    assert not [name for name in metrics if any(word in name for word in needs_one)]
+    assert metrics["instant_rewards/outcome_reward/mean"] == pytest.approx(0.2)
 
 
 def test_the_verdict_is_the_scorers_accuracy_where_it_gives_one() -> None:
     rows = batch(acc=[0.0, 0.0, 1.0, None])
     rows.meta_info["reward_extra_names"] = ["acc"]
-    measured = response_metrics(rows, TOKENIZER, config())
-    assert measured["response_length/correct/mean"] == 5
-    assert measured["response_length/incorrect/mean"] == 4
+    metrics = response_metrics(rows, TOKENIZER, config())
+    assert metrics["response_length/correct/mean"] == 5
+    assert metrics["response_length/incorrect/mean"] == 4
 
 
 def test_a_filter_reports_the_groups_before_and_after_it() -> None:
-    whole = batch()
-    kept = whole.select_idxs(torch.tensor([0, 1]))
+    full_batch = batch()
+    kept_batch = full_batch.select_idxs(torch.tensor([0, 1]))
     tree = config("curriculum_learning.enable=true")
-    measured = filter_metrics(whole, kept, tree)
-    assert measured["group_info/avg_n/whole_batch/mean"] == 0.75
-    assert measured["curriculum_learning/original_batch_size"] == 4
-    assert measured["curriculum_learning/filtered_batch_size"] == 2
-    assert measured["curriculum_learning/retain_ratio"] == 0.5
-    retained = response_metrics(kept, TOKENIZER, tree)
+    metrics = filter_metrics(full_batch, kept_batch, tree)
+    assert metrics["group_info/avg_n/whole_batch/mean"] == 0.75
+    assert metrics["curriculum_learning/original_batch_size"] == 4
+    assert metrics["curriculum_learning/filtered_batch_size"] == 2
+    assert metrics["curriculum_learning/retain_ratio"] == 0.5
+    retained = response_metrics(kept_batch, TOKENIZER, tree)
     assert retained["group_info/avg_n/retained_batch/mean"] == 0.5
     assert "group_info/avg_n/whole_batch/mean" not in retained
 
@@ -188,10 +188,10 @@ def test_reflection_patterns_are_counted(text: str, count: int) -> None:
 def test_the_curriculum_compares_rule_scores_whatever_the_reward_model_says() -> None:
     scored = batch(token_level_scores=torch.full((4, WIDTH), 7.0))
     tree = ("curriculum_learning.enable=true",)
-    keep = keep_rows(scored, config(*tree))
+    keep = keep_mask(scored, config(*tree))
     assert keep is not None
     assert keep.tolist() == [True, True, False, False]
-    assert keep_rows(scored, config(*tree, "reward_model.reward_manager=blank")) is None
+    assert keep_mask(scored, config(*tree, "reward_model.reward_manager=blank")) is None
 
 
 @pytest.mark.parametrize("filters", ["curriculum_learning", "algorithm.filter_groups"])
@@ -208,8 +208,10 @@ def test_a_run_with_a_filter_logs_what_it_keeps(train: Callable[..., Run], filte
     sizes = [line[f"curriculum_learning/{n}_batch_size"] for n in ("original", "filtered")]
     assert sizes[1] == len(rows) < sizes[0]
     assert line["group_info/avg_n/whole_batch/min"] == 0
-    kept = [row["score"] > 0.5 for row in rows]
-    assert line["group_info/avg_n/retained_batch/mean"] == pytest.approx(sum(kept) / len(kept))
+    is_correct = [row["score"] > 0.5 for row in rows]
+    assert line["group_info/avg_n/retained_batch/mean"] == pytest.approx(
+        sum(is_correct) / len(is_correct)
+    )
     assert line["actor/avg_ratio"] == pytest.approx(1, abs=0.05)
     assert "timing_s/compute_additional_metrics" in line
 
@@ -222,18 +224,18 @@ def test_a_plain_run_has_none_of_them(train: Callable[..., Run]) -> None:
 def test_rows_without_an_answer_count_in_no_metric_of_the_rule_and_pass_the_curriculum() -> None:
     missing = [None, None, "no_ground_truth", "no_ground_truth"]
     without = batch(reward_failure=missing, **{"reward/rule": batch().batch["reward/rule"] * 0})
-    measured = response_metrics(without, TOKENIZER, config())
+    metrics = response_metrics(without, TOKENIZER, config())
     answered = response_metrics(batch(), TOKENIZER, config())
     assert answered["instant_rewards/verifiable_reward/mean"] == 0.75
-    assert measured["instant_rewards/verifiable_reward/mean"] == 0.0
-    assert measured["group_info/avg_n/whole_batch/mean"] == 0.0  # of the one group with answers
-    assert measured["instant_rewards/orm_match_vr"] == 0.0  # 0.8 and 0.4 say right, the rule wrong
+    assert metrics["instant_rewards/verifiable_reward/mean"] == 0.0
+    assert metrics["group_info/avg_n/whole_batch/mean"] == 0.0  # of the one group with answers
+    assert metrics["instant_rewards/orm_match_vr"] == 0.0  # 0.8 and 0.4 say right, the rule wrong
     for name in ("remove_extreme", "interquartile"):
         settings = config("curriculum_learning.enable=true", f"curriculum_learning.fn_name={name}")
-        keep = keep_rows(batch(reward_failure=missing), settings)
+        keep = keep_mask(batch(reward_failure=missing), settings)
         assert keep is not None
         assert keep.tolist()[2:] == [True, True]
-    assert keep_rows(without, config("curriculum_learning.enable=true")).tolist() == [
+    assert keep_mask(without, config("curriculum_learning.enable=true")).tolist() == [
         False,
         False,
         True,

@@ -26,23 +26,23 @@ LOST = NodeLost("id", "10.0.0.7", [("actor", WORKER, ["its last words"])], "acto
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A cluster on paper: `cpus` are the free and all CPUs of its nodes, `said` is what was printed."""
-    made = SimpleNamespace(cpus=[(4, 4), (4, 4), (4, 4)], said=[], now=0.0)
+    """A cluster on paper: `cpus` are the free and all CPUs of its nodes, `lines` is what was printed."""
+    cluster_ = SimpleNamespace(cpus=[(4, 4), (4, 4), (4, 4)], lines=[], now=0.0)
 
     def nodes() -> list[Node]:
         return [
             Node(f"n{number}", "10.0.0.1", {"CPU": free}, {"CPU": total})
-            for number, (free, total) in enumerate(made.cpus)
+            for number, (free, total) in enumerate(cluster_.cpus)
         ]
 
     monkeypatch.setattr(ray_placement, "answering_nodes", nodes)
     monkeypatch.setattr(ray_start, "start_ray", lambda options, tell: False)
-    monkeypatch.setattr(restarts, "screen", lambda: SimpleNamespace(line=made.said.append))
+    monkeypatch.setattr(restarts, "screen", lambda: SimpleNamespace(line=cluster_.lines.append))
     clock = SimpleNamespace(
-        monotonic=lambda: made.now, sleep=lambda s: setattr(made, "now", made.now + s)
+        monotonic=lambda: cluster_.now, sleep=lambda s: setattr(cluster_, "now", cluster_.now + s)
     )
     monkeypatch.setattr(restarts, "time", clock)
-    return made
+    return cluster_
 
 
 def config_of(folder: Path, *more: str) -> PPOTrainerConfig:
@@ -55,35 +55,35 @@ def config_of(folder: Path, *more: str) -> PPOTrainerConfig:
 
 def attempts(config: PPOTrainerConfig, *events: Any) -> list[PPOTrainerConfig]:
     """The configs of the attempts; an event is what an attempt does: it raises, or calls and raises."""
-    seen: list[PPOTrainerConfig] = []
+    configs: list[PPOTrainerConfig] = []
     queue = list(events)
 
     for attempt in restarts.attempts(config):
         with attempt as current:
-            seen.append(current)
+            configs.append(current)
             if queue:
                 event = queue.pop(0)
                 if callable(event):
                     event()
                     raise LOST
                 raise event
-    return seen
+    return configs
 
 
 def test_a_run_restarts_on_the_nodes_that_are_left_and_on_all_when_they_are_back(
     cluster: Any, tmp_path: Path
 ) -> None:
-    seen = attempts(
+    configs = attempts(
         config_of(tmp_path, "trainer.max_restarts=2"),
         lambda: cluster.cpus.pop(),
         lambda: cluster.cpus.append((4, 4)),
     )
-    assert [attempt.trainer.nnodes for attempt in seen] == [3, 2, 3]
-    told = str(LOST).partition("\n")[0] + f" (its log lines: {tmp_path / 'error.log'})"
-    assert cluster.said == [
-        told,
+    assert [attempt.trainer.nnodes for attempt in configs] == [3, 2, 3]
+    message = str(LOST).partition("\n")[0] + f" (its log lines: {tmp_path / 'error.log'})"
+    assert cluster.lines == [
+        message,
         "restart 1 of 2: 2 of 3 nodes, 8 ranks",
-        told,
+        message,
         "restart 2 of 2: 3 of 3 nodes, 12 ranks",
     ]
     assert (tmp_path / "error.log").read_text().count("its last words") == 2
@@ -106,8 +106,8 @@ def test_a_number_of_nodes_that_does_not_divide_the_batch_is_not_used(
 ) -> None:
     odd = ["data.train_batch_size=9", "actor_rollout_ref.actor.ppo_mini_batch_size=9"]
     config = config_of(tmp_path, *odd, "trainer.n_gpus_per_node=1", "trainer.max_restarts=1")
-    seen = attempts(config, lambda: cluster.cpus.pop())
-    assert [attempt.trainer.nnodes for attempt in seen] == [3, 1]
+    configs = attempts(config, lambda: cluster.cpus.pop())
+    assert [attempt.trainer.nnodes for attempt in configs] == [3, 1]
 
 
 def test_what_is_left_is_refused_in_one_sentence_if_no_pool_of_the_run_fits_on_it(
@@ -121,7 +121,7 @@ def test_what_is_left_is_refused_in_one_sentence_if_no_pool_of_the_run_fits_on_i
     )
     cluster.cpus = [(4, 4)]
     with pytest.raises(
-        ConfigError, match=r"cannot restart on what is left \(10.0.0.1 \(n0\): 4 of 4"
+        ConfigError, match=r"cannot restart on the remaining nodes \(10.0.0.1 \(n0\): 4 of 4"
     ):
         attempts(config, LOST)
 
@@ -129,8 +129,8 @@ def test_what_is_left_is_refused_in_one_sentence_if_no_pool_of_the_run_fits_on_i
 def test_a_rollout_pool_shrinks_after_the_trainer_pool(cluster: Any, tmp_path: Path) -> None:
     pool = ["actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=4"]
     config = config_of(tmp_path, *pool, "trainer.nnodes=1", "trainer.max_restarts=1")
-    seen = attempts(config, lambda: cluster.cpus.pop())
-    assert [len(attempt.rollout_pool) for attempt in seen] == [2, 1]
+    configs = attempts(config, lambda: cluster.cpus.pop())
+    assert [len(attempt.rollout_pool) for attempt in configs] == [2, 1]
 
 
 def test_a_rollout_pool_shrinks_to_a_size_that_its_tensor_parallel_groups_divide(
@@ -141,8 +141,8 @@ def test_a_rollout_pool_shrinks_to_a_size_that_its_tensor_parallel_groups_divide
     pairs = [f"{rollout}.tensor_model_parallel_size=2", "trainer.nnodes=1"]
     config = config_of(tmp_path, *pool, *pairs, "trainer.max_restarts=1")
     cluster.cpus = [(4, 4), (1, 1), (1, 1), (1, 1)]
-    seen = attempts(config, LOST)
-    assert [len(attempt.rollout_pool) for attempt in seen] == [4, 2]
+    configs = attempts(config, LOST)
+    assert [len(attempt.rollout_pool) for attempt in configs] == [4, 2]
 
 
 def test_resources_of_the_lost_attempt_are_waited_for_and_those_of_another_run_not_for_long(
@@ -150,8 +150,8 @@ def test_resources_of_the_lost_attempt_are_waited_for_and_those_of_another_run_n
 ) -> None:
     config = config_of(tmp_path, "trainer.max_restarts=1")
     cluster.cpus[2] = (0, 4)
-    seen = attempts(config, LOST)
-    assert [attempt.trainer.nnodes for attempt in seen] == [3, 2]
+    configs = attempts(config, LOST)
+    assert [attempt.trainer.nnodes for attempt in configs] == [3, 2]
     assert cluster.now >= restarts.RELEASE_DEADLINE_S
 
 
@@ -170,8 +170,8 @@ def test_a_restart_does_not_go_on_from_an_older_checkpoint_of_an_earlier_run(
     def begin() -> None:
         (tmp_path / "global_step_7").rename(tmp_path / "global_step_7.earlier")
 
-    seen = attempts(config, begin)
-    assert [attempt.trainer.resume_mode for attempt in seen] == ["resume_path", "resume_path"]
+    configs = attempts(config, begin)
+    assert [attempt.trainer.resume_mode for attempt in configs] == ["resume_path", "resume_path"]
 
 
 def test_a_run_that_was_asked_to_stop_does_not_restart(cluster: Any, tmp_path: Path) -> None:
@@ -187,15 +187,15 @@ def test_a_run_that_was_asked_to_stop_does_not_restart(cluster: Any, tmp_path: P
     for number in SIGNALS:
         with pytest.raises(NodeLost):
             attempts(config, lambda number=number: lose(number))
-    assert sum("restart 1 of 5" in line for line in cluster.said) == 1
+    assert sum("restart 1 of 5" in line for line in cluster.lines) == 1
 
 
 def test_a_restart_on_one_rank_stays_on_ray(cluster: Any, tmp_path: Path) -> None:
     config = config_of(tmp_path, "trainer.n_gpus_per_node=1", "trainer.max_restarts=1")
     cluster.cpus = [(1, 1)]
-    seen = attempts(config, LOST)
-    assert [attempt.world_size for attempt in seen] == [3, 1]
-    assert [attempt.uses_controller for attempt in seen] == ["ray", "ray"]
+    configs = attempts(config, LOST)
+    assert [attempt.world_size for attempt in configs] == [3, 1]
+    assert [attempt.uses_controller for attempt in configs] == ["ray", "ray"]
 
 
 def test_a_restart_goes_on_from_what_this_run_saved_whatever_it_started_from(
@@ -208,8 +208,8 @@ def test_a_restart_goes_on_from_what_this_run_saved_whatever_it_started_from(
         (tmp_path / "global_step_7").rename(tmp_path / "global_step_7.earlier")
         (tmp_path / "global_step_2").mkdir()
 
-    seen = attempts(config, LOST, save)
-    assert [attempt.trainer.resume_mode for attempt in seen] == ["disable", "disable", "auto"]
+    configs = attempts(config, LOST, save)
+    assert [attempt.trainer.resume_mode for attempt in configs] == ["disable", "disable", "auto"]
 
 
 def test_a_run_that_finds_no_ray_any_more_ends_with_what_was_lost(

@@ -36,23 +36,23 @@ class Group:
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def bar_descriptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The bars that were opened, and how they moved."""
-    seen: list[str] = []
+    descriptions: list[str] = []
 
     @contextmanager
     def progress(description: str, total: float | None = None) -> Iterator[Any]:
         bar = silent_bar(description)
-        bar._show = lambda bar: seen.append(f"{description} {bar.done:g}/{bar.total:g}")
+        bar._show = lambda bar: descriptions.append(f"{description} {bar.done:g}/{bar.total:g}")
         yield bar
 
     monkeypatch.setattr(roles, "progress", progress)
-    return seen
+    return descriptions
 
 
-def test_ranks_that_have_their_model_are_counted(shown: list[str]) -> None:
+def test_ranks_that_have_their_model_are_counted(bar_descriptions: list[str]) -> None:
     roles.load_models({Role.ActorRollout: Group(), Role.Critic: Group()})  # type: ignore[dict-item]
-    assert shown == [
+    assert bar_descriptions == [
         "load the model of actor_rollout, ranks 1/2",
         "load the model of actor_rollout, ranks 2/2",
         "load the model of critic, ranks 1/2",
@@ -61,7 +61,7 @@ def test_ranks_that_have_their_model_are_counted(shown: list[str]) -> None:
 
 
 def test_the_start_of_ray_and_of_the_processes_is_said(
-    shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bar_descriptions: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ray_start = pytest.importorskip("hone.controller.ray_start")
     monkeypatch.setattr(ray_start, "start_ray", lambda options, tell: tell("starting Ray"))
@@ -76,20 +76,20 @@ def test_the_start_of_ray_and_of_the_processes_is_said(
         "starting Ray",
         "starting 2 worker processes (actor_rollout)",
     ]
-    assert shown == ["start 2 worker processes (actor_rollout) 1/2"]
+    assert bar_descriptions == ["start 2 worker processes (actor_rollout) 1/2"]
 
 
 def test_a_reward_model_may_have_a_pool_of_its_own() -> None:
     judged = ["reward_model.enable=true", "reward_model.model.path=m", "trainer.device=cpu"]
-    own = [*judged, "reward_model.enable_resource_pool=true", "reward_model.n_gpus_per_node=2",
+    overrides = [*judged, "reward_model.enable_resource_pool=true", "reward_model.n_gpus_per_node=2",
            "reward_model.nnodes=3"]  # fmt: skip
-    for settings, pool in ((judged, [1]), (own, [2, 2, 2])):
+    for settings, pool in ((judged, [1]), (overrides, [2, 2, 2])):
         config = load_config(settings)
         needed = roles.default_roles(Plan.of(config), lora=False)
         pools = roles.default_pools(config, needed)
         assert pools.resource_pool_spec[pools.mapping[Role.RewardModel]] == pool
         assert pools.mapping[Role.Actor] == roles.POOL
-        assert config.uses_controller == ("ray" if settings is own else "local")
-    served = load_config([*own, "reward_model.server.url=http://127.0.0.1:80"])
-    assert served.uses_controller == "local"
-    assert Role.RewardModel not in roles.default_roles(Plan.of(served), lora=False)
+        assert config.uses_controller == ("ray" if settings is overrides else "local")
+    server_config = load_config([*overrides, "reward_model.server.url=http://127.0.0.1:80"])
+    assert server_config.uses_controller == "local"
+    assert Role.RewardModel not in roles.default_roles(Plan.of(server_config), lora=False)

@@ -18,7 +18,7 @@ from hone.protocol.rows import object_array
 from hone.trainer.ppo.rollout_file import SCHEMA, SCHEMA_KEY, SCHEMA_VERSION, write_rollouts
 
 from .. import rewards
-from ..runs import Run, Task, said
+from ..runs import Run, Task, scored_text
 
 
 def test_the_schema_does_not_depend_on_what_a_run_computes(train: Callable[..., Run]) -> None:
@@ -46,14 +46,14 @@ def test_scores_and_advantages_can_be_computed_again(train: Callable[..., Run]) 
         assert {row["step"] for row in rows} == {step}
         groups: dict[str, list[float]] = {}
         for row in rows:
-            again = rewards.compute_score(
+            repeated = rewards.compute_score(
                 row["data_source"],
-                said(row),
+                scored_text(row),
                 json.loads(row["ground_truth"]),
                 json.loads(row["extra_info"]),
             )
-            assert row["score"] == pytest.approx(again)
-            groups.setdefault(row["uid"], []).append(again)
+            assert row["score"] == pytest.approx(repeated)
+            groups.setdefault(row["uid"], []).append(repeated)
         for row in rows:
             scores = np.array(groups[row["uid"]])
             expected = (row["score"] - scores.mean()) / (scores.std(ddof=1) + 1e-6)
@@ -101,14 +101,14 @@ def test_extras_of_any_kind_are_kept(train: Callable[..., Run], task: Task) -> N
         "actor_rollout_ref.rollout.n=4",
         "trainer.total_training_steps=1",
     )
-    kept = pq.read_table(run.folder / "validation" / "step_1.parquet").to_pylist()
-    for rows in (run.rollouts(1), kept):
+    file_rows = pq.read_table(run.folder / "validation" / "step_1.parquet").to_pylist()
+    for rows in (run.rollouts(1), file_rows):
         assert {type(json.loads(row["pred"])) for row in rows} == {int, str}
         assert {json.dumps(json.loads(row["sure"])) for row in rows} == {"true", "0.5"}
         assert {type(row["right"]) for row in rows} == {bool}
         assert {row["whole"] for row in rows} == {3.0, 0.25}
         for row in rows:
-            text = said(row)
+            text = scored_text(row)
             assert json.loads(row["pred"]) in (text, len(text))
             assert json.loads(row["large"]) == 10**30
             assert int(json.loads(row["vast"]), 16) == 10**5000

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.trainer.ppo.rollout_file import JSON_COLUMNS, SCHEMA, turns_of
+from hone.trainer.ppo.rollout_file import JSON_COLUMNS, SCHEMA, split_turns
 
 from ..runs import REWARDS, Run
 
@@ -44,8 +44,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "interaction_kwargs": {"name": "gsm8k", **truth},
         },
     }
-    own = {**row, "agent_name": "says_more", "extra_info": {}}
-    rows = [json.dumps(r) for r in (row, own, row, own)]
+    custom_row = {**row, "agent_name": "says_more", "extra_info": {}}
+    rows = [json.dumps(r) for r in (row, custom_row, row, custom_row)]
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
     return Run(folder / "run").train(
         [
@@ -143,9 +143,9 @@ class Letters:
         return "".join(chr(96 + i) for i in ids)
 
 
-@pytest.mark.parametrize("said", [None, 7, [{"role": "tool"}], [{"role": "tool", "tokens": 2}]])
-def test_where_a_loop_says_nothing_that_fits_the_mask_tells_the_turns(said: Any) -> None:
-    turns = turns_of([1, 2, 3, 4], [1, 1, 0, 1], said, Letters())
+@pytest.mark.parametrize("spans", [None, 7, [{"role": "tool"}], [{"role": "tool", "tokens": 2}]])
+def test_where_a_loop_says_nothing_that_fits_the_mask_tells_the_turns(spans: Any) -> None:
+    turns = split_turns([1, 2, 3, 4], [1, 1, 0, 1], spans, Letters())
     assert [(turn["role"], turn["text"]) for turn in turns] == [
         ("assistant", "ab"),
         ("environment", "c"),

@@ -16,7 +16,7 @@ from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.tracking import RunFolder
 from hone.tracking.run_folder import step_files
-from hone.trainer.ppo.rollout_writer import RolloutWriter, kept_steps
+from hone.trainer.ppo.rollout_writer import RolloutWriter, steps_to_keep
 
 from ..runs import Run
 
@@ -57,7 +57,7 @@ def steps_in(folder: Path) -> list[int]:
 def test_the_last_steps_stay_and_those_a_resumed_run_begins_with(
     step: int, save_freq: int, steps: set[int]
 ) -> None:
-    assert {s for s in kept_steps(step, 3, save_freq) if s > 0} == steps
+    assert {s for s in steps_to_keep(step, 3, save_freq) if s > 0} == steps
 
 
 def test_a_run_keeps_the_files_of_its_last_steps(train: Callable[..., Run]) -> None:
@@ -72,23 +72,23 @@ def test_a_run_that_went_on_holds_the_files_of_one_that_never_stopped(
     train: Callable[..., Run], tmp_path: Path
 ) -> None:
     settings = (DEFAULT, "trainer.save_freq=2", "trainer.rollout_steps_to_keep=2")
-    whole = train(*settings, "trainer.total_training_steps=5", folder="whole")
+    uninterrupted = train(*settings, "trainer.total_training_steps=5", folder="whole")
     parts = train(*settings, "trainer.total_training_steps=5", folder="parts")
     # As a kill after step 5 and before its checkpoint leaves it; one file that is half written.
     for name in ("global_step_5", "latest_checkpointed_iteration.txt"):
         (parts.folder / name).rename(tmp_path / name)
     (parts.folder / "rollouts" / ".step_5.parquet.1.tmp").write_bytes(b"PAR1")
     train(*settings, "trainer.total_training_steps=5", folder="parts")
-    files = {p.name: p.read_bytes() for p in (whole.folder / "rollouts").iterdir()}
+    files = {p.name: p.read_bytes() for p in (uninterrupted.folder / "rollouts").iterdir()}
     assert sorted(files) == [f"step_{n}.parquet" for n in (3, 4, 5)]
     assert {p.name: p.read_bytes() for p in (parts.folder / "rollouts").iterdir()} == files
 
 
 def test_files_that_were_asked_for_are_never_deleted(tmp_path: Path) -> None:
-    asked = writer(tmp_path, rollout_data_dir=str(tmp_path / "rollouts"))
+    all_steps = writer(tmp_path, rollout_data_dir=str(tmp_path / "rollouts"))
     for step in range(1, 6):
-        asked.write(batch(), step)
-    asked.close()
+        all_steps.write(batch(), step)
+    all_steps.close()
     (tmp_path / "rollouts" / "step_0.parquet").write_bytes(b"not parquet")
     later = writer(tmp_path, rollout_steps_to_keep=1)
     for step in range(6, 9):

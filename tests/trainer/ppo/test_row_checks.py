@@ -31,10 +31,10 @@ def test_what_rows_ask_for_and_nothing_answers_is_said(
     extra = {"interaction_kwargs": {"name": "nag"}, "tools_kwargs": {"calc": {"create_kwargs": {}}}}
     data = write_rows(tmp_path / "rows.jsonl", extra_info=extra, agent_name="tool_agent")
     dry_run(task, tmp_path / "run", data)
-    said = capsys.readouterr().out
-    assert "rows have interaction_kwargs, and no interaction is configured" in said
-    assert "rows have tools_kwargs for calc, which is no tool of this run" in said
-    assert "tool_agent has neither tools nor interactions" in said
+    output = capsys.readouterr().out
+    assert "rows have interaction_kwargs, but no interaction is configured" in output
+    assert "rows have tools_kwargs for calc, but this run has no such tool" in output
+    assert "tool_agent has neither tools nor interactions" in output
 
 
 def test_a_template_that_does_not_show_the_tools_is_said(
@@ -67,20 +67,20 @@ def test_prompts_are_measured_once_per_data_set(
 ) -> None:
     from hone.data.dataset import RLHFDataset
 
-    measured: list[int] = []
+    lengths: list[int] = []
     plain = RLHFDataset.prompt_lengths
 
     def counted(self: RLHFDataset) -> Any:
-        measured.append(len(self))
+        lengths.append(len(self))
         return plain(self)
 
     monkeypatch.setattr(RLHFDataset, "prompt_lengths", counted)
     data = write_rows(tmp_path / "rows.jsonl", ability=str(tmp_path))
     for _ in range(2):
         dry_run(task, tmp_path / "run", data)
-    assert measured == [6]
+    assert lengths == [6]
     dry_run(task, tmp_path / "run", data, "data.max_prompt_length=15")
-    assert measured == [6, 6]
+    assert lengths == [6, 6]
 
 
 def scorer(folder: Path, body: str) -> str:
@@ -105,11 +105,13 @@ def test_the_scorer_is_called_where_it_will_run(task: Task, tmp_path: Path, mana
             f"    open({str(calls)!r}, 'a').write(f'0 {{solution_strs[0]}} {{ground_truths[0]}}\\n')\n"
             "    return [0] * len(solution_strs)\n"
         )
-        given = f"custom_reward_function.path={tmp_path}/scorer.py"
+        settings = f"custom_reward_function.path={tmp_path}/scorer.py"
     else:
-        given = scorer(tmp_path, body)
-    chosen = f"reward_model.reward_manager={manager}"
-    dry_run(task, tmp_path / "run", given, chosen, "reward_model.reward_kwargs.num_processes=1")
+        settings = scorer(tmp_path, body)
+    overrides = f"reward_model.reward_manager={manager}"
+    dry_run(
+        task, tmp_path / "run", settings, overrides, "reward_model.reward_kwargs.num_processes=1"
+    )
     (line,) = calls.read_text().splitlines()
     process, response, truth = line.split()
     assert response == truth == "0"
@@ -155,10 +157,10 @@ def test_a_scorer_that_parses_a_form_of_its_own_is_warned_of(
     task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dry_run(task, tmp_path / "run", scorer(tmp_path, "return len(solution_str.split('@@')[1])"))
-    said = capsys.readouterr().out
-    assert "the score function failed on" in said
-    assert "IndexError: list index out of range" in said
-    assert f"{tmp_path}/scorer.py:2; such a response scores 0" in said
+    output = capsys.readouterr().out
+    assert "the score function failed on" in output
+    assert "IndexError: list index out of range" in output
+    assert f"{tmp_path}/scorer.py:2; such a response scores 0" in output
 
 
 def test_rows_without_a_ground_truth_are_refused_or_counted(
@@ -174,11 +176,11 @@ def test_rows_without_a_ground_truth_are_refused_or_counted(
     rows[4]["reward_model"]["ground_truth"] = ""
     some = tmp_path / "some.jsonl"
     some.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = (f"data.train_files={some}", plain)
-    dry_run(task, tmp_path / "run", *given)
+    overrides = (f"data.train_files={some}", plain)
+    dry_run(task, tmp_path / "run", *overrides)
     assert "1 of 6 rows have no reward_model.ground_truth" in capsys.readouterr().out
     raising = "reward_model.reward_kwargs.on_failure=raise"
-    (problem,) = problems_of(task, tmp_path / "run", *given, raising)
+    (problem,) = problems_of(task, tmp_path / "run", *overrides, raising)
     assert "some.jsonl, row 4" in problem
 
 
@@ -219,9 +221,9 @@ def test_a_template_that_drops_earlier_thinking_is_said_before_training(
         f"{MULTI_TURN}.interaction_config_path={tmp_path}/talk.yaml",
         f"actor_rollout_ref.model.custom_chat_template={template!r}",
     )
-    said = " ".join(capsys.readouterr().out.split())
-    assert "renders earlier turns otherwise than the model wrote them" in said
-    assert "a user answers a turn that thinks: from token" in said, said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "renders earlier turns differently than the model wrote them" in output
+    assert "a user answers a turn that thinks: from token" in output, output
 
 
 REACT = "actor_rollout_ref.rollout.agent.default_agent_loop=react_agent"
@@ -248,10 +250,10 @@ def test_the_length_filter_counts_a_loops_instructions_row_by_row(
     from hone.trainer.ppo.preflight import prepare
 
     plain = {"tool_config": {"tool_format": "function_calling"}}
-    nothing = {"tool_config": {"available_tools": []}}
+    empty = {"tool_config": {"available_tools": []}}
     kinds: list[dict[str, Any]] = [
         {"agent_name": "react_agent"},
-        {"agent_name": "react_agent", "extra_info": {"index": 1, **nothing}},
+        {"agent_name": "react_agent", "extra_info": {"index": 1, **empty}},
         {"agent_name": "react_agent", **plain},
         {"agent_name": "single_turn_agent"},
         {"agent_name": "tool_agent", "tool_config": {"tool_format": "react"}},
@@ -266,9 +268,9 @@ def test_the_length_filter_counts_a_loops_instructions_row_by_row(
         "data.filter_overlong_prompts=true",
     ]
     trainer, _ = prepare(load_config(task.overrides(tmp_path / "run", *overrides)))
-    kept = [row["extra_info"]["index"] for row in map(trainer.train_dataset.raw_row, range(8))]
+    indices = [row["extra_info"]["index"] for row in map(trainer.train_dataset.raw_row, range(8))]
     assert len(trainer.train_dataset) == 8
-    assert [index % 6 for index in kept] == [1, 2, 3, 5, 1, 2, 3, 5]
+    assert [index % 6 for index in indices] == [1, 2, 3, 5, 1, 2, 3, 5]
 
 
 def test_the_filter_leaves_the_same_rows_when_a_run_resumes(task: Task, tmp_path: Path) -> None:
@@ -288,14 +290,14 @@ def test_the_filter_leaves_the_same_rows_when_a_run_resumes(task: Task, tmp_path
     ]
     config = load_config(task.overrides(tmp_path / "run", *overrides))
     trainer, _ = prepare(config)
-    whole = trainer.train_dataset
-    longest = max(n for n in whole.prompt_lengths() if isinstance(n, int))
+    dataset = trainer.train_dataset
+    longest = max(n for n in dataset.prompt_lengths() if isinstance(n, int))
     overrides[-1] = f"data.max_prompt_length={longest - 1}"
     trainer, _ = prepare(load_config(task.overrides(tmp_path / "run", *overrides)))
     assert len(trainer.train_dataset) == 6
-    assert trainer.train_dataset.fingerprint != whole.fingerprint
-    again, _ = prepare(load_config(task.overrides(tmp_path / "run", *overrides)))
-    assert again.train_dataset.fingerprint == trainer.train_dataset.fingerprint
+    assert trainer.train_dataset.fingerprint != dataset.fingerprint
+    repeated, _ = prepare(load_config(task.overrides(tmp_path / "run", *overrides)))
+    assert repeated.train_dataset.fingerprint == trainer.train_dataset.fingerprint
 
 
 def test_an_environment_that_cannot_be_made_is_refused_before_models_load(

@@ -24,7 +24,7 @@ from hone.trainer.ppo.scoring import check_columns, check_media, score
 from hone.trainer.ppo.trainer import PPOTrainer
 
 from .. import rewards
-from ..runs import ALPHABET, Run, Task, said, task_row
+from ..runs import ALPHABET, Run, Task, scored_text, task_row
 
 LOOPS = Path(__file__).with_name("loops.py")
 
@@ -37,7 +37,7 @@ def loop(name: str) -> str:
 def test_a_number_a_dict_and_a_coroutine_score_alike(train: Callable[..., Run], name: str) -> None:
     run = train(f"custom_reward_function.name={name}")
     for row in run.rollouts(1):
-        text = said(row)
+        text = scored_text(row)
         assert row["score"] == pytest.approx(rewards.share(text))
         assert sum(row["reward/rule"]) == pytest.approx(row["score"])
         if name == "detailed":
@@ -57,7 +57,7 @@ def test_a_score_that_fails_is_counted_and_the_run_goes_on(
         "actor_rollout_ref.rollout.n=8",
     )
     rows = run.rollouts(1)
-    failed = [row for row in rows if "a" in said(row)]
+    failed = [row for row in rows if "a" in scored_text(row)]
     assert failed
     assert all(row["score"] == -1 for row in failed)
     assert all(row["score"] == 1 for row in rows if row not in failed)
@@ -112,11 +112,11 @@ def test_a_score_function_reads_what_the_policy_wrote_in_training_and_validation
     tokenizer = character_tokenizer(ALPHABET)
     for row in [*run.rollouts(1), *validation]:
         ids, mask = row["response_ids"], row["response_mask"]
-        heard = tokenizer.decode(ids, skip_special_tokens=True)
+        decoded = tokenizer.decode(ids, skip_special_tokens=True)
         turns = [ids[: mask.index(0)], ids[mask.index(0) + 2 :]]
         texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
-        assert row["heard"] == heard
-        assert row["read"] == (heard if whole else "\n".join(text for text in texts if text))
+        assert row["heard"] == decoded
+        assert row["read"] == (decoded if whole else "\n".join(text for text in texts if text))
 
 
 def test_failures_in_validation_are_counted_too(train: Callable[..., Run], task: Task) -> None:
@@ -197,11 +197,13 @@ def test_a_column_of_the_data_never_stands_for_a_score(
     )
     rows, line = run.rollouts(1), run.steps[-1]
     for row in rows:
-        expected = rewards.detailed("", said(row), None)
+        expected = rewards.detailed("", scored_text(row), None)
         assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert line["accuracy"] == pytest.approx(sum(row["acc"] for row in rows) / len(rows))
-    kept = pq.read_table(run.folder / "validation" / "step_1.parquet").to_pylist()
-    right = sum(rewards.detailed("", said(row), None)["acc"] for row in kept) / len(kept)
+    file_rows = pq.read_table(run.folder / "validation" / "step_1.parquet").to_pylist()
+    right = sum(rewards.detailed("", scored_text(row), None)["acc"] for row in file_rows) / len(
+        file_rows
+    )
     assert line["val-core/lexical/acc/mean@1"] == pytest.approx(right)
 
 
@@ -296,13 +298,13 @@ def test_rule_and_reward_model_are_mixed_by_their_weights(
         "reward_model.verifiable_reward_coef=2.0",
         "reward_model.modeling_reward_coef=0.5",
     )
-    seen = set()
+    calls = set()
     for row in run.rollouts(1):
         rule, model = sum(row["reward/rule"]), sum(row["reward/model"])
-        assert rule == pytest.approx(rewards.share(said(row)))
+        assert rule == pytest.approx(rewards.share(scored_text(row)))
         assert row["score"] == pytest.approx(2.0 * rule + 0.5 * model, abs=1e-5)
-        seen.add(round(model, 6))
-    assert len(seen) > 1
+        calls.add(round(model, 6))
+    assert len(calls) > 1
 
 
 def test_a_reward_model_may_be_the_only_judge(train: Callable[..., Run], judge: Path) -> None:
@@ -331,19 +333,19 @@ def test_rows_with_pictures_are_refused_before_models_load(
         write_parquet(rows, path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    engine, own = "actor_rollout_ref.rollout.name=my_pkg:Engine", loop("TwoTurns")
+    engine, custom_loop = "actor_rollout_ref.rollout.name=my_pkg:Engine", loop("TwoTurns")
     tokenizer = character_tokenizer(ALPHABET)
     for settings, refused in (
         ((), True),
-        ((own,), True),
+        ((custom_loop,), True),
         ((engine,), True),
-        ((own, engine), False),
+        ((custom_loop, engine), False),
     ):
         config = load_config([f"data.train_files={path}", "data.prompt_format=raw", *settings])
         dataset = RLHFDataset(str(path), tokenizer, config.data)
         default = config.actor_rollout_ref.rollout.agent.default_agent_loop
         if refused:
-            with pytest.raises(DataError, match=f"row 2: column '{column}' is filled.*vision"):
+            with pytest.raises(DataError, match=f"row 2: column '{column}' is not empty.*text"):
                 check_media(dataset, config, default_loop=default)
         else:
             check_media(dataset, config, default_loop=default)
@@ -354,7 +356,7 @@ def test_a_run_over_rows_with_pictures_does_not_start(
 ) -> None:
     path = tmp_path / "pictures.jsonl"
     path.write_text((json.dumps({**task_row(0, 1), "images": ["a.png"]}) + "\n") * 4)
-    with pytest.raises(Exception, match="no vision model is built"):
+    with pytest.raises(Exception, match="only read text"):
         train(f"data.train_files={path}")
 
 
@@ -418,11 +420,11 @@ def test_a_row_for_a_reward_model_stops_a_run_without_one(
     with pytest.raises(DataError, match=r"no row has reward_model.style=model"):
         train("reward_model.enable=true", "reward_model.model.path=m",
               "reward_model.route_by_style=true")  # fmt: skip
-    own = train(f"data.train_files={rows}")  # a function of the user's may be the model
-    assert len(own.steps) == 2
+    run = train(f"data.train_files={rows}")  # a function of the user's may be the model
+    assert len(run.steps) == 2
 
 
-def served(server: ScoringServer, *more: str) -> list[str]:
+def server_overrides(server: ScoringServer, *more: str) -> list[str]:
     return ["reward_model.enable=true", f"reward_model.server.url={server.url}",
             "reward_model.server.kind=texts", "reward_model.server.retries=0", *more]  # fmt: skip
 
@@ -431,14 +433,14 @@ def test_a_served_reward_model_scores_its_rows(train: Callable[..., Run], tmp_pa
     server = ScoringServer(by_length)
     try:
         run = train(
-            *served(server, "reward_model.modeling_reward_coef=0.1"),
+            *server_overrides(server, "reward_model.modeling_reward_coef=0.1"),
             f"data.train_files={styled(tmp_path, 'rule', 'model')}",
         )
     finally:
         server.stop()
     for row in run.rollouts(1) + run.rollouts(2):
         model = row["data_source"] != "lexical"
-        length = len(row["prompt_text"]) + len(said(row)) if model else 0
+        length = len(row["prompt_text"]) + len(scored_text(row)) if model else 0
         assert sum(row["reward/model"]) == length
         assert row["score"] == pytest.approx(0.1 * length + sum(row["reward/rule"]))
     assert run.steps[0]["reward/server/requests"] >= 1
@@ -456,7 +458,7 @@ def test_a_reward_model_server_that_is_down_follows_the_failure_policy(
         return by_length(path, body) if steps != 2 else web.Response(status=500)
 
     server.answer = answer
-    settings = [*served(server), "data.train_batch_size=2", "trainer.total_training_steps=3",
+    settings = [*server_overrides(server), "data.train_batch_size=2", "trainer.total_training_steps=3",
                 "reward_model.server.cache=null"]  # fmt: skip
     try:
         run = train(*settings, "reward_model.reward_kwargs.failure_score=-1")
@@ -493,7 +495,7 @@ def test_a_served_judge_grades_the_rows_of_its_style(
     finally:
         server.stop()
     for row in run.rollouts(1) + run.rollouts(2):
-        text, model = said(row), sum(row["reward/model"])
+        text, model = scored_text(row), sum(row["reward/model"])
         if row["data_source"] == "lexical":
             assert (model, row["judge"]) == (0, None)
         else:

@@ -18,8 +18,8 @@ SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 @pytest.fixture
 def trainer(task: Task, tmp_path: Path) -> Iterator[Any]:
     loop = "actor_rollout_ref.rollout.agent.default_agent_loop=trainer.ppo.loops:ByLength"
-    with opened(task.overrides(tmp_path / "run", loop, "data.shuffle=false")) as made:
-        yield made
+    with opened(task.overrides(tmp_path / "run", loop, "data.shuffle=false")) as opened_trainer:
+        yield opened_trainer
 
 
 def submitted(trainer: Any) -> None:

@@ -62,7 +62,7 @@ def test_the_models_say_what_the_algorithm_reads(task: Task, tmp_path: Path) -> 
 
 def test_masks_and_scores_lie_where_the_columns_say(task: Task, tmp_path: Path) -> None:
     with opened(task.overrides(tmp_path)) as trainer:
-        batch, measured = trainer.step()
+        batch, metrics = trainer.step()
     mask, scores = batch.batch["response_mask"].bool(), batch.batch["token_level_scores"]
     last = mask.long().cumsum(1).argmax(1)
     elsewhere = torch.ones_like(mask)
@@ -70,7 +70,7 @@ def test_masks_and_scores_lie_where_the_columns_say(task: Task, tmp_path: Path) 
     assert not scores[elsewhere].any()
     assert scores.sum(-1).unique().numel() > 1
     assert not batch.batch["advantages"][~mask].any()
-    assert measured["critic/score/mean"] == pytest.approx(scores.sum(-1).mean().item())
+    assert metrics["critic/score/mean"] == pytest.approx(scores.sum(-1).mean().item())
     assert list(batch.non_tensor_batch["sample_index"]) == [0, 1] * 4
     groups = batch.non_tensor_batch["uid"].reshape(4, 2)
     assert (groups[:, 0] == groups[:, 1]).all()
@@ -192,14 +192,14 @@ def test_a_kill_between_a_step_s_line_and_its_checkpoint_leaves_neither(
                 raise Killed
 
     saved = ("trainer.save_freq=1", "trainer.total_training_steps=4")
-    whole = train(*saved, folder="whole")
+    uninterrupted = train(*saved, folder="whole")
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "Tracking", Dying)
         with pytest.raises(Killed):
             train(*saved, folder="killed")
     resumed = train(*saved, folder="killed")
     assert [line["step"] for line in resumed.metrics] == [1, 2, 3, 4]
-    assert resumed.numbers == whole.numbers
+    assert resumed.numbers == uninterrupted.numbers
     assert all("timing_s/save_checkpoint" in line for line in resumed.metrics)
 
 
@@ -209,7 +209,7 @@ def test_one_token_has_no_explained_variance() -> None:
     from hone.protocol import DataProto
     from hone.trainer.ppo.metrics import data_metrics
 
-    def measured(mask: list[int]) -> dict[str, float]:
+    def step_metrics(mask: list[int]) -> dict[str, float]:
         names = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
         tensors = {name: torch.tensor([[0.5, 1.0]]) for name in names}
         tensors |= {
@@ -222,8 +222,8 @@ def test_one_token_has_no_explained_variance() -> None:
             warnings.simplefilter("error")
             return data_metrics(DataProto.from_dict(tensors), prompt_limit=4, response_limit=4)
 
-    assert "critic/vf_explained_var" not in measured([1, 0])
-    assert measured([1, 1])["critic/vf_explained_var"] == pytest.approx(1.0)
+    assert "critic/vf_explained_var" not in step_metrics([1, 0])
+    assert step_metrics([1, 1])["critic/vf_explained_var"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("where", ["train", "validation"])
@@ -244,10 +244,10 @@ def test_an_unknown_data_source_stops_before_the_first_step(
     )
     with pytest.raises(UnknownSourceError) as caught:
         Run(tmp_path / "run").train(overrides)
-    said = str(caught.value)
-    assert "row 2" in said
-    assert "Did you mean 'openai/gsm8k'" in said
-    assert "countdown" in said
+    message = str(caught.value)
+    assert "row 2" in message
+    assert "Did you mean 'openai/gsm8k'" in message
+    assert "countdown" in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -263,9 +263,9 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_says_so(
     with caplog.at_level(logging.WARNING):
         run = train("actor_rollout_ref.actor.ppo_mini_batch_size=2")
     assert run.series("actor/skipped_updates") == [2.0, 4.0]
-    said = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
-    assert len(said) == 2
-    assert "lower optim.lr" in said[0]
+    messages = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
+    assert len(messages) == 2
+    assert "lower optim.lr" in messages[0]
     first, second = ({r["uid"]: r["versions"] for r in run.rollouts(s)} for s in (1, 2))
     assert {v for row in (*first.values(), *second.values()) for v in row} == {0}
 
@@ -310,11 +310,11 @@ def test_samples_reach_the_trackers(
 ) -> None:
     from hone.tracking.metrics_file import JsonlTracker
 
-    shown: list[tuple[str, int, int]] = []
+    bars: list[tuple[str, int, int]] = []
     monkeypatch.setattr(
         JsonlTracker,
         "log_samples",
-        lambda self, name, rows, step: shown.append((name, len(rows), step)),
+        lambda self, name, rows, step: bars.append((name, len(rows), step)),
     )
     train(
         task.validated(),
@@ -322,7 +322,7 @@ def test_samples_reach_the_trackers(
         "trainer.log_train_generations=3",
         "trainer.total_training_steps=1",
     )
-    assert shown == [
+    assert bars == [
         ("val/generations", 2, 0),
         ("train/generations", 3, 1),
         ("val/generations", 2, 1),
@@ -337,14 +337,14 @@ def test_every_long_part_of_a_step_is_shown_while_it_lasts(
 
     from hone.trainer.ppo import trainer
 
-    shown: list[str] = []
+    lines: list[str] = []
 
     @contextmanager
     def bar(description: str, total: float | None = None, **_: Any) -> Any:
         def update(*_: Any, note: str = "") -> None:
-            shown.append(note)
+            lines.append(note)
 
-        shown.append(description)
+        lines.append(description)
         yield SimpleNamespace(advance=lambda *_, **__: None, update=update)
 
     monkeypatch.setattr(trainer, "progress", bar)
@@ -358,7 +358,7 @@ def test_every_long_part_of_a_step_is_shown_while_it_lasts(
     )
     updates = ("update_critic", "update_actor", "update_weights")
     step = ("gen", "reward", "old_log_prob", "ref", "values", *updates)
-    assert shown == ["step", *step, "validate", "save_checkpoint"]
+    assert lines == ["step", *step, "validate", "save_checkpoint"]
 
 
 def test_the_trainer_is_usable_from_python(task: Task, tmp_path: Path) -> None:

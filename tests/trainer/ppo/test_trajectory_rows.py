@@ -21,7 +21,7 @@ from hone.trainer.ppo.collect import NotEnoughSignal
 from hone.workers.objectives import minibatches
 
 from ..rewards import share
-from ..runs import Run, Task, said
+from ..runs import Run, Task, scored_text
 
 Rows = list[dict[str, Any]]
 LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop=trainer.ppo.loops:"
@@ -47,15 +47,17 @@ def test_groups_compare_trajectories_whatever_their_rows(train: Callable[..., Ru
         assert len(list(trajectories(rows))) == 8
         assert {len(of_one) for of_one in trajectories(rows)} == {1, 2, 3}
         for group in by_prompt(rows):
-            scores = [share(said(of_one[-1])) for of_one in group]
+            scores = [share(scored_text(of_one[-1])) for of_one in group]
             deviation = np.std(scores, ddof=1)
             for of_one, score in zip(group, scores, strict=True):
                 expected = (score - np.mean(scores)) / (deviation + 1e-6)
                 for row in of_one:
                     assert row["score"] == pytest.approx(score)
                     assert row["advantages"] == pytest.approx([expected] * len(row["advantages"]))
-                    own = score if row is of_one[-1] else 0.0  # the last row alone is scored
-                    assert sum(row["token_level_scores"]) == pytest.approx(own)
+                    expected_score = (
+                        score if row is of_one[-1] else 0.0
+                    )  # the last row alone is scored
+                    assert sum(row["token_level_scores"]) == pytest.approx(expected_score)
         line = run.steps[step - 1]
         means = [of_one[0]["score"] for of_one in trajectories(rows)]
         assert line["critic/score/mean"] == pytest.approx(np.mean(means))
@@ -148,9 +150,9 @@ def test_validation_counts_trajectories(train: Callable[..., Run], task: Task) -
     last = [of_one[-1] for of_one in trajectories(rows)]
     assert (len(last), len(rows)) == (6, 12)
     line = run.steps[0]
-    mean = np.mean([share(said(row)) for row in last])
+    mean = np.mean([share(scored_text(row)) for row in last])
     assert line["val-aux/lexical/reward/mean@1"] == pytest.approx(mean)
-    accuracy = np.mean([said(row)[:1] in tuple("abcdefghijkl") for row in last])
+    accuracy = np.mean([scored_text(row)[:1] in tuple("abcdefghijkl") for row in last])
     assert line["val-core/lexical/acc/mean@1"] == pytest.approx(accuracy)
 
 
@@ -179,7 +181,7 @@ def test_every_part_of_a_step_takes_them(train: Callable[..., Run], overrides: l
 
 
 def test_a_resumed_run_is_the_run(train: Callable[..., Run]) -> None:
-    whole = train(LOOP + "Summarises", "trainer.total_training_steps=3")
+    uninterrupted = train(LOOP + "Summarises", "trainer.total_training_steps=3")
     for steps in (1, 3):
         parts = train(
             LOOP + "Summarises",
@@ -188,7 +190,7 @@ def test_a_resumed_run_is_the_run(train: Callable[..., Run]) -> None:
             "actor_rollout_ref.actor.optim.total_training_steps=3",
             folder="parts",
         )
-    assert parts.numbers == whole.numbers
+    assert parts.numbers == uninterrupted.numbers
 
 
 def test_a_loop_of_one_row_in_a_list_is_a_loop_of_one_row(

@@ -12,7 +12,7 @@ import pytest
 from hone.data.rows import DataError
 from hone.trainer.ppo.validation import process_validation_metrics, validation_metrics
 
-from ..runs import Run, Task, said
+from ..runs import Run, Task, scored_text
 
 SAMPLED = (
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
@@ -71,11 +71,11 @@ def test_greedy_by_default_and_equal_twice(train: Callable[..., Run], task: Task
 
 
 def test_the_last_partial_batch_counts(train: Callable[..., Run], task: Task) -> None:
-    whole = train(task.validated(), "trainer.val_only=true", folder="a")
+    uninterrupted = train(task.validated(), "trainer.val_only=true", folder="a")
     parts = train(task.validated(), "trainer.val_only=true", "data.val_batch_size=4", folder="b")
-    assert whole.numbers == parts.numbers
-    kept = pq.read_table(parts.folder / "validation" / "step_0.parquet").to_pylist()
-    assert len({row["uid"] for row in kept}) == 6
+    assert uninterrupted.numbers == parts.numbers
+    rows = pq.read_table(parts.folder / "validation" / "step_0.parquet").to_pylist()
+    assert len({row["uid"] for row in rows}) == 6
 
 
 def test_samples_go_where_the_user_wants_them(
@@ -176,19 +176,19 @@ def test_stop_strings_end_a_turn_in_validation_too(train: Callable[..., Run], ta
         "data.max_response_length=16",
     )
     rows = pq.read_table(run.folder / "validation" / "step_0.parquet").to_pylist()
-    assert any(said(row)[-1:] in tuple("abcdef0123") for row in rows)
-    assert not any(c in said(row)[:-1] for row in rows for c in "abcdef0123")
+    assert any(scored_text(row)[-1:] in tuple("abcdef0123") for row in rows)
+    assert not any(c in scored_text(row)[:-1] for row in rows for c in "abcdef0123")
 
 
 def test_missing_attempts_count_as_wrong_where_they_were_expected() -> None:
-    found = process_validation_metrics(
+    result = process_validation_metrics(
         ["a", "a", "b"],
         ["p", "p", "p"],
         {"acc": [1.0, 1.0, None], "reward": [0.4, 0.6, 0.5], "pred": ["x", "x", "y"]},
         expected_acc_counts={("a", "p"): 4, ("a", "q"): 4, ("b", "p"): 2},
     )
-    assert found["a"]["acc"]["mean@4"] == 0.25
-    assert found["a"]["acc_success_only"]["mean@2"] == 1.0
-    assert found["a"]["reward"]["mean@2"] == 0.5
-    assert "acc" not in found["b"]
-    assert found["b"]["reward"] == {"mean@1": 0.5}
+    assert result["a"]["acc"]["mean@4"] == 0.25
+    assert result["a"]["acc_success_only"]["mean@2"] == 1.0
+    assert result["a"]["reward"]["mean@2"] == 0.5
+    assert "acc" not in result["b"]
+    assert result["b"]["reward"] == {"mean@1": 0.5}

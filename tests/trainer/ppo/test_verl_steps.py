@@ -19,7 +19,7 @@ from hone.protocol import DataProto
 from hone.trainer.ppo.verl_steps import (
     TaskRunner,
     apply_kl_penalty,
-    composed_tree,
+    compose_config,
     compute_advantage,
     compute_response_mask,
     create_rl_sampler,
@@ -102,20 +102,20 @@ def test_a_program_runs_its_own_task_runner() -> None:
 
 def test_a_tree_is_composed_and_a_composed_one_stays() -> None:
     tree = OmegaConf.create({"algorithm": {"gamma": 0.5, "lam": "${algorithm.gamma}"}})
-    composed = composed_tree(tree)
+    composed = compose_config(tree)
     assert (composed.config.algorithm.lam, composed.origins["algorithm.lam"]) == (
         0.5,
         "the given config",
     )
-    assert composed_tree(composed.config).config is composed.config
+    assert compose_config(composed.config).config is composed.config
     with pytest.raises(ConfigError, match="gama"):
-        composed_tree({"algorithm": {"gama": 1.0}})
+        compose_config({"algorithm": {"gama": 1.0}})
 
 
 def test_the_sampler_of_verls_data_block_is_made() -> None:
     def config(name: str) -> object:
-        chosen = {"class_path": f"{__file__}", "class_name": name}
-        return OmegaConf.create({"sampler": chosen, "dataloader_num_workers": 0})
+        class_config = {"class_path": f"{__file__}", "class_name": name}
+        return OmegaConf.create({"sampler": class_config, "dataloader_num_workers": 0})
 
     assert list(create_rl_sampler(config("Backwards"), range(3)) or ()) == [2, 1, 0]
     assert create_rl_sampler({}, range(3)) is None

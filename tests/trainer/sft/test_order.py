@@ -8,13 +8,13 @@ from hone.data.rows import DataError
 from hone.trainer.sft.order import RowOrder
 
 
-def taken(order: RowOrder, batches: int) -> list[list[int]]:
+def take_batches(order: RowOrder, batches: int) -> list[list[int]]:
     return [order.next_batch() for _ in range(batches)]
 
 
 def test_an_epoch_holds_every_row_once_but_the_tail_that_fills_no_batch() -> None:
     order = RowOrder(11, 3, seed=0)
-    first, second = ([i for batch in taken(order, 3) for i in batch] for _ in range(2))
+    first, second = ([i for batch in take_batches(order, 3) for i in batch] for _ in range(2))
     assert len(set(first)) == len(first) == 9
     assert set(first) <= set(range(11))
     assert first != second
@@ -22,18 +22,18 @@ def test_an_epoch_holds_every_row_once_but_the_tail_that_fills_no_batch() -> Non
 
 
 def test_without_shuffling_the_rows_come_as_they_are() -> None:
-    assert taken(RowOrder(4, 2, seed=5, shuffle=False), 3) == [[0, 1], [2, 3], [0, 1]]
+    assert take_batches(RowOrder(4, 2, seed=5, shuffle=False), 3) == [[0, 1], [2, 3], [0, 1]]
 
 
 def test_it_resumes_after_any_batch() -> None:
-    whole = taken(RowOrder(7, 2, seed=3), 12)
+    expected = take_batches(RowOrder(7, 2, seed=3), 12)
     for before in range(10):
-        stopped = RowOrder(7, 2, seed=3)
-        taken(stopped, before)
+        interrupted = RowOrder(7, 2, seed=3)
+        take_batches(interrupted, before)
         resumed = RowOrder(7, 2, seed=3)
-        taken(resumed, 5)
-        resumed.load_state_dict(stopped.state_dict())
-        assert taken(resumed, 2) == whole[before : before + 2]
+        take_batches(resumed, 5)
+        resumed.load_state_dict(interrupted.state_dict())
+        assert take_batches(resumed, 2) == expected[before : before + 2]
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,13 @@ def test_a_run_says_where_its_model_lies_and_a_finished_one_that_nothing_is_left
     assert f"done at step 1: the model is in {folder / 'global_step_1'}" in capsys.readouterr().out
     files = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     train("run", console, "optim.lr=1e-3")
-    told = capsys.readouterr().out
-    assert "already at step 1 of 1: nothing to do" in told
-    assert "needs another trainer.default_local_dir" in told
+    output = capsys.readouterr().out
+    assert "already at step 1 of 1: nothing to do" in output
+    assert "needs another trainer.default_local_dir" in output
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == files
     train("run", "trainer.total_training_steps=2")
-    told = capsys.readouterr().out
-    assert told == f"resumed from {folder / 'global_step_1'}\n"
+    output = capsys.readouterr().out
+    assert output == f"resumed from {folder / 'global_step_1'}\n"
 
 
 def test_a_run_that_names_another_model_than_it_began_with_is_told(
@@ -86,9 +86,9 @@ def test_a_run_that_names_another_model_than_it_began_with_is_told(
     train("run")
     other = tiny_model(tmp_path / "other", seed=1)
     train("run", f"model.path={other}")
-    told = capsys.readouterr().out
-    assert f"go back to model.path={model}, not to {other}" in told
-    assert "set another trainer.default_local_dir" in told
+    output = capsys.readouterr().out
+    assert f"was trained from model.path={model}, not from {other}" in output
+    assert "set another trainer.default_local_dir" in output
 
 
 def test_only_the_first_rank_tells_of_a_resume(
@@ -97,7 +97,7 @@ def test_only_the_first_rank_tells_of_a_resume(
     folder = train("run")
     run = SFTRun(sft_config(settings, folder), Ranks())
     run.ranks = Ranks(rank=1, world_size=2)
-    monkeypatch.setattr(Ranks, "wait_for_all", lambda self: None)
+    monkeypatch.setattr(Ranks, "barrier", lambda self: None)
     run.fit()
     assert run.trainer.step_number == 1
     assert capsys.readouterr().out == ""
