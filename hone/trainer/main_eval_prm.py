@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hone.config import ConfigError, replace
-from hone.config.reward_training import PRMConfig
+from hone.config.sft import PRMConfig
 from hone.trainer.command_line import compose_arguments, require_file, require_keys, run_module
 from hone.types import Row
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hone.config import ConfigError
-from hone.config.reward_training import RMConfig
+from hone.config.sft import RMConfig
 from hone.trainer.command_line import compose_arguments, require_keys, run_module, run_ranks
 from hone.trainer.main_sft import run_stages
 

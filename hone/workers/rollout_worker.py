@@ -163,7 +163,7 @@ class RolloutWorker(Worker):
             return self._decode(n_groups)
         return self._decode_tensor_parallel(n_groups)
 
-    def _decode_together(self, n_groups: int | None) -> Finished:
+    def _decode_tensor_parallel(self, n_groups: int | None) -> Finished:
         """Decodes with the other ranks of this model, which follow the first one until it releases them."""
         from hone.rollout.native.leader import LeaderRollout
 

@@ -121,8 +121,8 @@ class SearchConversation:
         agent_data.spans[-1]["calls"] = 1
         started = time.perf_counter()
         passages = await asyncio.wrap_future(self.client.submit(action.content))
-        talk.seconds["tools"] += time.perf_counter() - started
-        facts.retrieval_failures += passages is None
+        agent_data.seconds["tools"] += time.perf_counter() - started
+        counts.retrieval_failures += passages is None
         text = clean_text(passages_text(passages or ()).strip())
         ids = self._encode(OPENING + text + CLOSING)
         limit = self.max_observation_tokens

@@ -98,8 +98,8 @@ def _shard_files(folder: Path) -> set[Path]:
     """Return the files that the metadata of a sharded checkpoint lists."""
     return {
         table.with_name(shard.relative_path)
-        for table in folder.rglob(TABLE)
-        for shard in (read_table(table.parent).storage_data or {}).values()
+        for table in folder.rglob(METADATA_FILE)
+        for shard in (read_metadata(table.parent).storage_data or {}).values()
     }
 
 
@@ -135,7 +135,7 @@ def prepare_resume(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pa
             _remove(new_path)
             folder.rename(new_path)
             log.warning("%s is not the checkpoint to resume; renamed to %s", folder, new_path.name)
-    run.cut_back(-1 if source is None else source[0])
+    run.truncate_after(-1 if source is None else source[0])
     return source
 
 

@@ -127,7 +127,7 @@ class _Preflight:
             self._add_problems(self._prompt_problems(datasets))
             if plan is not None and plan.external_reward_model:
                 manager = attempt(lambda: load_external_reward_model(config, tokenizer, None))
-                if manager is not None and (why := manager.scorer.refusal()):
+                if manager is not None and (why := manager.scorer.connection_error()):
                     self.warnings.append(f"the reward model's server cannot be reached ({why})")
         self._try_scorers(datasets)
         trainer = self._build_trainer(tokenizer, datasets)

@@ -8,7 +8,7 @@ from hone.config.rollout import CheckpointEngineConfig
 from hone.controller import WorkerGroup
 from hone.protocol import DataProto
 from hone.trainer.ppo.metrics import mean_max_min
-from hone.weights.streamed import transport_between
+from hone.weights.streamed import choose_transport
 from hone.workers.actor import ActorWorker
 from hone.workers.rollout_worker import RolloutWorker
 
@@ -33,7 +33,7 @@ class Publisher:
             self._adapters = rollout.call(RolloutWorker.takes_adapters)
             sender = trainer.call(ActorWorker.standing)
             receivers = rollout.call_all(RolloutWorker.standing)
-            self._transport = transport_between(sender, receivers, config.backend)
+            self._transport = choose_transport(sender, receivers, config.backend)
 
     def publish(self) -> dict[str, float]:
         """Send the new weights, all or none; return the bytes sent as a metric."""

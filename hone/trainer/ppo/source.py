@@ -71,7 +71,7 @@ class TrajectorySource:
         self._run_seed = run_seed
         self._pad, self._keep_log_probs = pad_token_id, keep_log_probs
         self.path = workers.call(RolloutWorker.weight_path)
-        self._leader_ranks = workers.mesh(DATA_PARALLEL).answering  # the ranks with agent loops
+        self._leader_ranks = workers.mesh(DATA_PARALLEL).collect_ranks  # the ranks with agent loops
         self._submissions = [0] * workers.world_size  # each rank's runner counts its submissions
         self._running: dict[tuple[int, int, str], _Group] = {}  # by rank, its submission, uid
         self._finished: list[_Group] = []  # in finishing order
