@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.config import ConfigError, replace
-from hone.config.sft import PRMConfig
-from hone.config.sft import SupervisedConfig
+from hone.config.sft import PRMConfig, SupervisedConfig
 from hone.trainer.command_line import compose_arguments, require_keys, run_module, run_ranks
 from hone.trainer.main_sft import run_stages
 from hone.types import Row

@@ -12,7 +12,7 @@ from benchmarks.families.tiny import randomise, tiny_config
 from hone.algorithms.aggregation import MODES
 from hone.algorithms.policy_losses import TABLE
 from hone.columns import MissingColumn
-from hone.config.critic import CriticConfig
+from hone.config.actor import CriticConfig
 from hone.engine.engine import _dummy_row
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel

@@ -79,4 +79,4 @@ def test_errors_of_libraries_on_a_full_disk_are_explained(kind: str) -> None:
             with open(full, "ab", buffering=0) as file:
                 file.write(b"x")
 
-    assert "the disk is full" in str(user_error_message(raised(write)))
+    assert "the disk is full" in str(user_error_message(error_of(write)))

@@ -202,7 +202,7 @@ def test_a_dead_worker_is_told_with_rank_role_and_last_lines(task: Task, tmp_pat
     message = str(caught.value)
     assert "rank 1" in message
     assert "'rollout'" in message
-    assert f"pid {seat.pid}" in message
+    assert f"pid {process.pid}" in message
     assert "last log lines" in message
     assert seconds < 300  # half of what a collective waits for a lost peer
 

@@ -50,7 +50,7 @@ def score_rank(rank: int, world: int, port: int, prm: str, folder: str) -> None:
     os.environ.update(place.environment())
     torch.set_num_threads(1)
     try:
-        with placed(place):
+        with use_placement(place):
             worker = ProcessRewardModelWorker(load_config(prm_settings(prm)))
         worker.init_model()
         sharded = sum(p.to_local().numel() for p in worker.engine.module.parameters())
@@ -84,7 +84,7 @@ TWO_RANK_RUNS = {
 
 def run_steps(place: Placement, model: Path, folder: Path, overrides: list[str]) -> dict[str, Any]:
     """Runs two steps (generate, reference log-probs, update) and saves a checkpoint."""
-    with placed(place):
+    with use_placement(place):
         worker = ActorRolloutRefWorker(
             config_of(model, "actor_rollout_ref.actor.use_kl_loss=true", *overrides)
         )

@@ -473,7 +473,7 @@ def test_a_checkpoint_whose_shards_lie_on_another_disk_is_not_kept(tmp_path: Pat
     run = RunFolder(tmp_path)
 
     def write() -> None:
-        with checkpoint.atomic_folder(run, 1) as folder, alone_without_warning():
+        with checkpoint.atomic_folder(run, 1) as folder, no_single_process_warning():
             for role in ("actor", "critic"):
                 save({"x": torch.ones(2)}, checkpoint_id=str(folder / role), no_dist=True)
             (folder / "critic" / "__0_0.distcp").unlink()  # as if its rank were on another machine
