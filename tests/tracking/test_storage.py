@@ -29,12 +29,12 @@ def error_of(action: Callable[[], object]) -> BaseException:
         (errno.EFBIG, "larger than"),
     ],
 )
-def test_each_failure_is_one_sentence_with_the_file_and_what_to_do(number: int, words: str) -> None:
-    said = str(user_error_message(OSError(number, os.strerror(number), "/runs/a/metrics.jsonl")))
-    assert words in said
-    assert "/runs/a/metrics.jsonl could not be written" in said
-    assert "start the same command again" in said
-    assert "\n" not in said
+def test_each_failure_has_a_message_with_file_and_remedy(number: int, cause: str) -> None:
+    message = str(user_error_message(OSError(number, os.strerror(number), "/runs/a/metrics.jsonl")))
+    assert cause in message
+    assert "/runs/a/metrics.jsonl could not be written" in message
+    assert "start the same command again" in message
+    assert "\n" not in message
 
 
 def test_the_cause_is_found_behind_other_errors() -> None:
