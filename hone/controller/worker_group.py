@@ -1,7 +1,8 @@
 """WorkerGroup, the object through which the training loop calls all ranks of a role.
 
-Each registered method of the worker class becomes a group method that splits the arguments, calls all
-ranks and joins the results. An Executor runs the ranks in this process (local.py) or as Ray actors (ray.py).
+Each registered method of the worker class becomes a group method that splits the arguments, calls
+all ranks and joins the results. An Executor runs the ranks in this process (local.py) or as Ray
+actors (ray.py).
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class WorkerGroup(Generic[W]):
         return self.call(method, *args, **kwargs)  # type: ignore[return-value]
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Calls a method on all ranks with the same arguments; `get()` returns the list of results."""
+        """Calls a method on all ranks with the same arguments; `get()` returns a list."""
         return self._execute(range(self.world_size), list, method, args, kwargs)
 
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
