@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from hone.controller.colocated import ClassWithInitArgs, ColocatedClass, fused_members
+from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
 from hone.controller.decorator import (
     DATA_PARALLEL,
     Execute,
@@ -95,14 +95,9 @@ class WorkerGroup(Generic[W]):
         """Payload bytes of arguments and results, by `role/method`."""
         self._methods: dict[str, Function] = {}
         self._specs: dict[str, MethodSpec] = {}
-        members = (
-            cls_with_init.members
-            if isinstance(cls_with_init, ColocatedClass)
-            else fused_members(cls_with_init)
-        )
         self._by_role: dict[str, WorkerGroup[Any]] = {
             member_role: WorkerGroup(executor, member, member_role, member_role)
-            for member_role, member in members.items()
+            for member_role, member in cls_with_init.members.items()
         }
         if isinstance(cls_with_init, ColocatedClass):
             for member_role, group in self._by_role.items():
