@@ -10,7 +10,7 @@ import pytest
 
 from hone.config import load_config
 from hone.controller import LocalWorkerGroup, Role, WorkerGroup
-from hone.controller.waiting import tell
+from hone.controller.waiting import report_progress
 from hone.tracking.console import silent_bar
 from hone.trainer.ppo import roles
 from hone.trainer.ppo.plan import Plan
@@ -22,11 +22,11 @@ class Group:
     world_size = 2
 
     def __init__(self, **_: Any) -> None:
-        tell(1, 2)
+        report_progress(1, 2)
 
     def init_model(self) -> None:
-        tell(1, 2)
-        tell(2, 2)
+        report_progress(1, 2)
+        report_progress(2, 2)
 
     def spawn(self, prefix_set: Any) -> dict[str, Group]:
         return dict.fromkeys(prefix_set, self)
