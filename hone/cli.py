@@ -1,4 +1,4 @@
-"""The `hone` command. Heavy modules are imported when a subcommand runs, so `hone --help` is instant."""
+"""The `hone` command. A subcommand imports its modules when it runs."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Column:
     step: str
     """The step of the training loop that writes the column."""
     when: str
-    """The condition under which the step writes the column; "always" or a condition on the config."""
+    """When the step writes the column: "always", or a condition on the config."""
     meaning: str
 
     @property
@@ -95,7 +95,7 @@ _DECLARED = {  # (step, when): columns
         seed object [B]: sampling seed of the response
         num_turns object [B]: number of messages in the conversation, the prompt included
         stop_reason object [B]: why generation ended
-        versions object [B]: list of the weights version of each token; None if the loop does not report it
+        versions object [B]: list of the weights version of each token, or None if unknown
         prompts int [B, P]: prompt ids, left-padded
         responses int [B, T]: response ids, right-padded
         response_mask mask [B, T]: 1 for tokens that the policy generated
@@ -115,7 +115,7 @@ _DECLARED = {  # (step, when): columns
         "'log_probs' writes it",
     ): "routed_experts int [B, P+T, L, k]: the experts of each token in each MoE layer, -1 for none",
     ("generate", "an agent loop scores its trajectory"): """
-        reward/agent float [B, T]: reward part 'agent': the loop's own score, on the policy's last token
+        reward/agent float [B, T]: score of the agent loop, on the policy's last token
     """,
     ("generate", "an agent loop returns several rows for a trajectory"): """
         trajectory_row object [B]: the row's index in its trajectory, from 0; None is 0
@@ -214,7 +214,7 @@ def declared(name: str) -> Column | None:
 
 
 def row_may_bring(name: str) -> bool:
-    """Whether a data row may have this column: it is undeclared or written by the step `prompts`."""
+    """Whether a data row may have this column: undeclared, or of the step `prompts`."""
     column = declared(name)
     return column is None or column.step == "prompts"
 

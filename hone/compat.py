@@ -1,6 +1,7 @@
 """Resolves verl's module paths by the tables in `hone.compat_table` and `hone.compat_programs`.
 
-A finder at the end of `sys.meta_path` handles the paths of these tables; names load on first access.
+A finder at the end of `sys.meta_path` handles the paths of these tables; names load on first
+access.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ PROGRAMS: dict[str, str] = {
 
 _ASYNC = "asynchronous training is not built; hone.trainer.main_ppo takes the same keys"
 _OWN = (
-    "this recipe is a trainer of its own, which is not built; `hone recipes` lists what there is, and "
-    "docs/extend.md says how to add a loss, an estimator or a loop"
+    "this recipe has its own trainer, which is not built; `hone recipes` lists the recipes, and "
+    "docs/extend.md shows how to add a loss, an estimator or a loop"
 )
 ABSENT_PROGRAMS: dict[str, str] = {
     **{
@@ -56,7 +56,7 @@ ABSENT_PROGRAMS: dict[str, str] = {
 
 _LOOPS = "agent loops run beside their engine; register yours, and hone.trainer.main_ppo runs it"
 _REWARD_LOOP = (
-    "scoring is not an actor of its own; hone.trainer.ppo.reward.load_reward_manager scores"
+    "there is no separate scoring actor; hone.trainer.ppo.reward.load_reward_manager scores"
 )
 _MEDIA = "images and videos are not built; give text alone"
 _MEGATRON = "strategy=megatron builds the model in hone.engine.megatron"
@@ -71,8 +71,9 @@ def _not_built(sentence: str, names: str) -> dict[str, str]:
 _LOOP_ACTORS = _not_built(_LOOPS, "AgentLoopManager AgentLoopWorker _InternalAgentLoopOutput")
 _REWARD_ACTORS = {
     **_not_built(_REWARD_LOOP, "RewardLoopManager RewardLoopWorker"),
-    "RewardModelManager": "servers of reward models are not built; reward_model.enable scores in workers",
+    "RewardModelManager": "reward models run in workers (reward_model.enable), not in servers",
 }
+_RM_DATASET = {"RMDataset": "`hone train-rm` reads pairs of responses and trains a reward model"}
 _SKIP = "generations are not reused; trainer.rollout_data_dir keeps them"
 _SHARDS = "the engine wraps, loads, saves and moves its own shards (hone.engine)"
 _FLOPS = "counting operations is not built; perf/* metrics say how close a phase came to the device"
@@ -86,12 +87,8 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
     "hone.experimental.reward_loop": _REWARD_ACTORS,
     "hone.experimental.reward_loop.reward_loop": _REWARD_ACTORS,
     "hone.experimental.reward_loop.reward_model": _REWARD_ACTORS,
-    "hone.utils.dataset": {
-        "RMDataset": "reward models are not trained; give one as reward_model.model.path"
-    },
-    "hone.utils.dataset.rm_dataset": {
-        "RMDataset": "reward models are not trained; give one as reward_model.model.path"
-    },
+    "hone.utils.dataset": _RM_DATASET,
+    "hone.utils.dataset.rm_dataset": _RM_DATASET,
     "hone.utils.dataset.vision_utils": _not_built(_MEDIA, "process_image process_video"),
     "hone.utils.flops_counter": _not_built(_FLOPS, "FlopsCounter get_device_flops"),
     "hone.utils.checkpoint.checkpoint_manager": _not_built(_CHECKPOINTS, "BaseCheckpointManager"),

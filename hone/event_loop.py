@@ -1,7 +1,8 @@
 """Runs a coroutine of user code in an event loop that always closes.
 
-`asyncio.run` stops at the first SystemExit of any task, and then waits forever for tasks that ignore
-cancellation and for threads of `asyncio.to_thread`. Code that blocks the loop is not handled.
+`asyncio.run` stops at the first SystemExit of any task, and then waits forever for tasks that
+ignore cancellation and for threads of `asyncio.to_thread`. Code that blocks the loop is not
+handled.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class EventLoopRun(Generic[T]):
         return call_in(self._loop, call, *args, **kwargs)
 
     def _handle_interrupts(self) -> Function | int | None:
-        """Makes Ctrl-C cancel the coroutine in the main thread, unless another handler is installed.
+        """Makes Ctrl-C in the main thread cancel the coroutine, if SIGINT has no other handler.
 
         Returns the previous handler, or None if nothing was changed.
         """
@@ -125,7 +126,7 @@ class EventLoopRun(Generic[T]):
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Executor of `asyncio.to_thread`; neither closing the loop nor process exit waits for its threads."""
+    """Executor of `asyncio.to_thread`; nothing waits for its threads at the end."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -145,7 +146,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Returns the error, or a RuntimeError for one that would stop the event loop or cannot be printed."""
+    """Returns the error, or a RuntimeError in place of one that would stop the loop."""
     try:
         text = str(error)
     except Exception:  # user-defined `__str__` failed; keep the class name
@@ -179,8 +180,8 @@ def raised_by_signal(error: BaseException) -> bool:
 def forget_task(task: asyncio.Future[T]) -> None:
     """Abandons a task that ignores its cancellation, so that the event loop can close.
 
-    The task is never freed: Python would raise GeneratorExit in it, and code that catches every exception in
-    a loop would then run forever in this thread.
+    The task is never freed: Python would raise GeneratorExit in it, and code that catches every
+    exception in a loop would then run forever in this thread.
     """
     logger.warning("%r ignores its cancellation; it is abandoned", task)
     assert isinstance(task, asyncio.Task)

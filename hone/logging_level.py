@@ -1,4 +1,4 @@
-"""Sets the logging level of every process from `HONE_LOGGING_LEVEL` or verl's `VERL_LOGGING_LEVEL`."""
+"""Sets the logging level from `HONE_LOGGING_LEVEL` or verl's `VERL_LOGGING_LEVEL`."""
 
 from __future__ import annotations
 

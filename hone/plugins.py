@@ -163,7 +163,7 @@ def _describe(thing: T) -> str:
 
 
 def _same(a: T, b: T) -> bool:
-    """Whether two objects are the same, also if their module was imported both as a script and by name."""
+    """Whether two objects are the same, also from a module that was imported twice."""
     if a is b or a == b:
         return True
     where = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (a, b)]
@@ -183,7 +183,7 @@ def load_object(target: str) -> Any:
 def load_extern_object(
     module_path: str, object_name: str | None = None, *, class_name: str | None = None
 ) -> Any:
-    """Loads `object_name`, which may be dotted, from the module at `module_path` (named as in verl)."""
+    """Loads `object_name`, which may be dotted, from a module (named as in verl)."""
     name = object_name or class_name
     if not name:
         raise PluginError(f"no object name for {module_path!r}; name the object to load")
@@ -233,7 +233,7 @@ def _import(name: str) -> ModuleType:
 
 
 def place_and_reason(error: Exception, file: Path | None = None) -> str:
-    """Returns `file.py, line 3: ImportError: …` for the innermost frame of an error, or of `file`."""
+    """Returns `file.py, line 3: ImportError: …` for the innermost frame (in `file`)."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -244,7 +244,7 @@ def place_and_reason(error: Exception, file: Path | None = None) -> str:
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Loads a file once; its module name has a hash of the path, so that equal file names do not clash."""
+    """Loads a file once, under a module name with a hash of its path."""
     name = f"hone_extern_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

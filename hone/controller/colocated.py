@@ -19,6 +19,10 @@ class ClassWithInitArgs:
         self.cls = plain_class(cls)
         self.args = args
         self.kwargs = kwargs
+        self.members: Mapping[str, ClassWithInitArgs] = {}
+        """The roles of a colocated class or of a fused worker."""
+        if issubclass(self.cls, FusedWorker):
+            self.members = self.cls.members
 
     def __call__(self) -> Any:
         """Instantiates the class in this process."""
@@ -37,8 +41,8 @@ class ColocatedClass(ClassWithInitArgs):
             raise ValueError("no role to colocate; give at least one")
         if any(isinstance(member, ColocatedClass) for member in members.values()):
             raise ValueError("a colocated class cannot be a role of another colocated class")
-        self.members = dict(members)
         super().__init__(dict)
+        self.members = dict(members)
 
     @property
     def name(self) -> str:
@@ -81,8 +85,3 @@ def create_colocated_worker_raw_cls(
     """Returns a base class with one worker per role as attributes; see `group.fuse(roles)`."""
     members = {str(role): member for role, member in class_dict.items()}
     return type("FusedWorker", (FusedWorker,), {"members": members})
-
-
-def fused_members(cls_with_init: ClassWithInitArgs) -> Mapping[str, ClassWithInitArgs]:
-    """Returns the roles of a fused worker class; an empty mapping for any other class."""
-    return cls_with_init.cls.members if issubclass(cls_with_init.cls, FusedWorker) else {}

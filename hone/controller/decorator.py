@@ -1,7 +1,7 @@
 """`@register` and the dispatch modes, which define how the training loop calls a worker's method.
 
-A dispatch mode splits the arguments over the ranks and joins the results. An execute mode selects the
-ranks that run the method.
+A dispatch mode splits the arguments over the ranks and joins the results. An execute mode selects
+the ranks that run the method.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TensorDictRows:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The data-parallel slot of each rank on a named mesh, and whether the rank's result is collected."""
+    """The data-parallel slot of each rank on a mesh, and whether its result is collected."""
 
     dp_ranks: tuple[int, ...]
     collects: tuple[bool, ...]
@@ -278,8 +278,8 @@ def register(
         mode = DispatchMode("custom", mode["dispatch_fn"], mode["collect_fn"])
     if not isinstance(mode, DispatchMode):
         raise TypeError(
-            f"dispatch_mode={mode!r} is a {type(mode).__name__}; use Dispatch.<NAME>, or a dict with "
-            "the keys dispatch_fn and collect_fn"
+            f"dispatch_mode={mode!r} is a {type(mode).__name__}; use Dispatch.<NAME>, or a dict "
+            "with dispatch_fn and collect_fn"
         )
     if not isinstance(execute_mode, Execute):
         raise TypeError(f"execute_mode={execute_mode!r}: use Execute.ALL or Execute.RANK_ZERO")

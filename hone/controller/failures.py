@@ -42,11 +42,11 @@ class WorkerDied(ProcessFailure):
     last_lines: Sequence[str]
 
     def __str__(self) -> str:
-        tail = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (it wrote nothing)"
         return (
             f"worker rank {self.process.rank} of {self.role!r} (pid {self.process.pid} on "
             f"{self.process.node_ip}) died during {self.method!r}: {self.reason}\n"
-            f"its last log lines:\n{tail}\nlogs: {', '.join(self.process.logs)}\n{RESUME_HINT}"
+            f"its last log lines:\n{_log_tail(self.last_lines)}\n"
+            f"logs: {', '.join(self.process.logs)}\n{RESUME_HINT}"
         )
 
 
@@ -78,7 +78,8 @@ class ClusterFailed(ProcessFailure):
     hint: str
 
     def __str__(self) -> str:
-        return f"{self.what}, while {self.owner!r} waited for {self.method!r}; {self.hint}. {RESUME_HINT}"
+        wait = f"{self.owner!r} waited for {self.method!r}"
+        return f"{self.what}, while {wait}; {self.hint}. {RESUME_HINT}"
 
 
 @dataclass(eq=False)
@@ -106,10 +107,13 @@ class NodeLost(ProcessFailure):
             f"{self.owner!r} waited for {self.method!r}: {self.reason}"
         )
         for role, process, lines in self.workers:
-            tail = "\n".join(f"  | {line}" for line in lines[-LAST_LINES:])
             text += f"\nlast log lines of rank {process.rank} of {role!r} (pid {process.pid}):\n"
-            text += tail or "  | (it wrote nothing)"
+            text += _log_tail(lines[-LAST_LINES:])
         return f"{text}\n{RESUME_HINT}"
+
+
+def _log_tail(lines: Sequence[str]) -> str:
+    return "\n".join(f"  | {line}" for line in lines) or "  | (it wrote nothing)"
 
 
 def joined(words: Sequence[str]) -> str:

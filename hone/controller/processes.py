@@ -27,7 +27,7 @@ def process_state(pid: int) -> str:
 class Silence:
     """Measures for how many seconds each target has been silent.
 
-    At most LONGEST_GAP_S count between two updates, because the caller may itself have been stopped.
+    At most LONGEST_GAP_S count between two updates: the caller may have been stopped too.
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Profiles each process once per step: a Chrome trace of torch.profiler, or a capture range for nsys.
+"""Profiles a process during one step: a trace of torch.profiler, or a capture range for nsys.
 
 Roles in one process share a profile; the first role that stops writes it, named after all of them.
 """

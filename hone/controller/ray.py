@@ -1,7 +1,7 @@
 """RayWorkerGroup, whose ranks are Ray actors on one or several nodes.
 
-Every wait has a deadline and an error that names the rank or the node. Failed workers are not restarted;
-the run resumes from its checkpoint.
+Every wait has a deadline and an error that names the rank or the node. Failed workers are not
+restarted; the run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _WorkerActor:
 
 
 def _exit_with_raylet() -> None:
-    """Exits after the raylet has ended; Ray's own check fails if the container does not reap the raylet."""
+    """Exits after the raylet; Ray's own check fails in a container that does not reap it."""
     raylet = os.getppid()
     while os.getppid() == raylet:
         time.sleep(POLL_INTERVAL_S)

@@ -1,7 +1,8 @@
 """Checks that workers, their nodes and Ray itself are alive while the trainer waits.
 
-Local processes are checked in /proc, remote ones by a probe on their node (ray_probe.py), and Ray's control
-plane by a call. A busy worker counts as alive; the phase deadline ends work that takes too long.
+Local processes are checked in /proc, remote ones by a probe on their node (ray_probe.py), and Ray's
+control plane by a call. A busy worker counts as alive; the phase deadline ends work that takes too
+long.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Ping:
 
 
 def call_control_plane(request: Callable[[], T]) -> T:
-    """Returns the result of `request`, which has no deadline of its own; raises ClusterFailed if it hangs."""
+    """Returns the result of `request`; raises ClusterFailed if it hangs."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -207,9 +208,9 @@ class ClusterWatch:
                     node.poll(self._logs(node_id))
 
     def raise_if_node_lost(self, node_id: str, owner: str, method: str) -> None:
-        """Raises NodeLost unless the node's probe answers a request that is sent LAST_ANSWER_S later.
+        """Raises NodeLost unless the node's probe answers a request sent LAST_ANSWER_S later.
 
-        A probe answers for some seconds after its raylet has died; Ray lists the node as alive for longer.
+        A probe answers for seconds after its raylet has died; Ray lists the node even longer.
         """
         if node_id == self.here and (reason := raylet_problem(node_id)) is not None:
             event = f"the Ray node of this machine was lost ({reason})"
@@ -288,7 +289,7 @@ def lost_nodes() -> frozenset[str]:
 
 
 def watch_cluster(own: Mapping[str, int], log_folder: str = "") -> None:
-    """Starts watching the cluster; `own` has the pid of each Ray process that this process started."""
+    """Starts watching the cluster; `own` has the pids of Ray processes started here."""
     global _watch
     _watch = ClusterWatch(TrainerConfig.liveness_deadline_s, own, log_folder)
 
@@ -318,7 +319,7 @@ def stop_watch() -> None:
 
 
 def check_alive(owner: str, method: str) -> None:
-    """Raises if a process failed that the result for `owner` depends on; only in the trainer process."""
+    """Like `ClusterWatch.check_alive`; has an effect in the trainer process only."""
     if _watch is not None:
         _watch.check_alive(owner, method)
 

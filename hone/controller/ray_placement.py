@@ -1,7 +1,7 @@
 """Reserves the processes of resource pools on the nodes of a Ray cluster.
 
-A pool is one placement group, whose bundles name their nodes. Ray lists a lost node as alive for about
-12 s, so a group that is not placed within PLACED_WITHIN_S is created again.
+A pool is one placement group, whose bundles name their nodes. Ray lists a lost node as alive for
+about 12 s, so a group that is not placed within PLACED_WITHIN_S is created again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Node:
 
 
 def live_nodes() -> list[Node]:
-    """Returns the nodes that are alive for Ray and not lost for this process, its own node first."""
+    """Returns the nodes that Ray lists as alive and that are not lost, the own node first."""
     here, lost = ray.get_runtime_context().get_node_id(), lost_nodes()
     entries, free = call_control_plane(lambda: (ray.nodes(), available_resources_per_node()))
     nodes = [
@@ -127,7 +127,7 @@ class Reservation:
             time.sleep(0.5)
 
     def _create_group(self, node_ids: list[str], end_time: float) -> PlacementGroup | None:
-        """Returns a group with one bundle per rank on these nodes, or None if Ray does not place it soon."""
+        """Returns a group with one bundle per rank on these nodes, or None if it is not placed."""
         bundles = [dict(self._pool.bundle) for _ in node_ids]
         selectors = [{"ray.io/node-id": node_id} for node_id in node_ids]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)

@@ -1,7 +1,7 @@
 """Settings with which a raylet starts on a busy machine: longer deadlines and fixed agent ports.
 
-By default a raylet ends if its agents have not started and chosen their ports within 15 s. `hone launch`
-loads this file by its path, so it imports the standard library only.
+By default a raylet ends if its agents have not started and chosen their ports within 15 s. `hone
+launch` loads this file by its path, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -60,12 +60,8 @@ def fixed_agent_ports() -> Iterator[None]:
         ports = dict(zip(AGENT_PORTS, free_ports(len(AGENT_PORTS)), strict=True))
         call.arguments.update(ports)
         # The raylet waits for this file even if it knows the port.
-        persist_port(
-            call.arguments["session_dir"],
-            call.arguments["node_id"],
-            DASHBOARD_AGENT_LISTEN_PORT_NAME,
-            ports[AGENT_PORTS[0]],
-        )
+        folder, node_id = call.arguments["session_dir"], call.arguments["node_id"]
+        persist_port(folder, node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, ports[AGENT_PORTS[0]])
         return start_raylet(*call.args, **call.kwargs)
 
     services.start_raylet = start
@@ -78,7 +74,7 @@ def fixed_agent_ports() -> Iterator[None]:
 def free_ports(count: int) -> list[int]:
     """Returns distinct ports that are free on every interface, outside the ephemeral range.
 
-    For RESERVED_FOR_S no other call on this machine returns the same ports, while this process lives.
+    Other calls on this machine do not return them for RESERVED_FOR_S.
     """
     candidates, ports = _candidates(), list[int]()
     with _lock:
@@ -105,7 +101,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _candidates() -> list[int]:
-    """Returns the ports above Ray's outside the ephemeral range, or all above Ray's if those are few."""
+    """Returns the ports above Ray's, outside the ephemeral range unless that leaves few."""
     try:
         first, last = (int(word) for word in EPHEMERAL_RANGE.read_text("ascii").split())
     except (OSError, ValueError):  # not Linux

@@ -16,7 +16,7 @@ from hone.controller.processes import last_lines, process_state
 
 
 class _NodeProbe:
-    """The actor on the remote node; separate from the workers, because a busy worker cannot answer."""
+    """The actor on the remote node; a worker could not answer while it is busy."""
 
     def __init__(self) -> None:
         self._log_sizes: dict[int, int] = {}
@@ -24,7 +24,7 @@ class _NodeProbe:
     def read(
         self, logs: Mapping[int, Sequence[str]]
     ) -> tuple[dict[int, str], dict[int, list[str]]]:
-        """Returns the state of each process, and the last lines of each log that has changed in size."""
+        """Returns the state of each process, and the last lines of each changed log."""
         lines = {}
         for pid, paths in logs.items():
             size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))

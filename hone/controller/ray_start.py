@@ -1,7 +1,7 @@
 """Joins a Ray cluster, or starts one on this machine that listens on loopback and requires a token.
 
-An existing cluster keeps its own authentication. The processes of a cluster that is started here have a
-mark in their environment, by which reaper.py kills them.
+An existing cluster keeps its own authentication. The processes of a cluster that is started here
+have a mark in their environment, by which reaper.py kills them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def check_reachable(address: str | None, key: str) -> None:
 def _should_join(address: str | None, only_named: bool) -> bool:
     """Whether the option, RAY_ADDRESS or `ray start` on this machine names a cluster to join.
 
-    With `only_named`, a cluster of `ray start` is ignored: the config has the size of a new cluster.
+    With `only_named`, a cluster of `ray start` is ignored.
     """
     for value, key in (
         (address, "ray_kwargs.ray_init.address"),
@@ -199,7 +199,7 @@ def _reload_settings() -> None:
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables inside the block only: later child processes do not get the token."""
+    """Sets variables inside the block, so that later child processes do not get the token."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -233,7 +233,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 def _redirect_messages() -> None:
-    """Sends Ray's messages about its own failures to the log; our errors report them to the user."""
+    """Sends Ray's messages about its own failures to the log; our errors report them."""
     show = ray_worker.print_to_stdstream
 
     def route(data: Row, ignore_prefix: bool) -> None:

@@ -1,4 +1,4 @@
-"""Waits for Ray calls: returns results in rank order, or raises the failure of a worker with its cause."""
+"""Waits for Ray calls: returns results in rank order, or raises a worker's failure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RefWait:
     """Records the duration of the call; effective in the trainer process only."""
 
     def __call__(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
-        """Returns results in rank order; raises the first failure of any rank as soon as it is known."""
+        """Returns results in rank order; raises the first failure of any rank at once."""
         started = time.monotonic()
         end_time = started + self.deadline_s
         rank_of = {ref: rank for rank, ref in enumerate(refs)}

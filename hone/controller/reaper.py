@@ -1,7 +1,7 @@
-"""Kills every process on this machine that has a mark in its environment; uses the standard library only.
+"""Kills every process of this machine that has a mark in its environment; needs no package.
 
-`start_reaper` runs it as a program (`python reaper.py MARK PARENT_PID`), which waits until its parent has
-ended and then kills the marked processes.
+`start_reaper` runs it as a program (`python reaper.py MARK PARENT_PID`), which waits until its
+parent has ended and then kills the marked processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def start_reaper(mark: str) -> subprocess.Popen[bytes]:
 
 
 def with_mark(mark: str) -> dict[str, str]:
-    """Returns the environment variable of a child process: the marks of this process and a new one."""
+    """Returns the variable of a child process: the marks of this process and a new one."""
     return {MARK_ENV: ":".join(filter(None, (os.environ.get(MARK_ENV), mark)))}
 
 

@@ -1,7 +1,7 @@
 """Resource pools, and the pool of each role.
 
-A pool has a number of processes on each of several nodes. The Ray controller reserves it as a placement
-group.
+A pool has a number of processes on each of several nodes. The Ray controller reserves it as a
+placement group.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ResourcePool:
 
 
 def place(pool: ResourcePool, free: FreeResources) -> list[str] | None:
-    """Assigns a node to each rank and subtracts the pool from `free`; returns None if it does not fit."""
+    """Returns the node of each rank and subtracts the pool from `free`; None if it does not fit."""
     nodes: dict[int, str] = {}
     by_size = sorted(enumerate(pool.process_on_nodes), key=lambda entry: -entry[1])
     for index, count in by_size:

@@ -1,6 +1,7 @@
 """Sets the number of CPU threads per process.
 
-A matrix product on another number of threads differs in the last bits. Threads are not pinned to cores.
+A matrix product on another number of threads differs in the last bits. Threads are not pinned to
+cores.
 """
 
 from __future__ import annotations

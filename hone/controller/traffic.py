@@ -1,7 +1,7 @@
 """Counts the payload bytes of worker calls without pickling the values a second time.
 
-The payload is tensors, arrays, text and lists of numbers; single numbers are not counted. An object that
-several rows share counts once per message, as in a pickle.
+The payload is tensors, arrays, text and lists of numbers; single numbers are not counted. An object
+that several rows share counts once per message, as in a pickle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def payload_bytes(value: Any) -> int:
         elif isinstance(part, dict):
             parts += part.values()
         elif isinstance(part, _SEQUENCE):
-            # Three entries decide whether a list has numbers only: token ids and log-probs are long.
+            # Lists of token ids and log-probs are long: three entries decide their kind.
             if part and all(isinstance(part[i], _PLAIN) for i in (0, len(part) // 2, -1)):
                 total += _NUMBER_BYTES * len(part)
             else:

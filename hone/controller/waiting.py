@@ -36,7 +36,7 @@ def report_progress(answered: int, ranks: int) -> None:
 
 @dataclass
 class PhaseDeadlines:
-    """The deadline of each phase: at least a floor, and a factor times its longest completed run."""
+    """The deadline of a phase: a floor, or a factor times its longest completed run."""
 
     floor_s: float
     """`trainer.phase_deadline_floor_s`."""

@@ -1,4 +1,4 @@
-"""Worker, the base class of the code that runs on one rank, and Placement, its position in the group.
+"""Worker, the base class of the code on one rank, and Placement, its position in the group.
 
 A worker class marks methods with `@register`; its worker group calls them.
 """
@@ -141,7 +141,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
-        """Returns this rank's data-parallel rank on a mesh and whether its results are collected."""
+        """Returns the data-parallel rank on a mesh and whether results are collected."""
         if mesh_name == DATA_PARALLEL:  # by default every rank is one slot
             self._meshes.setdefault(mesh_name, (self.rank, True))
         if mesh_name not in self._meshes:

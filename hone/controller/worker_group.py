@@ -1,7 +1,8 @@
 """WorkerGroup, the object through which the training loop calls all ranks of a role.
 
-Each registered method of the worker class becomes a group method that splits the arguments, calls all
-ranks and joins the results. An Executor runs the ranks in this process (local.py) or as Ray actors (ray.py).
+Each registered method of the worker class becomes a group method that splits the arguments, calls
+all ranks and joins the results. An Executor runs the ranks in this process (local.py) or as Ray
+actors (ray.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from hone.controller.colocated import ClassWithInitArgs, ColocatedClass, fused_members
+from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
 from hone.controller.decorator import (
     DATA_PARALLEL,
     Execute,
@@ -94,14 +95,9 @@ class WorkerGroup(Generic[W]):
         """Payload bytes of arguments and results, by `role/method`."""
         self._methods: dict[str, Function] = {}
         self._specs: dict[str, MethodSpec] = {}
-        members = (
-            cls_with_init.members
-            if isinstance(cls_with_init, ColocatedClass)
-            else fused_members(cls_with_init)
-        )
         self._by_role: dict[str, WorkerGroup[Any]] = {
             member_role: WorkerGroup(executor, member, member_role, member_role)
-            for member_role, member in members.items()
+            for member_role, member in cls_with_init.members.items()
         }
         if isinstance(cls_with_init, ColocatedClass):
             for member_role, group in self._by_role.items():
@@ -197,7 +193,7 @@ class WorkerGroup(Generic[W]):
         return self.call(method, *args, **kwargs)  # type: ignore[return-value]
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Calls a method on all ranks with the same arguments; `get()` returns the list of results."""
+        """Calls a method on all ranks with the same arguments; `get()` returns a list."""
         return self._execute(range(self.world_size), list, method, args, kwargs)
 
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

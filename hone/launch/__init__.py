@@ -1,1 +1,1 @@
-"""`hone launch` runs one command on a Ray cluster of several machines; `hone jobs` lists its jobs."""
+"""`hone launch` runs a command on a Ray cluster of several machines; `hone jobs` lists jobs."""

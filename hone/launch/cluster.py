@@ -66,7 +66,7 @@ class Plan:
 
 
 def run(plan: Plan, report: Callable[[str], None], write: Callable[[str], None]) -> int:
-    """Starts the nodes, runs the command as a job and stops the nodes; returns the job's exit status."""
+    """Starts the nodes, runs the job and stops the nodes; returns the job's exit status."""
     with _stop_on_signals() as stop_event, contextlib.ExitStack() as exit_stack:
         nodes: _NamedProcesses = []
         exit_stack.callback(_stop_processes, nodes)
@@ -98,7 +98,7 @@ def run(plan: Plan, report: Callable[[str], None], write: Callable[[str], None])
 
 
 def entrypoint(command: Sequence[str], folder: str, python: str) -> str:
-    """Returns the shell line of a command; `hone` and `python` run with the interpreter `python`."""
+    """Returns the shell line of a command, with the interpreter for `hone` and `python`."""
     words = list(command)
     if words[0] == "hone":
         words[:1] = [python, "-m", "hone.cli"]

@@ -248,7 +248,7 @@ def _run_jobs_verb(address: str, verb: str | None, job: str | None, head: Path |
 
 @contextlib.contextmanager
 def _keep_cluster_alive(head: Path | None) -> Iterator[None]:
-    """Keeps a launched cluster running inside the block, so that the end of a job's log can be read."""
+    """Keeps a launched cluster running inside the block, to read a log to its end."""
     try:
         with contextlib.ExitStack() as stack:
             if head is not None:
@@ -262,7 +262,7 @@ def _keep_cluster_alive(head: Path | None) -> Iterator[None]:
 
 
 def _newest_launch() -> tuple[str, Path]:
-    """Returns the job server and folder of the newest cluster whose head runs here; sets its token."""
+    """Returns job server and folder of the newest cluster with its head here; sets its token."""
     clusters = []
     for file in launch_folder().glob(f"*/{HEAD}/{CLUSTER_FILE}"):
         with contextlib.suppress(OSError, ValueError):  # the cluster is starting or stopping
@@ -281,7 +281,7 @@ def _newest_launch() -> tuple[str, Path]:
 
 
 def _head_runs_here(cluster: Row) -> bool:
-    """Whether the head runs on this machine; a shared home may have files of other or old clusters."""
+    """Whether the head runs here; a shared home may have files of other or old clusters."""
     if cluster.get("host") != socket.gethostname():
         return False
     return b"hone.launch.node" in Path(f"/proc/{cluster.get('pid')}/cmdline").read_bytes()

@@ -91,7 +91,7 @@ class Jobs:
     async def _tail(
         self, job: str, write: Callable[[str], None], written: int
     ) -> tuple[int, Exception | None]:
-        """Writes the log after its first `written` characters; returns the new count and the error."""
+        """Writes the log from character `written` on; returns the new count and the error."""
         position = 0
         stream = self._client.tail_job_logs(job)
         while True:
@@ -114,7 +114,7 @@ class Jobs:
         return self._retry(lambda: self._client.get_job_info(job))
 
     def stop(self, job: str) -> bool:
-        """Sends SIGTERM to a job, which may still save a checkpoint; returns whether it was running."""
+        """Sends SIGTERM to a job, which may save a checkpoint; returns whether it ran."""
         return bool(self._retry(lambda: self._client.stop_job(job)))
 
     def _retry(self, request: Callable[[], Answer]) -> Answer:

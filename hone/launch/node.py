@@ -1,7 +1,8 @@
 """Starts Ray on one node of a launched cluster and stops it when standard input closes.
 
-`hone launch` runs it on every host over ssh or srun (`python -m hone.launch.node`). Standard input has one
-line of JSON, so that the token is not on a command line. When the connection ends, Ray is stopped.
+`hone launch` runs it on every host over ssh or srun (`python -m hone.launch.node`). Standard input
+has one line of JSON, so that the token is not on a command line. When the connection ends, Ray is
+stopped.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ reaper, ray_ports = _load_controller_module("reaper"), _load_controller_module("
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """The settings of one node; `head` is the address of the head node, empty on the head itself."""
+    """The settings of one node; `head` is the address of the head node, empty on it."""
 
     mark: str
     token: str
@@ -182,7 +183,7 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> NodeStatus:
 
 
 def _raylet_failure(session: str) -> str:
-    """Returns the failed check in the raylet's log, which is deleted with the session; empty if none."""
+    """Returns the failed check in the raylet's log, or an empty text."""
     for file in Path(session).glob("ray/session_latest/logs/raylet.out"):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             if "Check failed: " in line:

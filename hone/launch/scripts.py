@@ -31,7 +31,7 @@ def sbatch_script(
     folder: str | None,
     start_timeout: float,
 ) -> str:
-    """Returns a batch script that starts Ray on the nodes of its allocation and runs the command."""
+    """Returns a batch script that starts Ray on its nodes and runs the command."""
     words = [*options, name]
     if invalid := [word for word in words if not word or "\n" in word or "\r" in word]:
         raise ConfigError(f"{invalid[0]!r} is not a line of an sbatch script")
@@ -87,7 +87,7 @@ def rayjob_manifest(
     cpus: int,
     memory: str,
 ) -> str:
-    """Returns a KubeRay RayJob: a cluster of `nodes` pods with a token, which stops after the job."""
+    """Returns a KubeRay RayJob: a cluster of `nodes` pods, which stops after the job."""
     _check_kubernetes(name, memory)
     mounts = [_volume(i, text) for i, text in enumerate(volumes)]
 

@@ -79,7 +79,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Builds a batch from columns; a column of equally long lists becomes a 2-d object array."""
+        """Builds a batch from columns; equally long lists become a 2-d object array."""
         if num_batch_dims < 1:
             raise ProtocolError(
                 f"num_batch_dims={num_batch_dims}: a batch has at least 1 dimension"
@@ -103,7 +103,7 @@ class DataProto:
         meta_info: Row | None = None,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Builds a batch from one dict of torch tensors and numpy arrays, as a data loader yields it."""
+        """Builds a batch from one dict of torch tensors and numpy arrays."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         for key, value in data.items():
@@ -117,7 +117,7 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict | None, meta_info: Row | None = None
     ) -> DataProto:
-        """Converts a TensorDict: NonTensorStack becomes an object column, NonTensorData meta_info."""
+        """Converts NonTensorStack to object columns and NonTensorData to meta_info."""
         if tensor_dict is None:
             return cls(meta_info=dict(meta_info or {}))
         tensors, arrays, info = split_tensordict(tensor_dict)
@@ -125,7 +125,7 @@ class DataProto:
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=info | dict(meta_info or {}))
 
     def to_tensordict(self) -> TensorDict:
-        """Converts to a TensorDict: object columns become NonTensorStack, meta_info NonTensorData."""
+        """Converts object columns to NonTensorStack and meta_info to NonTensorData."""
         return join_tensordict(self.batch, self.non_tensor_batch, self.meta_info, rows=len(self))
 
     def check_consistency(self) -> None:
@@ -161,7 +161,7 @@ class DataProto:
     def __getitem__(self, item: Index) -> DataProto: ...
 
     def __getitem__(self, item: int | Index) -> DataProtoItem | DataProto:
-        """Returns a DataProtoItem for an int, and a DataProto for a slice, index list, array or mask."""
+        """Returns a DataProtoItem for an int, a DataProto for a slice, indices or a mask."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, list | tuple | np.ndarray | torch.Tensor) and np.ndim(item) > 0:
@@ -320,7 +320,7 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: Settings | None = None,
     ) -> Iterator[DataProto]:
-        """Yields mini-batches for `epochs` passes; `dataloader_kwargs={"shuffle": True}` shuffles."""
+        """Yields mini-batches for `epochs` passes; `dataloader_kwargs` may set `shuffle`."""
         return iterate_epochs(
             len(self), mini_batch_size, epochs, seed, self.select_idxs, dataloader_kwargs or {}
         )
@@ -362,7 +362,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Reads a file of `save_to_disk`, also verl's, with plain values, arrays and tensors only."""
+        """Reads a file of `save_to_disk`, also verl's; other objects in it are refused."""
         return load(filepath, DataProto)
 
 

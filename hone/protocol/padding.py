@@ -42,7 +42,7 @@ class _AutoPadding(type):
 
 
 class DataProtoConfig(metaclass=_AutoPadding):
-    """Whether `chunk` may split batches unevenly; a flag in a batch's meta_info takes precedence."""
+    """Whether `chunk` may split unevenly; a flag in a batch's meta_info has precedence."""
 
 
 def padding_enabled(data: DataProto) -> bool:
@@ -64,7 +64,7 @@ def append_copies(data: DataProto, padding_size: int, padding_candidate: str = "
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Repeats rows from the start up to a multiple; returns the batch and the number of added rows."""
+    """Repeats rows from the start up to a multiple; also returns the number of added rows."""
     if size_divisor < 1:
         raise ProtocolError(
             f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more"

@@ -1,4 +1,4 @@
-"""Row operations on columns (tensors, jagged tensors, TensorDicts, numpy arrays), and deep equality.
+"""Row operations on columns (dense and jagged tensors, numpy arrays), and deep equality.
 
 `DataProto` selects, concatenates, merges and compares rows with these functions.
 """
@@ -31,7 +31,7 @@ class ProtocolError(ValueError, AssertionError):
 
 
 def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
-    """Converts nested lists of equal lengths to an object array of that shape; returns arrays unchanged."""
+    """Converts nested lists of equal lengths to an object array of that shape."""
     if isinstance(values, np.ndarray):
         return values
     shape = _list_shape(values)
@@ -44,7 +44,7 @@ def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
 
 
 def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
-    """Returns the shape of nested lists; a dimension counts if all its lists have the same length."""
+    """Returns the shape of nested lists, up to the first lists of unequal lengths."""
     shape, items = [len(values)], list(values)
     while lists := [item for item in items if isinstance(item, list | tuple)]:
         lengths = {len(item) for item in lists}
@@ -66,7 +66,7 @@ def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
 
 
 def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tensor:
-    """Builds a jagged tensor whose ragged dimension is `ragged_idx`, also if all rows are equally long."""
+    """Builds a jagged tensor whose ragged dimension is `ragged_idx`."""
     if not rows or ragged_idx is None or rows[0].dim() == 1:
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
     values = torch.cat(rows, dim=ragged_idx - 1)
@@ -76,7 +76,7 @@ def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tenso
 
 
 def take_rows(value: C, index: Index) -> C:
-    """Selects rows of a tensor, a jagged tensor, a TensorDict or an array; a slice returns a view."""
+    """Selects rows of a tensor, a TensorDict or an array; a slice returns a view."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         rows = list(value.unbind())
         selected = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
@@ -137,7 +137,7 @@ def cat_columns(pieces: list[dict[str, C]], kind: str) -> dict[str, C]:
 
 
 def join_meta_info(infos: list[Row]) -> Row:
-    """Merges the metadata of several batches; `metrics` becomes a dict of lists, the rest must agree."""
+    """Merges metadata; `metrics` becomes a dict of lists, other values must be equal."""
     merged: Row = {}
     metrics: list[Row] = []
     for number, info in enumerate(infos):
@@ -178,7 +178,7 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
 
 
 def fill_object_columns(data: Sequence[DataProto], leave: Collection[str] = ()) -> list[DataProto]:
-    """Adds missing object columns, filled with None, to each batch; skips the columns in `leave`."""
+    """Adds missing object columns, filled with None, except those in `leave`."""
     names = dict.fromkeys(name for piece in data for name in piece.non_tensor_batch)
     batches = []
     for piece in data:
@@ -293,7 +293,7 @@ def union_dicts(first: dict[str, T], second: dict[str, T], kind: str) -> dict[st
 
 
 def same(a: Any, b: Any, _in_progress: set[tuple[int, int]] | None = None) -> bool:
-    """Whether two values are deeply equal; NaN equals NaN, and containers may contain themselves."""
+    """Whether two values are deeply equal; NaN equals NaN, and cycles are allowed."""
     if a is b:
         return True
     in_progress = _in_progress if _in_progress is not None else set()

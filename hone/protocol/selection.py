@@ -95,7 +95,7 @@ def pick_entries(source: dict[str, T], keys: Sequence[str] | None, kind: str) ->
 def unfold_column_chunks(
     data: DataProto, n_split: int, split_keys: Sequence[str] | None = None
 ) -> DataProto:
-    """Reshapes columns of `split_keys` from [B, n·k, …] to [B·n, k, …]; repeats other rows n times."""
+    """Reshapes `split_keys` from [B, n·k, …] to [B·n, k, …]; repeats the rows of other columns."""
     if n_split < 1:
         raise ProtocolError(f"columns cannot be split into {n_split} pieces")
     split_names = set(split_keys or ())

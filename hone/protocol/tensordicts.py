@@ -1,7 +1,8 @@
 """Operations on batches as TensorDicts, named as in `verl.utils.tensordict_utils`.
 
-A column is a tensor, a jagged tensor or a `NonTensorStack` with one entry per row; metadata of the whole
-batch is `NonTensorData`. `DataProto.from_tensordict` and `to_tensordict` convert between the two types.
+A column is a tensor, a jagged tensor or a `NonTensorStack` with one entry per row; metadata of the
+whole batch is `NonTensorData`. `DataProto.from_tensordict` and `to_tensordict` convert between the
+two types.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def unwrap_non_tensor_data(data: T) -> T:
 
 
 def get(tensordict: TensorDict, key: str, default: T | None = None) -> T | None:
-    """Returns a tensor, a column as a list, or a metadata value; `default` if the key is missing."""
+    """Returns a tensor, a column as a list, or a metadata value; else `default`."""
     if key not in tensordict.keys():  # noqa: SIM118
         return default
     value = tensordict.get(key)
@@ -133,7 +134,7 @@ def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 def nested_tensor_from_tensor_list(
     tensors: Sequence[Tensor], ragged_idx: int | None = None
 ) -> Tensor:
-    """Builds a jagged tensor; `ragged_idx` is the dimension whose size differs, by default the last."""
+    """Builds a jagged tensor with the ragged dimension `ragged_idx`, by default the last."""
     return jagged_rows(list(tensors), ragged_idx or tensors[0].dim())
 
 
@@ -254,7 +255,7 @@ def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> No
 
 
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
-    """Repeats rows from the start up to a multiple; returns the batch and the number of added rows."""
+    """Repeats rows from the start up to a multiple; also returns the number of added rows."""
     rows = len(data)
     pad = -rows % size_divisor if rows else 0
     if not pad:
@@ -275,7 +276,7 @@ def contiguous(data: TensorDict) -> TensorDict:
 
 
 def list_of_dict_to_tensordict(list_of_dicts: Sequence[Row]) -> TensorDict:
-    """Builds one row per dict: stacks tensors (jagged if shapes differ); other values are NonTensorStack."""
+    """Builds one row per dict; tensors are stacked, jagged if their shapes differ."""
     if not list_of_dicts:
         raise ProtocolError("cannot build a batch: the list of rows is empty")
     columns: Row = {}

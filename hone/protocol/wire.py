@@ -1,7 +1,8 @@
 """Serializes a DataProto for other processes and for files.
 
-Tensors are sent as numpy views, which pickle protocol 5 transfers without a copy; they arrive on the CPU.
-Files may contain only plain values, arrays and tensors, so that loading a file runs no other code.
+Tensors are sent as numpy views, which pickle protocol 5 transfers without a copy; they arrive on
+the CPU. Files may contain only plain values, arrays and tensors, so that loading a file runs no
+other code.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def decode_verl_tensors(state: bytes | PackedTensorDict | None) -> TensorDict | 
 def split_tensordict(
     source: TensorDict,
 ) -> tuple[Row, dict[str, np.ndarray], Row]:
-    """Returns tensors, object columns (NonTensorStack) and metadata (NonTensorData) of a TensorDict."""
+    """Returns the tensors, object columns and metadata of a TensorDict."""
     tensors: Row = {}
     arrays: dict[str, np.ndarray] = {}
     metadata: Row = {}
@@ -188,26 +189,26 @@ def deserialize_tensordict(arr: PackedTensorDict) -> TensorDict:
     return TensorDict(tensors, batch_size=batch_size, device=device)
 
 
-_BUILTINS = frozenset(
-    {"set", "frozenset", "complex", "bytearray", "slice", "range", "list", "dict"}
-)
-_PLAIN = {
-    ("collections", "OrderedDict"),
-    ("datetime", "datetime"),
-    ("datetime", "date"),
-    ("datetime", "timedelta"),
-    ("datetime", "timezone"),
-    ("decimal", "Decimal"),
-    ("uuid", "UUID"),
-    ("_codecs", "encode"),
-    ("hone.protocol.data_proto", "DataProto"),
-    ("tensordict.tensorclass", "NonTensorData"),
+_ALLOWED = {
+    "builtins": "set frozenset complex bytearray slice range list dict",
+    "collections": "OrderedDict",
+    "datetime": "datetime date timedelta timezone",
+    "decimal": "Decimal",
+    "uuid": "UUID",
+    "_codecs": "encode",
+    "hone.protocol.data_proto": "DataProto",
+    "tensordict.tensorclass": "NonTensorData",
+    "torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter",
+    **dict.fromkeys(
+        (
+            f"numpy.{core}.{module}"
+            for core in ("core", "_core")
+            for module in ("multiarray", "numeric")
+        ),
+        "_reconstruct scalar _frombuffer",
+    ),
 }
-_NUMPY_MODULES = frozenset(
-    {"numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric"}
-)
-_NUMPY_MAKERS = frozenset({"_reconstruct", "scalar", "_frombuffer"})
-_TORCH_MAKERS = frozenset({"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"})
+"""The names that a pickle may refer to, by module."""
 
 
 class ForeignObject(ValueError):
@@ -218,15 +219,12 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Function:
         if (module, name) == ("verl.protocol", "DataProto"):
             module = "hone.protocol.data_proto"
-        plain = (
-            (module == "builtins" and name in _BUILTINS)
-            or (module, name) in _PLAIN
-            or (module in _NUMPY_MODULES and name in _NUMPY_MAKERS)
+        allowed = (
+            name in _ALLOWED.get(module, "").split()
             or (module == "numpy" and _is_numpy_type(name))
             or module == "numpy.dtypes"
-            or (module == "torch._utils" and name in _TORCH_MAKERS)
         )
-        if plain and "." not in name:
+        if allowed and "." not in name:
             return super().find_class(module, name)
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
@@ -272,6 +270,6 @@ def _read(content: bytes, filepath: str | os.PathLike[str]) -> object:
         return _PlainUnpickler(io.BytesIO(content)).load()
     except ForeignObject as error:
         raise ForeignObject(
-            f"{filepath} contains a {error}; a batch in a file may contain only plain values, arrays "
-            "and tensors; convert it first"
+            f"{filepath} contains a {error}; convert it: a batch in a file may contain only plain "
+            "values, arrays and tensors"
         ) from None

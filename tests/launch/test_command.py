@@ -319,7 +319,7 @@ def test_an_sbatch_script_runs_a_real_cluster_and_has_the_job_s_status(tmp_path:
         output, _ = launch.communicate(timeout=300)
     assert f'nodes 2 folder {tmp_path} word a "b" $c\n' in output, output
     assert launch.returncode == 3
-    assert "token protects it" in output
+    assert "requires a token" in output
     log = (tmp_path / "srun.log").read_text()
     assert "--nodelist=node1" in log
     assert "--nodelist=node2" in log
