@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """Takes `rows` per micro-batch if given, else as many as `tokens` allow; counts a shared prompt once."""
+    """`rows` per micro-batch, or as many as fit into `tokens`, where a shared prompt counts once."""
 
     rows: int | None
     tokens: int
     together: int = 1
-    """Consecutive rows that stay in one micro-batch: 2 for the pairs of a reward model."""
+    """Number of consecutive rows that stay in one micro-batch: 2 for the pairs of a reward model."""
 
     def split(
         self, lengths: Sequence[int], shared: Sequence[int] | None = None, *, at_least: int = 1
@@ -46,18 +46,18 @@ class MicroBatchRule:
 
     def _by_tokens(self, lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
         parts: list[list[int]] = []
-        room = 0
-        for row, (length, known) in enumerate(zip(lengths, shared, strict=True)):
+        tokens_left = 0
+        for row, (length, prefix) in enumerate(zip(lengths, shared, strict=True)):
             if length > self.tokens:
                 raise ValueError(
                     f"a row has {length} tokens, more than the budget of {self.tokens} for one forward; "
                     f"set ppo_max_token_len_per_gpu to at least {length}"
                 )
-            if parts and length - known <= room:
-                room -= length - known
+            if parts and length - prefix <= tokens_left:
+                tokens_left -= length - prefix
             else:
                 parts.append([])
-                room = self.tokens - length
+                tokens_left = self.tokens - length
             parts[-1].append(row)
         return parts
 

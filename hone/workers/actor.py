@@ -74,8 +74,12 @@ class ActorWorker(TrainWorker):
         objective = PolicyObjective(
             config, temperature=self.temperature(temperature), correction=correction
         )
+        updates = []
         started = time.perf_counter()
-        metrics = self.run_updates("actor", self.minibatches(data, config, step_rows), objective)
+        with self.engine.present(optimizer=True):
+            for minibatch in self.minibatches(data, config, step_rows):
+                updates.append(self.engine.train_minibatch(minibatch, objective))
+        metrics = self.end_updates("actor", updates)
         metrics |= self._device_metrics(data, time.perf_counter() - started)
         return DataProto(meta_info={"metrics": metrics})
 

@@ -32,6 +32,9 @@ class CriticWorker(TrainWorker):
     def update_critic(self, data: DataProto, *, step_rows: int | None = None) -> DataProto:
         """Runs all updates of this step; `step_rows` is the number of rows on all ranks."""
         config = self.config.critic
-        minibatches = self.minibatches(data, config, step_rows)
-        metrics = self.run_updates("critic", minibatches, ValueObjective(config))
-        return DataProto(meta_info={"metrics": metrics})
+        objective = ValueObjective(config)
+        updates = []
+        with self.engine.present(optimizer=True):
+            for minibatch in self.minibatches(data, config, step_rows):
+                updates.append(self.engine.train_minibatch(minibatch, objective))
+        return DataProto(meta_info={"metrics": self.end_updates("critic", updates)})

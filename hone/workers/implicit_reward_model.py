@@ -92,7 +92,9 @@ class ImplicitRewardModelWorker(TrainWorker):
                 step_rows=step_rows,
             )
             objective = OutcomeObjective(config.model)
-            metrics = self.run_updates("reward_model", batches, objective)
+            with self.engine.present(optimizer=True):
+                updates = [self.engine.train_minibatch(batch, objective) for batch in batches]
+            metrics = self.end_updates("reward_model", updates)
         if log_probs is None:
             log_probs = self.engine.infer(data, **_OPTIONS)["log_probs"]
         ratio = (log_probs - reference) * data.batch["response_mask"]

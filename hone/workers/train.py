@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hone.config.trees import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import DATA_PARALLEL
 from hone.engine.build import build_strategy
-from hone.engine.contract import EngineSpec, Objective, TrainEngine
+from hone.engine.contract import EngineSpec, TrainEngine
 from hone.protocol import DataProto
 from hone.tracking.manifest import NotShared
 from hone.weights.contract import StreamAddress
@@ -70,13 +70,8 @@ class TrainWorker(Worker):
             ranks=self.engine.mesh.data_parallel_size,
         )
 
-    def run_updates(
-        self, role: str, minibatches: Iterable[DataProto], objective: Objective
-    ) -> dict[str, float]:
-        """Runs the updates of one step and advances the learning-rate schedule; returns mean metrics, with
-        the role as prefix of the optimizer's."""
-        with self.engine.present(optimizer=True):
-            updates = [self.engine.train_minibatch(batch, objective) for batch in minibatches]
+    def end_updates(self, role: str, updates: list[dict[str, float]]) -> dict[str, float]:
+        """Advances the learning-rate schedule; returns mean metrics, with the optimizer's named by role."""
         self.engine.advance_schedule()
         metrics = mean_metrics(updates)
         for name in ("grad_norm", "lr", "skipped_updates"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,11 @@ from tests.workers.tasks import config_of
 
 
 class FakeEngine:
-    """Returns one metrics dict per mini-batch, and counts the steps of its schedule."""
+    """Counts the steps of its schedule."""
 
-    def __init__(self, updates):
-        self.updates, self.steps = iter(updates), 0
-
-    def present(self, *, optimizer):
-        assert optimizer
-        return nullcontext()
-
-    def train_minibatch(self, batch, objective):
-        return next(self.updates)
+    steps = 0
 
     def advance_schedule(self):
-        assert next(self.updates, None) is None  # after all updates of the step
         self.steps += 1
 
 
@@ -44,9 +34,9 @@ def test_another_block_is_refused_by_name():
 
 def test_the_schedule_advances_once_per_step_and_optimizer_metrics_have_the_role():
     worker = TrainWorker(config_of(Path("folder")))
+    worker.engine = FakeEngine()
     update = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.5, "skipped_updates": 1.0}
-    worker.engine = FakeEngine([update, update | {"loss": 4.0, "skipped_updates": 2.0}])
-    metrics = worker.run_updates("actor", [None, None], None)
+    metrics = worker.end_updates("actor", [update, update | {"loss": 4.0, "skipped_updates": 2.0}])
     assert worker.engine.steps == 1
     assert metrics == {
         "loss": 3.0,
