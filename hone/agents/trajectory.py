@@ -7,6 +7,7 @@ other rows of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,23 +37,18 @@ class Job(NamedTuple):
     row: Row
 
 
+@dataclass
 class TrajectoryMaker:
     """Runs the agent loop of each row in a new instance."""
 
-    def __init__(
-        self,
-        config: PPOTrainerConfig,
-        engine: RolloutEngine,
-        tokenizer: Tokenizer,
-        run_seed: int,
-        vocab_size: int | None,
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._run_seed = run_seed
-        self._vocabulary = vocab_size
-        self._names = LoopNames(config.actor_rollout_ref.rollout)
+    config: PPOTrainerConfig
+    engine: RolloutEngine
+    tokenizer: Tokenizer
+    run_seed: int
+    vocab_size: int | None
+
+    def __post_init__(self) -> None:
+        self._names = LoopNames(self.config.actor_rollout_ref.rollout)
 
     def jobs(self, rows: DataProto) -> list[Job]:
         """Pairs each row with its loop; raises on an unknown loop name."""
@@ -68,21 +64,21 @@ class TrajectoryMaker:
     async def make(self, job: Job) -> tuple[AgentLoopOutput, ...]:
         """Runs the row's loop and returns the outputs of its trajectory, usually one."""
         name, row = job.loop_name, job.row
-        rollout = self._config.actor_rollout_ref.rollout
+        rollout = self.config.actor_rollout_ref.rollout
         manager = ServerManager(
-            self._engine,
-            seed=trajectory_seed(self._run_seed, row["uid"], row["sample_index"]),
+            self.engine,
+            seed=trajectory_seed(self.run_seed, row["uid"], row["sample_index"]),
             max_tokens=rollout.response_length,
             max_model_len=rollout.max_model_len,
         )
 
         async def trajectory() -> list[AgentLoopOutput]:
-            loop = build_loop(job.factory, self._config, manager, self._tokenizer)
+            loop = build_loop(job.factory, self.config, manager, self.tokenizer)
             loop.request_id = row["trajectory_id"]
             result: Any = await loop.run(job.sampling, **row)
             outputs = list(result) if isinstance(result, list | tuple) and result else [result]
             for output in outputs:
-                check_output(output, name, row=row, vocab_size=self._vocabulary)
+                check_output(output, name, row=row, vocab_size=self.vocab_size)
             return outputs
 
         try:

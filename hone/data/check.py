@@ -51,10 +51,8 @@ class FileKind:
 def kind_of_file(columns: Collection[str], settings: DataConfig) -> FileKind:
     """Returns the kind of a file with these columns."""
     names, key = set(columns), settings.prompt_key
-    has_answers = bool(names & _ANSWER_COLUMNS) and not names & {
-        "reward_model",
-        settings.reward_fn_key,
-    }
+    has_reward = bool(names & {"reward_model", settings.reward_fn_key})
+    has_answers = bool(names & _ANSWER_COLUMNS) and not has_reward
     if key not in names:
         if MESSAGES in names:
             key = MESSAGES

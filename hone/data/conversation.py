@@ -177,8 +177,8 @@ class _Template:
         eos = self._tokenizer.eos_token_id
         end_indices = [index + 1 for index, token in enumerate(closing) if token == eos]
         if not end_indices:  # the template ends a turn with another token or with words
-            words = (bool(self._tokenizer.decode([token]).strip()) for token in closing)
-            end_indices = [index + 1 for index, is_word in enumerate(words) if is_word]
+            has_text = (bool(self._tokenizer.decode([token]).strip()) for token in closing)
+            end_indices = [index + 1 for index, is_text in enumerate(has_text) if is_text]
         # Whitespace ends a turn only if the tokenizer has no end token.
         end = end_indices[-1] if end_indices else len(closing) if eos is None else 0
         return closing[:end], closing[end:]

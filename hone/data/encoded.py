@@ -34,7 +34,7 @@ EncodedRow = dict[str, list[Any]]
 """Columns of one row, such as `input_ids` and `loss_mask`."""
 
 
-class UntrainableRow(PromptError):
+class Untrainable(PromptError):
     """Raised for a row without anything to train on; counted under `reason`."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -141,7 +141,7 @@ class EncodedDataset:
 
     def refuse_too_long(self, tokens: int) -> None:
         if tokens > self.max_length and self.truncation == "error":
-            raise UntrainableRow(
+            raise Untrainable(
                 "too long",
                 f"the row has {tokens} tokens, data.max_length={self.max_length}; raise it, or set"
                 " data.truncation=left|right",

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.sft import PairDataConfig
-from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, refuse_hostile_text
+from hone.config.reward_training import PairDataConfig
+from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, refuse_hostile_text
 from hone.data.prompts import (
     Message,
     PromptError,
@@ -83,9 +83,9 @@ class PairDataset(EncodedDataset):
         pair = self.pair(row)
         refuse_unknown_roles(as_messages(pair.prompt))
         if not pair.chosen.strip() or not pair.rejected.strip():
-            raise UntrainableRow("empty response", "a response of the pair is empty")
+            raise Untrainable("empty response", "a response of the pair is empty")
         if pair.chosen.strip() == pair.rejected.strip():
-            raise UntrainableRow("tie", "the two responses of the pair are the same")
+            raise Untrainable("tie", "the two responses of the pair are the same")
         if self.config.drop_duplicates:
             self._check_duplicate(pair)
 
@@ -93,11 +93,9 @@ class PairDataset(EncodedDataset):
         pairs_seen: set[tuple[str, str, str]] = self.__dict__.setdefault("_earlier", set())
         key = (str(pair.prompt), pair.chosen.strip(), pair.rejected.strip())
         if key in pairs_seen:
-            raise UntrainableRow("duplicate", "an earlier row has the same pair")
+            raise Untrainable("duplicate", "an earlier row has the same pair")
         if (key[0], key[2], key[1]) in pairs_seen:
-            raise UntrainableRow(
-                "contradiction", "an earlier row has the pair in the opposite order"
-            )
+            raise Untrainable("contradiction", "an earlier row has the pair in the opposite order")
         pairs_seen.add(key)
 
     def encoded(self, row: Row) -> EncodedRow:
@@ -119,7 +117,7 @@ class PairDataset(EncodedDataset):
         self.refuse_too_long(len(prompt) + response_length)
         prompt = prompt[max(0, len(prompt) + response_length - self.max_length) :]
         if not prompt or not chosen or not rejected:
-            raise UntrainableRow(
+            raise Untrainable(
                 "too long", f"no prompt is left within data.max_length={self.max_length} tokens"
             )
         return {

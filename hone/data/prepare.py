@@ -55,9 +55,9 @@ def _gsm8k_recipe(kind: str, summary: str) -> Recipe:
     return _row_recipe(maths.GSM8K, partial(maths.gsm8k_row, kind=kind), summary)
 
 
-def _arithmetic_recipe(name: str, operations: str, what: str) -> Recipe:
+def _arithmetic_recipe(name: str, operations: str, description: str) -> Recipe:
     preset = {"name": name, "operations": tuple(operations)}
-    return Recipe(None, f"{what} up to 999 (generated)", preset, arithmetic.tinyzero_splits)
+    return Recipe(None, f"{description} up to 999 (generated)", preset, arithmetic.tinyzero_splits)
 
 
 RECIPES: dict[str, Recipe] = {

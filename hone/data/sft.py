@@ -7,7 +7,7 @@ from typing import Any
 
 from hone.config.sft import SFTDataConfig
 from hone.data.conversation import Encoded, encode_conversation
-from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, refuse_hostile_text
+from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, refuse_hostile_text
 from hone.data.prompts import (
     Prompt,
     PromptError,
@@ -84,7 +84,7 @@ class SFTDataset(EncodedDataset):
         length, side = self.max_length, self.truncation
         ids, mask = truncate(ids, length, side), truncate(mask, length, side)
         if 1 not in mask[1:]:  # the first token is never a target
-            raise UntrainableRow(
+            raise Untrainable(
                 "nothing to learn",
                 f"nothing to learn is left within data.max_length={length} tokens",
             )

@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from hone.config.errors import ConfigError
-from hone.config.sft import StepDataConfig
-from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, refuse_hostile_text
+from hone.config.reward_training import StepDataConfig
+from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, refuse_hostile_text
 from hone.data.prompts import (
     Prompt,
     PromptError,
@@ -143,7 +143,7 @@ class StepDataset(EncodedDataset):
         solution = self.solution(row)
         refuse_unknown_roles(as_messages(solution.prompt))
         if all(label is None for label in solution.labels):
-            raise UntrainableRow("nothing to learn", "no step of the row has a label")
+            raise Untrainable("nothing to learn", "no step of the row has a label")
 
     def encoded(self, row: Row) -> EncodedRow:
         solution = self.solution(row)
@@ -163,7 +163,7 @@ class StepDataset(EncodedDataset):
         surplus = max(0, len(ids) - length) if side == "left" else 0
         ids, mask = truncate(ids, length, side), truncate(mask, length, side)
         if 1 not in mask:
-            raise UntrainableRow(
+            raise Untrainable(
                 "nothing to learn",
                 f"no labelled step is left within data.max_length={length} tokens",
             )

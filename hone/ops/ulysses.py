@@ -44,13 +44,11 @@ class SplitLayout:
         copies = size // math.gcd(k.shape[1], size)
         if copies > 1:
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-        heads_per_rank = [x.shape[1] // size for x in (q, k, v)]
+        n_heads = [x.shape[1] // size for x in (q, k, v)]
         parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
         heads = torch.cat(parts, 2).transpose(0, 1)  # [size, n, H/size + 2 KV/size, D]
         # One all-to-all for all three, because all ranks must use the same order in backward too.
-        q, k, v = (
-            _Exchange.apply(heads, self.group).flatten(0, 1)[: self.tokens].split(heads_per_rank, 1)
-        )
+        q, k, v = _Exchange.apply(heads, self.group).flatten(0, 1)[: self.tokens].split(n_heads, 1)
         if options.sinks is not None:
             options = options._replace(sinks=options.sinks.chunk(size)[rank])
         out = self.whole.attend(q, k, v, options)

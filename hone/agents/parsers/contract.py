@@ -48,14 +48,19 @@ class ToolParser:
     """Whether the chat template renders tools and answers; if not, the parser does."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn so that its calls are run."""
+    stop_tokens: tuple[str, ...] = ()
+    """Special tokens that end a turn so that its calls are run."""
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer = tokenizer
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Token ids that end a turn so that its calls are run."""
-        return []
+        """The ids of those `stop_tokens` that the tokenizer has."""
+        if self.tokenizer is None or not self.stop_tokens:
+            return []
+        vocabulary = self.tokenizer.get_vocab()
+        return [vocabulary[token] for token in self.stop_tokens if token in vocabulary]
 
     def calls(self, text: str) -> list[ToolCall]:
         """Returns every call in the text; a malformed call has an `error`."""
@@ -103,11 +108,6 @@ class ToolParser:
     def get_tool_parser(cls, name: str, tokenizer: Tokenizer) -> ToolParser:
         """Returns the parser with this name; raises ValueError if there is none."""
         return PARSERS.get(name)(tokenizer)
-
-    def _special_token_ids(self, token: str) -> list[int]:
-        """Returns the id of a special token as a list; empty if the tokenizer does not have it."""
-        token_id = None if self.tokenizer is None else self.tokenizer.get_vocab().get(token)
-        return [] if token_id is None else [token_id]
 
 
 class DelimitedParser(ToolParser):

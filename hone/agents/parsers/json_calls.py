@@ -61,10 +61,7 @@ class KimiToolParser(DelimitedParser):
     """Named `kimi`: `functions.NAME:0<|tool_call_argument_begin|>{…}` between delimiters."""
 
     opening, closing = "<|tool_call_begin|>", "<|tool_call_end|>"
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        return self._special_token_ids("<|im_end|>")
+    stop_tokens = ("<|im_end|>",)
 
     def content(self, text: str) -> str:
         return text.partition("<|tool_calls_section_begin|>")[0]
@@ -84,10 +81,7 @@ class GptOssToolParser(DelimitedParser):
     """Named `gpt-oss`, `harmony`: `… to=functions.NAME …<|message|>{…}<|call|>`."""
 
     opening, closing = " to=functions.", "<|call|>"
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        return self._special_token_ids("<|call|>")
+    stop_tokens = ("<|call|>",)
 
     def content(self, text: str) -> str:
         return text.partition("<|channel|>commentary to=functions.")[0]

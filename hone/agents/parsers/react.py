@@ -53,9 +53,9 @@ class ReactToolParser(ToolParser):
         start = line_ends[-1] if line_ends else text.find(ACTION) + len(ACTION)
         if text.rfind(FINAL_ANSWER) > start:
             return []
-        name, mark, argument_text = text[start:].partition(ACTION_INPUT)
+        name, separator, argument_text = text[start:].partition(ACTION_INPUT)
         name, argument_text = name.strip(), argument_text.strip()
-        if not mark and name.endswith("]"):  # for example `search[a question]`
+        if not separator and name.endswith("]"):  # for example `search[a question]`
             name, _, argument_text = name[:-1].partition("[")
         if not name:
             return [bad_call(f"write the name of a tool after {ACTION}")]

@@ -59,9 +59,7 @@ def _qwen3_call(body: str, tools: Schemas) -> ToolCall:
 class GLMToolParser(_TaggedParser):
     """Named `glm`; a value that is valid JSON is parsed as JSON."""
 
-    @property
-    def stop_token_ids(self) -> list[int]:
-        return self._special_token_ids("<|observation|>")
+    stop_tokens = ("<|observation|>",)
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
         keys = between(body, "<arg_key>", "</arg_key>")

@@ -180,6 +180,6 @@ def geo3k(source: Source, *, with_tool: bool) -> Splits:
     if "examples" in splits:
         examples = [_geo3k_example(record, source) for record in splits.pop("examples")]
         test = examples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
-        train = [one for i, one in enumerate(examples) if (i + 1) % HOLD_OUT_EVERY]
+        train = [example for i, example in enumerate(examples) if (i + 1) % HOLD_OUT_EVERY]
         splits = {"train": train, "test": test, **splits}
     return rows_by_split(splits, partial(geo3k_row, with_tool=with_tool))

@@ -43,7 +43,7 @@ SUBSETS = ("sft", "rm", "rl")
 _REPLY = "\n\nAssistant:"
 
 
-def pair(record: Row) -> Row | None:
+def split_pair(record: Row) -> Row | None:
     """Returns {prompt, chosen, rejected}; None if the transcripts differ before the last reply."""
     if record.get("prompt"):
         return {name: record[name] for name in ("prompt", "chosen", "rejected")}
@@ -63,16 +63,17 @@ def hh_rlhf(source: Source, *, subsets: str = ",".join(SUBSETS)) -> Splits:
     names = [name.strip() for name in subsets.split(",") if name.strip()]
     if not names or not set(names) <= set(SUBSETS):
         raise DataError(f"hh-rlhf has the subsets {', '.join(SUBSETS)}, not {subsets!r}")
-    pairs = [one for record in source.need(HH_RLHF)["train"] if (one := pair(record)) is not None]
-    cut = round(len(pairs) * 0.75)
+    records = source.need(HH_RLHF)["train"]
+    pairs = [row for record in records if (row := split_pair(record)) is not None]
+    n = round(len(pairs) * 0.75)
     sft = [
-        {"prompt": one["prompt"], "response": one[kind]}
-        for one in pairs
+        {"prompt": row["prompt"], "response": row[kind]}
+        for row in pairs
         for kind in ("chosen", "rejected")
     ]
     rl = [
-        task_row(HH_RLHF.hub, one["prompt"], "alignment", one["chosen"], "train", i, style="model")
-        for i, one in enumerate(pairs)
+        task_row(HH_RLHF.hub, row["prompt"], "alignment", row["chosen"], "train", i, style="model")
+        for i, row in enumerate(pairs)
     ]
-    splits = {"sft/train": sft, "rm/train": pairs[:cut], "rm/test": pairs[cut:], "rl/train": rl}
+    splits = {"sft/train": sft, "rm/train": pairs[:n], "rm/test": pairs[n:], "rl/train": rl}
     return {name: rows for name, rows in splits.items() if name.split("/")[0] in names}
