@@ -86,7 +86,7 @@ def test_there_are_at_least_ten_cheats_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_right_program_passing(style: str) -> None:
+def test_the_right_program_passes(style: str) -> None:
     assert passes(RIGHT, SourceTest(STYLES[style]), Limits(timeout_s=30.0, memory_mb=256))
 
 
@@ -97,7 +97,7 @@ def test_a_cheat_of_each_kind_scores_nothing(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHEATS)
-def test_no_cheat_passing(kind: str) -> None:
+def test_no_cheat_passes(kind: str) -> None:
     assert passing(CHEATS[kind], SourceTest(SIMPLE)) == []
 
 
