@@ -20,7 +20,7 @@ from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.rollout.contract import TokenOutput
 from hone.tracking import progress
-from hone.trainer.generation import build_engine, max_positions, respond, samplings
+from hone.trainer.generation import build_engine, max_positions, respond, sampling_params
 from hone.trainer.job_files import GenerationError
 from hone.trainer.ranks import Ranks
 from hone.types import Row
@@ -98,8 +98,10 @@ class LLM:
         prompt_format = prompt_format or self.config.data.prompt_format
         ids = [self._prompt_ids(prompt, prompt_format) for prompt in prompt_list]
         limits = [self._response_limit(len(tokens), max_tokens) for tokens in ids]
-        sampling_params = [
-            samplings(params, n, seed=run_seed, uid=row_uid("prompt", i, 0, 0), max_tokens=limit)
+        prompt_params = [
+            sampling_params(
+                params, n, seed=run_seed, uid=row_uid("prompt", i, 0, 0), max_tokens=limit
+            )
             for i, limit in enumerate(limits)
         ]
         responses: dict[int, Response] = {}
@@ -113,7 +115,7 @@ class LLM:
             coroutine = respond(
                 self._engine.generate,
                 ids,
-                sampling_params.__getitem__,
+                prompt_params.__getitem__,
                 on_finish,
                 name_of=lambda index: f"prompt {index}",
                 in_flight=max(len(ids), 1),

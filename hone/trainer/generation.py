@@ -113,7 +113,7 @@ def max_positions(lm: PreTrainedModel) -> int | None:
     return positions
 
 
-def samplings(params: Row, n: int, *, seed: int, uid: str, max_tokens: int) -> list[Sampling]:
+def sampling_params(params: Row, n: int, *, seed: int, uid: str, max_tokens: int) -> list[Sampling]:
     """Return the sampling parameters of the `n` responses to a prompt."""
     seeds = (trajectory_seed(seed, uid, sample) for sample in range(n))
     return [Sampling.from_mapping(params, max_tokens=max_tokens, seed=s) for s in seeds]
@@ -122,7 +122,7 @@ def samplings(params: Row, n: int, *, seed: int, uid: str, max_tokens: int) -> l
 async def respond(
     generate: Callable[[list[int], Sampling, str], Awaitable[TokenOutput]],
     prompts: Sequence[list[int]],
-    get_samplings: Callable[[int], list[Sampling]],
+    get_sampling_params: Callable[[int], list[Sampling]],
     on_finish: Callable[[int, list[TokenOutput]], None],
     *,
     name_of: Callable[[int], str],
@@ -136,7 +136,7 @@ async def respond(
         async with slots:
             if should_stop():
                 return
-            requests = enumerate(get_samplings(index))
+            requests = enumerate(get_sampling_params(index))
             try:
                 outputs = await asyncio.gather(
                     *(generate(ids, sampling, f"{index}/{i}") for i, sampling in requests)
@@ -237,7 +237,7 @@ class Generation:
             responses = respond(
                 partial(self._response, engine),
                 prompts,
-                lambda index: self._samplings(rows[index], len(prompts[index])),
+                lambda index: self._sampling_params(rows[index], len(prompts[index])),
                 on_finish,
                 name_of=lambda index: self.rows.where(rows[index]),
                 in_flight=config.data.batch_size,
@@ -299,7 +299,7 @@ class Generation:
         self, rows: Sequence[int], prompts: Sequence[list[int]], positions: int | None
     ) -> None:
         number, ids = max(zip(rows, prompts, strict=True), key=lambda pair: len(pair[1]))
-        response = self._samplings(number, len(ids))[0].max_tokens
+        response = self._sampling_params(number, len(ids))[0].max_tokens
         if self.config.search.url:  # the turns of a search share the response
             response = self.config.rollout.response_limit(len(ids))
         max_length = len(ids) + response
@@ -319,9 +319,9 @@ class Generation:
             f"rollout.max_model_len={positions} to cut only the responses to long prompts"
         )
 
-    def _samplings(self, number: int, prompt_tokens: int) -> list[Sampling]:
+    def _sampling_params(self, number: int, prompt_tokens: int) -> list[Sampling]:
         rollout = self.config.rollout
-        return samplings(
+        return sampling_params(
             training_sampling(rollout),
             self.config.data.n_samples,
             seed=self._seed,

@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 from hone.types import Function
@@ -21,12 +22,21 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-_saved: list[Callable[[], str]] = []
-"""Holds the function that describes the saved state of the running program."""
-_launched: list[bool] = []
-"""Has an entry if `launch` started this process."""
-_programs: list[bool] = []
-"""Has an entry while this process runs a command-line program, as opposed to a user's Python program."""
+
+
+@dataclass
+class _Process:
+    """The state of this process."""
+
+    describe_saved: Callable[[], str] | None = None
+    """Returns the sentence about saved state that a stopped program prints."""
+    was_launched: bool = False
+    """Whether `launch` started this process."""
+    programs: int = 0
+    """How many command-line programs run here; 0 in a user's Python program."""
+
+
+_process = _Process()
 
 
 def exit_code(number: int) -> int:
@@ -36,28 +46,28 @@ def exit_code(number: int) -> int:
 
 def set_stop_message(message: Callable[[], str]) -> None:
     """Set the function whose result is printed when the program stops: what is saved, how to resume."""
-    _saved[:] = [message]
+    _process.describe_saved = message
 
 
 def stop_message(reason: str) -> str:
     """Return the last line that a stopped program prints."""
-    saved = _saved[0]() if _saved else ""
+    saved = _process.describe_saved() if _process.describe_saved else ""
     return f"{reason}; {saved}\n" if saved else f"{reason}\n"
 
 
 def mark_as_rank() -> None:
     """Mark this process as a rank, which its launcher kills on a second signal."""
-    _launched[:] = [True]
+    _process.was_launched = True
 
 
 def is_rank() -> bool:
     """Return whether `launch` or torchrun started this process."""
-    return bool(_launched) or "TORCHELASTIC_RUN_ID" in os.environ
+    return _process.was_launched or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_program() -> bool:
     """Return whether this process runs a command-line program, as opposed to a user's Python program."""
-    return bool(_programs)
+    return _process.programs > 0
 
 
 @contextmanager
@@ -94,18 +104,18 @@ class GracefulStop:
     ) -> None:
         self.number: int | None = None
         self._finishing = finishing
-        self._handlers = signal_handler(self._handle)
+        self._stack = ExitStack()
 
     @property
     def requested(self) -> bool:
         return self.number is not None
 
     def __enter__(self) -> GracefulStop:
-        self._handlers.__enter__()
+        self._stack.enter_context(signal_handler(self._handle))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._handlers.__exit__(None, None, None)
+        self._stack.close()
 
     def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Request a stop on every rank if any rank received a signal; every rank calls this."""
@@ -146,13 +156,13 @@ def exit_on_signal() -> Iterator[None]:
                 signal.signal(other, signal.SIG_IGN)  # the launcher forwards the same request
         _raise_exit(number, restore_default=not is_rank())
 
-    _programs.append(True)
+    _process.programs += 1
     try:
         with signal_handler(handle):
-            _saved.clear()
+            _process.describe_saved = None
             yield
     finally:
-        _programs.pop()
+        _process.programs -= 1
 
 
 def _raise_exit(number: int, restore_default: bool = True) -> None:

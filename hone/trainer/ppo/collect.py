@@ -96,8 +96,8 @@ class DynamicSampling:
         if self._config.logs_response_metrics:
             from hone.trainer.ppo.response_metrics import filter_metrics
 
-            submitted = [n for r in self._rounds for n in r.numbers if n <= max(accepted)]
-            generated = self._select_groups([n for n in submitted if n in self._groups])
+            candidates = [n for r in self._rounds for n in r.numbers if n <= max(accepted)]
+            generated = self._select_groups([n for n in candidates if n in self._groups])
             metrics |= filter_metrics(generated, batch, self._config)
         return batch
 
