@@ -337,9 +337,9 @@ class RemoteEngine(RequestEngine):
     async def _wait_for_cancelled(self) -> None:
         """Waits until cancelled requests have ended on their server."""
         deadline = self._loop.time() + _CANCEL_TIMEOUT_S
-        while any(running.request.cancelled for running in self._running.values()):
-            if self._loop.time() > deadline:
-                return
+        while any(running.request.cancelled for running in self._running.values()) and (
+            self._loop.time() <= deadline
+        ):
             await asyncio.sleep(0.001)
 
     async def _sleep(self) -> None:

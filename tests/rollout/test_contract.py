@@ -37,9 +37,9 @@ def test_a_mapping_fills_what_it_leaves_out() -> None:
 
 
 def test_names_of_other_engines_are_understood() -> None:
-    given = {"max_new_tokens": 5, "top_k": 0, "stop": "x", "logprobs": True, "top_p": None}
-    found = Sampling.from_mapping({**given, "repetition_penalty": 1.0}, max_tokens=9, seed=4)
-    assert found == Sampling(5, 1.0, 4, stop=("x",))
+    params = {"max_new_tokens": 5, "top_k": 0, "stop": "x", "logprobs": True, "top_p": None}
+    sampling = Sampling.from_mapping({**params, "repetition_penalty": 1.0}, max_tokens=9, seed=4)
+    assert sampling == Sampling(5, 1.0, 4, stop=("x",))
 
 
 def test_a_request_never_asks_for_more_than_its_limit() -> None:
