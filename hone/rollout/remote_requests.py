@@ -194,7 +194,6 @@ class RemoteEngine(RequestEngine):
         return None if task.cancelled() else task.exception()
 
     async def _stream_tokens(self, request: Request) -> None:
-        """Appends the tokens of one stream until the request ends."""
         await self._not_paused.wait()
         if request.stop_reason is not None:
             return
@@ -337,9 +336,9 @@ class RemoteEngine(RequestEngine):
     async def _wait_for_cancelled(self) -> None:
         """Waits until cancelled requests have ended on their server."""
         deadline = self._loop.time() + _CANCEL_TIMEOUT_S
-        while any(running.request.cancelled for running in self._running.values()) and (
-            self._loop.time() <= deadline
-        ):
+        while any(running.request.cancelled for running in self._running.values()):
+            if self._loop.time() > deadline:
+                return
             await asyncio.sleep(0.001)
 
     async def _sleep(self) -> None:

@@ -17,7 +17,7 @@ from hone.rollout.contract import Sampling
         ({"temperature": 1e-40}, "temperature=1e-40 must be 0"),
         ({"temperature": float("nan")}, "temperature=nan must be 0"),
         ({"temperature": float("inf")}, "temperature=inf must be 0"),
-        ({"max_tokens": 2.5}, "max_tokens=2.5 must be a whole number"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5 must be a 64-bit integer"),
         ({"seed": 2**63}, "seed=9223372036854775808 must be a 64-bit integer"),
         ({"top_k": 2**63}, "top_k=9223372036854775808 must be a 64-bit integer"),
         ({"stop_token_ids": (1, 2**63)}, "stop_token_ids.1.=9223372036854775808"),
