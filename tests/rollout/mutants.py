@@ -315,7 +315,7 @@ class UnknownWeightsAreSkipped(NativeRollout):
         for item in weights:
             with suppress(RolloutError):
                 await super().load([item])
-        self._update._refused = None
+        self._update._load_error = None
 
 
 class HalfAnUpdateIsUsed(NativeRollout):
