@@ -194,7 +194,6 @@ class RemoteEngine(RequestEngine):
         return None if task.cancelled() else task.exception()
 
     async def _stream_tokens(self, request: Request) -> None:
-        """Appends the tokens of one stream until the request ends."""
         await self._not_paused.wait()
         if request.stop_reason is not None:
             return

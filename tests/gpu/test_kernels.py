@@ -262,14 +262,14 @@ def test_rows_beside_a_cut_are_drawn_as_without_it(vocabulary: int) -> None:
     logits = torch.randn(32, vocabulary, device=DEVICE) * 3
     logits[:, 0] = -9.0  # what nobody draws stands where nothing was written
     asked = [Sampling(5, 1.0, i, **({"top_k": 1} if i % 4 == 0 else {})) for i in range(32)]
-    cut = TruncatedSampling.of(asked, DEVICE, exact=False)
-    assert cut is not None
-    cut.draw(logits, mixed, sampling_triton, 16)
+    truncated = TruncatedSampling.of(asked, DEVICE, exact=False)
+    assert truncated is not None
+    truncated.sample(logits, mixed, sampling_triton, 16)
     sampling_triton.sample(logits, alone, 16)
-    plain = ~cut.mask
+    plain = ~truncated.mask
     assert torch.equal(mixed.state[:, plain], alone.state[:, plain])
     assert torch.equal(mixed.tokens_out[plain], alone.tokens_out[plain])
     assert torch.equal(mixed.log_probs_out[plain], alone.log_probs_out[plain])
-    best = logits.argmax(1)[cut.at].int()
-    written = (mixed.tokens_out[cut.at] == best[:, None]).any(1)
-    assert torch.equal(written, was_running[cut.at])
+    best = logits.argmax(1)[truncated.indices].int()
+    written = (mixed.tokens_out[truncated.indices] == best[:, None]).any(1)
+    assert torch.equal(written, was_running[truncated.indices])

@@ -46,7 +46,7 @@ def broken(place: Place, nth: int, error: BaseException) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-async def asked(engine: RolloutEngine, name: str) -> Answers:
+async def generate_all(engine: RolloutEngine, name: str) -> Answers:
     """Five requests at once, more than the engine has slots for."""
     jobs = [engine.generate(p, FEW, f"{name}{i}") for i, p in enumerate(PROMPTS)]
     return list(await asyncio.gather(*jobs, return_exceptions=True))
@@ -94,7 +94,7 @@ def check(
             with factory.engine(model, max_num_seqs=2, driven=driven) as engine:
                 with broken(factory.phases(engine)[name], nth, Boom("boom")):
                     ended_with_cause(ask_all(engine), where, first=nth == 1)
-                    work = asked(engine, "later")
+                    work = generate_all(engine, "later")
                     later = play(work) if driven else drive(engine, work)
                     ended_with_cause(later, f"{where}, afterwards", first=True)
 
@@ -104,7 +104,9 @@ def an_error_in_any_phase_reaches_every_waiter(factory: Factory) -> None:
     """Of several event loops, however far their requests have come."""
     check(
         factory,
-        lambda engine: together(lambda: play(asked(engine, "a")), lambda: play(asked(engine, "b"))),
+        lambda engine: together(
+            lambda: play(generate_all(engine, "a")), lambda: play(generate_all(engine, "b"))
+        ),
     )
 
 
@@ -120,13 +122,13 @@ def an_error_in_any_phase_reaches_the_loops_of_the_driving_thread(factory: Facto
                 await asyncio.sleep(0.001)
 
         def driver() -> Answers:
-            answers = run_beside(engine, asked(engine, "a"))
+            answers = run_beside(engine, generate_all(engine, "a"))
             run_beside(engine, end_of_the_other())
             return answers
 
         def other() -> Answers:
             try:
-                return play(asked(engine, "b"))
+                return play(generate_all(engine, "b"))
             finally:
                 ended.set()
 
@@ -141,7 +143,7 @@ def no_memory_for_a_prompt_reaches_every_waiter(factory: Factory) -> None:
     with factory.engine(policy(), max_num_seqs=2, driven=False) as engine:
         phases = factory.phases(engine)
         with broken(phases.get("prefill") or phases["forward"], 1, error):
-            answers = together(lambda: run_beside(engine, asked(engine, "a")))
+            answers = together(lambda: run_beside(engine, generate_all(engine, "a")))
     ended_with_cause(answers, "prefill", first=True)
     assert all(isinstance(a, RolloutError) and a.__cause__ is error for a in answers)
 
@@ -167,7 +169,7 @@ def requests_beside_a_driving_thread_that_leaves_wait_for_the_next(factory: Fact
 
         def driver() -> Answers:
             answers = run_beside(engine, first())
-            return answers + run_beside(engine, asked(engine, "third"))
+            return answers + run_beside(engine, generate_all(engine, "third"))
 
         def beside() -> Answers:
             running.wait(engine_contract.DEADLINE_S)

@@ -57,14 +57,14 @@ class DrawsAtHalfTheTemperature(NativeCore):
 class DrawsDependOnTheBatch(NativeCore):
     def _sample(self, logits: Tensor) -> None:
         self._sampling = None
-        asked = [r.sampling for r in self._running]
+        original = [r.sampling for r in self._running]
         for request in self._running:
             request.sampling = replace(
                 request.sampling, seed=request.sampling.seed + len(self._running)
             )
         requests = list(self._running)
         super()._sample(logits)
-        for request, sampling in zip(requests, asked, strict=True):
+        for request, sampling in zip(requests, original, strict=True):
             request.sampling = sampling
 
 
@@ -99,9 +99,9 @@ class StopStringsWithinOneTokenOnly(NativeCore):
         requests = list(self._running)
         super()._sample(logits)
         for request in requests:
-            said = self.rules.tokenizer.decode(request.token_ids[-1:])
+            text = self.rules.tokenizer.decode(request.token_ids[-1:])
             reason, stops = request.stop_reason, request.sampling.stop
-            if reason is StopReason.STOP and stops and not any(s in said for s in stops):
+            if reason is StopReason.STOP and stops and not any(s in text for s in stops):
                 request.stop_reason = None
 
 
@@ -136,8 +136,8 @@ class _Altered(NativeRollout):
     async def generate(
         self, prompt_ids: Any, sampling: Sampling, request_id: str, **options: Any
     ) -> TokenOutput:
-        wanted = self.request(sampling)
-        out = await super().generate(prompt_ids, wanted, request_id, **options)
+        expected = self.request(sampling)
+        out = await super().generate(prompt_ids, expected, request_id, **options)
         return self.answer(list(prompt_ids), out)
 
 
@@ -315,7 +315,7 @@ class UnknownWeightsAreSkipped(NativeRollout):
         for item in weights:
             with suppress(RolloutError):
                 await super().load([item])
-        self._update._refused = None
+        self._update._load_error = None
 
 
 class HalfAnUpdateIsUsed(NativeRollout):

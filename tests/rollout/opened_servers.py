@@ -19,7 +19,7 @@ SHORT = Sampling(max_tokens=24, temperature=1.0, seed=1, ignore_eos=True)
 
 
 @asynccontextmanager
-async def opened(
+async def open_engine(
     servers: list[ContractServer], count: int = 1, *, call_timeout_s: float = 30.0, **options: Any
 ) -> AsyncIterator[ServerRollout]:
     traits = {k: options.pop(k) for k in ("deterministic", "incremental") if k in options}

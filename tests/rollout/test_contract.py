@@ -17,7 +17,7 @@ from hone.rollout.contract import Sampling
         ({"temperature": 1e-40}, "temperature=1e-40 must be 0"),
         ({"temperature": float("nan")}, "temperature=nan must be 0"),
         ({"temperature": float("inf")}, "temperature=inf must be 0"),
-        ({"max_tokens": 2.5}, "max_tokens=2.5 must be a whole number"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5 must be a 64-bit integer"),
         ({"seed": 2**63}, "seed=9223372036854775808 must be a 64-bit integer"),
         ({"top_k": 2**63}, "top_k=9223372036854775808 must be a 64-bit integer"),
         ({"stop_token_ids": (1, 2**63)}, "stop_token_ids.1.=9223372036854775808"),
@@ -37,9 +37,9 @@ def test_a_mapping_fills_what_it_leaves_out() -> None:
 
 
 def test_names_of_other_engines_are_understood() -> None:
-    given = {"max_new_tokens": 5, "top_k": 0, "stop": "x", "logprobs": True, "top_p": None}
-    found = Sampling.from_mapping({**given, "repetition_penalty": 1.0}, max_tokens=9, seed=4)
-    assert found == Sampling(5, 1.0, 4, stop=("x",))
+    params = {"max_new_tokens": 5, "top_k": 0, "stop": "x", "logprobs": True, "top_p": None}
+    sampling = Sampling.from_mapping({**params, "repetition_penalty": 1.0}, max_tokens=9, seed=4)
+    assert sampling == Sampling(5, 1.0, 4, stop=("x",))
 
 
 def test_a_request_never_asks_for_more_than_its_limit() -> None:

@@ -17,14 +17,14 @@ from hone.rollout.sglang_server import SGLangServer
 
 from .contract_server import ContractServer
 from .models import policy
-from .opened_servers import PROMPT, SHORT, opened
+from .opened_servers import PROMPT, SHORT, open_engine
 
 
 def test_a_server_that_does_not_return_is_reported_at_the_deadline(
     servers: list[ContractServer],
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers, call_timeout_s=0.3) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, call_timeout_s=0.3) as engine:
             for server in engine._servers:
                 server.timeouts = type(server.timeouts)(start_timeout_s=0.5, call_timeout_s=0.3)
             servers[0].die()
@@ -32,30 +32,30 @@ def test_a_server_that_does_not_return_is_reported_at_the_deadline(
                 await engine.generate(PROMPT, SHORT, "lost")
             servers[0].dead = False
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_a_server_that_is_not_healthy_yet_is_waited_for(servers: list[ContractServer]) -> None:
     servers.append(ContractServer(policy()))
     servers[0].faults["unhealthy"] = 2
 
-    async def asked() -> None:
+    async def scenario() -> None:
         server = SGLangServer(servers[0].url, Timeouts(30.0, 5.0))
         await server.wait_until_healthy()
         await server.close()
         assert servers[0].calls == ["/health"] * 3
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_a_healthy_server_that_cannot_generate_is_reported(servers: list[ContractServer]) -> None:
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             servers[0].faults["500 at the start"] = 10**6
             with pytest.raises(RolloutError, match=r"broke off 4 times.*500 to /generate"):
                 await engine.generate(PROMPT, SHORT, "health lies")
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_the_api_key_comes_from_the_environment_and_is_never_shown(
@@ -67,7 +67,7 @@ def test_the_api_key_comes_from_the_environment_and_is_never_shown(
     servers.append(ContractServer(policy(), api_key="s3cret"))
     monkeypatch.setenv("TEST_KEY", "s3cret")
 
-    async def asked(variable: str) -> None:
+    async def scenario(variable: str) -> None:
         url = servers[0].url.replace("http://", "http://user:pass@")
         server = SGLangServer(url, Timeouts(5.0, 5.0), api_key_env=variable)
         try:
@@ -77,13 +77,13 @@ def test_the_api_key_comes_from_the_environment_and_is_never_shown(
         finally:
             await server.close()
 
-    asyncio.run(asked("TEST_KEY"))
+    asyncio.run(scenario("TEST_KEY"))
     monkeypatch.setenv("WRONG", "other")
     with pytest.raises(RolloutError, match="401") as caught:
-        asyncio.run(asked("WRONG"))
+        asyncio.run(scenario("WRONG"))
     assert "other" not in str(caught.value)
     with pytest.raises(RolloutError, match="MISSING: this environment variable is not set"):
-        asyncio.run(asked("MISSING"))
+        asyncio.run(scenario("MISSING"))
 
 
 @pytest.mark.parametrize("mode", ["raw", "truncated", "ours"])
@@ -103,8 +103,8 @@ def test_two_requests_show_what_the_log_probs_mean(
 
     monkeypatch.setattr(SGLangServer, "sample_one_token", changed)
 
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             warm, cut = Sampling(1, 0.7, 0), Sampling(1, 1.0, 0, top_k=2)
             engine.refuse_training(Sampling(1, 1.0, 0))
             for sampling, wrong, words in (
@@ -117,7 +117,7 @@ def test_two_requests_show_what_the_log_probs_mean(
                 else:
                     engine.refuse_training(sampling)
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 class Showing(SGLangServer):
@@ -178,7 +178,7 @@ def test_a_server_of_another_kind_is_named(servers: list[ContractServer]) -> Non
 def test_a_cancellation_is_never_lost_to_an_answer_that_comes_at_the_same_time() -> None:
     from hone.rollout.http_server import _wait_for
 
-    async def asked() -> None:
+    async def scenario() -> None:
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         async def read() -> int:
@@ -192,4 +192,4 @@ def test_a_cancellation_is_never_lost_to_an_answer_that_comes_at_the_same_time()
         with pytest.raises(asyncio.CancelledError):
             await job
 
-    asyncio.run(asked())
+    asyncio.run(scenario())

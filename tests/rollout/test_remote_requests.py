@@ -43,7 +43,7 @@ class Counting(RemoteEngine):
         self.recovered += 1
 
 
-def said(engine: RemoteEngine, sampling: Sampling = FIVE, **options: Any) -> TokenOutput:
+def generate(engine: RemoteEngine, sampling: Sampling = FIVE, **options: Any) -> TokenOutput:
     async def asked() -> TokenOutput:
         try:
             return await engine.generate([1, 2, 3], sampling, "one", **options)
@@ -56,7 +56,7 @@ def said(engine: RemoteEngine, sampling: Sampling = FIVE, **options: Any) -> Tok
 def test_a_broken_stream_is_issued_again_with_its_tokens_in_the_prompt() -> None:
     engine = Counting((2, ConnectionLost("reset")), (1, ConnectionLost("reset again")))
     deltas: list[int] = []
-    out = said(engine, on_tokens=lambda delta: deltas.extend(delta.token_ids))
+    out = generate(engine, on_tokens=lambda delta: deltas.extend(delta.token_ids))
     assert out.token_ids == deltas == [3, 4, 5, 6, 7]
     assert out.stop_reason is StopReason.LENGTH
     assert engine.asked == [(3, 5, 7), (5, 3, 7), (6, 2, 7)]
@@ -66,19 +66,19 @@ def test_a_broken_stream_is_issued_again_with_its_tokens_in_the_prompt() -> None
 def test_a_continuation_gets_a_seed_of_its_own_where_draws_are_not_positional() -> None:
     engine = Counting((2, ConnectionLost("reset")))
     engine.traits = Traits(decodes_with_module=False, positional=False)
-    said(engine)
+    generate(engine)
     assert engine.asked == [(3, 5, 7), (5, 3, fold_seed(7, 2))]
 
 
 def test_a_request_whose_streams_always_break_fails_with_the_last_reason() -> None:
     engine = Counting(*[(0, ConnectionLost("reset"))] * 9)
     with pytest.raises(RolloutError, match=r"request one: its stream broke off 4 times.*reset"):
-        said(engine)
+        generate(engine)
     assert len(engine.asked) == 4
 
 
 def test_a_stream_that_ends_without_a_reason_is_continued() -> None:
-    assert said(Counting((2, None))).token_ids == [3, 4, 5, 6, 7]
+    assert generate(Counting((2, None))).token_ids == [3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_nonsense_fails_its_request_in_one_sentence(chunk: Chunk, words: str) ->
             yield chunk
 
     with pytest.raises(RolloutError, match=words) as caught:
-        said(Wrong())
+        generate(Wrong())
     assert "request one" in str(caught.value)
 
 
@@ -114,7 +114,7 @@ def test_tokens_after_the_end_are_dropped() -> None:
         ) -> AsyncGenerator[Chunk, None]:
             yield Chunk([4, 5, 6, 7, 8, 9, 10], [-0.5] * 7)
 
-    assert said(Talks()).token_ids == [4, 5, 6, 7, 8]
+    assert generate(Talks()).token_ids == [4, 5, 6, 7, 8]
 
 
 def test_a_refused_commit_needs_a_new_update() -> None:
@@ -208,7 +208,7 @@ def test_an_abort_between_a_loss_and_its_recovery_waits_for_no_recovery() -> Non
             raise ConnectionLost("reset")
 
     engine = Lost()
-    out = said(engine)
+    out = generate(engine)
     assert out.stop_reason is StopReason.ABORT
     assert out.token_ids == [5]
     assert engine.recovered == 0

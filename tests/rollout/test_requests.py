@@ -19,7 +19,7 @@ class ByteTokenizer:
         return bytes(ids).decode(errors="replace")
 
 
-def said(tokens: list[int], **options: Any) -> Request:
+def request_with(tokens: list[int], **options: Any) -> Request:
     sampling = Sampling(**{"max_tokens": 100, "temperature": 1.0, "seed": 0, **options})
     return Request([1], sampling, "r", token_ids=tokens)
 
@@ -28,16 +28,19 @@ def test_a_stop_string_of_many_bytes_is_found() -> None:
     rules = RequestRules(frozenset(), ByteTokenizer())
     stop = "答案是四十二吗"
     tokens = list(("so " + stop).encode())
-    assert rules.stop_reason(said(tokens, stop=(stop,))) is StopReason.STOP
-    assert rules.stop_reason(said(tokens[:-1], stop=(stop,))) is None
+    assert rules.stop_reason(request_with(tokens, stop=(stop,))) is StopReason.STOP
+    assert rules.stop_reason(request_with(tokens[:-1], stop=(stop,))) is None
 
 
 def test_the_end_token_counts_before_the_length() -> None:
     rules = RequestRules(frozenset({EOS}), TOKENIZER)
-    assert rules.stop_reason(said([5, EOS], max_tokens=2)) is StopReason.STOP
-    assert rules.stop_reason(said([5, EOS], max_tokens=2, ignore_eos=True)) is StopReason.LENGTH
+    assert rules.stop_reason(request_with([5, EOS], max_tokens=2)) is StopReason.STOP
+    assert (
+        rules.stop_reason(request_with([5, EOS], max_tokens=2, ignore_eos=True))
+        is StopReason.LENGTH
+    )
 
 
 def test_stop_strings_need_a_tokenizer() -> None:
     with pytest.raises(RolloutError, match="built without one"):
-        RequestRules(frozenset()).check(said([], stop=("x",)))
+        RequestRules(frozenset()).check(request_with([], stop=("x",)))

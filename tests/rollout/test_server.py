@@ -13,7 +13,7 @@ from hone.rollout.sglang_server import SGLangServer
 
 from .contract_server import ContractServer
 from .models import policy, prompts, trainer_log_probs
-from .opened_servers import PROMPT, SHORT, opened, updated
+from .opened_servers import PROMPT, SHORT, open_engine, updated
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_a_refused_update_leaves_no_doubt(
 ) -> None:
     """The version stays, no token is drawn from half an update, and the next update is taken."""
 
-    async def asked() -> None:
-        async with opened(servers, direct=direct) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, direct=direct) as engine:
             servers[0].faults[fault] = 1
             with pytest.raises(RolloutError, match=words):
                 await updated(engine, 1)
@@ -44,26 +44,26 @@ def test_a_refused_update_leaves_no_doubt(
             expected = trainer_log_probs(policy(seed=1), PROMPT, out.token_ids, 1.0)
             assert out.log_probs == pytest.approx(expected, abs=1e-4)
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_a_refused_flush_fails_the_update(servers: list[ContractServer]) -> None:
     """Otherwise tokens would attend to keys of the old weights."""
 
-    async def asked() -> None:
-        async with opened(servers, direct=True) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, direct=True) as engine:
             servers[0].faults["flush is refused"] = 1
             with pytest.raises(RolloutError, match=r"flush_cache.* answered 400"):
                 await updated(engine, 1)
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_an_old_version_in_an_answer_is_repaired_or_reported(
     servers: list[ContractServer],
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             await updated(engine, 1)
             servers[0].faults["version is old"] = 1
             out = await engine.generate(PROMPT, SHORT, "once")
@@ -73,15 +73,15 @@ def test_an_old_version_in_an_answer_is_repaired_or_reported(
             with pytest.raises(RolloutError, match="has weights 'default' instead of"):
                 await engine.generate(PROMPT, SHORT, "always")
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["disk", "tensor"])
 def test_a_server_that_dies_and_returns_gets_its_weights_again(
     direct: bool, servers: list[ContractServer]
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers, direct=direct) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, direct=direct) as engine:
             await updated(engine, 1)
             long = Sampling(max_tokens=150, temperature=1.0, seed=1, ignore_eos=True)
             whole = await engine.generate(PROMPT, long, "whole")
@@ -100,14 +100,14 @@ def test_a_server_that_dies_and_returns_gets_its_weights_again(
             assert out.log_probs == pytest.approx(whole.log_probs, abs=1e-4)
             assert out.versions == [1] * 150
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_a_server_that_dies_in_an_update_is_updated_when_it_returns(
     servers: list[ContractServer],
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             servers[0].faults["dies in an update"] = 1
             update = asyncio.create_task(updated(engine, 1))
             while not servers[0].dead:
@@ -118,14 +118,14 @@ def test_a_server_that_dies_in_an_update_is_updated_when_it_returns(
             expected = trainer_log_probs(policy(seed=1), PROMPT, out.token_ids, 1.0)
             assert out.log_probs == pytest.approx(expected, abs=1e-4)
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_requests_of_a_prefix_and_a_trajectory_stay_on_one_server(
     servers: list[ContractServer],
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers, 2) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, 2) as engine:
             for group in prompts(4, 6, 9, seed=12):
                 jobs = (engine.generate(group, SHORT, f"{group}-{i}") for i in range(4))
                 await asyncio.gather(*jobs)
@@ -144,12 +144,12 @@ def test_requests_of_a_prefix_and_a_trajectory_stay_on_one_server(
             shares = [len(s.bodies) - b for s, b in zip(servers, before, strict=True)]
             assert min(shares) >= 8, "the load is not spread"
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_the_requests_of_a_lost_server_go_to_another(servers: list[ContractServer]) -> None:
-    async def asked() -> None:
-        async with opened(servers, 2) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, 2) as engine:
             await updated(engine, 1)
             servers[0].die()
             jobs = [engine.generate(p, SHORT, f"{i}") for i, p in enumerate(prompts(8, 5, 9))]
@@ -159,12 +159,12 @@ def test_the_requests_of_a_lost_server_go_to_another(servers: list[ContractServe
             await updated(engine, 2, seed=0)
             assert servers[0].version == servers[1].version
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_sleep_frees_the_weights_and_waking_restores_them(servers: list[ContractServer]) -> None:
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             await engine.sleep()
             assert not servers[0].released, "its restart could not be noticed"
             await engine.wake_up()
@@ -183,7 +183,7 @@ def test_sleep_frees_the_weights_and_waking_restores_them(servers: list[Contract
             expected = trainer_log_probs(policy(), PROMPT, out.token_ids, 1.0)
             assert out.log_probs == pytest.approx(expected, abs=1e-4)
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("verb", ["generate", "update"])
@@ -193,8 +193,8 @@ def test_a_server_that_restarted_asleep_is_not_asked_for_memory_that_it_has(
 ) -> None:
     """SGLang ends if it is to resume memory that it has not released."""
 
-    async def asked() -> None:
-        async with opened(servers, 2) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, 2) as engine:
             await updated(engine, 1)
             await engine.sleep()
             servers[0].die()
@@ -213,14 +213,14 @@ def test_a_server_that_restarted_asleep_is_not_asked_for_memory_that_it_has(
             assert not any(server.dead or server.released for server in servers)
             assert servers[0].version == servers[1].version
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_a_server_lost_while_its_weights_come_back_gets_them_once_more(
     servers: list[ContractServer],
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             await updated(engine, 1)
             before = await engine.generate(PROMPT, SHORT, "before")
             await engine.sleep()
@@ -233,7 +233,7 @@ def test_a_server_lost_while_its_weights_come_back_gets_them_once_more(
             after = await engine.generate(PROMPT, SHORT, "after")
             assert after.token_ids == before.token_ids
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_sleep_waits_until_a_server_is_idle_and_leaves_a_busy_one_its_memory(
@@ -242,8 +242,8 @@ def test_sleep_waits_until_a_server_is_idle_and_leaves_a_busy_one_its_memory(
     """SGLang ends if memory is released while a request runs, and an abort takes effect later."""
     monkeypatch.setattr("hone.rollout.sglang_server._IDLE_TIMEOUT_S", 0.5)
 
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             await updated(engine, 1)
             servers[0].abort_s = 0.2
             await engine.generate(PROMPT, SHORT, "stops late")
@@ -256,12 +256,12 @@ def test_sleep_waits_until_a_server_is_idle_and_leaves_a_busy_one_its_memory(
             assert not servers[0].dead
             await engine.generate(PROMPT, SHORT, "awake")
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_servers_without_a_memory_saver_keep_their_memory(servers: list[ContractServer]) -> None:
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             await updated(engine, 1)
             engine._servers[0].can_release_memory = False
             before = len(servers[0].calls)
@@ -270,7 +270,7 @@ def test_servers_without_a_memory_saver_keep_their_memory(servers: list[Contract
             assert len(servers[0].calls) == before
             await engine.generate(PROMPT, SHORT, "awake")
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_a_commit_without_load_after_sleep_brings_the_weights_back(
@@ -278,8 +278,8 @@ def test_a_commit_without_load_after_sleep_brings_the_weights_back(
 ) -> None:
     """Released memory comes back without values, and no version string tells."""
 
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             await updated(engine, 1)
             before = await engine.generate(PROMPT, SHORT, "before")
             await engine.sleep()
@@ -290,14 +290,14 @@ def test_a_commit_without_load_after_sleep_brings_the_weights_back(
             assert after.token_ids == before.token_ids
             assert after.versions == [2] * SHORT.max_tokens
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_a_request_to_sleeping_servers_wakes_them_and_one_that_runs_refuses_sleep(
     servers: list[ContractServer],
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers, 2) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, 2) as engine:
             await updated(engine, 1)
             before = await engine.generate(PROMPT, SHORT, "before")
             await engine.sleep()
@@ -316,7 +316,7 @@ def test_a_request_to_sleeping_servers_wakes_them_and_one_that_runs_refuses_slee
             await engine.abort()
             await job
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("ending", ["abort", "close"])
@@ -326,8 +326,8 @@ def test_no_request_that_waits_for_a_lost_server_outlives_an_abort_or_a_close(
 ) -> None:
     """Each ends within the limit of a call, not within that of the server's return."""
 
-    async def asked() -> None:
-        async with opened(servers, call_timeout_s=0.3, start_timeout_s=3600.0) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, call_timeout_s=0.3, start_timeout_s=3600.0) as engine:
             some = asyncio.Event()
             long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
             job = asyncio.create_task(
@@ -346,15 +346,15 @@ def test_no_request_that_waits_for_a_lost_server_outlives_an_abort_or_a_close(
             await asyncio.wait_for(engine.close(), 30)
             servers[0].hung = servers[0].dead = False
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("verb", ["pause", "begin_update", "commit"])
 def test_closing_ends_a_call_that_waits_for_a_lost_server(
     verb: str, servers: list[ContractServer]
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers, call_timeout_s=0.3, start_timeout_s=3600.0) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, call_timeout_s=0.3, start_timeout_s=3600.0) as engine:
             if verb == "commit":
                 await engine.begin_update()
                 await engine.load(policy(seed=1).lm.named_parameters())
@@ -374,25 +374,25 @@ def test_closing_ends_a_call_that_waits_for_a_lost_server(
                 await asyncio.wait_for(call, 30)
             servers[0].dead = False
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_an_incomplete_update_is_refused(servers: list[ContractServer]) -> None:
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             await engine.begin_update()
             await engine.load(list(copy.deepcopy(policy()).lm.named_parameters())[1:])
             with pytest.raises(RolloutError, match="lacks"):
                 await engine.commit(1)
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_no_server_stays_paused_after_a_run(servers: list[ContractServer]) -> None:
     """Neither after one that closes while it is paused, nor for the next after one that was killed."""
 
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             await engine.pause()
             assert servers[0].paused == "retract"
         assert servers[0].paused == ""
@@ -403,4 +403,4 @@ def test_no_server_stays_paused_after_a_run(servers: list[ContractServer]) -> No
         assert servers[0].paused == ""
         await server.close()
 
-    asyncio.run(asked())
+    asyncio.run(scenario())

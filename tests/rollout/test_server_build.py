@@ -77,7 +77,7 @@ def test_the_experts_of_a_mixture_reach_sglang_by_the_names_of_a_checkpoint(
     config = replace(load_config(rollout).actor_rollout_ref.rollout, name="sglang")
     engine = build_rollout(replace(spec_of("hf"), config=config, model_path=str(tmp_path)))
 
-    async def asked() -> None:
+    async def scenario() -> None:
         await engine.begin_update()
         await engine.load(new.named_parameters())
         await engine.commit(1)
@@ -86,7 +86,7 @@ def test_the_experts_of_a_mixture_reach_sglang_by_the_names_of_a_checkpoint(
         assert out.log_probs == pytest.approx(expected, abs=1e-4)
         await engine.close()
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
     for name, value in new.named_parameters():
         assert torch.equal(old.get_parameter(name), value), name
 
@@ -137,7 +137,7 @@ def test_an_adapter_is_published_alone_and_given_again_to_a_server_that_restarts
     engine = lora_engine(adapted, tmp_path, servers[0])
     assert engine.traits.adapters
 
-    async def asked() -> None:
+    async def scenario() -> None:
         for version in (1, 2):
             changed(adapted)
             await engine.begin_update()
@@ -156,7 +156,7 @@ def test_an_adapter_is_published_alone_and_given_again_to_a_server_that_restarts
         await engine.close()
         assert not servers[0].adapters
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
     assert "/update_weights_from_disk" not in servers[0].calls
     following = lora_engine(adapted, tmp_path, servers[0])
     assert following.traits.adapters, "its base is that of the files"
@@ -207,13 +207,13 @@ def test_an_adapter_to_generate_with_is_merged_into_the_servers_weights(
     )
     engine = build_rollout(spec)
 
-    async def asked() -> None:
+    async def scenario() -> None:
         out = await engine.generate(PROMPT, SHORT, "adapted")
         expected = trainer_log_probs(PolicyModel(adapted), PROMPT, out.token_ids, 1.0)
         assert out.log_probs == pytest.approx(expected, abs=1e-4)
         await engine.close()
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_sglang_stays_where_servers_run_and_is_native_where_nothing_does(

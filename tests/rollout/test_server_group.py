@@ -22,7 +22,7 @@ def test_broadcast_weights_are_those_of_the_next_token(fake: Path) -> None:
     """Two updates, so that the second group is another one."""
     engine: Any = build_rollout(spec(fake, "server.weights=distributed"))
 
-    async def asked() -> None:
+    async def scenario() -> None:
         for version, seed in ((1, 1), (2, 0)):
             await updated(engine, version, seed)
             out = await engine.generate(PROMPT, SHORT, "new")
@@ -32,4 +32,4 @@ def test_broadcast_weights_are_those_of_the_next_token(fake: Path) -> None:
         assert not engine._stale, "the copy was loaded instead"
         await engine.close()
 
-    asyncio.run(asked())
+    asyncio.run(scenario())

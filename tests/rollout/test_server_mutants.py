@@ -22,7 +22,7 @@ _ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses
 STREAM = SGLangServer.stream
 
 
-def asked_with(**changes: Any) -> Callable[..., AsyncGenerator[Chunk, None]]:
+def stream_with(**changes: Any) -> Callable[..., AsyncGenerator[Chunk, None]]:
     """A stream with other sampling parameters than those of the request."""
     return lambda self, request, sampling: STREAM(self, request, replace(sampling, **changes))
 
@@ -33,7 +33,7 @@ def without_tokens(
     return STREAM(self, replace(request, token_ids=[]), sampling)
 
 
-def stamped_late(self: RemoteEngine, request: Request, chunk: Chunk) -> None:
+def append_with_next_version(self: RemoteEngine, request: Request, chunk: Chunk) -> None:
     APPEND(self, request, chunk)
     request.versions[-1] += 1
 
@@ -44,11 +44,11 @@ async def pause_without_hold(self: RemoteEngine, keep: bool) -> None:
     self._not_paused.set()
 
 
-async def ends_nothing(self: RemoteEngine, request_ids: Any, *, include_deferred: bool) -> None:
+async def abort_nothing(self: RemoteEngine, request_ids: Any, *, include_deferred: bool) -> None:
     """Every request goes on."""
 
 
-async def never_published(self: ServerRollout, server: Any, expected: str) -> None:
+async def publish_nothing(self: ServerRollout, server: Any, expected: str) -> None:
     """The folder is written, and never loaded."""
 
 
@@ -57,27 +57,32 @@ MUTANTS: list[tuple[type, str, Any, str]] = [
     (
         SGLangServer,
         "stream",
-        asked_with(seed=0),
+        stream_with(seed=0),
         "different seeds differ and the same seed repeats",
     ),
-    (SGLangServer, "stream", asked_with(top_k=-1), "top k keeps the k likeliest"),
+    (SGLangServer, "stream", stream_with(top_k=-1), "top k keeps the k likeliest"),
     (
         SGLangServer,
         "stream",
-        asked_with(min_p=0.0),
+        stream_with(min_p=0.0),
         "min p keeps what is likely beside the likeliest",
     ),
     (SGLangServer, "stream", without_tokens, "pause with keep goes on where it stood"),
-    (RemoteEngine, "_append", stamped_late, "every token carries the version it was drawn with"),
+    (
+        RemoteEngine,
+        "_append",
+        append_with_next_version,
+        "every token carries the version it was drawn with",
+    ),
     (RemoteEngine, "_pause", pause_without_hold, "pause ends what runs and holds what comes"),
-    (ServerRollout, "_publish", never_published, "new weights are used from the next token"),
+    (ServerRollout, "_publish", publish_nothing, "new weights are used from the next token"),
     (
         ServerRollout,
         "_check_names",
         lambda self, weights: weights,
         "weights with unknown names are refused",
     ),
-    (RemoteEngine, "_abort", ends_nothing, "abort ends the named requests alone"),
+    (RemoteEngine, "_abort", abort_nothing, "abort ends the named requests alone"),
 ]
 
 

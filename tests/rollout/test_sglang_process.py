@@ -114,7 +114,7 @@ def test_a_server_that_is_killed_is_restarted_with_the_current_weights(fake: Pat
     (server,) = engine._servers
     assert isinstance(server, LaunchedSGLang)
 
-    async def asked() -> None:
+    async def scenario() -> None:
         await updated(engine, 1)
         long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
         some, first = asyncio.Event(), server.pid
@@ -132,7 +132,7 @@ def test_a_server_that_is_killed_is_restarted_with_the_current_weights(fake: Pat
         await engine.close()
         assert _until_ended(last)
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 @pytest.mark.slow

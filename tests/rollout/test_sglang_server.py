@@ -12,7 +12,7 @@ from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutpu
 
 from .contract_server import ContractServer
 from .models import policy, trainer_log_probs
-from .opened_servers import PROMPT, SHORT, opened
+from .opened_servers import PROMPT, SHORT, open_engine
 
 HANDLED = [
     "500 at the start",
@@ -44,10 +44,10 @@ REPORTED = {
 def test_a_fault_of_the_connection_loses_no_token(
     fault: str, servers: list[ContractServer]
 ) -> None:
-    async def asked() -> tuple[TokenOutput, TokenOutput, list[int]]:
+    async def scenario() -> tuple[TokenOutput, TokenOutput, list[int]]:
         # A request that waits for its first token has the limit of a start.
         late = fault == "the first token comes too late"
-        async with opened(
+        async with open_engine(
             servers, call_timeout_s=0.4, start_timeout_s=4.0 if late else 30.0
         ) as engine:
             whole = await engine.generate(PROMPT, SHORT, "whole")
@@ -59,7 +59,7 @@ def test_a_fault_of_the_connection_loses_no_token(
             assert servers[0].faults[fault] == 0, "the fault did not happen"
             return whole, again, streamed
 
-    whole, again, streamed = asyncio.run(asked())
+    whole, again, streamed = asyncio.run(scenario())
     assert again.token_ids == streamed == whole.token_ids
     assert again.log_probs == pytest.approx(whole.log_probs, abs=1e-4)
     assert again.stop_reason is StopReason.LENGTH
@@ -68,8 +68,8 @@ def test_a_fault_of_the_connection_loses_no_token(
 def test_a_request_ends_although_the_server_ignores_its_abort(
     servers: list[ContractServer],
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             some = asyncio.Event()
             long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
             job = asyncio.create_task(
@@ -83,7 +83,7 @@ def test_a_request_ends_although_the_server_ignores_its_abort(
             assert servers[0].faults["abort is ignored"] == 0
             assert len(await engine.generate(PROMPT, SHORT, "after")) == SHORT.max_tokens
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_every_fault_of_the_contract_server_is_tried() -> None:
@@ -102,32 +102,32 @@ def test_every_fault_of_the_contract_server_is_tried() -> None:
 def test_a_false_event_fails_its_request_in_one_sentence(
     fault: str, words: str, servers: list[ContractServer]
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             servers[0].faults[fault] = 1
             with pytest.raises(RolloutError, match=words):
                 await engine.generate(PROMPT, SHORT, "wrong")
             assert servers[0].faults[fault] == 0
             assert len(await engine.generate(PROMPT, SHORT, "after")) == SHORT.max_tokens
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_tokens_after_the_end_are_dropped(servers: list[ContractServer]) -> None:
-    async def asked() -> None:
-        async with opened(servers) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
             servers[0].faults["tokens come after the end"] = 100
             four = Sampling(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
             out = await engine.generate(PROMPT, four, "four")
             assert len(out) == 4
             assert out.stop_reason is StopReason.LENGTH
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_events_with_all_tokens_so_far_are_understood(servers: list[ContractServer]) -> None:
-    async def asked() -> None:
-        async with opened(servers, incremental=False) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, incremental=False) as engine:
             out = await engine.generate(PROMPT, SHORT, "all so far")
             assert len(out) == SHORT.max_tokens
             expected = trainer_log_probs(policy(), PROMPT, out.token_ids, 1.0)
@@ -136,17 +136,17 @@ def test_events_with_all_tokens_so_far_are_understood(servers: list[ContractServ
             with pytest.raises(RolloutError, match="changed tokens that it had sent"):
                 await engine.generate(PROMPT, SHORT, "changes")
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 def test_without_deterministic_inference_the_weaker_law_is_a_trait(
     servers: list[ContractServer],
 ) -> None:
-    async def asked() -> None:
-        async with opened(servers, deterministic=False) as engine:
+    async def scenario() -> None:
+        async with open_engine(servers, deterministic=False) as engine:
             assert not engine.traits.seeded
             assert not engine.traits.positional
             await engine.generate(PROMPT, SHORT, "unseeded")
             assert "sampling_seed" not in servers[0].bodies[-1]["sampling_params"]
 
-    asyncio.run(asked())
+    asyncio.run(scenario())

@@ -189,7 +189,7 @@ def weights(shift: int) -> list[tuple[str, Tensor]]:
     return [("other", torch.zeros(300)), ("shift", torch.full((1,), float(shift)))]
 
 
-def said(prompt: list[int], shift: int = 0, count: int = 80) -> list[int]:
+def expected_tokens(prompt: list[int], shift: int = 0, count: int = 80) -> list[int]:
     return [(len(prompt) + i + shift) % 90 for i in range(count)]
 
 
@@ -261,11 +261,11 @@ def test_ten_deaths_in_one_request_lose_no_token(tmp_path: Path) -> None:
         jobs += [engine.generate([3] * i, LONG, f"beside {i}") for i in (1, 2, 3)]
         first, *others = await asyncio.gather(*jobs)
         assert deaths == 10
-        assert first.token_ids == said([1, 2], 5)
+        assert first.token_ids == expected_tokens([1, 2], 5)
         assert first.token_ids == [t for delta in deltas for t in delta.token_ids]
         assert first.versions == [3] * 80
         for i, out in enumerate(others, 1):
-            assert out.token_ids == said([3] * i, 5)
+            assert out.token_ids == expected_tokens([3] * i, 5)
 
     with_engine(tmp_path, work)
 
@@ -280,7 +280,7 @@ def test_a_new_process_gets_the_current_weights(tmp_path: Path, source: str) -> 
             await update(engine, shift, version)
             engine._processes[0].kill()
             out = await engine.generate([1], LONG, f"after {version}")
-            assert out.token_ids == said([1], shift)
+            assert out.token_ids == expected_tokens([1], shift)
             assert out.versions == [version] * 80
         assert bool(engine._host_copy) == (source == "host copy")
 
@@ -319,7 +319,7 @@ def test_a_death_in_an_update_does_not_end_it(tmp_path: Path, when: str) -> None
         old = out.versions.count(0)
         assert 0 < old < 80
         assert out.versions == [0] * old + [1] * (80 - old)
-        assert out.token_ids == said([1, 2], 0, old) + said([1, 2], 6)[old:]
+        assert out.token_ids == expected_tokens([1, 2], 0, old) + expected_tokens([1, 2], 6)[old:]
 
     with_engine(tmp_path, work, environment=gated(tmp_path))
 
@@ -331,7 +331,7 @@ def test_an_update_that_begins_again_and_one_that_lacks_tensors(tmp_path: Path) 
         with pytest.raises(RolloutError, match="lacks 1, the first 'shift'"):
             await engine.commit(1)
         await update(engine, 8, 2)  # from the beginning
-        assert (await engine.generate([1], LONG, "r")).token_ids == said([1], 8)
+        assert (await engine.generate([1], LONG, "r")).token_ids == expected_tokens([1], 8)
 
     with_engine(tmp_path, work)
 
@@ -385,7 +385,7 @@ def test_both_processes_get_new_weights_and_one_death_is_enough(tmp_path: Path) 
         engine._processes[1].kill()
         await update(engine, 7, 2)
         outs = await asyncio.gather(*(engine.generate([i], LONG, f"{i}") for i in range(4)))
-        assert [out.token_ids for out in outs] == [said([1], 7)] * 4
+        assert [out.token_ids for out in outs] == [expected_tokens([1], 7)] * 4
 
     with_engine(tmp_path, work, processes=2)
 
@@ -414,7 +414,7 @@ def test_a_process_that_dies_while_another_commits_gets_the_new_weights(tmp_path
         for out in await asyncio.gather(*jobs):
             old = out.versions.count(0)
             assert 0 < old < 80
-            assert out.token_ids == said([1], 0, old) + said([1], 6)[old:]
+            assert out.token_ids == expected_tokens([1], 0, old) + expected_tokens([1], 6)[old:]
 
     with_engine(tmp_path, work, processes=2, environment=gated(tmp_path))
 
@@ -449,7 +449,7 @@ def test_requests_wait_for_no_sleeping_engine(tmp_path: Path) -> None:
         open_gate(tmp_path)
         await running
         await engine.sleep()
-        assert (await engine.generate([1], LONG, "s")).token_ids == said([1])
+        assert (await engine.generate([1], LONG, "s")).token_ids == expected_tokens([1])
 
     with_engine(tmp_path, work, environment=gated(tmp_path))
 
@@ -464,7 +464,7 @@ def test_kept_requests_outlive_a_sleep(tmp_path: Path) -> None:
         await engine.sleep()
         await engine.wake_up()
         await engine.resume()
-        assert (await asyncio.wait_for(running, 60)).token_ids == said([1])
+        assert (await asyncio.wait_for(running, 60)).token_ids == expected_tokens([1])
 
     with_engine(tmp_path, work, environment=gated(tmp_path))
 
@@ -488,7 +488,9 @@ def test_weights_given_back_in_sleep_come_once_on_waking(tmp_path: Path, publish
         if publish:
             await update(engine, 6, 2)
         await engine.wake_up()
-        assert (await engine.generate([1], LONG, "r")).token_ids == said([1], 6 if publish else 5)
+        assert (await engine.generate([1], LONG, "r")).token_ids == expected_tokens(
+            [1], 6 if publish else 5
+        )
         assert len(buckets) == 2
 
     with_engine(tmp_path, work, current_weights=lambda: weights(5))

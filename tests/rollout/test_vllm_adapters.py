@@ -38,7 +38,7 @@ def adapter(shift: int) -> list[tuple[str, Tensor]]:
     return [(B, torch.zeros(5, 4)), (A, torch.full((4, 6), float(shift)))]
 
 
-def said(shift: int) -> list[int]:
+def expected_tokens(shift: int) -> list[int]:
     return [(1 + i + shift) % 90 for i in range(80)]
 
 
@@ -55,9 +55,9 @@ def test_an_adapter_is_published_alone_and_restored_after_a_death(tmp_path: Path
             await engine.begin_update()
             await engine.load(adapter(shift))
             await engine.commit(version)
-            assert (await engine.generate([1], LONG, "r")).token_ids == said(shift)
+            assert (await engine.generate([1], LONG, "r")).token_ids == expected_tokens(shift)
         engine._processes[0].kill()
-        assert (await engine.generate([1], LONG, "s")).token_ids == said(9)
+        assert (await engine.generate([1], LONG, "s")).token_ids == expected_tokens(9)
         await engine.begin_update()
         with pytest.raises(RolloutError, match="which the model does not have"):
             await engine.load([("model.q_proj.weight", torch.zeros(5, 6))])

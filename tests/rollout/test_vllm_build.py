@@ -44,16 +44,16 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_settings_of_the_rollout_reach_vllm(arguments: Any) -> None:
-    got = arguments("max_num_seqs=7", "prompt_length=100", "response_length=20")
-    assert (got["model"], got["dtype"]) == ("/a/model", "bfloat16")
-    assert (got["max_num_seqs"], got["max_model_len"]) == (7, 120)
-    assert (got["tensor_parallel_size"], got["pipeline_parallel_size"]) == (1, 1)
+    engine = arguments("max_num_seqs=7", "prompt_length=100", "response_length=20")
+    assert (engine["model"], engine["dtype"]) == ("/a/model", "bfloat16")
+    assert (engine["max_num_seqs"], engine["max_model_len"]) == (7, 120)
+    assert (engine["tensor_parallel_size"], engine["pipeline_parallel_size"]) == (1, 1)
     assert arguments("max_model_len=9999")["max_model_len"] == 4096  # of the model
 
 
 def test_engine_kwargs_are_passed_on(arguments: Any) -> None:
-    got = arguments("+engine_kwargs.vllm.quantization=fp8", "+engine_kwargs.vllm.max_num_seqs=3")
-    assert (got["quantization"], got["max_num_seqs"]) == ("fp8", 3)
+    engine = arguments("+engine_kwargs.vllm.quantization=fp8", "+engine_kwargs.vllm.max_num_seqs=3")
+    assert (engine["quantization"], engine["max_num_seqs"]) == ("fp8", 3)
     for name in ("logprobs_mode=processed_logprobs", "async_scheduling=true", "model=x"):
         with pytest.raises(RolloutError, match=f"engine_kwargs.vllm.{name.split('=')[0]} cannot"):
             arguments(f"+engine_kwargs.vllm.{name}")

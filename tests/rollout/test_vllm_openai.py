@@ -129,7 +129,7 @@ def test_a_server_that_restarted_while_it_was_idle_serves_nothing_before_its_wei
         WeightFolder(None, "no-model"),
     )
 
-    async def asked() -> None:
+    async def scenario() -> None:
         await engine.start()
         await engine.begin_update()
         await engine.load([("shift", torch.ones(1))])
@@ -143,7 +143,7 @@ def test_a_server_that_restarted_while_it_was_idle_serves_nothing_before_its_wei
         assert running.served == [published] * 4
         await engine.close()
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
 # -- vLLM itself ------------------------------------------------------------------------------

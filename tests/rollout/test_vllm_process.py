@@ -64,16 +64,18 @@ def test_tokens_come_in_a_stream_until_the_end(tmp_path: Path) -> None:
         await started(process)
         queue = process.open_stream("k")
         process.send("add", key="k", prompt=[5, 6], sampling=SAMPLING)
-        got = [await queue.get()]
-        while isinstance(got[-1], Chunk) and not got[-1].finished:
-            got.append(await queue.get())
+        chunks = [await queue.get()]
+        while isinstance(chunks[-1], Chunk) and not chunks[-1].finished:
+            chunks.append(await queue.get())
         process.close_stream("k")
-        return got
+        return chunks
 
-    got = with_process(tmp_path, work)
-    assert [t for c in got if isinstance(c, Chunk) for t in c.token_ids] == [2, 3, 4, 5, 6]
-    assert [c.finished for c in got if isinstance(c, Chunk)] == [False] * (len(got) - 1) + [True]
-    assert len(got) > 1, "the first token came with the last"
+    chunks = with_process(tmp_path, work)
+    assert [t for c in chunks if isinstance(c, Chunk) for t in c.token_ids] == [2, 3, 4, 5, 6]
+    assert [c.finished for c in chunks if isinstance(c, Chunk)] == [False] * (len(chunks) - 1) + [
+        True
+    ]
+    assert len(chunks) > 1, "the first token came with the last"
 
 
 def test_a_refused_request_fails_alone_and_an_error_of_a_command_comes_back(tmp_path: Path) -> None:

@@ -42,12 +42,12 @@ def test_a_refused_update_is_begun_again_and_leaves_no_keys_of_the_old_weights()
     with pytest.raises(RolloutError, match="half of the new weights"):
         play(engine.generate(prompt, sampling(), "too early"))
     play(update(engine, new, 1))
-    found = drive(engine, engine.generate(prompt, sampling(), "after"))
+    output = drive(engine, engine.generate(prompt, sampling(), "after"))
     assert core.prefilled_tokens == 80
-    assert set(found.versions) == {1}
+    assert set(output.versions) == {1}
     play(engine.close())
     fresh = NativeRollout(paged_core(core.policy))
-    assert drive(fresh, fresh.generate(prompt, sampling(), "fresh")).token_ids == found.token_ids
+    assert drive(fresh, fresh.generate(prompt, sampling(), "fresh")).token_ids == output.token_ids
     play(fresh.close())
 
 
@@ -94,9 +94,9 @@ def test_a_running_request_takes_new_weights_from_its_next_token() -> None:
             core.step()
         assert request.versions == [0] * 10 + [1] * 20
         drawn.append(request)
-    ours, wanted = drawn
-    assert ours.token_ids == wanted.token_ids
-    assert ours.log_probs == pytest.approx(wanted.log_probs, abs=1e-4)
+    ours, expected = drawn
+    assert ours.token_ids == expected.token_ids
+    assert ours.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
     kept = Request(prompts(1, 9, 9)[0], sampling(30), "old weights")
     core = running_core(policy(), None)
     core.add(kept)
@@ -119,14 +119,14 @@ def test_adapters_alone_are_loaded_over_the_base(factory: Factory) -> None:
         return model.eval()
 
     assert factory.engine_traits.adapters
-    rows, asked = prompts(3, seed=2), [sampling(12, i) for i in range(3)]
+    rows, samplings = prompts(3, seed=2), [sampling(12, i) for i in range(3)]
     new = adapted(2)
     with factory.engine(adapted(1)) as engine:
-        before = ask_all(engine, rows, asked)
+        before = ask_all(engine, rows, samplings)
         play(update(engine, adapter_weights(new.lm), 1))
-        after = ask_all(engine, rows, asked)
+        after = ask_all(engine, rows, samplings)
     with factory.engine(new) as engine:
-        wanted = ask_all(engine, rows, asked)
-    assert [o.token_ids for o in after] == [o.token_ids for o in wanted]
-    assert [o.log_probs for o in after] == [o.log_probs for o in wanted]
+        expected = ask_all(engine, rows, samplings)
+    assert [o.token_ids for o in after] == [o.token_ids for o in expected]
+    assert [o.log_probs for o in after] == [o.log_probs for o in expected]
     assert [o.token_ids for o in before] != [o.token_ids for o in after]

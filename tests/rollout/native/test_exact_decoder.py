@@ -47,11 +47,11 @@ def engine_of(policy: PolicyModel, **changed: Any) -> NativeRollout:
 
 def groups(prompts: int, samples: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:
     chooser = random.Random(seed)
-    asked = [
+    requests = [
         [chooser.randrange(3, VOCABULARY) for _ in range(chooser.randint(1, 90))]
         for _ in range(prompts)
     ]
-    rows = [prompt for prompt in asked for _ in range(samples)]
+    rows = [prompt for prompt in requests for _ in range(samples)]
     return rows, [chooser.randint(1, 100) for _ in rows]
 
 

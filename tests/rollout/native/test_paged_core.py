@@ -85,10 +85,10 @@ def test_a_sequence_that_saw_two_versions_is_not_remembered() -> None:
 
 
 def test_too_few_blocks_preempt_the_newest_and_change_no_token() -> None:
-    asked = prompts(8, 30, 40)
+    requests = prompts(8, 30, 40)
     roomy, tight = paged_core(policy()), paged_core(policy(), blocks=26)
-    wanted = finish(roomy, [ask(p, 100, seed=i) for i, p in enumerate(asked)])
-    assert finish(tight, [ask(p, 100, seed=i) for i, p in enumerate(asked)]) == wanted
+    expected = finish(roomy, [ask(p, 100, seed=i) for i, p in enumerate(requests)])
+    assert finish(tight, [ask(p, 100, seed=i) for i, p in enumerate(requests)]) == expected
     assert tight.num_preempted > 0
     assert roomy.num_preempted == 0
     assert tight.cache.pool.available == 25
@@ -108,11 +108,11 @@ def test_the_longest_allowed_starts_first_and_equals_in_order_of_arrival() -> No
 
 def test_the_order_of_arrival_changes_no_token_and_recomputes_no_shared_block() -> None:
     """Two groups of mixed lengths through three slots: their samples start at different times."""
-    asked = [(p, n) for p in prompts(2, 40, 40) for n in (9, 70, 33, 2, 50)]
+    arguments = [(p, n) for p in prompts(2, 40, 40) for n in (9, 70, 33, 2, 50)]
     seen = []
     for order in (range(10), range(9, -1, -1)):
         core = paged_core(policy(), max_num_seqs=3)
-        requests = {i: ask(asked[i][0], asked[i][1], seed=i) for i in order}
+        requests = {i: ask(*arguments[i], seed=i) for i in order}
         finish(core, list(requests.values()))
         seen.append([requests[i].token_ids for i in range(10)])
         assert core.prefilled_tokens <= 2 * 40 + 8 * (40 % BLOCK_SIZE)
@@ -174,11 +174,11 @@ def test_moved_parameters_are_found_again() -> None:
     model = policy()
     core = paged_core(model)
     prompt = prompts(1, 20, 20)[0]
-    wanted = finish(core, [ask(prompt)])
+    expected = finish(core, [ask(prompt)])
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     core.version = 1
-    assert finish(core, [ask(prompt)]) == wanted
+    assert finish(core, [ask(prompt)]) == expected
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
@@ -187,7 +187,7 @@ def test_moved_parameters_are_found_again() -> None:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    assert finish(core, [ask(prompt)]) == finish(paged_core(other), [ask(prompt)]) != wanted
+    assert finish(core, [ask(prompt)]) == finish(paged_core(other), [ask(prompt)]) != expected
 
 
 def test_parameters_that_rested_on_the_host_are_found_again() -> None:
@@ -195,23 +195,25 @@ def test_parameters_that_rested_on_the_host_are_found_again() -> None:
     model = policy()
     core = paged_core(model)
     prompt = prompts(1, 20, 20)[0]
-    wanted = finish(core, [ask(prompt)])
-    rest = OffloadedTensors(model.parameters, devices=("cpu",))
-    rest.to_host()
+    expected = finish(core, [ask(prompt)])
+    rest = HostRest(model.parameters, devices=("cpu",))
+    rest.away()
     assert not any(p.untyped_storage().nbytes() for p in model.parameters())
     blockers = [torch.empty(1 << 16) for _ in range(8)]  # its old place may be taken
     for version in (1, 2):
         with rest.present():
             core.version = version
-            assert finish(core, [ask(prompt)]) == wanted
+            assert finish(core, [ask(prompt)]) == expected
     del blockers
 
 
 def test_chunks_follow_each_other_until_the_core_must_yield_and_draw_the_same() -> None:
-    asked = list(zip(prompts(3, 20, 40), (200, 150, 190), strict=True))
-    wanted = finish(paged_core(policy()), [ask(p, n, seed=i) for i, (p, n) in enumerate(asked)])
+    arguments = list(zip(prompts(3, 20, 40), (200, 150, 190), strict=True))
+    expected = finish(
+        paged_core(policy()), [ask(p, n, seed=i) for i, (p, n) in enumerate(arguments)]
+    )
     core = paged_core(policy())
-    requests = [ask(p, n, seed=i) for i, (p, n) in enumerate(asked)]
+    requests = [ask(p, n, seed=i) for i, (p, n) in enumerate(arguments)]
     for request in requests:
         core.add(request)
     looks = iter([False, True, *[False] * 9])
@@ -220,7 +222,7 @@ def test_chunks_follow_each_other_until_the_core_must_yield_and_draw_the_same() 
     assert core.step(lambda: next(looks)) == [requests[1]]  # hands back when one has ended
     assert core.step(lambda: next(looks)) == [requests[0], requests[2]]
     assert not core.busy
-    assert [r.token_ids for r in requests] == wanted
+    assert [r.token_ids for r in requests] == expected
     assert all(len(r.log_probs) == len(r.versions) == len(r.token_ids) for r in requests)
 
 

@@ -54,14 +54,14 @@ def test_contract(name: str, factory: Factory) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "gemma"])
 def test_graphs_and_eager_steps_draw_the_same_tokens(family: str) -> None:
-    asked = prompts(40, longest=60)
+    prompt_ids = prompts(40, longest=60)
     sampling = [
         Sampling(max_tokens=50, temperature=(0.0, 0.7, 1.0)[i % 3], seed=i) for i in range(40)
     ]
     outputs = []
     for factory in (CudaFactory(), EagerCudaFactory()):
         with factory.engine(policy(family), max_num_seqs=16) as engine:
-            outputs.append(ask_all(engine, asked, sampling))
+            outputs.append(ask_all(engine, prompt_ids, sampling))
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
 
 
@@ -79,10 +79,12 @@ def core_of(lm: Any, **changed: Any) -> PagedCore:
 
 
 def sampled(
-    engine: NativeRollout, asked: list[list[int]], tokens: int, temperature: float = 1.0
+    engine: NativeRollout, prompt_ids: list[list[int]], tokens: int, temperature: float = 1.0
 ) -> Any:
-    sampling = [Sampling(tokens, temperature, seed=i, ignore_eos=True) for i in range(len(asked))]
-    return ask_all(engine, asked, sampling)
+    sampling = [
+        Sampling(tokens, temperature, seed=i, ignore_eos=True) for i in range(len(prompt_ids))
+    ]
+    return ask_all(engine, prompt_ids, sampling)
 
 
 def random_prompts(count: int, length: int) -> list[list[int]]:
@@ -92,10 +94,10 @@ def random_prompts(count: int, length: int) -> list[list[int]]:
 def test_log_probs_agree_with_the_trainer_in_bfloat16() -> None:
     lm = small_lm()
     engine = NativeRollout(core_of(lm))
-    asked = random_prompts(24, 70)
-    outputs = sampled(engine, asked, 100)
+    prompt_ids = random_prompts(24, 70)
+    outputs = sampled(engine, prompt_ids, 100)
     asyncio.run(engine.close())
-    ids = torch.tensor(asked)
+    ids = torch.tensor(prompt_ids)
     responses = torch.tensor([o.token_ids for o in outputs])
     mask = torch.ones_like(responses)
     packed = pack_rows(ids, responses, torch.ones(24, 170).long(), mask, share_prompts=False)
@@ -106,13 +108,13 @@ def test_log_probs_agree_with_the_trainer_in_bfloat16() -> None:
 
 
 def test_a_small_pool_preempts_and_still_says_the_same() -> None:
-    asked = random_prompts(24, 50)
+    prompt_ids = random_prompts(24, 50)
     lm = small_lm().float()
     texts = []
     for blocks in (None, 100):
         core = core_of(lm, blocks=blocks)
         engine = NativeRollout(core)
-        texts.append([o.token_ids for o in sampled(engine, asked, 150, temperature=0.0)])
+        texts.append([o.token_ids for o in sampled(engine, prompt_ids, 150, temperature=0.0)])
         asyncio.run(engine.close())
     assert core.num_preempted > 0
     assert texts[0] == texts[1]
@@ -121,8 +123,8 @@ def test_a_small_pool_preempts_and_still_says_the_same() -> None:
 def test_sleep_gives_the_memory_back_and_graphs_survive_it() -> None:
     core = core_of(small_lm(), max_num_seqs=32)
     engine = NativeRollout(core)
-    asked = random_prompts(24, 50)
-    before = [o.token_ids for o in sampled(engine, asked, 40)]
+    prompt_ids = random_prompts(24, 50)
+    before = [o.token_ids for o in sampled(engine, prompt_ids, 40)]
     held, allocated = core.cache.nbytes, torch.cuda.memory_allocated()
     graphs = dict(core._decode_step._graphs)
     asyncio.run(engine.sleep())
@@ -130,7 +132,7 @@ def test_sleep_gives_the_memory_back_and_graphs_survive_it() -> None:
     assert allocated - torch.cuda.memory_allocated() >= held
     blocker = torch.empty(held // 2, dtype=torch.uint8, device="cuda")  # new memory elsewhere
     asyncio.run(engine.wake_up())
-    after = [o.token_ids for o in sampled(engine, asked, 40)]
+    after = [o.token_ids for o in sampled(engine, prompt_ids, 40)]
     asyncio.run(engine.close())
     assert after == before
     assert core._decode_step._graphs.keys() == graphs.keys()
@@ -142,13 +144,13 @@ def test_training_still_reaches_parameters_that_share_memory() -> None:
     lm = small_lm()
     core = core_of(lm)
     engine = NativeRollout(core)
-    asked = random_prompts(8, 30)
-    before = sampled(engine, asked, 20)
+    prompt_ids = random_prompts(8, 30)
+    before = sampled(engine, prompt_ids, 20)
     with torch.no_grad():
         for parameter in lm.parameters():
             parameter.mul_(1.05)
     play(update(engine, (), 1))
-    after = sampled(engine, asked, 20)
+    after = sampled(engine, prompt_ids, 20)
     asyncio.run(engine.close())
     assert [o.log_probs for o in before] != [o.log_probs for o in after]
     attention = lm.model.layers[0].self_attn

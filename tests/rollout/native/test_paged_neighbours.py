@@ -27,8 +27,8 @@ def fewer() -> list[Request]:
 def test_rows_that_ended_together_leave_no_trace_in_a_smaller_batch(prefix_caching: bool) -> None:
     core = paged_core(policy(), prefix_caching=prefix_caching)
     finish(core, [ask(p, 5 + 3 * i, i) for i, p in enumerate(prompts(8, 10, 40))])
-    wanted = finish(paged_core(policy()), fewer())
-    assert finish(core, fewer()) == wanted
+    expected = finish(paged_core(policy()), fewer())
+    assert finish(core, fewer()) == expected
 
 
 def test_aborted_rows_leave_no_trace_in_a_smaller_batch() -> None:

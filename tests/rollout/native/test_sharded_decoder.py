@@ -21,15 +21,15 @@ from .slot import cores_of, on_ranks, peers_of, shards_of
 
 
 def decoded(core: Core, samplings: list[Sampling]) -> list[tuple[list[int], list[float]]]:
-    asked = [
+    requests = [
         Request(prompt, sampling, str(i))
         for i, (prompt, sampling) in enumerate(zip(prompts(len(samplings)), samplings, strict=True))
     ]
-    for request in asked:
+    for request in requests:
         core.add(request)
     while core.busy:
         core.step(lambda: True)
-    return [(request.token_ids, request.log_probs) for request in asked]
+    return [(request.token_ids, request.log_probs) for request in requests]
 
 
 def assert_ranks_say_what_one_says(model: PolicyModel, size: int, *, paged: bool = False) -> None:

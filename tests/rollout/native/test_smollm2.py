@@ -96,6 +96,6 @@ def test_greedy_equals_transformers_alone_and_in_a_batch(device: str, folder: st
     alone = [greedy(engine, [prompt])[0] for prompt in prompts[:3]]
     asyncio.run(engine.close())
     lm.set_attn_implementation("sdpa")
-    wanted = [by_transformers(lm, prompt, device) for prompt in prompts]
-    assert batched == wanted
-    assert alone == wanted[:3]
+    expected = [by_transformers(lm, prompt, device) for prompt in prompts]
+    assert batched == expected
+    assert alone == expected[:3]

@@ -300,7 +300,7 @@ def test_running_out_of_memory_in_a_prompt_says_what_to_change(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(NativeCore, "_hidden", full)
+    monkeypatch.setattr(NativeCore, "_hidden_states", full)
     with pytest.raises(OutOfMemory, match=r"in step 1: CUDA out of memory.*rollout\.max_num_seqs"):
         train("trainer.val_before_train=false")
 
