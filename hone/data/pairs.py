@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.reward_training import PairDataConfig
+from hone.config.sft import PairDataConfig
 from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, refuse_hostile_text
 from hone.data.prompts import (
     Message,

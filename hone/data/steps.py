@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from hone.config.errors import ConfigError
-from hone.config.reward_training import StepDataConfig
+from hone.config.sft import StepDataConfig
 from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, refuse_hostile_text
 from hone.data.prompts import (
     Prompt,
