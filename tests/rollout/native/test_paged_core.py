@@ -195,8 +195,8 @@ def test_parameters_that_rested_on_the_host_are_found_again() -> None:
     core = paged_core(model)
     prompt = prompts(1, 20, 20)[0]
     expected = finish(core, [ask(prompt)])
-    rest = HostRest(model.parameters, devices=("cpu",))
-    rest.away()
+    rest = OffloadedTensors(model.parameters, devices=("cpu",))
+    rest.to_host()
     assert not any(p.untyped_storage().nbytes() for p in model.parameters())
     blockers = [torch.empty(1 << 16) for _ in range(8)]  # its old place may be taken
     for version in (1, 2):
