@@ -44,14 +44,19 @@ if importlib.util.find_spec("hypothesis"):  # the GPU lane does without
 
 @pytest.fixture(autouse=True, scope="module")
 def _names_stay_in_their_file() -> Iterator[None]:
-    """What a file of tests registers or imports from recipes/ is unknown to the next one."""
+    """Names that a file of tests registers, and modules of recipes/, are unknown to the next file."""
     from hone.agents.contract import LOOPS
+    from hone.agents.parsers.contract import PARSERS
+    from hone.algorithms import advantages, policy_losses
+    from hone.rewards.managers.registry import MANAGERS
     from hone.rewards.scores.table import registered_scores, restore_scores
 
-    loops, scores = dict(LOOPS.entries), registered_scores()
+    tables = (LOOPS, PARSERS, MANAGERS, advantages.TABLE, policy_losses.TABLE)
+    entries, scores = [dict(table.entries) for table in tables], registered_scores()
     yield
-    LOOPS.entries.clear()
-    LOOPS.entries.update(loops)
+    for table, before in zip(tables, entries, strict=True):
+        table.entries.clear()
+        table.entries.update(before)
     restore_scores(scores)
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(RECIPES):

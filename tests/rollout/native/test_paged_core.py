@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hone.engine.offload import OffloadedTensors
 from hone.rollout.contract import RolloutError
 from hone.rollout.native.scheduler import BLOCK_SIZE, STEPS_PER_CHUNK, STEPS_PER_LONG_CHUNK
 
