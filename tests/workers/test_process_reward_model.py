@@ -264,7 +264,7 @@ def test_a_causal_model_scores_a_step_by_the_logits_of_two_tokens(
 def test_label_tokens_are_refused_for_a_classifier_and_must_be_two_single_tokens(prm: Path) -> None:
     with pytest.raises(ConfigError, match="is for causal models"):
         make_worker(prm, "reward_model.step_labels=['+','-']")
-    for labels, reason in ((("+", "ab"), "is 2 tokens"), (("+", "+"), "two of them")):
+    for labels, reason in ((("+", "ab"), "is 2 tokens"), (("+", "+"), "two different ones")):
         with pytest.raises(ConfigError, match=reason):
             step_mark(character_tokenizer(), "a", labels)
 

@@ -241,7 +241,7 @@ def test_classes_of_verl_are_those_of_the_same_path_here(tmp_path: Path) -> None
     with pytest.raises(PluginError, match=r"geo3k_tool\.Geo3kTool"):
         load_all_tools(write(tmp_path / "more.yaml", missing), None)
     missing = "tools:\n - class_name: verl.tools.nothing.Nothing"
-    with pytest.raises(ModuleNotFoundError, match=r"verl\.tools\.nothing' is not there in hone"):
+    with pytest.raises(ModuleNotFoundError, match=r"hone has no 'verl\.tools\.nothing'"):
         load_all_tools(write(tmp_path / "none.yaml", missing), None)
 
 

@@ -201,7 +201,7 @@ def test_every_source_that_a_preparer_writes_has_a_rule(
     for builder in builders:
         sizes = {"train_size": 4, "test_size": 2} if builder == recipe.generator else {}
         arguments = {"source": Source()} if builder == recipe.builder else sizes
-        splits = builder(**arguments, **recipe.fixed)
+        splits = builder(**arguments, **recipe.preset)
         rows = [row for split in splits.values() for row in split if "data_source" in row]
         assert rows or name in ("gsm8k_multiturn_sft",), name
         check_sources(rows)

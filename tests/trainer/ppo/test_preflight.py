@@ -98,7 +98,7 @@ def test_a_reward_model_that_cannot_score_stops_before_a_model_loads(
     task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     enabled = ("reward_model.enable=true", f"reward_model.model.path={task.model}")
-    with pytest.raises(ValueError, match=r"writes text and has no score head.*type=judge"):
+    with pytest.raises(ValueError, match=r"generates text and has no score head.*type=judge"):
         dry_run(task, tmp_path / "run", *enabled)
     judge = (*enabled, "reward_model.type=judge")
     with pytest.raises(ValueError, match=r"judge\.template='rate it' has no \{response\}"):
