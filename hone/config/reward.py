@@ -160,7 +160,8 @@ class RewardModelConfig(MicroBatches):
     enable: bool = False
     """Score with a reward model."""
     type: Literal["orm", "prm", "prime", "judge"] = "orm"
-    """orm scores responses; prm steps; prime trains a model that scores tokens; judge writes a grade."""
+    """orm scores a whole response; prm scores each step; prime trains a model that scores each token;
+    judge is a language model that writes a grade."""
     route_by_style: bool | None = None
     """Score a row by the rule or the reward model alone, as its `reward_model.style` says; null does so if
     a row has style model. Otherwise rows of other styles get both scores."""
@@ -202,7 +203,8 @@ class RewardModelConfig(MicroBatches):
     split_step_char: str = "\n\n"
     """Process rewards: a token whose text ends with this string ends a step."""
     step_separator: str = "\n"
-    """Process rewards: the token after each step, where it is scored; a causal model may have several."""
+    """Process rewards: the token that ends a step, where the step is scored. For a causal model the text may
+    be several tokens; the last one that is not blank is scored."""
     step_labels: tuple[str, str] | None = None
     """Process rewards by a causal language model, as Math-Shepherd's: the tokens of a good and of a bad step,
     such as [+,-], whose logits after `step_separator` (there ки) are compared. null is a token classifier."""

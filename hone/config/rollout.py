@@ -124,7 +124,8 @@ class ServerConfig(SchemaBlock):
     api_key_env: str | None = None
     """Environment variable with the servers' API key."""
     weights: Literal["disk", "tensor", "distributed"] = "disk"
-    """New weights go as files in `weights_folder`, in the request (CUDA IPC), or by broadcast (SGLang)."""
+    """How new weights are sent: disk (files in `weights_folder`), tensor (in the request, by CUDA IPC on a
+    GPU), or distributed (broadcast in a process group, SGLang only)."""
     weights_folder: str | None = None
     """Folder that trainer and servers share; null is a folder in the machine's shared memory."""
     keep_weights: bool = True
@@ -134,7 +135,8 @@ class ServerConfig(SchemaBlock):
     max_attempts: Count = 3
     """Streams in a row that may break off without a new token before a request fails."""
     max_start_wait_time: Positive = 300.0
-    """Seconds until a server must be healthy, at the start or when lost, and until a first token."""
+    """Seconds until a server must be healthy, at the start and after it was lost, and until a request, which
+    may wait in the server's queue, has its first token."""
 
 
 class SGLangConfig(SchemaBlock):
@@ -154,7 +156,8 @@ class VLLMConfig(SchemaBlock):
     stall_timeout_s: Positive = 600.0
     """Seconds until a decode step or a weight update must have ended; then vLLM is started again."""
     weights: Literal["auto", "distributed"] = "auto"
-    """New weights: auto shares memory with workers on this machine; distributed also broadcasts to others."""
+    """How new weights reach vLLM's workers: auto shares memory (CUDA IPC on a GPU) with workers that are
+    all on this machine; distributed shares it with the first one, which broadcasts to the others (gloo, NCCL)."""
 
 
 class EngineKwargs(SchemaBlock):
@@ -187,7 +190,8 @@ class RolloutEngineConfig(SamplingConfig):
     """The rollout engine and its sampling."""
 
     name: str = "native"
-    """Engine: native (the actor's parameters), vllm or sglang (docs/engines.md), hf, or pkg.mod:Class."""
+    """Engine: native decodes with the actor's parameters; vllm and sglang are processes of their own
+    (docs/engines.md); hf is slow; pkg.mod:Class is your own."""
     prompt_length: Count = 1536
     """Maximum prompt length in tokens."""
     response_length: Count = 512
