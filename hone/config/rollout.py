@@ -157,7 +157,7 @@ class VLLMConfig(SchemaBlock):
     """Seconds until a decode step or a weight update must have ended; then vLLM is started again."""
     weights: Literal["auto", "distributed"] = "auto"
     """How new weights reach vLLM's workers: auto shares memory (CUDA IPC on a GPU) with workers that are
-    all on this machine; distributed shares it with the first one, which broadcasts to the others (gloo, NCCL)."""
+    all here; distributed shares it with the first, which broadcasts to the others (gloo, NCCL)."""
 
 
 class EngineKwargs(SchemaBlock):
