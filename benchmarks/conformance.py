@@ -31,7 +31,7 @@ STUBS = (
     "accelerate curl docker git hf huggingface-cli modelscope nsys nvidia-smi pip pip3 pkill python python3 "
     "ray sbatch sglang sleep srun sudo torchrun uv vllm wandb wget"
 )
-STUB = '#!/bin/sh\nprintf "%s\\0" "$(basename "$0")" "$@" > "$(mktemp "$RECORD/XXXXXXXX")"\n'
+STUB = '#!/bin/sh\nprintf "%s\\0" "$(basename "$0")" "$@" > "$RECORD/$$"\n'
 BOX = "bwrap --unshare-all --die-with-parent --ro-bind / / --dev /dev --proc /proc"
 
 
@@ -83,7 +83,9 @@ def _recorded(repository: Path, script: Path) -> list[list[str]]:
         run = [*box, "--setenv", "PATH", f"{place}/stubs:/usr/bin:/bin", "bash", str(script)]
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(run, capture_output=True, timeout=30, check=False)
-        files = sorted((place / "record").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        files = sorted(
+            (place / "record").iterdir(), key=lambda path: int(path.name)
+        )  # by process id
         texts = [file.read_text().replace(f"{place}/work", str(repository)) for file in files]
         return [text.split("\0")[:-1] for text in texts]
 
