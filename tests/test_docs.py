@@ -193,6 +193,7 @@ def check_script(script: Path, rest: list[str]) -> None:
         check_module(["python", *shlex.split(line)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", all_commands())
 def test_every_command_in_the_documents_would_start(line: str) -> None:
     tag = re.search(r"# needs: ([\w, ]+)", line)
@@ -367,6 +368,7 @@ def test_the_script_says_which_variable_is_missing() -> None:
     assert "set BASE_MODEL" in done.stderr
 
 
+@pytest.mark.slow
 def test_every_command_of_the_quickstart_block_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

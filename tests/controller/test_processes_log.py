@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hone.controller.processes import LOG_LINES, last_lines
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_last_lines_of_every_file_that_is_there(tmp_path: Path) -> None:

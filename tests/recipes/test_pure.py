@@ -105,6 +105,7 @@ def test_the_oracle_scores_every_step_end_by_the_truth(world: Any, tmp_path: Pat
     assert 0.08 < wrong < 0.35
 
 
+@pytest.mark.slow
 def test_every_cell_has_a_plan(world: Any, tmp_path: Path) -> None:
     cells = importlib.import_module("cells")
     assert len(cells.CELLS) == 12

@@ -47,6 +47,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_demonstrations_have_the_loops_form_and_are_of_training_questions(world: Path) -> None:
     train, test, rows = (lines(world / f"{name}.jsonl") for name in ("train", "test", "sft"))
     assert (len(train), len(test), len(rows)) == (2100, 300, 54)  # 14 search, two rows each

@@ -78,6 +78,7 @@ class ModuleNativeFactory(NativeFactory):
     """The native engine through the model's own modules."""
 
     name = "native-modules"
+    is_slow = True
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         engine: Any = super().build(policy, max_num_seqs=max_num_seqs)

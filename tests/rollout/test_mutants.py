@@ -16,6 +16,8 @@ from .engine_contract import CLAUSES, Violation, verify, violations
 from .factories import NativeFactory
 from .mutants import MUTANTS, Mutant
 
+pytestmark = pytest.mark.slow
+
 _ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling)
 
 

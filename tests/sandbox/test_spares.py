@@ -14,6 +14,8 @@ from hone.sandbox import Job, Status, client, run_many, run_python
 
 from .test_warden import descendants, wait_until
 
+pytestmark = pytest.mark.slow
+
 NAMESPACES = (
     "import os\nprint([os.readlink(f'/proc/self/ns/{n}') for n in os.listdir('/proc/self/ns')])"
 )

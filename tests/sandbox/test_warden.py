@@ -118,6 +118,7 @@ def attack(count: int, cpu_bound_every: int) -> None:
     assert run_python("print('works')").stdout == "works\n"
 
 
+@pytest.mark.slow
 def test_120_hostile_runs_leave_nothing_behind(bwrap: None) -> None:
     attack(120, cpu_bound_every=12)
 
@@ -138,6 +139,7 @@ def test_120_hostile_runs_as_uid_65534_leave_nothing_behind(nobody: Any) -> None
     assert wait_until(lambda: leftovers(pid) == [])
 
 
+@pytest.mark.slow
 def test_a_killed_warden_ends_its_boxes_and_is_replaced(bwrap: None) -> None:
     client.close()
     pid = warden_pid()
@@ -163,6 +165,7 @@ def test_a_killed_warden_ends_its_boxes_and_is_replaced(bwrap: None) -> None:
     assert wait_until(lambda: leftovers(pid) == [])  # the next warden removes stale cgroups
 
 
+@pytest.mark.slow
 def test_a_warden_killed_while_a_box_is_being_built_leaves_nothing(bwrap: None) -> None:
     token = uuid.uuid4().hex
     for number in range(6):
@@ -225,6 +228,7 @@ def test_no_invalid_request_ends_the_warden_or_other_runs(
     assert warden_pid() == pid
 
 
+@pytest.mark.slow
 def test_a_warden_killed_while_it_starts_is_retried(
     bwrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,8 @@ import pytest
 from hone.tracking import MetricsFile
 from hone.tracking.curve import draw_curve
 
+pytestmark = pytest.mark.slow
+
 
 def make_run(folder: Path, slope: float, steps: int = 30) -> Path:
     file = MetricsFile(folder / "metrics.jsonl")

@@ -103,6 +103,7 @@ def test_the_validation_loss_is_the_cross_entropy_of_the_exported_classifier(tra
     assert [row["step"] for row in numbers(folder)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_the_first_stage_trains_the_head_alone_and_the_second_starts_from_it(
     train: Run, model: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_how_a_batch_is_cut_changes_nothing(train: Run) -> None:
             assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["head", "all"])
 def test_a_killed_run_resumes_with_the_numbers_of_the_uninterrupted_one(
     train: Run,

@@ -23,6 +23,8 @@ from pathlib import Path
 from hone.trainer.command_line import finish
 from hone.trainer.interrupt import GracefulStop
 
+pytestmark = pytest.mark.slow
+
 def main():
     folder, mode = Path(sys.argv[1]), sys.argv[2]
     rank = os.environ["RANK"]

@@ -69,6 +69,7 @@ def test_every_receiver_gets_every_tensor(transport, receivers):
     assert sent == sum(tensor.nbytes for tensor in weights().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_plain_processes(transport, tmp_path):
     sender = open_test_sender(transport, 1, timeout_s=120.0)

@@ -73,6 +73,7 @@ class PagedModulesFactory(PagedFactory):
     """Through the model's own modules, as models of other shapes go."""
 
     name = "paged-modules"
+    is_slow = True
     decoder = ModuleDecoder
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:

@@ -11,10 +11,15 @@ from ..models import policy
 from .paged import PagedFactory, PagedModulesFactory
 
 ENGINES = [PagedFactory(), PagedModulesFactory()]
-CASES = [(c.name, f) for f in ENGINES for c in CLAUSES.values() if c.applies(f)]
+CASES = [
+    pytest.param(c.name, f, id=f"{f.name}-{c.name}", marks=[pytest.mark.slow] * f.is_slow)
+    for f in ENGINES
+    for c in CLAUSES.values()
+    if c.applies(f)
+]
 
 
-@pytest.mark.parametrize(("name", "factory"), CASES, ids=[f"{f.name}-{n}" for n, f in CASES])
+@pytest.mark.parametrize(("name", "factory"), CASES)
 def test_contract(name: str, factory: Factory) -> None:
     verify(name, factory)
 
