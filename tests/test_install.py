@@ -34,6 +34,7 @@ SOURCES += ("LICENSE", "constraints.txt")
 def commands(title: str) -> list[str]:
     """The command lines of one section of the page."""
     section = PAGE.read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
+    assert section, title
     return [line for block in re.findall(r"```bash\n(.*?)```", section, flags=re.S)
             for line in block.strip().splitlines()]  # fmt: skip
 
@@ -96,7 +97,7 @@ def test_a_wheel_outside_the_clone_runs_quickstart_config_and_a_recipe(tmp_path:
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout
 
-    for line in commands("A wheel"):
+    for line in commands("Wheel"):
         shell(line, clone)
     shutil.rmtree(clone)
     assert str(site) in shell('python -c "import hone; print(hone.__file__)"', elsewhere)

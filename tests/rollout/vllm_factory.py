@@ -66,7 +66,7 @@ def loop() -> asyncio.AbstractEventLoop:
 @cache
 def process(tensor: int = 1, pipeline: int = 1, weights: str = "auto") -> EngineProcess:
     """One process per layout of its workers."""
-    from hone.rollout.vllm_build import environment
+    from hone.rollout.vllm_build import make_environment
 
     python = vllm_python()
     assert python is not None
@@ -89,7 +89,7 @@ def process(tensor: int = 1, pipeline: int = 1, weights: str = "auto") -> Engine
         "async_scheduling": False,
         "seed": 0,
     }
-    launch = Launch(python, arguments, environment(False, None), weights=weights)
+    launch = Launch(python, arguments, make_environment(False, None), weights=weights)
     started = EngineProcess(launch)
     asyncio.run_coroutine_threadsafe(started.start(), loop()).result()
     started.serving = True

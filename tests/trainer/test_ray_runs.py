@@ -114,7 +114,7 @@ JUDGES = {
 def test_a_reward_model_of_parts_on_two_ranks_has_the_metrics_of_one(
     train: Callable[..., Run], tmp_path: Path, kind: str
 ) -> None:
-    from workers.test_process_reward_model import save_judge
+    from workers.test_process_reward_model import save_prm
 
     from hone.models.tiny import character_tokenizer
 
@@ -122,7 +122,7 @@ def test_a_reward_model_of_parts_on_two_ranks_has_the_metrics_of_one(
     shared += [f"reward_model.type={kind}", *JUDGES[kind]]
     expected = {"reward_model/dpo_loss", "reward_model/reward"}
     if kind == "prm":
-        model = save_judge(tmp_path / "judge", tokenizer=character_tokenizer(ALPHABET))
+        model = save_prm(tmp_path / "judge", tokenizer=character_tokenizer(ALPHABET))
         shared.append(f"reward_model.model.path={model}")
         expected = {"instant_rewards/outcome_reward/mean", "num_of_steps/mean"}
     one = train(*shared, folder="one")
