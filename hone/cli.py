@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 0, 1 for a failed check, 2 for a user error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in PROGRAMS:
-        return _finish(lambda: _start(words[0], words[1:]))
+        return _run_program(lambda: _start(words[0], words[1:]))
     if words and words[0] in OWN_FLAGS:
         from hone.plugins import load_object
 
-        return _finish(lambda: load_object(OWN_FLAGS[words[0]][0])(words[1:]))
+        return _run_program(lambda: load_object(OWN_FLAGS[words[0]][0])(words[1:]))
     parser = _parser()
     (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     verbs = list(actions.choices)
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"{options.verb}: unknown argument {rest[0]}; see `hone {options.verb} --help`"
         )
-    return _finish(lambda: options.run(options, rest))
+    return _run_program(lambda: options.run(options, rest))
 
 
-def _finish(program: Callable[[], int | None]) -> int:
-    from hone.trainer.command_line import finish
+def _run_program(program: Callable[[], int | None]) -> int:
+    from hone.trainer.command_line import run_program
 
-    return finish(program)
+    return run_program(program)
 
 
 def _start(verb: str, arguments: list[str]) -> int | None:
@@ -248,7 +248,7 @@ def _config_show(options: Options, rest: list[str]) -> None:
         config_name=options.config_name or options.tree or TREES[0],
         config_path=options.config_path,
         schema=options.tree,
-        further=plan_checks,
+        extra_checks=plan_checks,
     )
     say(with_origins(composed, options.only_set))
 

@@ -42,7 +42,7 @@ class AgentData:
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    spans: list[Message] = field(default_factory=list)
+    turn_spans: list[Message] = field(default_factory=list)
     """Role, token count and mask per turn; a model turn may have `calls`, `score`, `reward`."""
     assistant_turns: int = 0
     user_turns: int = 0
@@ -82,7 +82,7 @@ class AgentData:
         """Adds a reward to the last model turn."""
         token = len(self.response_mask) - 1
         self.turn_rewards.append({"name": name, "reward": reward, "token": token})
-        for turn in self.spans[-1:]:
+        for turn in self.turn_spans[-1:]:
             turn["reward"] = turn.get("reward", 0.0) + reward
 
     def to_output(self, metrics: AgentLoopMetrics, extra_fields: Row) -> AgentLoopOutput:
@@ -113,4 +113,4 @@ class AgentData:
         self.response_mask += [mask] * len(ids)
         self.response_logprobs += log_probs
         self.versions += versions
-        self.spans.append({"role": role, "tokens": len(ids), "mask": mask})
+        self.turn_spans.append({"role": role, "tokens": len(ids), "mask": mask})

@@ -17,7 +17,7 @@ from typing import TypeAlias, Union
 import numpy as np
 
 from hone.data.reading import rows_of
-from hone.data.rows import SUFFIXES, BadRows, DataError, read_rows
+from hone.data.rows import SUFFIXES, BadRowPolicy, DataError, read_rows
 from hone.data.schema import COLUMNS
 from hone.tracking import atomic_write_text
 from hone.types import JsonValue, Row
@@ -48,7 +48,7 @@ def file_names(data: Data) -> list[str] | None:
 def as_rows(data: Data) -> list[Row]:
     """Return the rows as dicts; a bare prompt becomes a row with the column `prompt`."""
     if (files := file_names(data)) is not None:
-        return list(read_rows(files, BadRows("raise", skip_key=None), "data").scan())
+        return list(read_rows(files, BadRowPolicy("raise", skip_key=None), "data").scan())
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
         raise DataError(

@@ -10,7 +10,7 @@ from typing import Any
 from hone.config.sft import PackedDataConfig
 from hone.data.prompts import PromptError
 from hone.data.rows import (
-    BadRows,
+    BadRowPolicy,
     DataError,
     Files,
     RowStore,
@@ -58,7 +58,7 @@ class EncodedDataset:
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
-        self.bad_rows = BadRows(config.on_bad_row)
+        self.bad_rows = BadRowPolicy(config.on_bad_row)
         self.store = self.read(parquet_files or () if rows is None else rows)
         self.template_kwargs = dict(config.apply_chat_template_kwargs)
         if config.chat_template is not None:

@@ -146,7 +146,7 @@ class EngineSpec:
     rank: int = 0
     world_size: int = 1
     sequence_parallel: int = 1
-    """Ranks that split each packed row of a data-parallel slot (Ulysses); token budgets grow by it."""
+    """Ranks that split each packed row of a slot (Ulysses); token budgets are multiplied by it."""
     tensor_parallel: int = 1
     """Ranks that split the matrices of each layer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)

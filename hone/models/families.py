@@ -86,7 +86,7 @@ def refuse_family(family: str, path: str, *, device: torch.device | None = None)
         )
 
 
-def refuse_config(
+def check_config_supported(
     config: PreTrainedConfig, path: str, *, device: torch.device | None = None
 ) -> None:
     """Raises UnsupportedModel, before weights are loaded, for a family or config that is not supported."""

@@ -21,7 +21,7 @@ from typing_extensions import Required, Unpack
 
 from hone.data.files import copy_to_local
 from hone.models import attention
-from hone.models.families import UnsupportedModel, logit_rule, refuse_config, refuse_family
+from hone.models.families import UnsupportedModel, check_config_supported, logit_rule, refuse_family
 from hone.tracking.manifest import MANIFEST, checkpoint_of, damage
 from hone.types import Settings
 
@@ -304,7 +304,7 @@ def _model_config(path: str, options: LoadOptions) -> PreTrainedConfig:
                 f"override_config has {key!r}, which {type(config).__name__} of {path} does not have"
             )
         setattr(config, key, value)
-    refuse_config(config, path, device=device)
+    check_config_supported(config, path, device=device)
     _disable_dropout(config)
     return config
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hone.models import attention
-from hone.models.families import refuse_config, refuse_family
+from hone.models.families import check_config_supported, refuse_family
 from hone.models.writing import without_progress_bar
 from hone.tracking.atomic import grant_by_umask
 
@@ -99,7 +99,7 @@ def tiny_lm(
     default = AutoConfig.for_model(family)
     fields = {field.name for field in dataclasses.fields(default)} | set(default.attribute_map)
     config = AutoConfig.for_model(family, **{k: v for k, v in settings.items() if k in fields})
-    refuse_config(config, f"a fresh {family}")
+    check_config_supported(config, f"a fresh {family}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 
 from hone.config.errors import did_you_mean, nearest
 from hone.config.reward import JudgeConfig, RewardServerConfig
-from hone.rewards.conversation import defused, prompt_text
+from hone.rewards.conversation import escape_special_tokens, prompt_text
 from hone.rewards.failures import Failed, Scored, WrongSetting
 from hone.rewards.outcome import Response
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
@@ -170,9 +170,9 @@ class Judge:
         question: Any = extra["prompt"] if "prompt" in extra else extra.get("question") or ""
         truth = row.ground_truth
         values = {
-            "question": defused(prompt_text(question)),
-            "ground_truth": "" if truth is None else defused(str(truth)),
-            "response": delimited(defused(row.solution_str)),
+            "question": escape_special_tokens(prompt_text(question)),
+            "ground_truth": "" if truth is None else escape_special_tokens(str(truth)),
+            "response": delimited(escape_special_tokens(row.solution_str)),
             "lowest": f"{self.config.lowest:g}",
             "highest": f"{self.config.highest:g}",
             "score_after": self.config.score_after,

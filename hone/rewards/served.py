@@ -18,7 +18,12 @@ from typing import Any
 
 from hone.config.reward import RewardServerConfig
 from hone.data.prompts import as_messages
-from hone.rewards.conversation import conversation_text, defused, has_template, prompt_text
+from hone.rewards.conversation import (
+    conversation_text,
+    escape_special_tokens,
+    has_template,
+    prompt_text,
+)
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Response, read_result
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
@@ -58,7 +63,7 @@ class ServedClassifier:
         return self.server.connection_error()
 
     def _text(self, prompt: Any, answer: str) -> tuple[str, ...]:
-        answer = defused(answer, self._tokenizer)
+        answer = escape_special_tokens(answer, self._tokenizer)
         if self.kind == "score":
             return prompt_text(prompt), answer
         if self._tokenizer is None:

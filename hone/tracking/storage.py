@@ -62,7 +62,7 @@ def remedy(number: int) -> str:
     return _FAILURES[number][1]
 
 
-def storage_sentence(error: BaseException) -> str | None:
+def storage_error_message(error: BaseException) -> str | None:
     """Returns the message for a failed write; None if storage is not the cause."""
     number = storage_failure(error)
     if number is None:

@@ -17,18 +17,18 @@ from pathlib import Path
 from traceback import format_exception
 
 from hone.config import Composed, compose
-from hone.config.apply import Further
+from hone.config.apply import ExtraChecks
 from hone.config.block import Block
 from hone.config.convert import show_value
 from hone.config.errors import ConfigError, nearest
 from hone.config.generation import GenerationConfig
-from hone.config.keys import get, keys_meant, leaves
+from hone.config.keys import get, leaves, suggested_keys
 from hone.config.sources import Setting
 from hone.config.trees import TREES
 from hone.data.files import is_non_local
 from hone.tracking import RunFolder
 from hone.tracking.lock import FolderLock, lock_folder
-from hone.tracking.storage import storage_sentence
+from hone.tracking.storage import storage_error_message
 from hone.trainer.interrupt import (
     NAMES,
     Interrupted,
@@ -41,8 +41,8 @@ from hone.trainer.interrupt import (
 from hone.trainer.ranks import Ranks, die_with_launcher, launch, must_launch
 from hone.types import Settings
 
-EXIT_CODE = 2
-STARTING_VALUES = "hone train"
+USER_ERROR_EXIT_CODE = 2
+STARTING_VALUES_ORIGIN = "hone train"
 """The origin label of values from starting_values.py."""
 ERROR_LOG = "error.log"
 _latest: list[Composed] = []
@@ -55,8 +55,8 @@ _USER_ERRORS = {
     "hone.data.chat_template": "BrokenTemplate",
     "hone.data.prompts": "PromptError",
     "hone.data.rows": "DataError",
-    "hone.engine.checkpoint": "AnotherBase CheckpointMissing",
-    "hone.engine.saved_state": "ForeignState",
+    "hone.engine.checkpoint": "BaseModelMismatch CheckpointMissing",
+    "hone.engine.saved_state": "UnsafeCheckpoint",
     "hone.models.families": "UnsupportedModel",
     "hone.models.fetch": "FetchError",
     "hone.models.load": "ModelNotFound",
@@ -70,7 +70,7 @@ _USER_ERRORS = {
     "hone.sandbox.result": "SandboxError",
     "hone.tracking.contract": "TrackerError",
     "hone.tracking.lock": "FolderLocked",
-    "hone.tracking.manifest": "NotShared",
+    "hone.tracking.manifest": "FolderNotShared",
     "hone.trainer.evaluation": "EvaluationError",
     "hone.trainer.export": "ExportError",
     "hone.trainer.job_files": "GenerationError",
@@ -89,13 +89,13 @@ def compose_arguments(
     *,
     tree: str,
     program: str,
-    starting: Callable[[Settings], list[Setting]] | None = None,
-    further: Further | None = None,
+    starting_values: Callable[[Settings], list[Setting]] | None = None,
+    extra_checks: ExtraChecks | None = None,
 ) -> Composed:
     """Compose the configuration of a command line, with the origin of each value.
 
     `tree` names the schema, also of a user's YAML without a defaults list. `starting` returns values for keys
-    that the command line does not set, unless it names a YAML. `further` are additional checks.
+    that the command line does not set, unless it names a YAML. `extra_checks` are additional checks.
     """
     options = _parse(arguments, tree, program)
     composed = compose(
@@ -104,8 +104,8 @@ def compose_arguments(
         config_path=options.config_path,
         config_dir=options.config_dir,
         schema=tree,
-        starting=starting if options.config_name in (None, "", tree) else None,
-        further=further,
+        starting_values=starting_values if options.config_name in (None, "", tree) else None,
+        extra_checks=extra_checks,
     )
     if options.cfg or options.info:
         from hone.config.commands import as_yaml, with_origins
@@ -149,7 +149,7 @@ def _unknown_option(option: str, value: str, tree: str) -> str:
     name, root = option.lstrip("-").replace("-", "_"), TREES[tree].root
     keys = list(leaves(root))
     near = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
-    matches = [name] if name in keys else keys_meant(root, name) or [key for key in near if key]
+    matches = [name] if name in keys else suggested_keys(root, name) or [key for key in near if key]
     advice = ", as in " * bool(matches) + " or ".join(f"{key}={value}" for key in matches)
     return (
         f"there is no option {option}; settings are key=value{advice} "
@@ -178,11 +178,11 @@ def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], l
     return find_problems_and_notes(config, origins)
 
 
-def announce(composed: Composed) -> None:
+def print_starting_values_and_notes(composed: Composed) -> None:
     """Print the starting values, and the given keys without effect."""
     from hone.tracking.console import screen
 
-    keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES]
+    keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES_ORIGIN]
     settings = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
     if settings:
         half = (len(settings) + 1) // 2
@@ -251,7 +251,7 @@ def run_ranks(
     """Call `run` if this process is a rank; else launch the configured ranks."""
     trainer = composed.config.trainer
     if Ranks.from_env().is_first:
-        announce(composed)
+        print_starting_values_and_notes(composed)
     if trainer.controller == "ray":
         raise ConfigError(
             f"trainer.controller=ray: the ranks of {module} are plain processes; leave it at auto, "
@@ -267,10 +267,10 @@ def run_module(main: Callable[[Sequence[str]], int | None], tree: str, module: s
     """Run `python -m module …`, once or as a sweep (`-m`)."""
     from hone.trainer.sweep import start
 
-    return finish(lambda: start(main, sys.argv[1:], tree, ["-m", module]))
+    return run_program(lambda: start(main, sys.argv[1:], tree, ["-m", module]))
 
 
-def finish(program: Callable[[], int | None]) -> int:
+def run_program(program: Callable[[], int | None]) -> int:
     """Run a program and return its exit code; print a user error in one sentence."""
     _latest.clear()
     die_with_launcher()
@@ -293,7 +293,7 @@ def finish(program: Callable[[], int | None]) -> int:
         sys.stderr.write(f"{type(error).__name__}: {message}\n")
         if (log := write_traceback(error)) is not None:
             sys.stderr.write(f"the traceback is in {log}\n")
-        return EXIT_CODE
+        return USER_ERROR_EXIT_CODE
 
 
 def write_traceback(error: BaseException, folder: Path | None = None) -> Path | None:
@@ -316,7 +316,7 @@ def user_error_message(error: BaseException) -> str | None:
     """Return the message of a user error; None for any other error."""
     if isinstance(error, _user_error_classes()):
         return _with_key(str(error), getattr(error, "path", None))
-    if (message := storage_sentence(error)) is not None:
+    if (message := storage_error_message(error)) is not None:
         return message
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}"

@@ -15,7 +15,7 @@ import numpy as np
 
 from hone.config.generation import EvaluationConfig, EvaluationMetricsConfig
 from hone.cores import usable_cores
-from hone.data.rows import BadRows, DataError, as_table, read_rows
+from hone.data.rows import BadRowPolicy, DataError, as_table, read_rows
 from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
@@ -106,7 +106,7 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
 
     `compute_score` runs in this process with a soft deadline; other scorers run in processes.
     """
-    store = read_rows(config.data.path, BadRows("raise", skip_key=None), "data.path")
+    store = read_rows(config.data.path, BadRowPolicy("raise", skip_key=None), "data.path")
     rows = list(store.scan())
     if config.output.scores_path:  # raises for columns that parquet cannot store
         as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])

@@ -27,7 +27,7 @@ from hone.config.rollout import SamplingConfig
 from hone.controller.threads import fix_threads
 from hone.data.loader import row_uid
 from hone.data.prompts import PromptError, render_prompt
-from hone.data.rows import BadRows, DataError, Row, as_table, read_rows
+from hone.data.rows import BadRowPolicy, DataError, Row, as_table, read_rows
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids, load_causal_lm, resolve_model_path
@@ -165,7 +165,7 @@ class Generation:
             raise GenerationError(
                 f"data.output_path={data.output_path} must end in .parquet or .jsonl"
             )
-        self.rows = read_rows(data.path, BadRows("raise", skip_key=None), "data.path")
+        self.rows = read_rows(data.path, BadRowPolicy("raise", skip_key=None), "data.path")
         self.count = len(self.rows)
         if data.max_samples > 0:
             self.count = min(self.count, data.max_samples)

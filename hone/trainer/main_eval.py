@@ -16,8 +16,8 @@ from hone.config import load_config
 from hone.config.errors import ConfigError
 from hone.config.generation import EvaluationConfig
 from hone.trainer.command_line import (
-    announce,
     compose_arguments,
+    print_starting_values_and_notes,
     require_file,
     require_folder,
     require_keys,
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     composed = compose_arguments(overrides, tree="evaluation", program="hone eval")
     require_keys(composed, {"data.path": "the file of responses"})
-    announce(composed)
+    print_starting_values_and_notes(composed)
     run(composed.config)
 
 
@@ -134,7 +134,7 @@ def show(result: Evaluation, config: EvaluationConfig, title: str) -> None:
         for metric, mean in source.metrics.items():
             interval = NO_INTERVAL if mean.low is None else f"{mean.low:.4f} to {mean.high:.4f}"
             table.add_row(metric, f"{mean.value:.4f}", interval)
-        screen().say(table)
+        screen().print(table)
         if any(mean.low is None for mean in source.metrics.values()):
             print_line(f"{NO_INTERVAL}: all rows have the same value, so there is no interval")
         for reason, count in source.failures.items():

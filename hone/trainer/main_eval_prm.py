@@ -110,7 +110,7 @@ def show(results: Row) -> None:
     for metric in dict.fromkeys(key for values in rows.values() for key in values):
         cells = (values.get(metric) for values in rows.values())
         table.add_row(metric, *("–" if x is None else f"{x:.4g}" for x in cells))
-    screen().say(table)
+    screen().print(table)
 
 
 def _numbers(result: Row, prefix: str = "") -> Iterator[tuple[str, float | None]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from hone.config import load_config
 from hone.config.sft import PRMConfig
-from hone.data.rows import BadRows, DataError, read_rows
+from hone.data.rows import BadRowPolicy, DataError, read_rows
 from hone.data.steps import Solution, StepDataset, step_mark
 from hone.models.from_config import build_tokenizer
 from hone.ops.at_n import sizes
@@ -147,7 +147,7 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, split: str) -> Row:
     Rows have n responses, and either `scores` or the columns that `hone eval` needs. For k < n, the first k
     responses are used.
     """
-    rows = list(read_rows([file], BadRows("raise", skip_key=None), "--best-of-n").scan())
+    rows = list(read_rows([file], BadRowPolicy("raise", skip_key=None), "--best-of-n").scan())
     if not all("scores" in row for row in rows):
         rows = evaluate(load_config([f"data.path='{file}'"], config_name="evaluation")).rows
     solutions = []

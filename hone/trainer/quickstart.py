@@ -238,7 +238,7 @@ def print_summary(
         answers.add_row(*answer)
     metrics = run / "metrics.jsonl"
     curve = draw_curve(metrics, [ACCURACY, "reward/mean"], folder / CURVE, "quickstart")
-    screen().say(table, answers)
+    screen().print(table, answers)
     closing = [f"learning curve: {curve}", f"metrics:        {metrics}", "go on with:"]
     for line in [*closing, *(f"  {command}" for command in next_commands(folder))]:
         screen().line(line)

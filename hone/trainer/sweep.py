@@ -131,7 +131,7 @@ def _show(runs: Sequence[Run]) -> None:
         cells = [show_value(run_results[name]) if name in run_results else "" for name in names]
         files = "\n".join(run.outputs.values())
         table.add_row(str(number), "\n".join(run.overrides), code, *cells, files)
-    screen().say(table)
+    screen().print(table)
 
 
 def _results(run: Run) -> dict[str, float]:

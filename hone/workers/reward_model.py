@@ -25,7 +25,13 @@ from hone.models.from_config import import_external
 from hone.models.load import load_tokenizer, resolve_model_path, translate_load_errors
 from hone.ops.masked import split_at_response
 from hone.protocol import DataProto
-from hone.rewards.conversation import Prompt, conversation_text, defused, has_template, prompt_text
+from hone.rewards.conversation import (
+    Prompt,
+    conversation_text,
+    escape_special_tokens,
+    has_template,
+    prompt_text,
+)
 from hone.rewards.managers.reading import on_last_policy_token
 from hone.types import Row
 from hone.workers.device import pick_device, pick_dtype, prepare_process
@@ -178,7 +184,9 @@ class RewardModelWorker(Worker):
         policy_tokenizer = self.policy_tokenizer or self.tokenizer
         _, mask = split_at_response(columns["attention_mask"].bool(), columns["responses"])
         answers = [
-            defused(policy_tokenizer.decode(ids[exists], skip_special_tokens=True), self.tokenizer)
+            escape_special_tokens(
+                policy_tokenizer.decode(ids[exists], skip_special_tokens=True), self.tokenizer
+            )
             for ids, exists in zip(columns["responses"], mask, strict=True)
         ]
         prompts = list(data.non_tensor_batch["raw_prompt"])

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from hone.tracking import manifest
-from hone.tracking.manifest import MANIFEST, NotShared, checkpoint_of, damage, seal, seal_shards
+from hone.tracking.manifest import (
+    MANIFEST,
+    FolderNotShared,
+    checkpoint_of,
+    damage,
+    write_manifest,
+    write_shard_checksums,
+)
 
 
 @pytest.fixture
@@ -16,13 +23,13 @@ def step(tmp_path: Path) -> Path:
     (folder / "actor" / "huggingface").mkdir(parents=True)
     (folder / "actor" / "huggingface" / "weights").write_bytes(b"weights")
     (folder / "actor" / "shard").write_bytes(b"shard")
-    seal(folder)
+    write_manifest(folder)
     return folder
 
 
 def test_a_sealed_folder_is_undamaged_and_can_be_sealed_again(step: Path) -> None:
     assert damage(step) is None
-    seal(step)
+    write_manifest(step)
     assert damage(step) is None
 
 
@@ -53,12 +60,12 @@ def test_ranks_compute_the_checksums_of_their_shards(
     folder.mkdir(parents=True)
     for rank in (0, 1, 11):
         (folder / f"__{rank}_0.distcp").write_bytes(b"shard" * (rank + 1))
-        seal_shards(folder, rank)
+        write_shard_checksums(folder, rank)
     (folder / ".metadata").write_bytes(b"table")
     read: list[str] = []
     checksum = manifest._checksum
     monkeypatch.setattr(manifest, "_checksum", lambda f: (read.append(f.name), checksum(f))[1])
-    seal(folder.parent)
+    write_manifest(folder.parent)
     assert read == [".metadata"]
     assert sorted(p.name for p in folder.iterdir()) == [
         ".metadata",
@@ -76,10 +83,10 @@ def test_ranks_compute_the_checksums_of_their_shards(
 
 def test_a_shard_that_the_sealing_process_does_not_see_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "__3_0.distcp").write_bytes(b"shard")
-    seal_shards(tmp_path, 3)
+    write_shard_checksums(tmp_path, 3)
     (tmp_path / "__3_0.distcp").unlink()  # as if written to another machine's disk
-    with pytest.raises(NotShared, match=r"rank 3.* every node must see the same folder"):
-        seal(tmp_path)
+    with pytest.raises(FolderNotShared, match=r"rank 3.* every node must see the same folder"):
+        write_manifest(tmp_path)
     assert not (tmp_path / MANIFEST).exists()
 
 
@@ -89,12 +96,12 @@ def test_a_shard_of_another_size_than_its_rank_wrote_is_an_error(
 ) -> None:
     shard = tmp_path / "__2_0.distcp"
     shard.write_bytes(b"shard")
-    seal_shards(tmp_path, 2)
+    write_shard_checksums(tmp_path, 2)
     shard.write_bytes(content)
     with pytest.raises(
-        NotShared, match=rf"rank 2\) was written with 5 bytes and has {len(content)} "
+        FolderNotShared, match=rf"rank 2\) was written with 5 bytes and has {len(content)} "
     ):
-        seal(tmp_path)
+        write_manifest(tmp_path)
     assert not (tmp_path / MANIFEST).exists()
 
 

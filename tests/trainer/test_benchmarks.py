@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.data.rows import BadRows, DataError, read_rows, write_parquet
+from hone.data.rows import BadRowPolicy, DataError, read_rows, write_parquet
 from hone.rewards.scores.table import find
 from hone.trainer.benchmarks import MATHS, NAMES, benchmark_file, split_overrides
 
@@ -60,7 +60,7 @@ def test_upstreams_own_test_file_is_not_taken_for_a_prepared_one(tmp_path: Path)
     write_parquet([raw], tmp_path / "gsm8k" / "test.parquet")
     file = benchmark_file("gsm8k", tmp_path, tmp_path / "work")
     assert file == tmp_path / "work" / "gsm8k" / "test.parquet"
-    (row,) = read_rows(file, BadRows("raise")).scan()
+    (row,) = read_rows(file, BadRowPolicy("raise")).scan()
     assert (row["data_source"], row["reward_model"]["ground_truth"]) == ("openai/gsm8k", "2")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from hone import cli
 from hone.controller.failures import ClusterFailed
-from hone.trainer.command_line import compose_arguments, finish
+from hone.trainer.command_line import compose_arguments, run_program
 from hone.trainer.interrupt import SIGNALS, GracefulStop, Interrupted
 from hone.trainer.ppo.trainer import PPOTrainer
 
@@ -133,7 +133,7 @@ def test_before_the_first_step_a_signal_ends_the_program_through_its_clean_up(
         finally:
             cleaned.append(True)
 
-    assert finish(program) == code
+    assert run_program(program) == code
     assert cleaned == [True]
     assert capsys.readouterr().err.startswith("stopped at once by ")
 
@@ -141,7 +141,7 @@ def test_before_the_first_step_a_signal_ends_the_program_through_its_clean_up(
 STUBBORN = """
 import asyncio, os, signal, sys
 from hone import cli
-from hone.trainer.command_line import compose_arguments, finish
+from hone.trainer.command_line import compose_arguments, run_program
 from hone.trainer.interrupt import GracefulStop
 
 async def step():
@@ -157,7 +157,7 @@ def main():
     with GracefulStop():
         asyncio.run(step())
 
-sys.exit(finish(main))
+sys.exit(run_program(main))
 """
 
 
@@ -245,7 +245,7 @@ def test_a_run_that_is_stopped_at_once_says_what_is_saved(
         compose_arguments(overrides, tree="ppo_trainer", program="hone train")
         raise KeyboardInterrupt
 
-    assert finish(program) == 130
+    assert run_program(program) == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("stopped at once by Ctrl-C; ")
     assert line.endswith(words)
@@ -265,5 +265,5 @@ def test_generation_and_evaluation_say_what_they_have_kept(
         compose_arguments([], tree=tree, program="hone")
         raise KeyboardInterrupt
 
-    assert finish(program) == 130
+    assert run_program(program) == 130
     assert words in capsys.readouterr().err

@@ -16,7 +16,7 @@ from torch import Tensor
 from hone.algorithms.aggregation import agg_loss
 from hone.algorithms.settings import config_value, refuse_unknown, setting
 from hone.config.actor import ActorConfig
-from hone.ops.masked import masked_fill_zero, masked_mean
+from hone.ops.masked import masked_mean, zero_outside_mask
 from hone.types import Settings
 
 RATIO_EXPONENT_BOUND = 20.0
@@ -135,7 +135,7 @@ class PolicyLoss:
             prepared = self.prepare(*inputs, config)
         tokens = _masked_tokens(inputs, config)
         if weights is not None:
-            weights = masked_fill_zero(weights, tokens.mask).detach()
+            weights = zero_outside_mask(weights, tokens.mask).detach()
         return replace(tokens, prepared=prepared or {}, extras=extras, weights=weights)
 
     def reduce(
@@ -156,7 +156,7 @@ class PolicyLoss:
 
 def _masked_tokens(inputs: Inputs, config: Settings | None) -> Tokens:
     mask = inputs[3].bool()
-    old, new, adv = (masked_fill_zero(x, mask) for x in inputs[:3])
+    old, new, adv = (zero_outside_mask(x, mask) for x in inputs[:3])
     return Tokens(old.detach(), new, adv.detach(), mask, config)
 
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from hone.engine.checkpoint import refuse_other_tensors, saved_sections, sections_of
+from hone.engine.checkpoint import check_same_tensors, saved_sections, sections_of
 from hone.engine.megatron.optimizer import ShardedOptimizer
 from hone.engine.megatron.weights import StageTensors, hf_names
 from hone.engine.saved_state import State, load_state, no_single_process_warning
-from hone.tracking.manifest import seal_shards
+from hone.tracking.manifest import write_shard_checksums
 from hone.types import Row
 
 Moments: TypeAlias = dict[str, Row]
@@ -54,7 +54,7 @@ def save_stage(
     if state:
         with no_single_process_warning():
             save(state, checkpoint_id=str(folder))
-        seal_shards(folder, dist.get_rank())
+        write_shard_checksums(folder, dist.get_rank())
 
 
 def load_stage(
@@ -67,7 +67,7 @@ def load_stage(
     leaves, sections = saved_sections(folder, contents)
     of_model = hf_names(tensors.skeleton)
     expected = _empty_state(tensors, optimizer, sections, of_model, "meta")
-    refuse_other_tensors(folder, leaves, expected)
+    check_same_tensors(folder, leaves, expected)
     of_stage = {name: of_model[name] for entry in tensors.entries for name in entry.whole}
     state = _empty_state(tensors, optimizer, sections, of_stage, "cpu")
     load_state(state, folder)

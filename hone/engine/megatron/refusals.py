@@ -183,7 +183,7 @@ def _refuse_stages(layers: int, path: str, megatron: MegatronConfig) -> None:
 
 
 def _refuse_experts(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
-    ranks = megatron.expert_tensor_ranks
+    ranks = megatron.effective_expert_tensor_parallel_size
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         raise UnsupportedModel(
             f"{path} has experts, which need megatron.sequence_parallel=true under "

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.decoder_layer import has_shared_layers
+from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
 from hone.ops.autograd import Context
 from hone.ops.decoder_halves import Norm
@@ -64,7 +64,7 @@ class ExactDecoder(JoinedDecoder):
     def __init__(self, policy: PolicyModel) -> None:
         config = policy.lm.config
         refuse_unsupported_exact(config, getattr(config, "_name_or_path", "") or "this model")
-        if not (has_shared_layers(policy) and can_join(policy) and policy.plain_head):
+        if not (fits_decoder_layer(policy) and can_join(policy) and policy.plain_head):
             raise RolloutError(
                 "rollout.exact=true needs a plain model (whole parameters, no adapters, no hooks, "
                 "SiLU, fixed rotary table); use rollout.exact=false"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.decoder_layer import has_shared_layers
+from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.families import UnsupportedModel, key_shape
 from hone.models.policy import PolicyModel
 from hone.rollout.native.peers import Peers
@@ -118,7 +118,7 @@ class ShardedPolicy(PolicyModel):
         self._shards = {name: self._shard(name, p) for name, p in self._whole.items()}
         self._allocate(device)
         self.lm.to(device)
-        self.uses_plain_decoder = has_shared_layers(self)
+        self.uses_plain_decoder = fits_decoder_layer(self)
         if not self.uses_plain_decoder:
             self._hook()
 

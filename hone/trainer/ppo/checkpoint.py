@@ -26,7 +26,7 @@ from hone.tracking.atomic import make_folder, rename_folder, sync
 from hone.tracking.console import screen
 from hone.tracking.contract import flatten
 from hone.tracking.lock import require_lock
-from hone.tracking.manifest import MANIFEST, damage, require_files, seal
+from hone.tracking.manifest import MANIFEST, damage, require_files, write_manifest
 from hone.tracking.storage import reason, remedy, storage_failure
 from hone.trainer.ppo import remote_checkpoints
 from hone.types import JsonValue, Settings
@@ -79,7 +79,7 @@ def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         require_files(temporary, _shard_files(temporary))
-        seal(temporary)
+        write_manifest(temporary)
         if run.metrics_file.exists():
             sync(run.metrics_file)
         require_lock(run.path)

@@ -15,7 +15,7 @@ from typing import TypeVar
 from hone.config import PPOTrainerConfig
 from hone.config.block import SchemaBlock
 from hone.config.engine import FSDPConfig, sequence_parallel
-from hone.data.create import run_dataset
+from hone.data.create import create_run_dataset
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError
@@ -206,7 +206,7 @@ class _Preflight:
         data = self.config.data
         if tokenizer is None:
             data = replace(data, filter_overlong_prompts=False)
-        read = partial(run_dataset, None, data, tokenizer)
+        read = partial(create_run_dataset, None, data, tokenizer)
         datasets = {TRAIN: self._attempt(partial(read, is_train=True))}
         if data.val_files:
             datasets[VALIDATION] = self._attempt(partial(read, is_train=False))
@@ -214,7 +214,7 @@ class _Preflight:
 
     def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
         """Yield problems of prompts that exceed `data.max_prompt_length` or the model's positions."""
-        data, positions = self.config.data, self.facts.positions
+        data, max_length = self.config.data, self.facts.max_position_embeddings
         for key, dataset in datasets.items():
             if not isinstance(dataset, RLHFDataset):
                 continue
@@ -234,11 +234,11 @@ class _Preflight:
                 continue
             prompt = min(lengths.longest, data.max_prompt_length)
             response = data.max_response_length
-            if positions and prompt + response > positions:
+            if max_length and prompt + response > max_length:
                 yield (
                     f"a prompt of {prompt:,} tokens ({lengths.where}) and "
-                    f"data.max_response_length={response} exceed the model's {positions:,} positions; "
-                    f"use data.max_response_length={max(1, positions - prompt)} or less"
+                    f"data.max_response_length={response} exceed the model's {max_length:,} positions; "
+                    f"use data.max_response_length={max(1, max_length - prompt)} or less"
                 )
 
     def _try_scorers(self, datasets: dict[str, Dataset]) -> None:

@@ -17,7 +17,7 @@ from hone.columns import adopt, require, write
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.controller.traffic import traffic_metrics
-from hone.data.create import create_train_loader, create_val_loader, run_dataset
+from hone.data.create import create_run_dataset, create_train_loader, create_val_loader
 from hone.data.loader import Dataset
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
@@ -65,13 +65,17 @@ class PPOTrainer:
         data, trainer = config.data, config.trainer
         self.tokenizer = tokenizer
         self.plan = Plan.of(config)
-        self.train_dataset = run_dataset(train_dataset, data, tokenizer, processor, is_train=True)
+        self.train_dataset = create_run_dataset(
+            train_dataset, data, tokenizer, processor, is_train=True
+        )
         self.loader = create_train_loader(
             data, self.train_dataset, data.prompts_per_generation, trainer.seed
         )
         self.val_dataset: Dataset | None = None
         if data.val_files or val_dataset is not None:
-            self.val_dataset = run_dataset(val_dataset, data, tokenizer, processor, is_train=False)
+            self.val_dataset = create_run_dataset(
+                val_dataset, data, tokenizer, processor, is_train=False
+            )
             self.val_loader = create_val_loader(data, self.val_dataset, trainer.seed)
         steps_of_epochs = self.loader.batches_per_epoch * trainer.total_epochs
         self.total_steps = trainer.total_training_steps or steps_of_epochs
@@ -149,7 +153,7 @@ class PPOTrainer:
                 resumed_from=self.global_step or None,
                 prints_everything=trainer.console == "full",
             )
-            status = progress("step", self.total_steps, beside_status=True)
+            status = progress("step", self.total_steps, has_step_line=True)
             frozen = freeze_garbage_collection()
             with graceful_stop() as stop, status as bar, tracking, frozen as freeze, self.rollouts:
                 self.tracking, self.bar = tracking, bar

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
-from hone.data.create import class_of, create_sft_dataset
+from hone.data.create import create_sft_dataset, custom_dataset_class
 from hone.data.encoded import EncodedRow
 from hone.data.loader import Dataset
 from hone.data.rows import Files
@@ -144,7 +144,7 @@ class StepTask:
 
         key = (str(files), count)
         if key not in self._datasets:
-            cls = class_of(config, StepDataset)
+            cls = custom_dataset_class(config, StepDataset)
             self._datasets[key] = cls(files, tokenizer, config, count)
         return self._datasets[key]
 
@@ -192,7 +192,7 @@ class PairTask:
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset:
         from hone.data.pairs import PairDataset
 
-        return class_of(config, PairDataset)(files, tokenizer, config, count)
+        return custom_dataset_class(config, PairDataset)(files, tokenizer, config, count)
 
     def tokens(self, row: EncodedRow) -> int:
         return len(row["input_ids"]) + len(row["rejected_ids"])
