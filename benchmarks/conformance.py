@@ -134,7 +134,7 @@ def _composed(arguments: Sequence[str], tree: str, program: str) -> tuple[list[s
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             composed = compose_arguments(
-                arguments, tree=tree, program=program, extra_checks=extra_checks
+                arguments, schema=tree, program=program, extra_checks=extra_checks
             )
         return [], list(composed.notes)
     except ConfigError as error:

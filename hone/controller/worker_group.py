@@ -58,8 +58,8 @@ class Executor(ABC, Generic[Handle]):
         """Starts a call and returns a handle immediately."""
 
     @abstractmethod
-    def resolver(self, owner: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
-        """Returns a picklable function that waits for handles and raises with the name `owner`."""
+    def resolver(self, role: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
+        """Returns a picklable function that waits for handles; its errors name `role`."""
 
     @abstractmethod
     def shutdown(self) -> None:

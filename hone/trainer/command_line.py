@@ -45,7 +45,7 @@ USER_ERROR_EXIT_CODE = 2
 STARTING_VALUES_ORIGIN = "hone train"
 """The origin label of values from starting_values.py."""
 ERROR_LOG = "error.log"
-_latest: list[Composed] = []
+_last_composed: Composed | None = None
 """The last configuration of this process, used to name the key that caused an error."""
 
 _USER_ERRORS = {
@@ -81,30 +81,33 @@ _USER_ERRORS = {
     "hone.trainer.ppo.preflight": "PreflightError",
     "hone.trainer.ranks": "LaunchError",
 }
-"""Errors whose message is enough for the user, by module; an error's module has been imported."""
+"""Errors whose message is enough for the user, by module.
+
+These are names, not classes, to avoid imports: an error can only come from a module that is imported.
+"""
 
 
 def compose_arguments(
     arguments: Sequence[str],
     *,
-    tree: str,
+    schema: str,
     program: str,
     starting_values: Callable[[Settings], list[Setting]] | None = None,
     extra_checks: ExtraChecks | None = None,
 ) -> Composed:
     """Compose the configuration of a command line, with the origin of each value.
 
-    `tree` names the schema, also of a user's YAML without a defaults list. `starting` returns values for keys
-    that the command line does not set, unless it names a YAML. `extra_checks` are additional checks.
+    `schema` is the name of the schema; a user's YAML without a defaults list uses it too. `starting_values`
+    returns values for keys that are not set; it is not called if --config-name selects another YAML.
     """
-    options = _parse(arguments, tree, program)
+    options = _parse(arguments, schema, program)
     composed = compose(
         options.overrides,
-        config_name=options.config_name or tree,
+        config_name=options.config_name or schema,
         config_path=options.config_path,
         config_dir=options.config_dir,
-        schema=tree,
-        starting_values=starting_values if options.config_name in (None, "", tree) else None,
+        schema=schema,
+        starting_values=starting_values if options.config_name in (None, "", schema) else None,
         extra_checks=extra_checks,
     )
     if options.cfg or options.info:
@@ -114,21 +117,22 @@ def compose_arguments(
         text = as_yaml(composed, package) if options.cfg else with_origins(composed, only_set=True)
         sys.stdout.write(text)
         raise SystemExit(0)
-    _latest[:] = [composed]
+    global _last_composed
+    _last_composed = composed
     set_stop_message(lambda: _describe_saved(composed.config))
     return composed
 
 
-def _parse(arguments: Sequence[str], tree: str, program: str) -> argparse.Namespace:
+def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Namespace:
     """Parse the command line; options of Hydra have Hydra's names."""
     parser = argparse.ArgumentParser(
         prog=program,
         allow_abbrev=False,
-        description=f"Overrides are key=value; `hone config show --tree {tree}` lists the keys.",
+        description=f"Overrides are key=value; `hone config show --tree {schema}` lists the keys.",
     )
     parser.add_argument("--config-path", "-cp", help="folder of your own YAML files")
     parser.add_argument("--config-dir", "-cd", help="another such folder")
-    parser.add_argument("--config-name", "-cn", help=f"which YAML to start from ({tree})")
+    parser.add_argument("--config-name", "-cn", help=f"which YAML to start from ({schema})")
     parser.add_argument("--multirun", "-m", action="store_true", help="run key=a,b once per value")
     parser.add_argument("--run", "-r", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"), help="print the config")
@@ -140,20 +144,20 @@ def _parse(arguments: Sequence[str], tree: str, program: str) -> argparse.Namesp
     for text in arguments:
         option, _, value = text.partition("=")
         if text.startswith("--") and option not in parser._option_string_actions:
-            raise ConfigError(_unknown_option(option, value or "VALUE", tree))
+            raise ConfigError(_unknown_option(option, value or "VALUE", schema))
     return parser.parse_intermixed_args(arguments)
 
 
-def _unknown_option(option: str, value: str, tree: str) -> str:
+def _unknown_option(option: str, value: str, schema: str) -> str:
     """Return the error message for an option that does not exist, with the keys that it may mean."""
-    name, root = option.lstrip("-").replace("-", "_"), TREES[tree].root
+    name, root = option.lstrip("-").replace("-", "_"), TREES[schema].root
     keys = list(leaves(root))
     near = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
     matches = [name] if name in keys else suggested_keys(root, name) or [key for key in near if key]
     advice = ", as in " * bool(matches) + " or ".join(f"{key}={value}" for key in matches)
     return (
         f"there is no option {option}; settings are key=value{advice} "
-        f"(`hone config show --tree {tree}` lists them)"
+        f"(`hone config show --tree {schema}` lists them)"
     )
 
 
@@ -161,13 +165,13 @@ def _describe_saved(config: Block) -> str:
     """Return a sentence that says what is saved so far, and whether the same command resumes from it."""
     if isinstance(config, GenerationConfig):
         return "responses that had ended are kept, and the same command goes on with the others"
-    run = config.get("trainer")
-    if not hasattr(run, "default_local_dir"):
+    trainer = config.get("trainer")
+    if not hasattr(trainer, "default_local_dir"):
         return "nothing was written"
-    saved = RunFolder(Path(run.default_local_dir).expanduser()).checkpoints()
+    saved = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()
     if not saved:
         return "nothing is saved yet, and the same command starts anew"
-    resumes = "the same command" if run.resume_mode == "auto" else "trainer.resume_mode=auto"
+    resumes = "the same command" if trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
     return f"{saved[-1][1]} is saved, and {resumes} goes on from there"
 
 
@@ -263,16 +267,17 @@ def run_ranks(
         run()
 
 
-def run_module(main: Callable[[Sequence[str]], int | None], tree: str, module: str) -> int:
+def run_module(main: Callable[[Sequence[str]], int | None], schema: str, module: str) -> int:
     """Run `python -m module …`, once or as a sweep (`-m`)."""
     from hone.trainer.sweep import start
 
-    return run_program(lambda: start(main, sys.argv[1:], tree, ["-m", module]))
+    return run_program(lambda: start(main, sys.argv[1:], schema, ["-m", module]))
 
 
 def run_program(program: Callable[[], int | None]) -> int:
     """Run a program and return its exit code; print a user error in one sentence."""
-    _latest.clear()
+    global _last_composed
+    _last_composed = None
     die_with_launcher()
     try:
         with exit_on_signal():
@@ -299,8 +304,9 @@ def run_program(program: Callable[[], int | None]) -> int:
 def write_traceback(error: BaseException, folder: Path | None = None) -> Path | None:
     """Append an error to the log of a run folder, by default that of the last configuration."""
     if folder is None:
-        run = getattr(_latest[0].config, "trainer", None) if _latest else None
-        folder = Path(getattr(run, "default_local_dir", "") or "").expanduser()
+        config = None if _last_composed is None else _last_composed.config
+        trainer = getattr(config, "trainer", None)
+        folder = Path(getattr(trainer, "default_local_dir", "") or "").expanduser()
     if folder == Path() or not folder.is_dir() or getattr(error, "skips_error_log", False):
         return None
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n", *format_exception(error), "\n"]
@@ -329,12 +335,14 @@ def user_error_message(error: BaseException) -> str | None:
 
 def _with_key(message: str, path: str | None) -> str:
     """Add the key that was set to `path` to a message about that path."""
-    for composed in _latest if path else ():
-        root: type = type(composed.config)
-        paths = [key for key in leaves(root) if key.endswith("path")]
-        for key in sorted(paths, key=lambda key: key not in composed.origins):
-            if get(composed.config, key) == path:
-                return f"{key}={path}: {message}"
+    composed = _last_composed
+    if composed is None or not path:
+        return message
+    root: type = type(composed.config)
+    keys = [key for key in leaves(root) if key.endswith("path")]
+    for key in sorted(keys, key=lambda key: key not in composed.origins):
+        if get(composed.config, key) == path:
+            return f"{key}={path}: {message}"
     return message
 
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.bench or options.model:
         run_benchmarks(options, overrides)
         return
-    composed = compose_arguments(overrides, tree="evaluation", program="hone eval")
+    composed = compose_arguments(overrides, schema="evaluation", program="hone eval")
     require_keys(composed, {"data.path": "the file of responses"})
     print_starting_values_and_notes(composed)
     run(composed.config)

@@ -22,7 +22,7 @@ MODULE = "hone.trainer.main_eval_prm"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, overrides = parser().parse_known_args(arguments)
-    composed = compose_arguments(overrides, tree="prm_trainer", program="hone eval-prm")
+    composed = compose_arguments(overrides, schema="prm_trainer", program="hone eval-prm")
     require_keys(composed, {"model.path": "the process reward model"})
     config: PRMConfig = composed.config
     if not (options.processbench or options.best_of_n or config.data.val_files):

@@ -30,7 +30,7 @@ MODULE = "hone.trainer.main_eval_rm"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, overrides = parser().parse_known_args(arguments)
-    composed = compose_arguments(overrides, tree="rm_trainer", program="hone eval-rm")
+    composed = compose_arguments(overrides, schema="rm_trainer", program="hone eval-rm")
     files = "data.train_files" if options.folds else "data.val_files"
     require_keys(composed, {"model.path": "the reward model", files: "the files of pairs"})
     config: RMConfig = composed.config

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     composed = compose_arguments(
         [argument for argument in arguments if argument != DRY_RUN],
-        tree="ppo_trainer",
+        schema="ppo_trainer",
         program="main_ppo",
         extra_checks=plan_checks,
     )
@@ -41,7 +41,7 @@ def train(arguments: Sequence[str]) -> None:
 
         composed = compose_arguments(
             [argument for argument in arguments if argument != DRY_RUN],
-            tree="ppo_trainer",
+            schema="ppo_trainer",
             program="hone train",
             starting_values=starting_values,
             extra_checks=plan_checks,

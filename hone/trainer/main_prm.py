@@ -26,7 +26,7 @@ HEAD_FOLDER = "head"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    composed = compose_arguments(arguments, tree="prm_trainer", program="hone train-prm")
+    composed = compose_arguments(arguments, schema="prm_trainer", program="hone train-prm")
     require_keys(composed, {"data.train_files": "the files of labelled steps"})
     run_ranks(composed, arguments, MODULE, lambda: run(composed.config, composed.origins))
 

@@ -24,7 +24,7 @@ MODULE = "hone.trainer.main_sft"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    composed = compose_arguments(arguments, tree="sft_trainer", program="hone sft")
+    composed = compose_arguments(arguments, schema="sft_trainer", program="hone sft")
     run_ranks(composed, arguments, MODULE, lambda: run(composed.config, composed.origins))
 
 

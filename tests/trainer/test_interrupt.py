@@ -242,7 +242,7 @@ def test_a_run_that_is_stopped_at_once_says_what_is_saved(
     overrides = [f"trainer.default_local_dir={tmp_path}/run", *([setting] if setting else [])]
 
     def program() -> None:
-        compose_arguments(overrides, tree="ppo_trainer", program="hone train")
+        compose_arguments(overrides, schema="ppo_trainer", program="hone train")
         raise KeyboardInterrupt
 
     assert run_program(program) == 130
@@ -262,7 +262,7 @@ def test_generation_and_evaluation_say_what_they_have_kept(
     capsys: pytest.CaptureFixture[str], tree: str, words: str
 ) -> None:
     def program() -> None:
-        compose_arguments([], tree=tree, program="hone")
+        compose_arguments([], schema=tree, program="hone")
         raise KeyboardInterrupt
 
     assert run_program(program) == 130
