@@ -14,7 +14,7 @@ from torch import Tensor
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.data.prompts import Message
 from hone.rollout.contract import TokenOutput
-from hone.types import Row, Settings
+from hone.types import Fields, Settings
 
 
 class AgentState(Enum):
@@ -49,9 +49,9 @@ class AgentData:
     """Turns of tools and of the simulated user."""
     turn_scores: list[float] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
-    turn_rewards: list[Row] = field(default_factory=list)
+    turn_rewards: list[Fields] = field(default_factory=list)
     """Rewards of tools and interactions: `name`, `reward`, and the turn's last `token`."""
-    extra_fields: Row = field(default_factory=dict)
+    extra_fields: Fields = field(default_factory=dict)
     """Values that tools set here become columns of the batch."""
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
     stop_reason: str | None = None
@@ -85,7 +85,7 @@ class AgentData:
         for turn in self.turn_spans[-1:]:
             turn["reward"] = turn.get("reward", 0.0) + reward
 
-    def to_output(self, metrics: AgentLoopMetrics, extra_fields: Row) -> AgentLoopOutput:
+    def to_output(self, metrics: AgentLoopMetrics, extra_fields: Fields) -> AgentLoopOutput:
         """Returns the trajectory as the output of an agent loop."""
         start = len(self.prompt_ids) - len(self.response_mask)
         return AgentLoopOutput(

@@ -24,7 +24,7 @@ from hone.config.block import Block
 from hone.config.convert import Hint, Value, describe_type, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.ranges import Range
-from hone.types import JsonObject, JsonValue, Row, Settings
+from hone.types import Fields, JsonObject, JsonValue, Settings
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -205,7 +205,7 @@ def omega_conf_to_dataclass(
     return block
 
 
-def plain_containers(config: DictConfig | Settings) -> Row:
+def plain_containers(config: DictConfig | Settings) -> Fields:
     """Converts a config to nested dicts and lists, with references resolved."""
     from omegaconf import OmegaConf
 

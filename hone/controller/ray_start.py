@@ -30,7 +30,7 @@ from ray.exceptions import AuthenticationError
 from hone.controller import reaper
 from hone.controller.ray_liveness import RAY_PROCESSES, cluster_failed, stop_watch, watch_cluster
 from hone.controller.ray_ports import allow_slow_start, fixed_agent_ports
-from hone.types import Row, Settings
+from hone.types import Fields, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ def _redirect_messages() -> None:
     """Sends Ray's messages about its own failures to the log; our errors report them."""
     show = ray_worker.print_to_stdstream
 
-    def route(data: Row, ignore_prefix: bool) -> None:
+    def route(data: Fields, ignore_prefix: bool) -> None:
         if data.get("pid") == "raylet":
             logger.info("Ray: %s", "\n".join(data["lines"]))
         else:

@@ -44,7 +44,7 @@ from hone.data.rows import (
 from hone.data.schema import ARGUMENTS, COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Processor, Tokenizer
-from hone.types import Row, Settings
+from hone.types import Fields, Row, Settings
 
 if TYPE_CHECKING:
     from hone.data.loader import Dataset
@@ -184,7 +184,7 @@ class RLHFDataset:
             else:
                 self.bad_rows.report(problem.reason, f"a row added by on_batch_end: {problem}")
 
-    def state_dict(self) -> Row:
+    def state_dict(self) -> Fields:
         return {
             "fingerprint": self.fingerprint,
             "rows": len(self.positions),
@@ -347,10 +347,10 @@ class RLHFDataset:
         return row
 
 
-def loop_argument(row: Row, name: str) -> Row:
+def loop_argument(row: Row, name: str) -> Fields:
     """Returns a loop's arguments, which a row has at its top level or in `extra_info`."""
     extra_info = row.get("extra_info") or {}
-    value: Row = without_nulls(row.get(name) or extra_info.get(name) or {})
+    value: Fields = without_nulls(row.get(name) or extra_info.get(name) or {})
     return value
 
 

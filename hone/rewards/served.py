@@ -28,7 +28,7 @@ from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Response, read_result
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
 from hone.tokenizer import Tokenizer
-from hone.types import JsonObject, JsonValue, Row
+from hone.types import Fields, JsonObject, JsonValue
 
 PATHS = {"classify": "/classify", "pooling": "/pooling", "score": "/score", "texts": ""}
 _RAW_OUTPUT = {"use_activation": False, "activation": False}
@@ -108,7 +108,7 @@ class ServedClassifier:
         except RemoteError as error:
             return [error.failure] * len(texts)
 
-    def _parse(self, answer: Row, count: int) -> list[float]:
+    def _parse(self, answer: Fields, count: int) -> list[float]:
         """Returns the scores of an answer; raises an error for any other content."""
         if self.kind == "texts":
             values = list(answer["scores"])

@@ -23,7 +23,7 @@ from hone.trainer.command_line import (
     run_module,
 )
 from hone.trainer.main_eval_prm import refuse_ranks, show, write_json
-from hone.types import Row
+from hone.types import Fields, Row
 
 MODULE = "hone.trainer.main_eval_rm"
 
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     return commands
 
 
-def evaluate_model(config: RMConfig) -> Row:
+def evaluate_model(config: RMConfig) -> Fields:
     """Return the accuracy of a model over all pairs of data.val_files."""
     from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
@@ -88,7 +88,7 @@ def evaluate_model(config: RMConfig) -> Row:
     return _result(round(metrics["accuracy"] * len(rows)), len(rows), dict(rows.bad_rows.counts))
 
 
-def cross_validate(config: RMConfig, folds: int) -> Row:
+def cross_validate(config: RMConfig, folds: int) -> Fields:
     """Test each fold after training on the others; pairs with the same prompt are in the same fold."""
     from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
@@ -112,7 +112,10 @@ def cross_validate(config: RMConfig, folds: int) -> Row:
         for row, opening in zip(clean, openings, strict=True):
             parts["test" if fold_of[opening] == fold else "train"].append(row)
         folder = out / f"fold_{fold}"
-        changes: Row = {"trainer.default_local_dir": str(folder), "trainer.default_hdfs_dir": None}
+        changes: Fields = {
+            "trainer.default_local_dir": str(folder),
+            "trainer.default_hdfs_dir": None,
+        }
         for part, key in (("train", "data.train_files"), ("test", "data.val_files")):
             changes[key] = (str(_write_jsonl(folder / f"{part}.jsonl", parts[part])),)
         fold_config = config
@@ -137,7 +140,7 @@ def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
     return path
 
 
-def _result(right: int, pairs: int, left_out: dict[str, int]) -> Row:
+def _result(right: int, pairs: int, left_out: dict[str, int]) -> Fields:
     """Return the accuracy and its interval; `left_out` counts the bad rows by reason."""
     from hone.trainer.step_scores import wilson
 

@@ -15,7 +15,7 @@ from hone.config import ConfigError, replace
 from hone.config.sft import PRMConfig, SupervisedConfig
 from hone.trainer.command_line import compose_arguments, require_keys, run_module, run_ranks
 from hone.trainer.main_sft import run_stages
-from hone.types import Row
+from hone.types import Fields
 
 if TYPE_CHECKING:
     from hone.trainer.sft.tasks import Task
@@ -54,7 +54,7 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
             "checkpoint.save_contents needs hf_model: the second stage and RL start from the export"
         )
     folder = Path(trainer.default_local_dir) / HEAD_FOLDER
-    changes: Row = {
+    changes: Fields = {
         "optim.lr": head.lr,
         "trainer.total_epochs": head.total_epochs,
         "trainer.total_training_steps": head.total_training_steps,

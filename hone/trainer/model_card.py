@@ -14,7 +14,7 @@ from hone.config.convert import show_value
 from hone.tracking import RunFolder
 from hone.tracking.curve import draw_curve
 from hone.tracking.metrics_file import series
-from hone.types import JsonValue, Row
+from hone.types import Fields, JsonValue, Row
 
 CARD, CURVES = "README.md", "curves.png"
 _CURVES = (
@@ -30,7 +30,7 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     run = next(
         (RunFolder(p) for p in checkpoint.parents[:3] if (p / "config.yaml").is_file()), None
     )
-    config: Row = run.earlier_config() if run is not None else {}
+    config: Fields = run.earlier_config() if run is not None else {}
     rows = [] if run is None or not run.metrics_file.is_file() else list(run.metrics.rows())
     step = re.search(r"global_step_(\d+)", str(checkpoint))
     rows = [row for row in rows if step is None or row["step"] <= int(step[1])]
@@ -44,7 +44,7 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
 
 
 def _card_lines(
-    name: str, config: Row, origins: Mapping[str, str], rows: list[Row], has_curves: bool
+    name: str, config: Fields, origins: Mapping[str, str], rows: list[Row], has_curves: bool
 ) -> Iterator[str]:
     model = str(_get(config, "actor_rollout_ref.model.path") or _get(config, "model.path") or "")
     is_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
@@ -81,7 +81,7 @@ def _card_lines(
             yield f"| `{key}` | {' | '.join(cells)} |"
 
 
-def _get(config: Row, key: str) -> JsonValue:
+def _get(config: Fields, key: str) -> JsonValue:
     value: JsonValue = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None

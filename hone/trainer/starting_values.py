@@ -15,7 +15,7 @@ from hone.models.facts import model_facts
 from hone.plugins import PluginError
 from hone.trainer.command_line import STARTING_VALUES_ORIGIN
 from hone.trainer.threads import uses_gpu
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 REQUIRED_KEYS = {
     "actor_rollout_ref.model.path": "the model's folder or hub name",
@@ -33,7 +33,7 @@ def starting_values(settings: Settings) -> list[Setting]:
     """Return settings for keys that are not in `settings`, the user's settings by dotted key."""
     device = "cuda" if uses_gpu(settings.get("trainer.device", "auto")) else "cpu"
     model = model_facts(settings.get("actor_rollout_ref.model.path"))
-    values: Row = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
+    values: Fields = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
     # An estimator that does not compare groups needs only one response per prompt.
     if _compares_groups(settings.get("algorithm.adv_estimator", "grpo")):
         values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT

@@ -33,7 +33,7 @@ from hone.rewards.conversation import (
     prompt_text,
 )
 from hone.rewards.managers.reading import on_last_policy_token
-from hone.types import Row
+from hone.types import Fields
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RewardModelWorker(Worker):
         """Loads `model` on this rank's device; raises for a model that is not a trained reward model."""
         model = self.config.reward_model.model
         folder = resolve_model_path(str(model.path))
-        settings: Row = {**model.override_config, "num_labels": 1}
+        settings: Fields = {**model.override_config, "num_labels": 1}
         with translate_load_errors(str(model.path), folder):
             self.model, report = auto_class.from_pretrained(
                 folder,
@@ -198,7 +198,7 @@ class RewardModelWorker(Worker):
         """Returns the tokens of a prompt and its response."""
         if self.reads_pairs:
             pair = prompt_text(prompt), answer
-            truncation: Row = {}
+            truncation: Fields = {}
             if self._max_length:
                 truncation = {"truncation": True, "max_length": self._max_length}
             return list(self.tokenizer(*pair, **truncation)["input_ids"])

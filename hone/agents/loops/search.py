@@ -20,7 +20,7 @@ from hone.retrieval.client import RetrievalClient, RetrievalFailed, retrieve
 from hone.rollout.contract import TokenOutput
 from hone.text import clean_text
 from hone.tokenizer import Tokenizer
-from hone.types import Row, Settings
+from hone.types import Fields, Row
 
 Generate = Callable[[list[int], int], Awaitable[TokenOutput]]
 
@@ -149,7 +149,7 @@ class SearchAgentLoop(AgentLoopBase):
                 "FILE`, or set do_search=false"
             )
 
-    async def run(self, sampling_params: Settings, **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Fields, **row: Any) -> AgentLoopOutput:
         limits = self.rollout_config.multi_turn
         prompt = truncate(self.prompt_ids(row), self.prompt_length, self.data_config.truncation)
         agent_data = AgentData([], list(prompt), row["trajectory_id"], {})

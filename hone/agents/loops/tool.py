@@ -35,7 +35,7 @@ from hone.data.chat_template import BrokenTemplate
 from hone.data.prompts import Message, PromptError, as_messages, raw_text, truncate
 from hone.event_loop import run_coroutine
 from hone.text import described, shown
-from hone.types import Row, Settings
+from hone.types import Fields, Row, Settings
 
 __all__ = ["AgentData", "AgentState", "ReactAgentLoop", "ToolAgentLoop"]
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class ToolAgentLoop(AgentLoopBase):
                 except Exception as error:  # an environment is user code
                     yield f"the environment {name} cannot be made: {described(error)}"
 
-    async def run(self, sampling_params: Row, **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Fields, **row: Any) -> AgentLoopOutput:
         if tool_config := row.get("tool_config"):
             self.tools, self.limits, self.parser = self.of_row(tool_config)
             self._has_tool_subset = tool_config.get("available_tools") is not None

@@ -19,7 +19,7 @@ from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
 from hone.ops.groups import Labels
 from hone.plugins import PluginError
-from hone.types import Function, JsonValue, Row, Settings
+from hone.types import Fields, Function, JsonValue, Settings
 
 Estimate = tuple[Tensor, Tensor]  # advantages and returns, both [B, T], 0 outside response_mask
 Groups = Literal["ignored", "compared", "required"]
@@ -71,7 +71,7 @@ class Estimator:
     @classmethod
     def of(cls: type[T], config: Settings | None = None, **options: JsonValue) -> T:
         """Creates an estimator; an option comes from its keyword, else its config key, else its default."""
-        values: Row = {}
+        values: Fields = {}
         for option in dataclasses.fields(cls):
             name = option.name
             if options.get(name) is not None:

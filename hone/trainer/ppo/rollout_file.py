@@ -23,7 +23,7 @@ from hone.text import clean_text, shown
 from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_path
 from hone.trainer.ppo.metrics import split_attention
-from hone.types import JsonValue, Row
+from hone.types import Fields, JsonValue, Row
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -211,8 +211,8 @@ def _to_int(value: JsonValue) -> JsonValue:
 
 
 def split_turns(
-    ids: np.ndarray, mask: Sequence[int], spans: Sequence[Row] | None, tokenizer: Tokenizer
-) -> list[Row]:
+    ids: np.ndarray, mask: Sequence[int], spans: Sequence[Fields] | None, tokenizer: Tokenizer
+) -> list[Fields]:
     """Split a response into turns: by the agent loop's spans if they cover it, else by the mask."""
     try:
         turns = [{**s, "role": str(s["role"]), "tokens": int(s["tokens"])} for s in spans or ()]
@@ -299,7 +299,7 @@ def _decode_rows(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
     return [texts[key] for key in keys]
 
 
-def _as_json(value: JsonValue | list[Row]) -> str | None:
+def _as_json(value: JsonValue | list[Fields]) -> str | None:
     if value is None:
         return None
     try:

@@ -32,7 +32,7 @@ from hone.tracking.markers import DistProfiler
 from hone.trainer.ppo import credit
 from hone.trainer.ppo.metrics import split_attention
 from hone.trainer.ppo.plan import Plan
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 __all__ = ["create_rl_dataset"]
 
@@ -77,7 +77,7 @@ def compute_advantage(
         "grpo": {"norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo},
     }
     estimator = advantages.get_estimator(name, config, **options.get(name, {}))
-    columns: Row = {"non_tensor_batch": data.non_tensor_batch}
+    columns: Fields = {"non_tensor_batch": data.non_tensor_batch}
     for column in estimator.requires:
         # A reward part may also be one number per row from the score function.
         if data.has_column(column) or not column.startswith(REWARD_PREFIX):
@@ -163,7 +163,7 @@ class DistProfilerExtension:
         self.profiler.stop()
 
 
-def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -> Row:
+def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -> Fields:
     """Return an empty Ray runtime environment, since workers set the variables they need."""
     return {"env_vars": {}}
 
