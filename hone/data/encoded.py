@@ -139,7 +139,7 @@ class EncodedDataset:
         """Hash of the content and of the rows in use."""
         return positions_fingerprint(self.store, self.positions)
 
-    def refuse_too_long(self, tokens: int) -> None:
+    def check_length(self, tokens: int) -> None:
         if tokens > self.max_length and self.truncation == "error":
             raise Untrainable(
                 "too long",
@@ -162,7 +162,7 @@ class EncodedDataset:
         return positions
 
 
-def refuse_hostile_text(row: Row, *columns: str) -> None:
+def check_row_text(row: Row, *columns: str) -> None:
     """Raises PromptError for invalid Unicode, and for NUL in the given columns."""
     problem = text_problem(row, columns)
     if problem is not None:

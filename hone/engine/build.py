@@ -56,7 +56,7 @@ def build(spec: EngineSpec) -> Engine:
     """Builds the engine of `strategy=fsdp2`: a Hugging Face decoder, sharded by FSDP2 on several ranks."""
     mesh = Mesh()
     if spec.world_size > 1 or spec.sequence_parallel > 1 or spec.tensor_parallel > 1:
-        from hone.engine.mesh import mesh_of, refuse_layout
+        from hone.engine.mesh import check_layout, mesh_of
 
         mesh = mesh_of(
             spec.rank,
@@ -64,7 +64,7 @@ def build(spec: EngineSpec) -> Engine:
             sequence=spec.sequence_parallel,
             tensor=spec.tensor_parallel,
         )
-        refuse_layout(
+        check_layout(
             spec.model_path,
             spec.world_size,
             sequence=spec.sequence_parallel,

@@ -21,7 +21,12 @@ from typing_extensions import Required, Unpack
 
 from hone.data.files import copy_to_local
 from hone.models import attention
-from hone.models.families import UnsupportedModel, check_config_supported, logit_rule, refuse_family
+from hone.models.families import (
+    UnsupportedModel,
+    check_config_supported,
+    check_family_supported,
+    logit_rule,
+)
 from hone.tracking.manifest import MANIFEST, checkpoint_of, damage
 from hone.types import Settings
 
@@ -331,7 +336,7 @@ def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedC
     with translate_load_errors(path, folder):
         family = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
     if family is not None:
-        refuse_family(family, path, device=device)
+        check_family_supported(family, path, device=device)
     with translate_load_errors(path, folder):
         return AutoConfig.from_pretrained(folder)
 

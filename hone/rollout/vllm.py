@@ -31,7 +31,7 @@ from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.vllm_buckets import fill_buckets
 from hone.rollout.vllm_experts import by_expert
 from hone.rollout.vllm_process import EngineProcess
-from hone.rollout.weights import refuse_unknown
+from hone.rollout.weights import check_name_and_shape
 from hone.types import Fields
 
 log = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ class VLLMRollout(RemoteEngine):
 
     def _check_names(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            refuse_unknown(name, tensor, self._parameters)
+            check_name_and_shape(name, tensor, self._parameters)
             self._names.add(name)
             if self._current_weights is None:
                 self._host_copy[name] = tensor.detach().to("cpu", copy=True)

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise ConfigError(
             "nothing to evaluate on; give --processbench FILE, --best-of-n FILE or data.val_files=FILE"
         )
-    refuse_ranks(config.world_size, "hone eval-prm")
+    check_single_rank(config.world_size, "hone eval-prm")
     if options.out:
         require_file(options.out, "--out")
     paths = {"model": config.model.path}
@@ -82,7 +82,7 @@ def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> Fields:
     return results
 
 
-def refuse_ranks(world_size: int, program: str) -> None:
+def check_single_rank(world_size: int, program: str) -> None:
     """Raise an error if several ranks are configured or running."""
     from hone.trainer.ranks import Ranks
 

@@ -22,7 +22,7 @@ from hone.trainer.command_line import (
     require_keys,
     run_module,
 )
-from hone.trainer.main_eval_prm import refuse_ranks, show, write_json
+from hone.trainer.main_eval_prm import check_single_rank, show, write_json
 from hone.types import Fields, Row
 
 MODULE = "hone.trainer.main_eval_rm"
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     files = "data.train_files" if options.folds else "data.val_files"
     require_keys(composed, {"model.path": "the reward model", files: "the files of pairs"})
     config: RMConfig = composed.config
-    refuse_ranks(config.world_size, "hone eval-rm")
+    check_single_rank(config.world_size, "hone eval-rm")
     if options.out:
         require_file(options.out, "--out")
     if options.folds == 1 or options.folds < 0:

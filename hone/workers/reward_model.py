@@ -94,7 +94,7 @@ class RewardModelWorker(Worker):
                 output_loading_info=True,
                 **settings,
             )
-        self._refuse_untrained(report["missing_keys"], report["mismatched_keys"])
+        self._check_trained(report["missing_keys"], report["mismatched_keys"])
         self.model.to(self.device).eval()
         if self._kind == "sequence" and hasattr(self.model, "sequence_summary"):
             raise UnsupportedModel(
@@ -102,7 +102,7 @@ class RewardModelWorker(Worker):
                 "reads padding; use a decoder or a BERT-like encoder with a classification head"
             )
 
-    def _refuse_untrained(
+    def _check_trained(
         self,
         missing: Iterable[str],
         mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
-from hone.algorithms.settings import config_value, refuse_unknown, setting
+from hone.algorithms.settings import config_value, raise_if_unknown, setting
 from hone.config.actor import ActorConfig
 from hone.ops.masked import masked_mean, zero_outside_mask
 from hone.types import Settings
@@ -130,7 +130,7 @@ class PolicyLoss:
     ) -> Tokens:
         """Returns the inputs of `per_token`; raises on an unknown keyword."""
         keywords = (*_KEYWORDS, *self.extra_keywords)
-        refuse_unknown(f"policy loss {self.name}", set(extras) - set(keywords), keywords)
+        raise_if_unknown(f"policy loss {self.name}", set(extras) - set(keywords), keywords)
         if self.prepare_tokens is not None and prepared is None:
             prepared = self.prepare(*inputs, config)
         tokens = _masked_tokens(inputs, config)

@@ -33,7 +33,7 @@ from hone.engine.megatron.experts import MicroBatchParams
 from hone.engine.megatron.mesh import join_mesh, process_groups
 from hone.engine.megatron.model import Stage, build_stage, transformer_config
 from hone.engine.megatron.optimizer import ShardedOptimizer
-from hone.engine.megatron.refusals import refuse_role
+from hone.engine.megatron.refusals import check_role_supported
 from hone.engine.megatron.weights import StageTensors, parameters_by_hf_name
 from hone.engine.offload import Offload, build_offload
 from hone.models.policy import Model, PolicyModel, ValueModel
@@ -322,7 +322,7 @@ def _on_host(terms: Terms) -> Terms:
 
 def build(spec: EngineSpec) -> MegatronEngine:
     """Builds the engine; all ranks call it together."""
-    _refuse(spec)
+    _check_supported(spec)
     mesh = join_mesh(spec)
     # Every rank reads the whole model on the host and keeps its part.
     module = load_module(replace(spec, device=torch.device("cpu"), optim=None))
@@ -345,7 +345,7 @@ def build(spec: EngineSpec) -> MegatronEngine:
     return engine
 
 
-def _refuse(spec: EngineSpec) -> None:
+def _check_supported(spec: EngineSpec) -> None:
     """Raises, before any model is loaded, for a spec that this engine does not support."""
     if spec.head not in ("policy", "value"):
         raise ValueError(
@@ -365,7 +365,7 @@ def _refuse(spec: EngineSpec) -> None:
             "strategy=megatron replays expert routing only without pipeline parallel; use "
             "megatron.pipeline_model_parallel_size=1 or strategy=fsdp2"
         )
-    refuse_role(spec.model_path, spec.override_config, spec.megatron)
+    check_role_supported(spec.model_path, spec.override_config, spec.megatron)
 
 
 def _stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:

@@ -20,7 +20,7 @@ from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partition
 from hone.protocol import DataProto
 
 
-def refuse_uneven(config: PPOTrainerConfig, ranks: int) -> None:
+def check_divisible(config: PPOTrainerConfig, ranks: int) -> None:
     """Raise an error if a mini-batch is not divisible by the number of data-parallel ranks."""
     if problems := list(uneven_batches(config, ranks)):
         raise ConfigError(problems)

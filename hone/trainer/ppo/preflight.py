@@ -179,20 +179,25 @@ class _Preflight:
             self._attempt(partial(check_model, path))
         for engine in _engines(config, plan):
             if engine.strategy in ("fsdp", "fsdp2"):
-                self._attempt(engine.refuse_layout)
+                self._attempt(engine.check_layout)
             elif engine.strategy == "megatron":
-                from hone.engine.megatron.refusals import overrides_without_effect, refuse_role
+                from hone.engine.megatron.refusals import (
+                    check_role_supported,
+                    overrides_without_effect,
+                )
 
                 megatron = engine.role.get("megatron", config.actor_rollout_ref.actor.megatron)
                 notes = overrides_without_effect(megatron)
                 self.warnings += [note for note in notes if note not in self.warnings]
-                self._attempt(partial(refuse_role, engine.path, engine.override_config, megatron))
+                self._attempt(
+                    partial(check_role_supported, engine.path, engine.override_config, megatron)
+                )
         rollout = config.actor_rollout_ref.rollout
         if rollout.name == "native" and (size := rollout.tensor_model_parallel_size) > 1:
-            from hone.rollout.native.sharded_build import refuse_sharding
+            from hone.rollout.native.sharded_build import check_sharding
 
             ranks, model = config.rollout_ranks, config.actor_rollout_ref.model
-            self._attempt(partial(refuse_sharding, size, ranks, model))
+            self._attempt(partial(check_sharding, size, ranks, model))
         scorer = config.reward_model.model.path
         if plan is not None and plan.reward_model and scorer and not plan.on_server:
             is_judge = plan.reward_model == "judge"
@@ -298,13 +303,13 @@ class _Engine:
     ranks: int
     adapters: bool = False
 
-    def refuse_layout(self) -> None:
+    def check_layout(self) -> None:
         sequence = sequence_parallel(self.role, self.sharding)
         tensor = self.sharding.tensor_parallel_size
         if sequence * tensor > 1:
-            from hone.engine.mesh import refuse_layout
+            from hone.engine.mesh import check_layout
 
-            refuse_layout(
+            check_layout(
                 self.path,
                 self.ranks,
                 sequence=sequence,

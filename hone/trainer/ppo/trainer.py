@@ -27,7 +27,7 @@ from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.ppo import checkpoint, credit, metrics, roles, scoring
 from hone.trainer.ppo.alarms import Alarms
-from hone.trainer.ppo.balance import balance, refuse_uneven
+from hone.trainer.ppo.balance import balance, check_divisible
 from hone.trainer.ppo.collect import DynamicSampling, filter_batch
 from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.memory import freeze_garbage_collection
@@ -65,17 +65,14 @@ class PPOTrainer:
         data, trainer = config.data, config.trainer
         self.tokenizer = tokenizer
         self.plan = Plan.of(config)
-        self.train_dataset = create_run_dataset(
-            train_dataset, data, tokenizer, processor, is_train=True
-        )
+        inputs = data, tokenizer, processor
+        self.train_dataset = create_run_dataset(train_dataset, *inputs, is_train=True)
         self.loader = create_train_loader(
             data, self.train_dataset, data.prompts_per_generation, trainer.seed
         )
         self.val_dataset: Dataset | None = None
         if data.val_files or val_dataset is not None:
-            self.val_dataset = create_run_dataset(
-                val_dataset, data, tokenizer, processor, is_train=False
-            )
+            self.val_dataset = create_run_dataset(val_dataset, *inputs, is_train=False)
             self.val_loader = create_val_loader(data, self.val_dataset, trainer.seed)
         steps_of_epochs = self.loader.batches_per_epoch * trainer.total_epochs
         self.total_steps = trainer.total_training_steps or steps_of_epochs
@@ -114,7 +111,7 @@ class PPOTrainer:
         self.traffic = [group.traffic for group in groups.values()]
         roles.load_models(groups)
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
-        refuse_uneven(config, self.actor.data_parallel_size)
+        check_divisible(config, self.actor.data_parallel_size)
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
         self.reward_model = scoring.get_reward_model(config, self.plan, self.tokenizer, groups)
         self.trained = roles.trained_groups(groups, self.plan)

@@ -12,7 +12,7 @@ from hone.data.encoded import EncodedRow
 from hone.engine.contract import TrainEngine
 from hone.ops.balancing import get_seqlen_balanced_partitions
 from hone.trainer.ranks import sum_over_ranks
-from hone.trainer.sft.order import RowOrder, refuse_uneven
+from hone.trainer.sft.order import RowOrder, check_divisible
 from hone.trainer.sft.tasks import SupervisedTask, Task
 
 
@@ -39,7 +39,7 @@ class SFTTrainer:
         balance_tokens: bool = True,
         task: Task | None = None,
     ) -> None:
-        refuse_uneven(batch_rows, engine.mesh.data_parallel_size)
+        check_divisible(batch_rows, engine.mesh.data_parallel_size)
         self.engine = engine
         self._task = task or SupervisedTask()
         self._rows = rows
