@@ -66,57 +66,57 @@ class Plan:
     columns: frozenset[str]
     """All columns that parts of this run read."""
     reward_model: Literal["orm", "prm", "prime", "judge"] | None
-    bypass: bool
+    uses_rollout_log_probs: bool
     """Whether the rollout's log-probs are used as the old log-probs."""
     rows_per_update: tuple[int, ...]
     """Rows per mini-batch, for each trained role."""
-    on_server: bool = False
+    is_on_server: bool = False
     """Whether the reward model runs on a server instead of in workers."""
     records_routing: bool = False
     """Whether the log-prob pass records the experts of each token."""
 
     @property
-    def external_reward_model(self) -> bool:
+    def has_external_reward_model(self) -> bool:
         """Whether a reward manager calls the reward model: one on a server, or a judge."""
-        return self.on_server or self.reward_model == "judge"
+        return self.is_on_server or self.reward_model == "judge"
 
     @property
-    def reference(self) -> bool:
+    def needs_reference(self) -> bool:
         return "ref_log_prob" in self.columns
 
     @property
-    def critic(self) -> bool:
+    def needs_critic(self) -> bool:
         return "values" in self.columns
 
     @property
-    def implicit_rewards(self) -> bool:
+    def needs_implicit_rewards(self) -> bool:
         return "reward/implicit" in self.columns
 
     @property
-    def greedy_baselines(self) -> bool:
+    def needs_greedy_baselines(self) -> bool:
         return "reward_baselines" in self.columns
 
     @property
-    def old_log_probs(self) -> bool:
+    def needs_old_log_probs(self) -> bool:
         """Whether the log-prob pass computes them; with one update per batch, the forward pass of the
         update gives the same values."""
-        return "old_log_probs" in self.columns and not self.bypass
+        return "old_log_probs" in self.columns and not self.uses_rollout_log_probs
 
     @property
-    def sum_pi_squared(self) -> bool:
+    def needs_sum_pi_squared(self) -> bool:
         return "sum_pi_squared" in self.columns
 
     @property
-    def log_prob_pass(self) -> bool:
+    def needs_log_prob_pass(self) -> bool:
         """Whether the actor computes log-probs before the update."""
-        return self.old_log_probs or self.sum_pi_squared or "entropys" in self.columns
+        return self.needs_old_log_probs or self.needs_sum_pi_squared or "entropys" in self.columns
 
     @property
     def log_prob_columns(self) -> tuple[str, ...]:
         """The columns that the log-prob pass writes; entropies are always among them."""
-        old = ("old_log_probs",) if self.old_log_probs else ()
+        old = ("old_log_probs",) if self.needs_old_log_probs else ()
         routing = ("routed_experts",) if self.records_routing else ()
-        squares = ("sum_pi_squared",) if self.sum_pi_squared else ()
+        squares = ("sum_pi_squared",) if self.needs_sum_pi_squared else ()
         return (*old, "entropys", *squares, *routing)
 
     @staticmethod
@@ -290,7 +290,7 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
             f"{estimator} compares the responses of one prompt, and "
             "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more"
         )
-    if config.trainer.critic_warmup > 0 and not plan.critic:
+    if config.trainer.critic_warmup > 0 and not plan.needs_critic:
         yield (
             f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic would train nothing; "
             "use 0, or critic.enable=true"
@@ -303,17 +303,17 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
             f"{estimator} does not compute; use algorithm.adv_estimator=rloo_token, or a "
             "temperature such as 0.1"
         )
-    if plan.reward_model == "prime" and not plan.implicit_rewards:
+    if plan.reward_model == "prime" and not plan.needs_implicit_rewards:
         yield (
             f"reward_model.type=prime writes implicit rewards, which {estimator} does not read; use "
             "algorithm.adv_estimator=rloo"
         )
     ref, critic, reward = config.actor_rollout_ref.ref, config.critic, config.reward_model
     critic_block, reward_block = critic.model.fsdp_config, reward.model.fsdp_config
-    on_engine = plan.reward_model in ("prm", "prime") and not plan.on_server
+    on_engine = plan.reward_model in ("prm", "prime") and not plan.is_on_server
     for is_used, key, role, block, ranks in (
-        (plan.reference, "actor_rollout_ref.ref", ref, ref.fsdp_config, 0),
-        (plan.critic, "critic", critic, critic_block, 0),
+        (plan.needs_reference, "actor_rollout_ref.ref", ref, ref.fsdp_config, 0),
+        (plan.needs_critic, "critic", critic, critic_block, 0),
         (on_engine, "reward_model", reward, reward_block, sum(config.reward_pool)),
     ):
         if is_used:
@@ -327,11 +327,11 @@ def _keys_without_effect(
 ) -> Iterator[tuple[str, str]]:
     """Yield each given key that has no effect in this run, with the reason."""
     reasons: dict[str, str] = {}
-    if not plan.critic:
+    if not plan.needs_critic:
         reason = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
         blocks = ("optim", "model", "ppo_micro_batch_size_per_gpu", "cliprange_value")
         reasons |= {f"critic.{block}": reason for block in blocks}
-    if not plan.reference:
+    if not plan.needs_reference:
         reasons["actor_rollout_ref.ref"] = "no KL to the reference policy is configured"
     name = config.algorithm.adv_estimator
     if TABLE.is_built_in(name):

@@ -125,7 +125,7 @@ class _Preflight:
             self.warnings += agents.warnings()
         if tokenizer is not None:
             self._add_problems(self._prompt_problems(datasets))
-            if plan is not None and plan.external_reward_model:
+            if plan is not None and plan.has_external_reward_model:
                 manager = attempt(lambda: load_external_reward_model(config, tokenizer, None))
                 if manager is not None and (why := manager.scorer.connection_error()):
                     self.warnings.append(f"the reward model's server cannot be reached ({why})")
@@ -173,7 +173,7 @@ class _Preflight:
         """Check that each model to load has a supported config and complete weights."""
         config = self.config
         paths = [config.actor_rollout_ref.model.path]
-        if plan is not None and plan.critic and config.critic.model.path:
+        if plan is not None and plan.needs_critic and config.critic.model.path:
             paths.append(config.critic.model.path)
         for path in dict.fromkeys(paths):
             self._attempt(partial(check_model, path))
@@ -199,7 +199,7 @@ class _Preflight:
             ranks, model = config.rollout_ranks, config.actor_rollout_ref.model
             self._attempt(partial(check_sharding, size, ranks, model))
         scorer = config.reward_model.model.path
-        if plan is not None and plan.reward_model and scorer and not plan.on_server:
+        if plan is not None and plan.reward_model and scorer and not plan.is_on_server:
             is_judge = plan.reward_model == "judge"
             self._attempt(lambda: check_model(scorer, is_decoder=is_judge))
             if plan.reward_model == "orm" and Path(resolve_model_path(scorer)).is_dir():
@@ -327,13 +327,13 @@ def _engines(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_Engine]:
     yield _Engine(path, changes, actor.strategy, actor, actor.fsdp_config, ranks, lora)
     if plan is None:
         return
-    if plan.reference and not lora:
+    if plan.needs_reference and not lora:
         yield _Engine(path, changes, ref.strategy, ref, ref.fsdp_config, ranks)
-    if plan.critic:
+    if plan.needs_critic:
         model, critic_lora = critic.model, critic.model.lora_rank > 0
         path, changes = model.path or path, model.override_config
         yield _Engine(path, changes, critic.strategy, critic, model.fsdp_config, ranks, critic_lora)
-    if plan.reward_model in ("prm", "prime") and not plan.on_server and reward.model.path:
+    if plan.reward_model in ("prm", "prime") and not plan.is_on_server and reward.model.path:
         strategy = actor.strategy if plan.reward_model == "prime" else "fsdp2"
         ranks = sum(config.reward_pool) or ranks
         changes, sharding = reward.model.override_config, reward.model.fsdp_config

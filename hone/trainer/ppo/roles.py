@@ -44,11 +44,11 @@ POOL, ROLLOUT_POOL, REWARD_POOL = "global_pool", "rollout_pool", "reward_pool"
 def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
     """Return the worker class of each role the plan needs; with LoRA the actor is also the reference."""
     roles: dict[Role, type] = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
-    if plan.reference and not lora:
+    if plan.needs_reference and not lora:
         roles[Role.RefPolicy] = ReferenceWorker
-    if plan.critic:
+    if plan.needs_critic:
         roles[Role.Critic] = CriticWorker
-    if plan.reward_model in ("prm", "prime") or (plan.reward_model and not plan.on_server):
+    if plan.reward_model in ("prm", "prime") or (plan.reward_model and not plan.is_on_server):
         roles[Role.RewardModel] = REWARD_WORKERS[plan.reward_model]
     return roles
 
@@ -140,7 +140,7 @@ def policy_groups(
 def trained_groups(groups: Mapping[Role, AnyGroup], plan: Plan) -> dict[str, AnyGroup]:
     """Return the groups of trained roles, by the name of their checkpoint folder."""
     trained = {"actor": policy_groups(groups)[0], "critic": groups.get(Role.Critic)}
-    if plan.implicit_rewards:
+    if plan.needs_implicit_rewards:
         trained["reward"] = groups[Role.RewardModel]
     return {name: group for name, group in trained.items() if group is not None}
 

@@ -199,7 +199,7 @@ class PPOTrainer:
         else:
             self.submit(self.loader.next_batch())
             batch = filter_batch(self.score(self.take()), self.config)
-        if self.plan.greedy_baselines:
+        if self.plan.needs_greedy_baselines:
             self.submit(unique_prompts(batch, self.loader), greedy=True)
             greedy = self.score(self.take(phase="gen_max"))
             write(batch, "reward_baselines", credit.greedy_baselines(batch, greedy))
@@ -231,21 +231,20 @@ class PPOTrainer:
         """Compute the log-probs and values that the algorithm reads."""
         plan = self.plan
         credit.write_derived_columns(batch, plan.columns)
-        if plan.log_prob_pass:
+        if plan.needs_log_prob_pass:
             with self.phase("old_log_prob"):
-                output = self.actor.call(
-                    ActorWorker.compute_log_prob, batch, with_sum_pi_squared=plan.sum_pi_squared
-                )
+                options = {"with_sum_pi_squared": plan.needs_sum_pi_squared}
+                output = self.actor.call(ActorWorker.compute_log_prob, batch, **options)
                 adopt(batch, output, plan.log_prob_columns)
-        if plan.bypass:
+        if plan.uses_rollout_log_probs:
             write(batch, "old_log_probs", require(batch, "rollout_log_probs").clone())
-        if plan.reference:
+        if plan.needs_reference:
             with self.phase("ref"):
                 adopt(batch, self.reference.call(ReferenceWorker.compute_ref_log_prob, batch))
-        if plan.critic and self.critic is not None:
+        if plan.needs_critic and self.critic is not None:
             with self.phase("values"):
                 adopt(batch, self.critic.call(CriticWorker.compute_values, batch))
-        if plan.implicit_rewards:
+        if plan.needs_implicit_rewards:
             with self.phase("update_rm"):
                 train_implicit_reward_model(batch, self.trained["reward"], self.config)
         return batch
@@ -279,7 +278,7 @@ class PPOTrainer:
         """Update the critic, then the actor, and publish the actor's weights."""
         step_metrics: dict[str, float] = {}
         rows = int(batch.batch["step_row"].max()) + 1
-        if self.plan.critic and self.critic is not None:
+        if self.plan.needs_critic and self.critic is not None:
             with self.phase("update_critic"):
                 output = self.critic.call(CriticWorker.update_critic, batch, step_rows=rows)
                 step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
@@ -302,10 +301,10 @@ class PPOTrainer:
         report = {
             "training/global_step": self.global_step,
             "training/epoch": self.loader.epoch,
-            "training/old_log_probs_recomputed": float(self.plan.old_log_probs),
+            "training/old_log_probs_recomputed": float(self.plan.needs_old_log_probs),
             **metrics.data_metrics(batch, data.max_prompt_length, data.max_response_length),
             # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
-            **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
+            **(metrics.agreement_metrics(batch) if self.plan.needs_old_log_probs else {}),
             **metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path),
             **self.warnings.group_signal(batch, self.global_step),
             **self.publisher.staleness(batch),

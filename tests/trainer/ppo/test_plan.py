@@ -46,12 +46,12 @@ def planned(*overrides: str) -> Plan:
 
 
 STARTED = {
-    "ref_log_prob": "reference",
-    "entropys": "log_prob_pass",
-    "values": "critic",
-    "old_log_probs": "old_log_probs",
-    "sum_pi_squared": "sum_pi_squared",
-    "reward_baselines": "greedy_baselines",
+    "ref_log_prob": "needs_reference",
+    "entropys": "needs_log_prob_pass",
+    "values": "needs_critic",
+    "old_log_probs": "needs_old_log_probs",
+    "sum_pi_squared": "needs_sum_pi_squared",
+    "reward_baselines": "needs_greedy_baselines",
 }
 
 
@@ -60,7 +60,7 @@ def test_what_an_estimator_of_ones_own_reads_starts_its_writer_and_no_other(
     needs: Callable[..., list[str]], column: str
 ) -> None:
     started = {name for name in STARTED.values() if getattr(planned(*needs(column)), name)}
-    assert started - {"log_prob_pass"} == {STARTED[column]} - {"log_prob_pass"}
+    assert started - {"needs_log_prob_pass"} == {STARTED[column]} - {"needs_log_prob_pass"}
     assert not any(getattr(planned(*needs()), name) for name in STARTED.values())
 
 
@@ -91,7 +91,7 @@ def test_every_column_an_estimator_reads_is_in_the_batch_or_refused_before_model
 def test_a_warm_up_follows_from_the_columns_not_from_a_name(
     needs: Callable[..., list[str]],
 ) -> None:
-    assert planned("trainer.critic_warmup=5", *needs("values")).critic
+    assert planned("trainer.critic_warmup=5", *needs("values")).needs_critic
     with pytest.raises(ConfigError, match="critic_warmup=5 without a critic"):
         planned("trainer.critic_warmup=5", *needs())
 
@@ -99,7 +99,7 @@ def test_a_warm_up_follows_from_the_columns_not_from_a_name(
 def test_a_loss_declares_what_it_reads_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads_nothing, "needs", {"ref_log_prob", "advantages"}, raising=False)
     loss = f"{ACTOR}.policy_loss.loss_mode={__name__}:reads_nothing"
-    assert planned(loss, "algorithm.adv_estimator=grpo").reference
+    assert planned(loss, "algorithm.adv_estimator=grpo").needs_reference
     monkeypatch.setattr(reads_nothing, "needs", {"rm_scores"})
     with pytest.raises(ConfigError, match=r"loss_mode=.*reads rm_scores, which this run does not"):
         planned(loss, "algorithm.adv_estimator=grpo")
@@ -135,7 +135,7 @@ def test_what_an_external_library_registers_is_known_to_the_checks(
     with pytest.raises(ConfigError, match="unknown advantage estimator 'of_the_library'"):
         compose([named], extra_checks=plan_checks)
     compose([named, library], extra_checks=plan_checks)
-    assert planned(named, library).critic
+    assert planned(named, library).needs_critic
 
 
 def test_a_typo_in_what_is_read_is_told(needs: Callable[..., list[str]]) -> None:
@@ -155,7 +155,7 @@ def test_a_typo_in_what_is_read_is_told(needs: Callable[..., list[str]]) -> None
     ],
 )
 def test_the_reference_is_used_when_a_kl_is_asked_for(overrides: list[str], expected: bool) -> None:
-    assert planned(*overrides).reference is expected
+    assert planned(*overrides).needs_reference is expected
 
 
 STRICT = [
