@@ -140,7 +140,7 @@ class Worker:
     _register_dispatch_collect_info = register_mesh
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
+    def mesh_slot(self, mesh_name: str) -> tuple[int, bool]:
         """Returns the data-parallel rank on a mesh and whether results are collected."""
         if mesh_name == DATA_PARALLEL:  # by default every rank is one slot
             self._meshes.setdefault(mesh_name, (self.rank, True))

@@ -127,7 +127,7 @@ class ActorRolloutRefWorker(Worker):
         if "actor" in role:
             self.members["actor"] = ActorWorker(config)
             self.members["rollout"] = rollout = RolloutWorker(config)
-            self.register_mesh(ROLLOUT, *rollout.mesh_place(DATA_PARALLEL))
+            self.register_mesh(ROLLOUT, *rollout.mesh_slot(DATA_PARALLEL))
         if "ref" in role and not lora:
             self.members["ref"] = ReferenceWorker(config)
         for member in self.members.values():

@@ -195,7 +195,7 @@ def test_a_control_plane_that_answers_no_more_is_named(watch: Any) -> None:
     [
         lambda: ray_liveness.raylet_problem("far"),
         ray_placement.live_nodes,
-        lambda: ray_placement.require_room([ResourcePool([1])]),
+        lambda: ray_placement.check_pools_fit([ResourcePool([1])]),
     ],
 )
 def test_a_question_that_the_control_plane_does_not_answer_has_a_deadline(
@@ -276,7 +276,7 @@ from hone.controller.ray import RayWorkerGroup
 ray_start.start_ray({"num_cpus": 1, "log_to_driver": False, "object_store_memory": 100_000_000})
 group = RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Toy, 1.0), "toy")
 worker = group.whereabouts()[0]["pid"]
-print(ray_start._own.mark, flush=True)
+print(ray_start._own_cluster.mark, flush=True)
 victim, signal_name = sys.argv[1:3]
 pid = {**ray_liveness._watch._ray_pids, "worker": worker, "loop": os.getpid()}[victim]
 if victim == "loop":

@@ -96,12 +96,12 @@ def _config_for_remaining_nodes(
 
     Waits up to `RELEASE_DEADLINE_S` for nodes whose resources are not free. Closing `ray_stack` stops Ray.
     """
-    from hone.controller.ray_placement import answering_nodes, free_of
+    from hone.controller.ray_placement import reachable_nodes, resources_by_node
     from hone.controller.ray_start import start_ray, stop_ray
     from hone.controller.resource_pool import place
 
     try:
-        has_started = start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line)
+        has_started = start_ray(vars(config.ray_kwargs.ray_init), report=screen().line)
     except Exception as error:
         raise failure from error  # the original failure explains more than that Ray cannot start
     if has_started:
@@ -109,11 +109,11 @@ def _config_for_remaining_nodes(
     end_time = time.monotonic() + RELEASE_DEADLINE_S
     smaller = list(_smaller_configs(config))
     while True:
-        nodes = answering_nodes()
+        nodes = reachable_nodes()
         fitting: dict[bool, PPOTrainerConfig] = {}
         for total in (True, False):
             for candidate in smaller:
-                free = free_of(nodes, total=total)
+                free = resources_by_node(nodes, total=total)
                 if all(place(pool, free) is not None for pool in _pools(candidate)):
                     fitting[total] = candidate
                     break

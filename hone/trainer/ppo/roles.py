@@ -15,7 +15,7 @@ from hone.controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from hone.controller.waiting import PhaseDeadlines, listening
+from hone.controller.waiting import PhaseDeadlines, on_wait_progress
 from hone.tracking.console import progress, screen
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.threads import uses_gpu
@@ -92,13 +92,13 @@ def start_workers(
         members = pool_members.setdefault(pools.mapping[role], {})
         members[str(role)] = ClassWithInitArgs(cls, config=config, **role_argument)
     if group_cls is not LocalWorkerGroup:
-        from hone.controller.ray_placement import require_room
+        from hone.controller.ray_placement import check_pools_fit
         from hone.controller.ray_start import start_ray, stop_ray
 
         with progress("wait for Ray"):
-            if start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line):
+            if start_ray(vars(config.ray_kwargs.ray_init), report=screen().line):
                 stack.callback(stop_ray, config.ray_kwargs.timeline_json_file)
-        require_room([pools.create_resource_pool()[name] for name in pool_members])
+        check_pools_fit([pools.create_resource_pool()[name] for name in pool_members])
     trainer = config.trainer
     deadlines = PhaseDeadlines(trainer.phase_deadline_floor_s, trainer.phase_deadline_factor)
     groups: dict[Role, AnyGroup] = {}
@@ -155,5 +155,8 @@ def load_models(groups: Mapping[Role, AnyGroup]) -> None:
 @contextmanager
 def _rank_progress(what: str, ranks: int) -> Iterator[None]:
     """Show a progress bar that counts finished ranks."""
-    with progress(what, ranks) as bar, listening(lambda done, total: bar.update(done, total=total)):
+    with (
+        progress(what, ranks) as bar,
+        on_wait_progress(lambda done, total: bar.update(done, total=total)),
+    ):
         yield
