@@ -48,17 +48,19 @@ class RefWait:
         results: dict[int, Any] = {}
         pending = list(refs)
         while pending:
-            left = max(0.0, end_time - time.monotonic())
-            ready, pending = ray.wait(pending, num_returns=1, timeout=min(left, POLL_INTERVAL_S))
+            remaining_s = max(0.0, end_time - time.monotonic())
+            ready, pending = ray.wait(
+                pending, num_returns=1, timeout=min(remaining_s, POLL_INTERVAL_S)
+            )
             if not ready:
                 check_alive(self.role, self.method)
-                if left <= POLL_INTERVAL_S:
+                if remaining_s <= POLL_INTERVAL_S:
                     raise self._timeout_error([rank_of[ref] for ref in pending])
             for ref in ready:
                 rank = rank_of[ref]
-                left = max(1.0, end_time - time.monotonic())
+                remaining_s = max(1.0, end_time - time.monotonic())
                 try:
-                    results[rank] = self._result(ref, rank, left)
+                    results[rank] = self._result(ref, rank, remaining_s)
                 except Exception as error:  # the death of another process may be the cause
                     self._raise_other_death(pending, rank_of)
                     if not isinstance(error, ProcessFailure):
@@ -74,8 +76,8 @@ class RefWait:
         self, pending: list[ray.ObjectRef], rank_of: dict[ray.ObjectRef, int]
     ) -> None:
         end_time = time.monotonic() + DEATH_REPORT_DEADLINE_S
-        while pending and (left := end_time - time.monotonic()) > 0:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+        while pending and (remaining_s := end_time - time.monotonic()) > 0:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=remaining_s)
             for ref in ready:
                 try:
                     ray.get(ref, timeout=1.0)

@@ -119,9 +119,9 @@ def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
         module.record_routing()
     if spec.adapters is not None:
         module.lm = init_lora(module.lm, spec.adapters, spec.seed)
-    if spec.optim is None or spec.trains == "head":
+    if spec.optim is None or spec.trained_part == "head":
         module.requires_grad_(False)
-    if spec.trains == "head" and isinstance(module, ScoreModel):
+    if spec.trained_part == "head" and isinstance(module, ScoreModel):
         module.head.requires_grad_(True)
     return module.to(device)
 

@@ -139,7 +139,7 @@ class EngineSpec:
     compile_blocks: bool = False
     label_tokens: tuple[int, int] | None = None
     """The tokens of a bad and of a good step, if the steps head is two rows of a causal model's LM head."""
-    trains: Literal["all", "head"] = "all"
+    trained_part: Literal["all", "head"] = "all"
     """Whether a classifier's decoder is trained too, or stays frozen under its head."""
     replays_routing: bool = False
     """Whether a column `routed_experts` is replayed, and recorded with the option `with_routing`."""

@@ -27,7 +27,7 @@ from hone.models.families import (
     check_family_supported,
     logit_rule,
 )
-from hone.tracking.manifest import MANIFEST, checkpoint_of, damage
+from hone.tracking.manifest import MANIFEST, checkpoint_of, find_damage
 from hone.types import Settings
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _checkpoint_damage(export: Path) -> str | None:
     checkpoint = checkpoint_of(export)
     if checkpoint is None:
         return None
-    problem = damage(checkpoint, export)
+    problem = find_damage(checkpoint, export)
     if problem is not None and not (checkpoint / MANIFEST).is_file():
         problem += f" (to use the model as it is, name {export})"
     return problem

@@ -82,7 +82,7 @@ def checkpoint_of(folder: Path) -> Path | None:
     return next((p for p in (folder, *folder.parents[:2]) if _STEP.fullmatch(p.name)), None)
 
 
-def damage(folder: Path, within: Path | None = None) -> str | None:
+def find_damage(folder: Path, within: Path | None = None) -> str | None:
     """Returns a description of damage, or None; `within` limits the check to a subfolder."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

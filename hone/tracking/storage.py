@@ -42,7 +42,7 @@ def storage_failure(error: BaseException | None) -> int | None:
 
 
 @contextmanager
-def naming(file: Path) -> Iterator[None]:
+def add_file_name_to_errors(file: Path) -> Iterator[None]:
     """Adds the file name to the error of a failed write if the library omitted it."""
     try:
         yield

@@ -100,10 +100,10 @@ class GracefulStop:
     """While active, the first signal sets `requested`; the second stops the program at once."""
 
     def __init__(
-        self, finishing: str = "stopping after this step; everything will be saved"
+        self, stop_notice: str = "stopping after this step; everything will be saved"
     ) -> None:
         self.number: int | None = None
-        self._finishing = finishing
+        self._stop_notice = stop_notice
         self._stack = ExitStack()
 
     @property
@@ -133,7 +133,7 @@ class GracefulStop:
         if self.number is None:
             self.number = number
             if not is_rank():
-                log.warning("%s (%s again stops at once)", self._finishing, name)
+                log.warning("%s (%s again stops at once)", self._stop_notice, name)
         elif not is_rank():
             if is_program():
                 # User code might catch an exception. Files are written atomically, so no clean-up is needed.

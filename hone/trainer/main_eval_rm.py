@@ -99,8 +99,8 @@ def cross_validate(config: RMConfig, folds: int) -> Fields:
     out = Path(config.trainer.default_local_dir).expanduser()
     require_folder(str(out), "trainer.default_local_dir")
     rows = PairDataset(config.data.train_files, build_tokenizer(config.model), config.data)
-    clean = [rows.store[position] for position in rows.positions]
-    openings = [rows.pair(row).opening for row in clean]
+    good_rows = [rows.store[position] for position in rows.positions]
+    openings = [rows.pair(row).opening for row in good_rows]
     groups = list(dict.fromkeys(openings))
     if len(groups) < folds:
         raise ConfigError(f"--folds {folds}: the pairs have only {len(groups)} different prompts")
@@ -109,7 +109,7 @@ def cross_validate(config: RMConfig, folds: int) -> Fields:
     results, hits = [], 0
     for fold in range(folds):
         parts: dict[str, list[Row]] = {"train": [], "test": []}
-        for row, opening in zip(clean, openings, strict=True):
+        for row, opening in zip(good_rows, openings, strict=True):
             parts["test" if fold_of[opening] == fold else "train"].append(row)
         folder = out / f"fold_{fold}"
         changes: Fields = {
@@ -125,9 +125,9 @@ def cross_validate(config: RMConfig, folds: int) -> Fields:
         run.fit()
         assert run.val_rows is not None
         metrics = run.trainer.validate(run.val_rows, config.data.train_batch_size)
-        right = round(metrics["accuracy"] * len(run.val_rows))
-        results.append(_result(right, len(run.val_rows), {}) | {"loss": metrics["loss"]})
-        hits += right
+        correct = round(metrics["accuracy"] * len(run.val_rows))
+        results.append(_result(correct, len(run.val_rows), {}) | {"loss": metrics["loss"]})
+        hits += correct
     pooled = _result(hits, sum(result["pairs"] for result in results), dict(rows.bad_rows.counts))
     return pooled | {"folds": {str(i): result for i, result in enumerate(results)}}
 
@@ -140,14 +140,14 @@ def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
     return path
 
 
-def _result(right: int, pairs: int, left_out: dict[str, int]) -> Fields:
+def _result(correct: int, pairs: int, left_out: dict[str, int]) -> Fields:
     """Return the accuracy and its interval; `left_out` counts the bad rows by reason."""
     from hone.trainer.step_scores import wilson
 
-    share = wilson(right, pairs)
+    share = wilson(correct, pairs)
     return {
         "pairs": pairs,
-        "right": right,
+        "right": correct,
         "accuracy": share.value,
         "low": share.low,
         "high": share.high,

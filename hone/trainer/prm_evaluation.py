@@ -23,7 +23,7 @@ from hone.trainer.sft.run import build_engine
 from hone.trainer.sft.tasks import StepTask
 from hone.types import Fields
 
-TUNED_ON = "gsm8k"
+TUNING_SUBSET = "gsm8k"
 """The subset on which the threshold is tuned, as in the paper; without it, the first file is used."""
 BATCH_ROWS = 256
 
@@ -86,7 +86,7 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> Fields:
         name = Path(file).name.partition(".")[0]
         name = file if name in subsets else name
         subsets[name] = scorer.score(solutions), np.array(labels)
-    tuned_on = TUNED_ON if TUNED_ON in subsets else next(iter(subsets))
+    tuned_on = TUNING_SUBSET if TUNING_SUBSET in subsets else next(iter(subsets))
     threshold = metrics.best_threshold(*subsets[tuned_on])
     results: dict[str, Fields] = {}
     for name, (scores, first) in subsets.items():
@@ -97,8 +97,8 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> Fields:
             values = metrics.process_bench(answers, first)
             result |= {f"{key}{suffix}": value for key, value in values.items()}
             result[f"f1{suffix}_interval"] = list(metrics.bootstrap_f1(answers, first))
-        result["lenient_f1"] = metrics.lenient_bench(scores, first)
-        result["chance_f1"] = metrics.chance_bench(np.array([len(p) for p in scores]), first)
+        result["lenient_f1"] = metrics.lenient_f1(scores, first)
+        result["chance_f1"] = metrics.chance_f1(np.array([len(p) for p in scores]), first)
         result["step_auc"] = _step_auc(scores, first)
         results[name] = result
     keys = ("f1", "f1_tuned", "lenient_f1", "chance_f1")

@@ -196,11 +196,11 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
         start = time.perf_counter()
         write_data(files, seed)
         build_base_policy(model, seed, threads)
-        warm = time.perf_counter()
+        warm_up_end = time.perf_counter()
         train(config)
         end = time.perf_counter()
         run = Path(config.trainer.default_local_dir)
-        print_summary(folder, run, config, warm_up_s=warm - start, train_s=end - warm)
+        print_summary(folder, run, config, warm_up_s=warm_up_end - start, train_s=end - warm_up_end)
 
 
 def prepare_folder(folder: Path) -> None:

@@ -237,7 +237,7 @@ class RolloutWorker(Worker):
         return self.engine.traits.adapters
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def standing(self) -> Location:
+    def location(self) -> Location:
         """Returns machine, device and address of this process, for the choice of a transport."""
         return Location.of_this_process(self.device, self.get_master_addr_port()[0])
 

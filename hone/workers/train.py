@@ -98,7 +98,7 @@ class TrainWorker(Worker):
         return self.engine.updates
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def standing(self) -> Location:
+    def location(self) -> Location:
         """Returns machine, device and address of this process, for the choice of a transport."""
         return Location.of_this_process(self.engine.device, self.get_master_addr_port()[0])
 

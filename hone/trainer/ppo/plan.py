@@ -202,8 +202,8 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         rows.append(config.critic.sequences_per_update())
     bypass = algorithm.rollout_correction.bypass_mode
     on_server = bool(kind and model.server.url)
-    records = config.actor_rollout_ref.actor.router_replay.mode == "R2"
-    return Plan(estimator, columns, kind, bypass, tuple(rows), on_server, records), problems
+    records_routing = config.actor_rollout_ref.actor.router_replay.mode == "R2"
+    return Plan(estimator, columns, kind, bypass, tuple(rows), on_server, records_routing), problems
 
 
 def _readers(
@@ -238,25 +238,25 @@ def _readers(
 def _missing_columns(config: PPOTrainerConfig) -> dict[str, str]:
     """Return the columns that this run does not write, each with the setting that would write it."""
     model, correction = config.reward_model, config.algorithm.rollout_correction
-    corrects = "algorithm.rollout_correction"
+    correction_key = "algorithm.rollout_correction"
     remedies: dict[str, str] = {}
     if not config.actor_rollout_ref.rollout.calculate_log_probs:
         remedies["rollout_log_probs"] = "actor_rollout_ref.rollout.calculate_log_probs=true"
     if correction.bypass_mode or correction.rollout_is is None:
-        remedies["rollout_is_weights"] = f"{corrects}.rollout_is=token, without bypass_mode"
+        remedies["rollout_is_weights"] = f"{correction_key}.rollout_is=token, without bypass_mode"
     if not correction.narrows_loss:
-        remedies["loss_mask"] = f"{corrects}.rollout_rs, without bypass_mode"
+        remedies["loss_mask"] = f"{correction_key}.rollout_rs, without bypass_mode"
     if config.actor_rollout_ref.actor.router_replay.mode == "disabled":
         remedies["routed_experts"] = "actor_rollout_ref.actor.router_replay.mode=R2"
     if config.critic.enable is False:
         remedies["values"] = "critic.enable=null or true"
-    for kind, also, columns in (
+    for kind, type_setting, columns in (
         ("orm", "", ("rm_scores", "reward/model")),
         ("prm", " and reward_model.type=prm", ("step_mask", "reward/process")),
         ("prime", " and reward_model.type=prime", ("reward/implicit",)),
     ):
         if not (model.enable and model.type in (kind, "judge" if kind == "orm" else kind)):
-            remedy = f"reward_model.enable=true{also} with a reward_model.model.path"
+            remedy = f"reward_model.enable=true{type_setting} with a reward_model.model.path"
             remedies |= dict.fromkeys(columns, remedy)
     return remedies
 

@@ -21,7 +21,7 @@ from hone.trainer.command_line import write_traceback
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.threads import uses_gpu
 
-TREE = "ppo_trainer"
+SCHEMA = "ppo_trainer"
 RELEASE_DEADLINE_S = 30.0
 """How long the resources of the lost attempt, or of another run, may take to become free."""
 
@@ -121,7 +121,7 @@ def _config_for_remaining_nodes(
         if True in fitting and (fitting.get(False) == fitting[True] or is_late):
             return fitting.get(False, fitting[True])
         if is_late:
-            problems = find_problems(TREE, replace(config, "trainer.nnodes", 1))
+            problems = find_problems(SCHEMA, replace(config, "trainer.nnodes", 1))
             raise ConfigError(
                 f"the run cannot restart on the remaining nodes ({joined([str(node) for node in nodes])}): "
                 f"{next(iter(problems), 'its pools need more')}"
@@ -137,11 +137,11 @@ def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
     config = replace(config, "trainer.controller", config.uses_controller)
     for nodes in range(config.trainer.nnodes, 0, -1):
         smaller = replace(config, "trainer.nnodes", nodes)
-        if not list(find_problems(TREE, smaller)):
+        if not list(find_problems(SCHEMA, smaller)):
             yield smaller
-            for others in range(len(config.rollout_pool) - 1, 0, -1):
-                fewer = replace(smaller, "actor_rollout_ref.rollout.nnodes", others)
-                if not list(find_problems(TREE, fewer)):
+            for rollout_nodes in range(len(config.rollout_pool) - 1, 0, -1):
+                fewer = replace(smaller, "actor_rollout_ref.rollout.nnodes", rollout_nodes)
+                if not list(find_problems(SCHEMA, fewer)):
                     yield fewer
 
 

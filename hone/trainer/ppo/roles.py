@@ -153,10 +153,10 @@ def load_models(groups: Mapping[Role, AnyGroup]) -> None:
 
 
 @contextmanager
-def _rank_progress(what: str, ranks: int) -> Iterator[None]:
+def _rank_progress(description: str, ranks: int) -> Iterator[None]:
     """Show a progress bar that counts finished ranks."""
     with (
-        progress(what, ranks) as bar,
+        progress(description, ranks) as bar,
         on_wait_progress(lambda done, total: bar.update(done, total=total)),
     ):
         yield

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hone.engine.saved_state import no_single_process_warning
 from hone.tracking import RunFolder
-from hone.tracking.manifest import FolderNotShared, damage, write_manifest
+from hone.tracking.manifest import FolderNotShared, find_damage, write_manifest
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.checkpoint import CheckpointError
 
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         run = train(*FOUR)
     assert any("global_step_2 is damaged" in r.getMessage() for r in caplog.records)
     assert run.numbers == uninterrupted.numbers
-    assert damage(run.checkpoint(2)) is None  # written again
+    assert find_damage(run.checkpoint(2)) is None  # written again
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -248,7 +248,7 @@ def test_pruning_leaves_a_link_and_what_it_leads_to_alone(
     assert contents(archive) == before
     train(*TWO, "trainer.resume_mode=disable")  # set aside, then written again in its place
     assert contents(archive) == before
-    assert damage(archive) is None
+    assert find_damage(archive) is None
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_others_go(
@@ -335,7 +335,7 @@ def test_a_damaged_checkpoint_takes_no_place_among_the_kept(train: Callable[...,
         "trainer.save_freq=-1", "trainer.total_training_steps=3", "trainer.max_actor_ckpt_to_keep=1"
     )
     assert [n for n in run.checkpoints() if not n.endswith(".earlier")] == ["global_step_3"]
-    assert damage(run.checkpoint(3)) is None
+    assert find_damage(run.checkpoint(3)) is None
 
 
 def test_disable_starts_anew_and_forgets_the_run_before(
