@@ -30,12 +30,12 @@ from hone.tracking import RunFolder
 from hone.tracking.lock import FolderLock, lock_folder
 from hone.tracking.storage import storage_error_message
 from hone.trainer.interrupt import (
-    NAMES,
+    SIGNAL_NAMES,
     Interrupted,
     Terminated,
-    exit_code,
     exit_on_signal,
     set_stop_message,
+    signal_exit_code,
     stop_message,
 )
 from hone.trainer.ranks import Ranks, die_with_launcher, launch, must_launch
@@ -285,12 +285,12 @@ def run_program(program: Callable[[], int | None]) -> int:
     except Interrupted as stopped:
         number = signal.Signals(int(stopped.code or 0) - 128)
         if Ranks.from_env().is_first:
-            sys.stderr.write(stop_message(f"stopped by {NAMES[number]}"))
-        return exit_code(number)
+            sys.stderr.write(stop_message(f"stopped by {SIGNAL_NAMES[number]}"))
+        return signal_exit_code(number)
     except (KeyboardInterrupt, Terminated) as stopped:
         number = signal.SIGINT if isinstance(stopped, KeyboardInterrupt) else signal.SIGTERM
-        sys.stderr.write(stop_message(f"stopped at once by {NAMES[number]}"))
-        return exit_code(number)
+        sys.stderr.write(stop_message(f"stopped at once by {SIGNAL_NAMES[number]}"))
+        return signal_exit_code(number)
     except Exception as error:
         message = user_error_message(error)
         if message is None:

@@ -21,7 +21,7 @@ from hone.types import Function
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Process:
 _process = _Process()
 
 
-def exit_code(number: int) -> int:
+def signal_exit_code(number: int) -> int:
     """Return the code that a shell reports for a signal: 130 for Ctrl-C, 143 for SIGTERM."""
     return 128 + number
 
@@ -88,7 +88,7 @@ class Interrupted(SystemExit):
     """Raised after saving, when the user or the scheduler requested a stop."""
 
     def __init__(self, step: int, number: int = signal.SIGINT) -> None:
-        super().__init__(exit_code(number))
+        super().__init__(signal_exit_code(number))
         self.step = step
 
 
@@ -129,7 +129,7 @@ class GracefulStop:
             raise Interrupted(step, self.number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = NAMES[signal.Signals(number)]
+        name = SIGNAL_NAMES[signal.Signals(number)]
         if self.number is None:
             self.number = number
             if not is_rank():
@@ -139,7 +139,7 @@ class GracefulStop:
                 # User code might catch an exception. Files are written atomically, so no clean-up is needed.
                 sys.stderr.write(stop_message(f"stopped at once by {name}"))
                 sys.stderr.flush()
-                os._exit(exit_code(number))
+                os._exit(signal_exit_code(number))
             _raise_exit(number)
 
 
@@ -170,4 +170,4 @@ def _raise_exit(number: int, restore_default: bool = True) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second signal exits without clean-up
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise Terminated(exit_code(number))
+    raise Terminated(signal_exit_code(number))

@@ -17,11 +17,11 @@ from hone.tracking.metrics_file import series
 from hone.types import Fields, JsonValue, Row
 
 CARD, CURVES = "README.md", "curves.png"
-_CURVES = (
+_CURVE_METRICS = (
     *("critic/score/mean", "response_length/mean", "actor/entropy", "actor/ppo_kl"),
     *("train/loss", "val/loss"),
 )
-_RESULTS = re.compile(r"val-core/.*|val/loss|critic/score/mean|train/loss")
+_RESULT_METRICS = re.compile(r"val-core/.*|val/loss|critic/score/mean|train/loss")
 _SECRET = re.compile(r"token|secret|passw|key_id|api_key|proxy|env_vars|^ray_kwargs", re.IGNORECASE)
 
 
@@ -34,7 +34,7 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     rows = [] if run is None or not run.metrics_file.is_file() else list(run.metrics.rows())
     step = re.search(r"global_step_(\d+)", str(checkpoint))
     rows = [row for row in rows if step is None or row["step"] <= int(step[1])]
-    curves = [key for key in _CURVES if len(series(rows, key)[0]) > 1]
+    curves = [key for key in _CURVE_METRICS if len(series(rows, key)[0]) > 1]
     curves += sorted({key for row in rows for key in row if key.startswith("val-core/")})[:2]
     if run is not None and curves:
         draw_curve(run.path, curves, folder / CURVES, "")
@@ -71,7 +71,7 @@ def _card_lines(
         yield "```"
     if has_curves:
         yield from ("", "## Curves", "", f"![metrics by step]({CURVES})")
-    metrics = sorted({key for row in rows for key in row if _RESULTS.fullmatch(key)})
+    metrics = sorted({key for row in rows for key in row if _RESULT_METRICS.fullmatch(key)})
     if metrics:
         yield from ("", "## Evaluation", "", "| metric | first | last |", "|---|---|---|")
     for key in metrics:
