@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hone import __version__
-from hone.trainer.verbs import Options, Verbs, add_data_verbs, add_verb, print_line
+from hone.trainer.verbs import Options, Verbs, add_data_verbs, add_verb, print_text
 
 PROGRAMS = {
     "train": ("main_ppo:train", "ppo_trainer", "RL training: PPO, GRPO and others"),
@@ -204,9 +204,9 @@ def _recipes(options: Options, rest: list[str]) -> None:
     from hone.trainer.recipes import copy_recipe, listing
 
     if options.name is None:
-        print_line("\n".join(listing()))
+        print_text("\n".join(listing()))
     else:
-        print_line(f"wrote {copy_recipe(options.name, options.out)}")
+        print_text(f"wrote {copy_recipe(options.name, options.out)}")
 
 
 def _model_tiny(options: Options, rest: list[str]) -> None:
@@ -228,14 +228,14 @@ def _model_tiny(options: Options, rest: list[str]) -> None:
     with whole_folder(out) as temporary:
         save_pretrained(lm, tokenizer, temporary)
     count = sum(p.numel() for p in lm.parameters())
-    print_line(f"wrote {out}: {count:,} parameters, {len(tokenizer)} tokens (one per character)")
+    print_text(f"wrote {out}: {count:,} parameters, {len(tokenizer)} tokens (one per character)")
 
 
 def _model_get(options: Options, rest: list[str]) -> None:
     from hone.plugins import load_object
 
     fetch = load_object("hone.models.fetch:fetch_model")
-    print_line(f"wrote {fetch(options.name, options.out)}")
+    print_text(f"wrote {fetch(options.name, options.out)}")
 
 
 def _config_show(options: Options, rest: list[str]) -> None:
@@ -250,13 +250,13 @@ def _config_show(options: Options, rest: list[str]) -> None:
         schema=options.tree,
         extra_checks=plan_checks,
     )
-    print_line(with_origins(composed, options.only_set))
+    print_text(with_origins(composed, options.only_set))
 
 
 def _config_explain(options: Options, rest: list[str]) -> None:
     from hone.config.commands import explain
 
-    print_line("\n".join(explain(key, options.tree) for key in options.keys))
+    print_text("\n".join(explain(key, options.tree) for key in options.keys))
 
 
 def _config_check(options: Options, rest: list[str]) -> int:
@@ -265,7 +265,7 @@ def _config_check(options: Options, rest: list[str]) -> int:
 
     outcomes = [check(file, plan_checks) for file in options.files]
     for _, text in outcomes:
-        print_line(text)
+        print_text(text)
     return max(status for status, _ in outcomes)
 
 
@@ -284,8 +284,8 @@ def _export(options: Options, rest: list[str]) -> None:
             trust_remote_code=options.trust_remote_code,
         )
         if options.push:
-            print_line(f"pushed to {push(out, options.push, private=options.private)}")
-    print_line(f"wrote {options.out}")
+            print_text(f"pushed to {push(out, options.push, private=options.private)}")
+    print_text(f"wrote {options.out}")
 
 
 def _report(options: Options, rest: list[str]) -> None:
@@ -298,7 +298,7 @@ def _report(options: Options, rest: list[str]) -> None:
         raise ConfigError(
             f"--out {options.out} is a folder; name the file, as in {Path(options.out) / 'report.html'}"
         )
-    print_line(f"wrote {write_report(options.runs, options.out)}")
+    print_text(f"wrote {write_report(options.runs, options.out)}")
 
 
 def _wandb_workspace(options: Options, rest: list[str]) -> None:
@@ -307,17 +307,17 @@ def _wandb_workspace(options: Options, rest: list[str]) -> None:
     workspace = build_workspace(options.project, options.entity, options.name)
     if options.dry_run:
         for section in workspace.sections:
-            print_line(f"{section.name}: {', '.join(str(panel.title) for panel in section.panels)}")
+            print_text(f"{section.name}: {', '.join(str(panel.title) for panel in section.panels)}")
     else:
-        print_line(f"wrote {workspace.save().url}")
+        print_text(f"wrote {workspace.save().url}")
 
 
 def _doctor(options: Options, rest: list[str]) -> int:
     from hone.trainer.doctor import chat_template, report
 
     if options.chat_template:
-        return report(print_line, chat_template(options.chat_template))
-    return report(print_line, self_test=not options.quick)
+        return report(print_text, chat_template(options.chat_template))
+    return report(print_text, self_test=not options.quick)
 
 
 if __name__ == "__main__":

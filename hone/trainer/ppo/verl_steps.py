@@ -117,12 +117,12 @@ def create_rl_sampler(data_config: DataConfig | Settings, dataset: Dataset) -> S
 
 def need_critic(config: PPOTrainerConfig | Settings) -> bool:
     """Return whether the algorithm reads values, or the critic is enabled."""
-    return Plan.of(compose_config(config).config).critic
+    return Plan.of(compose_config(config).config).needs_critic
 
 
 def need_reference_policy(config: PPOTrainerConfig | Settings) -> bool:
     """Return whether the algorithm reads the reference policy's log-probs."""
-    return Plan.of(compose_config(config).config).reference
+    return Plan.of(compose_config(config).config).needs_reference
 
 
 def need_reward_model(config: PPOTrainerConfig | Settings) -> bool:
