@@ -102,13 +102,13 @@ class GracefulStop:
     def __init__(
         self, stop_notice: str = "stopping after this step; everything will be saved"
     ) -> None:
-        self.number: int | None = None
+        self.signal_number: int | None = None
         self._stop_notice = stop_notice
         self._stack = ExitStack()
 
     @property
     def requested(self) -> bool:
-        return self.number is not None
+        return self.signal_number is not None
 
     def __enter__(self) -> GracefulStop:
         self._stack.enter_context(signal_handler(self._handle))
@@ -119,19 +119,19 @@ class GracefulStop:
 
     def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Request a stop on every rank if any rank received a signal; every rank calls this."""
-        flags = (float(self.number == number) for number in SIGNALS)
+        flags = (float(self.signal_number == number) for number in SIGNALS)
         for number, ranks in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
             if ranks:
-                self.number = number
+                self.signal_number = number
 
     def raise_if_requested(self, step: int) -> None:
-        if self.number is not None:
-            raise Interrupted(step, self.number)
+        if self.signal_number is not None:
+            raise Interrupted(step, self.signal_number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = SIGNAL_NAMES[signal.Signals(number)]
-        if self.number is None:
-            self.number = number
+        if self.signal_number is None:
+            self.signal_number = number
             if not is_rank():
                 log.warning("%s (%s again stops at once)", self._stop_notice, name)
         elif not is_rank():

@@ -109,7 +109,7 @@ def test_a_rank_counts_any_number_of_signals_as_one_request(
     with GracefulStop() as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
-        assert stop.number == signal.SIGTERM
+        assert stop.signal_number == signal.SIGTERM
 
 
 def test_ranks_agree_on_a_signal_that_one_of_them_got() -> None:
@@ -117,7 +117,7 @@ def test_ranks_agree_on_a_signal_that_one_of_them_got() -> None:
     stop.sync_ranks(lambda *asked: [0.0 for _ in asked])
     assert not stop.requested
     stop.sync_ranks(lambda *asked: [0.0, 1.0])
-    assert stop.number == signal.SIGTERM
+    assert stop.signal_number == signal.SIGTERM
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
