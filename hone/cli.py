@@ -70,11 +70,11 @@ def _run_program(program: Callable[[], int | None]) -> int:
 
 def _start(verb: str, arguments: list[str]) -> int | None:
     from hone.plugins import load_object
-    from hone.trainer.sweep import start
+    from hone.trainer.sweep import run_or_sweep
 
     program, tree, _ = PROGRAMS[verb]
     main = load_object(f"hone.trainer.{program}")
-    return start(main, arguments, tree, ["-m", "hone.cli", verb])
+    return run_or_sweep(main, arguments, tree, ["-m", "hone.cli", verb])
 
 
 def _parser() -> argparse.ArgumentParser:

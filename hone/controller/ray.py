@@ -104,7 +104,7 @@ class _WorkerActor:
 
 
 def _exit_with_raylet() -> None:
-    """Exits after the raylet; Ray's own check fails in a container that does not reap it."""
+    """Exits once the raylet has ended; Ray's own check fails in a container that reaps no zombies."""
     raylet = os.getppid()
     while os.getppid() == raylet:
         time.sleep(POLL_INTERVAL_S)

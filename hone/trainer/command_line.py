@@ -269,9 +269,9 @@ def run_ranks(
 
 def run_module(main: Callable[[Sequence[str]], int | None], schema: str, module: str) -> int:
     """Run `python -m module …`, once or as a sweep (`-m`)."""
-    from hone.trainer.sweep import start
+    from hone.trainer.sweep import run_or_sweep
 
-    return run_program(lambda: start(main, sys.argv[1:], schema, ["-m", module]))
+    return run_program(lambda: run_or_sweep(main, sys.argv[1:], schema, ["-m", module]))
 
 
 def run_program(program: Callable[[], int | None]) -> int:

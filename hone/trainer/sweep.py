@@ -41,7 +41,7 @@ class Run:
     """The exit code; None if the run was not started."""
 
 
-def start(
+def run_or_sweep(
     main: Callable[[Sequence[str]], int | None],
     arguments: Sequence[str],
     schema: str,
