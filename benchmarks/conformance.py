@@ -132,10 +132,12 @@ def _composed(arguments: Sequence[str], tree: str, program: str) -> tuple[list[s
     from hone.config import ConfigError
     from hone.trainer.command_line import compose_arguments, plan_checks
 
-    further = plan_checks if tree == "ppo_trainer" else None
+    extra_checks = plan_checks if tree == "ppo_trainer" else None
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            composed = compose_arguments(arguments, tree=tree, program=program, further=further)
+            composed = compose_arguments(
+                arguments, schema=tree, program=program, extra_checks=extra_checks
+            )
         return [], list(composed.notes)
     except ConfigError as error:
         return list(error.problems), []

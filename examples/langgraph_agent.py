@@ -57,7 +57,7 @@ class LangGraphAgentLoop(AgentLoopBase):
             response_logprobs=talk.response_logprobs,
             versions=talk.versions,
             num_turns=talk.assistant_turns + talk.user_turns + 1,
-            extra_fields={"turn_spans": talk.spans},
+            extra_fields={"turn_spans": talk.turn_spans},
         )
 
     def _room(self, talk: AgentData) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hone import __version__
-from hone.trainer.verbs import Options, Verbs, add_data_verbs, add_verb, say
+from hone.trainer.verbs import Options, Verbs, add_data_verbs, add_verb, print_text
 
 PROGRAMS = {
     "train": ("main_ppo:train", "ppo_trainer", "RL training: PPO, GRPO and others"),
@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 0, 1 for a failed check, 2 for a user error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in PROGRAMS:
-        return _finish(lambda: _start(words[0], words[1:]))
+        return _run_program(lambda: _start(words[0], words[1:]))
     if words and words[0] in OWN_FLAGS:
         from hone.plugins import load_object
 
-        return _finish(lambda: load_object(OWN_FLAGS[words[0]][0])(words[1:]))
+        return _run_program(lambda: load_object(OWN_FLAGS[words[0]][0])(words[1:]))
     parser = _parser()
     (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     verbs = list(actions.choices)
@@ -59,22 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"{options.verb}: unknown argument {rest[0]}; see `hone {options.verb} --help`"
         )
-    return _finish(lambda: options.run(options, rest))
+    return _run_program(lambda: options.run(options, rest))
 
 
-def _finish(program: Callable[[], int | None]) -> int:
-    from hone.trainer.command_line import finish
+def _run_program(program: Callable[[], int | None]) -> int:
+    from hone.trainer.command_line import run_program
 
-    return finish(program)
+    return run_program(program)
 
 
 def _start(verb: str, arguments: list[str]) -> int | None:
     from hone.plugins import load_object
-    from hone.trainer.sweep import start
+    from hone.trainer.sweep import run_or_sweep
 
     program, tree, _ = PROGRAMS[verb]
     main = load_object(f"hone.trainer.{program}")
-    return start(main, arguments, tree, ["-m", "hone.cli", verb])
+    return run_or_sweep(main, arguments, tree, ["-m", "hone.cli", verb])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -204,9 +204,9 @@ def _recipes(options: Options, rest: list[str]) -> None:
     from hone.trainer.recipes import copy_recipe, listing
 
     if options.name is None:
-        say("\n".join(listing()))
+        print_text("\n".join(listing()))
     else:
-        say(f"wrote {copy_recipe(options.name, options.out)}")
+        print_text(f"wrote {copy_recipe(options.name, options.out)}")
 
 
 def _model_tiny(options: Options, rest: list[str]) -> None:
@@ -228,14 +228,14 @@ def _model_tiny(options: Options, rest: list[str]) -> None:
     with whole_folder(out) as temporary:
         save_pretrained(lm, tokenizer, temporary)
     count = sum(p.numel() for p in lm.parameters())
-    say(f"wrote {out}: {count:,} parameters, {len(tokenizer)} tokens (one per character)")
+    print_text(f"wrote {out}: {count:,} parameters, {len(tokenizer)} tokens (one per character)")
 
 
 def _model_get(options: Options, rest: list[str]) -> None:
     from hone.plugins import load_object
 
     fetch = load_object("hone.models.fetch:fetch_model")
-    say(f"wrote {fetch(options.name, options.out)}")
+    print_text(f"wrote {fetch(options.name, options.out)}")
 
 
 def _config_show(options: Options, rest: list[str]) -> None:
@@ -248,15 +248,15 @@ def _config_show(options: Options, rest: list[str]) -> None:
         config_name=options.config_name or options.tree or TREES[0],
         config_path=options.config_path,
         schema=options.tree,
-        further=plan_checks,
+        extra_checks=plan_checks,
     )
-    say(with_origins(composed, options.only_set))
+    print_text(with_origins(composed, options.only_set))
 
 
 def _config_explain(options: Options, rest: list[str]) -> None:
     from hone.config.commands import explain
 
-    say("\n".join(explain(key, options.tree) for key in options.keys))
+    print_text("\n".join(explain(key, options.tree) for key in options.keys))
 
 
 def _config_check(options: Options, rest: list[str]) -> int:
@@ -265,7 +265,7 @@ def _config_check(options: Options, rest: list[str]) -> int:
 
     outcomes = [check(file, plan_checks) for file in options.files]
     for _, text in outcomes:
-        say(text)
+        print_text(text)
     return max(status for status, _ in outcomes)
 
 
@@ -284,8 +284,8 @@ def _export(options: Options, rest: list[str]) -> None:
             trust_remote_code=options.trust_remote_code,
         )
         if options.push:
-            say(f"pushed to {push(out, options.push, private=options.private)}")
-    say(f"wrote {options.out}")
+            print_text(f"pushed to {push(out, options.push, private=options.private)}")
+    print_text(f"wrote {options.out}")
 
 
 def _report(options: Options, rest: list[str]) -> None:
@@ -298,7 +298,7 @@ def _report(options: Options, rest: list[str]) -> None:
         raise ConfigError(
             f"--out {options.out} is a folder; name the file, as in {Path(options.out) / 'report.html'}"
         )
-    say(f"wrote {write_report(options.runs, options.out)}")
+    print_text(f"wrote {write_report(options.runs, options.out)}")
 
 
 def _wandb_workspace(options: Options, rest: list[str]) -> None:
@@ -307,17 +307,17 @@ def _wandb_workspace(options: Options, rest: list[str]) -> None:
     workspace = build_workspace(options.project, options.entity, options.name)
     if options.dry_run:
         for section in workspace.sections:
-            say(f"{section.name}: {', '.join(str(panel.title) for panel in section.panels)}")
+            print_text(f"{section.name}: {', '.join(str(panel.title) for panel in section.panels)}")
     else:
-        say(f"wrote {workspace.save().url}")
+        print_text(f"wrote {workspace.save().url}")
 
 
 def _doctor(options: Options, rest: list[str]) -> int:
     from hone.trainer.doctor import chat_template, report
 
     if options.chat_template:
-        return report(say, chat_template(options.chat_template))
-    return report(say, self_test=not options.quick)
+        return report(print_text, chat_template(options.chat_template))
+    return report(print_text, self_test=not options.quick)
 
 
 if __name__ == "__main__":

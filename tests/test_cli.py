@@ -148,7 +148,7 @@ def test_a_bug_of_ours_keeps_its_traceback() -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        command_line.finish(broken)
+        command_line.run_program(broken)
 
 
 def test_every_listed_mistake_is_a_class_that_exists() -> None:
@@ -167,7 +167,7 @@ def test_a_users_yaml_without_defaults_gets_the_programs_tree(tmp_path: Path) ->
     (tmp_path / "mine.yaml").write_text("data: {max_length: 77}\n")
     composed = command_line.compose_arguments(
         ["--config-path", str(tmp_path), "--config-name", "mine", "optim.lr=2e-5"],
-        tree="sft_trainer",
+        schema="sft_trainer",
         program="hone sft",
     )
     assert composed.config.data.max_length == 77
@@ -180,9 +180,9 @@ def test_keys_without_effect_are_listed_once_at_start(capsys: pytest.CaptureFixt
 
     screen.cache_clear()
     composed = command_line.compose_arguments(
-        ["data.pad_mode=right"], tree="sft_trainer", program="hone sft"
+        ["data.pad_mode=right"], schema="sft_trainer", program="hone sft"
     )
-    command_line.announce(composed)
+    command_line.print_starting_values_and_notes(composed)
     screen.cache_clear()
     assert capsys.readouterr().out.count("data.pad_mode=right") == 1
 

@@ -127,7 +127,7 @@ def check_overrides(tree: str, rest: list[str]) -> None:
     if len(words) < len(rest):
         sweep.combinations(words, tree)
     else:
-        compose_arguments(words, tree=tree, program="hone")
+        compose_arguments(words, schema=tree, program="hone")
 
 
 def _from_root(rest: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.data.prompts import Message
 from hone.rollout.contract import TokenOutput
-from hone.types import Row, Settings
+from hone.types import Fields, Settings
 
 
 class AgentState(Enum):
@@ -42,16 +42,16 @@ class AgentData:
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    spans: list[Message] = field(default_factory=list)
+    turn_spans: list[Message] = field(default_factory=list)
     """Role, token count and mask per turn; a model turn may have `calls`, `score`, `reward`."""
     assistant_turns: int = 0
     user_turns: int = 0
     """Turns of tools and of the simulated user."""
     turn_scores: list[float] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
-    turn_rewards: list[Row] = field(default_factory=list)
+    turn_rewards: list[Fields] = field(default_factory=list)
     """Rewards of tools and interactions: `name`, `reward`, and the turn's last `token`."""
-    extra_fields: Row = field(default_factory=dict)
+    extra_fields: Fields = field(default_factory=dict)
     """Values that tools set here become columns of the batch."""
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
     stop_reason: str | None = None
@@ -82,10 +82,10 @@ class AgentData:
         """Adds a reward to the last model turn."""
         token = len(self.response_mask) - 1
         self.turn_rewards.append({"name": name, "reward": reward, "token": token})
-        for turn in self.spans[-1:]:
+        for turn in self.turn_spans[-1:]:
             turn["reward"] = turn.get("reward", 0.0) + reward
 
-    def to_output(self, metrics: AgentLoopMetrics, extra_fields: Row) -> AgentLoopOutput:
+    def to_output(self, metrics: AgentLoopMetrics, extra_fields: Fields) -> AgentLoopOutput:
         """Returns the trajectory as the output of an agent loop."""
         start = len(self.prompt_ids) - len(self.response_mask)
         return AgentLoopOutput(
@@ -113,4 +113,4 @@ class AgentData:
         self.response_mask += [mask] * len(ids)
         self.response_logprobs += log_probs
         self.versions += versions
-        self.spans.append({"role": role, "tokens": len(ids), "mask": mask})
+        self.turn_spans.append({"role": role, "tokens": len(ids), "mask": mask})

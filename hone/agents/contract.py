@@ -25,7 +25,7 @@ from hone.data.prompts import Message, PromptError, initialize_system_prompt, re
 from hone.plugins import Table
 from hone.rollout.contract import OnTokens, RolloutEngine, Sampling, StopReason, TokenOutput
 from hone.tokenizer import Tokenizer
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Row, Settings
 
 C = TypeVar("C")
 L = TypeVar("L", bound="type[AgentLoopBase]")
@@ -69,12 +69,12 @@ class AgentLoopOutput:
     num_turns: int = 0
     metrics: AgentLoopMetrics | Settings = field(default_factory=AgentLoopMetrics)
     multi_modal_data: Settings | None = None
-    extra_fields: Row = field(default_factory=dict)
+    extra_fields: Fields = field(default_factory=dict)
     versions: Sequence[int] | None = None
     stop_reason: str | None = None
     routed_experts: torch.Tensor | None = None
     mm_processor_kwargs: Settings | None = None
-    mm_processor_output: Sequence[Row] | None = None
+    mm_processor_output: Sequence[Fields] | None = None
 
     def __post_init__(self) -> None:
         for name in _TOKEN_FIELDS:
@@ -148,11 +148,11 @@ class ServerManager:
         *,
         prompt_ids: Sequence[int],
         sampling_params: Settings,
-        image_data: Sequence[Row] | None = None,
-        video_data: Sequence[Row] | None = None,
-        audio_data: Sequence[Row] | None = None,
+        image_data: Sequence[Fields] | None = None,
+        video_data: Sequence[Fields] | None = None,
+        audio_data: Sequence[Fields] | None = None,
         mm_processor_kwargs: Settings | None = None,
-        mm_processor_output: Sequence[Row] | None = None,
+        mm_processor_output: Sequence[Fields] | None = None,
         priority: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
@@ -183,7 +183,7 @@ class AgentLoopBase(ABC):
         trainer_config: PPOTrainerConfig | DictConfigWrap[PPOTrainerConfig],
         server_manager: ServerManager,
         tokenizer: Tokenizer,
-        processor: Callable[..., Row] | None = None,
+        processor: Callable[..., Fields] | None = None,
         dataset_cls: type | None = None,
         data_config: DataConfig | DictConfigWrap[DataConfig] | None = None,
         dataset_config: DataConfig | None = None,
@@ -210,7 +210,7 @@ class AgentLoopBase(ABC):
         cls,
         config: PPOTrainerConfig,
         tokenizer: Tokenizer,
-        processor: Callable[..., Row] | None,
+        processor: Callable[..., Fields] | None,
         **kwargs: JsonValue,
     ) -> None:
         """Runs for every instance; test `_class_initialized` to initialize the class only once."""
@@ -241,7 +241,7 @@ class AgentLoopBase(ABC):
             template_kwargs=self.apply_chat_template_kwargs,
         )
 
-    async def process_vision_info(self, messages: list[Message]) -> Row:
+    async def process_vision_info(self, messages: list[Message]) -> Fields:
         """Returns the `images` and `videos` of the messages; without a processor there are none."""
         process = getattr(self.dataset_cls, "process_vision_info", None)
         if self.processor is None or process is None:
@@ -257,10 +257,10 @@ class AgentLoopBase(ABC):
         self,
         messages: list[Message],
         tools: Sequence[Settings] | None = None,
-        images: Sequence[Row] | None = None,
-        videos: Sequence[Row] | None = None,
+        images: Sequence[Fields] | None = None,
+        videos: Sequence[Fields] | None = None,
         remove_system_prompt: bool = False,
-        audios: Sequence[Row] | None = None,
+        audios: Sequence[Fields] | None = None,
     ) -> list[int]:
         """Returns the token ids of the messages with the generation prompt; `tools` are schemas.
 
@@ -275,10 +275,10 @@ class AgentLoopBase(ABC):
         self,
         messages: list[Message],
         tools: Sequence[Settings] | None = None,
-        images: Sequence[Row] | None = None,
-        videos: Sequence[Row] | None = None,
-        audios: Sequence[Row] | None = None,
-        mm_inputs_out: Row | None = None,
+        images: Sequence[Fields] | None = None,
+        videos: Sequence[Fields] | None = None,
+        audios: Sequence[Fields] | None = None,
+        mm_inputs_out: Fields | None = None,
     ) -> list[int]:
         """Returns `apply_chat_template`, truncated on the left to `rollout.prompt_length` ids."""
         ids = await self.apply_chat_template(messages, tools, images, videos, audios=audios)
@@ -327,7 +327,7 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(
-        self, sampling_params: Row, **kwargs: Any
+        self, sampling_params: Fields, **kwargs: Any
     ) -> AgentLoopOutput | Sequence[AgentLoopOutput]:
         """Returns the trajectory of one data row; `kwargs` are the row's columns.
 

@@ -269,7 +269,7 @@ class LoopRunner:
     async def _run_submission(self, groups: list[_Group], jobs: list[Job]) -> None:
         """Runs the loops of one submission; its first failure cancels all submissions."""
         try:
-            with self._deadlines.measured(_PHASE) as limit_s:
+            with self._deadlines.timed(_PHASE) as limit_s:
                 await self._run_loops(groups, jobs, limit_s)
         except Exception as error:
             with self._condition:

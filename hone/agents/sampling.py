@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hone.config.rollout import RolloutConfig, SamplingConfig
-from hone.types import Row
+from hone.types import Fields
 
 
-def training_sampling(rollout: SamplingConfig) -> Row:
+def training_sampling(rollout: SamplingConfig) -> Fields:
     """Returns the `sampling_params` of training and of `hone generate`."""
     return {
         "temperature": rollout.temperature if rollout.do_sample else 0.0,
@@ -20,7 +20,7 @@ def training_sampling(rollout: SamplingConfig) -> Row:
     }
 
 
-def validation_sampling(rollout: RolloutConfig) -> Row:
+def validation_sampling(rollout: RolloutConfig) -> Fields:
     """Returns the `sampling_params` of validation: greedy unless `val_kwargs.do_sample`."""
     val_kwargs = rollout.val_kwargs
     return training_sampling(rollout) | {

@@ -21,7 +21,7 @@ from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
 from hone.rollout.contract import RolloutEngine
 from hone.tokenizer import Tokenizer
-from hone.types import Row
+from hone.types import Fields, Row
 
 
 class AgentLoopFailed(RuntimeError):
@@ -33,7 +33,7 @@ class Job(NamedTuple):
 
     loop_name: str
     factory: LoopFactory
-    sampling: Row
+    sampling: Fields
     row: Row
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.config.actor import announced
+from hone.config.actor import current_batch_info
 from hone.ops.masked import masked_mean, masked_sum
 
 MODES = (
@@ -53,11 +53,13 @@ _counts: ContextVar[BatchCounts | None] = ContextVar("hone_batch_counts", defaul
 def batch_counts(counts: BatchCounts) -> Iterator[None]:
     """Sets the counts that `agg_loss` divides by and that `config.global_batch_info` returns."""
     token = _counts.set(counts)
-    info = announced.set({"batch_num_tokens": counts.tokens, "global_batch_size": counts.sequences})
+    info = current_batch_info.set(
+        {"batch_num_tokens": counts.tokens, "global_batch_size": counts.sequences}
+    )
     try:
         yield
     finally:
-        announced.reset(info)
+        current_batch_info.reset(info)
         _counts.reset(token)
 
 

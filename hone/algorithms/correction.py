@@ -21,7 +21,7 @@ from hone.algorithms.rejection import (
 )
 from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
+from hone.ops.masked import masked_mean, masked_sum, zero_outside_mask
 from hone.types import Settings
 
 _SECTION = "algorithm.rollout_correction"
@@ -41,7 +41,7 @@ def correct(
     """
     option = partial(setting, config, defaults=RolloutCorrectionConfig)
     mask = response_mask.bool()
-    old, rollout = (masked_fill_zero(x.detach(), mask) for x in (old_log_probs, rollout_log_probs))
+    old, rollout = (zero_outside_mask(x.detach(), mask) for x in (old_log_probs, rollout_log_probs))
     log_ratio = old - rollout
     metrics = agreement_metrics(old, rollout, mask)
     weights = None
@@ -82,14 +82,14 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: B
     A single number truncates weights above it (TIS); "lo_hi" sets weights outside the band to 0 (IcePop).
     """
     bounds = bound_numbers(threshold, _THRESHOLD)
-    log_ratio = masked_fill_zero(log_ratio, mask).detach()
+    log_ratio = zero_outside_mask(log_ratio, mask).detach()
     if level == "sequence":
         log_ratio = masked_sum(log_ratio, mask, -1).unsqueeze(-1).expand_as(log_ratio)
     elif level != "token":
         raise ValueError(
             f"{_SECTION}.rollout_is={level!r} is unknown; use 'token', 'sequence' or null"
         )
-    weights = masked_fill_zero(log_ratio.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp(), mask)
+    weights = zero_outside_mask(log_ratio.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp(), mask)
     if len(bounds) == 1:
         return weights.clamp(max=bounds[0])
     in_bounds = (weights >= bounds[0]) & (weights <= bounds[1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.rejection import EXPONENT_BOUND, RejectionResult
-from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum, masked_var
+from hone.ops.masked import masked_mean, masked_sum, masked_var, zero_outside_mask
 
 Metrics = dict[str, Tensor]
 
@@ -21,7 +21,7 @@ Metrics = dict[str, Tensor]
 def gap_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Metrics, Metrics]:
     """Returns (means, maxima) of the per-token gap between rollout and trainer log-probs."""
     mask = mask.bool()
-    gap = masked_fill_zero(trainer - rollout, mask)
+    gap = zero_outside_mask(trainer - rollout, mask)
     means = {"kl": -masked_mean(gap, mask), "log_prob_abs_diff_mean": masked_mean(gap.abs(), mask)}
     return means, {"log_prob_abs_diff_max": gap.abs().max() if gap.numel() else gap.new_zeros(())}
 

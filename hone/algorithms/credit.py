@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hone.algorithms.advantages.returns import Chain, rewards_to_go
-from hone.ops.masked import masked_fill_zero
+from hone.ops.masked import zero_outside_mask
 
 GAMMA_DECAY = "gamma-decay"
 STRICT_MIN = "strict min-form"
@@ -41,7 +41,7 @@ def assign_credit(
     row's minimum as T → 0. The two named forms do not change the rewards.
     """
     mask = step_mask.bool()
-    rewards = masked_fill_zero(process_rewards, mask)
+    rewards = zero_outside_mask(process_rewards, mask)
     if credit_assignment in (GAMMA_DECAY, STRICT_MIN):
         return rewards
     try:
@@ -54,7 +54,7 @@ def assign_credit(
             f"{STRICT_MIN!r}; got {credit_assignment!r}"
         )
     weights = torch.softmax(torch.where(mask, -rewards / temperature, -torch.inf), dim=-1)
-    return masked_fill_zero(weights * rewards, mask)
+    return zero_outside_mask(weights * rewards, mask)
 
 
 def min_form_returns(
@@ -70,7 +70,7 @@ def min_form_returns(
         for rows, after in chain.backwards():  # later rows of the trajectory have later steps
             next_row = torch.where(after >= 0, lowest[after, 0], torch.inf).unsqueeze(-1)
             lowest[rows] = torch.minimum(lowest[rows], next_row)
-    return masked_fill_zero(torch.where(lowest.isinf(), 0.0, lowest), response_mask)
+    return zero_outside_mask(torch.where(lowest.isinf(), 0.0, lowest), response_mask)
 
 
 def min_form(
@@ -83,7 +83,7 @@ def min_form(
     """[B, T] returns under the strict minimum: process rewards are combined by the minimum, all other
     rewards (rule score, KL) by the sum.
     """
-    other_rewards = token_level_rewards - masked_fill_zero(process_rewards, step_mask)
+    other_rewards = token_level_rewards - zero_outside_mask(process_rewards, step_mask)
     lowest = min_form_returns(process_rewards, step_mask, response_mask, chain)
     return rewards_to_go(other_rewards, response_mask, 1.0, chain) + lowest
 
@@ -94,4 +94,4 @@ def step_lengths(step_mask: Tensor, response_mask: Tensor) -> Tensor:
     count = (mask & ~ends).int().cumsum(-1)  # tokens so far that end no step
     # The count never decreases, so its running maximum over ends is the count at the previous end.
     previous = pad(torch.where(ends, count, 0).cummax(-1).values, (1, 0))[..., :-1]
-    return masked_fill_zero(count - previous, ends)
+    return zero_outside_mask(count - previous, ends)

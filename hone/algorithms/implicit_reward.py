@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from hone.ops.groups import Groups, Labels
-from hone.ops.masked import masked_fill_zero, masked_sum
+from hone.ops.masked import masked_sum, zero_outside_mask
 
 _EPS = 1e-6
 
@@ -23,13 +23,13 @@ def implicit_rewards(
     `whole` puts the sum of all tokens on the last one. `batch_norm` divides by the largest absolute return.
     """
     mask = response_mask.bool()
-    rewards = masked_fill_zero(log_ratio * beta, mask)
+    rewards = zero_outside_mask(log_ratio * beta, mask)
     position = torch.arange(mask.shape[-1], device=mask.device)
     last = position == torch.where(mask, position, -1).amax(-1, keepdim=True)
     if granularity == "whole":
         rewards = rewards.sum(-1, keepdim=True) * last
     else:
-        rewards = masked_fill_zero(rewards, ~last)
+        rewards = zero_outside_mask(rewards, ~last)
     if norm == "batch_norm":
         returns = rewards.flip(-1).cumsum(-1)
         rewards = rewards / (returns.abs().max() + _EPS)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hone.config.algorithm import KLControlConfig
-from hone.ops.masked import masked_fill_zero, masked_mean
+from hone.ops.masked import masked_mean, zero_outside_mask
 from hone.plugins import PluginError, Table
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
@@ -99,8 +99,8 @@ def apply_kl_penalty(
 
     The current KL is the mean over rows of each row's token mean; rows without tokens are ignored.
     """
-    kl = masked_fill_zero(kl_penalty(old_log_probs, ref_log_prob, kind), response_mask)
-    rewards = masked_fill_zero(token_level_scores, response_mask) - kl_coef * kl
+    kl = zero_outside_mask(kl_penalty(old_log_probs, ref_log_prob, kind), response_mask)
+    rewards = zero_outside_mask(token_level_scores, response_mask) - kl_coef * kl
     current = masked_mean(masked_mean(kl, response_mask, -1), response_mask.bool().any(-1))
     return rewards, current
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hone.ops.masked import masked_fill_zero, masked_mean, masked_sum
+from hone.ops.masked import masked_mean, masked_sum, zero_outside_mask
 
 Bound = float | str
 """A bound in the format of `algorithm.rollout_correction`: 2.0, "0.5_2.0"."""
@@ -47,7 +47,7 @@ def rejection_mask(
 ) -> tuple[Tensor, dict[str, RejectionResult]]:
     """Returns the tokens of `mask` that pass every option, and the result of each option."""
     keep = mask.bool()
-    log_ratio = masked_fill_zero(log_ratio, mask).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    log_ratio = zero_outside_mask(log_ratio, mask).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
     results = {
         option: _apply_option(option, log_ratio, mask.bool(), bound)
         for option, bound in _pair(options, bounds)
@@ -103,7 +103,7 @@ def _apply_option(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) ->
             values = masked_mean(per_token, mask, -1)
         case _:
             # k2 and k3 are never negative; the added column makes the value of an empty row 0.
-            values = pad(masked_fill_zero(per_token, mask), (0, 1)).amax(-1)
+            values = pad(zero_outside_mask(per_token, mask), (0, 1)).amax(-1)
     in_bounds = (values >= low) & (values <= high)
     keep = mask & (in_bounds if values.dim() == 2 else in_bounds[:, None])
     return RejectionResult(values, low, high, keep)

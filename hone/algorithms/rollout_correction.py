@@ -1,6 +1,7 @@
 """The functions of verl's `rollout_corr_helper`, with verl's arguments and results.
 
-Each calls the correction of this package. Bounds of k1 are bounds of the ratio train/rollout.
+Each calls the correction of this package. Thresholds of k1 options bound the ratio
+train/rollout, not its logarithm.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from hone.algorithms.correction_metrics import agreement_metrics, rejection_metr
 from hone.algorithms.rejection import OPTIONS, rejection_mask, split_list
 from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.ops.masked import count_kept, masked_fill_zero
+from hone.ops.masked import count_kept, zero_outside_mask
 from hone.protocol import DataProto
-from hone.types import Row, Settings
+from hone.types import Fields, Settings
 
 SUPPORTED_ROLLOUT_RS_OPTIONS = frozenset(OPTIONS)
 _PREFIX = "rollout_corr/"
@@ -88,8 +89,8 @@ def compute_is_metrics(
     low = rollout_is_threshold_lower
     bounds = (rollout_is_threshold,) if low is None else (low, rollout_is_threshold)
     metrics = weight_metrics(
-        masked_fill_zero(rollout_is_weights, mask),
-        masked_fill_zero(log_ratio, mask),
+        zero_outside_mask(rollout_is_weights, mask),
+        zero_outside_mask(log_ratio, mask),
         mask,
         rollout_is,
         bounds,
@@ -100,7 +101,7 @@ def compute_is_metrics(
 def apply_bypass_mode(
     batch: DataProto,
     rollout_corr_config: Settings | None = None,
-    policy_loss_config: Row | None = None,
+    policy_loss_config: Fields | None = None,
 ) -> None:
     """Uses the rollout's log-probs as the old ones and sets the loss and its settings, in place."""
     if not batch.has_column("rollout_log_probs"):
@@ -125,7 +126,7 @@ def compute_rollout_rejection_mask(
 ) -> tuple[Tensor, dict[str, float]]:
     """Returns the mask without rejected tokens, and rejection metrics without prefix."""
     if not split_list(rollout_rs):
-        raise ValueError("rollout_rs names no rejection option, for example token_k1")
+        raise ValueError("rollout_rs is empty; set an option such as token_k1")
     mask = response_mask.bool()
     keep, results = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
     metrics = rejection_metrics(results, keep, mask)
@@ -137,8 +138,10 @@ def compute_offpolicy_metrics(
 ) -> dict[str, float]:
     """Returns the gap between rollout and trainer log-probs; without rollout log-probs, only perplexity."""
     mask = response_mask.bool()
-    old = masked_fill_zero(old_log_prob.detach(), mask)
-    rollout = old if rollout_log_prob is None else masked_fill_zero(rollout_log_prob.detach(), mask)
+    old = zero_outside_mask(old_log_prob.detach(), mask)
+    rollout = (
+        old if rollout_log_prob is None else zero_outside_mask(rollout_log_prob.detach(), mask)
+    )
     metrics = agreement_metrics(old, rollout, mask)
     return {
         key: float(value)
@@ -150,7 +153,7 @@ def compute_offpolicy_metrics(
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """Returns the same metrics, named `rollout_corr/…`."""
+    """Returns the metrics of `compute_offpolicy_metrics` with the prefix `rollout_corr/`."""
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {_PREFIX + key: value for key, value in metrics.items()}
 

@@ -53,7 +53,7 @@ def _default(block: type[Block]) -> Block:
     return block()
 
 
-def refuse_unknown(function: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+def raise_if_unknown(function: str, unknown: Iterable[str], known: Iterable[str]) -> None:
     """Raises TypeError for the first unknown keyword argument, and suggests the closest known one."""
     names = list(known)
     for name in unknown:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
-from hone.ops.masked import masked_fill_zero, masked_mean
+from hone.ops.masked import masked_mean, zero_outside_mask
 
 
 def compute_value_loss(
@@ -26,7 +26,7 @@ def compute_value_loss(
     The counts are the same as in `agg_loss`.
     """
     vpreds, returns, values = (
-        masked_fill_zero(x, response_mask) for x in (vpreds, returns, values)
+        zero_outside_mask(x, response_mask) for x in (vpreds, returns, values)
     )
     clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     error = (vpreds - returns) ** 2

@@ -23,9 +23,9 @@ from hone.tracking import progress
 from hone.trainer.generation import build_engine, max_positions, respond, sampling_params
 from hone.trainer.job_files import GenerationError
 from hone.trainer.ranks import Ranks
-from hone.types import Row
+from hone.types import Fields
 
-Chat: TypeAlias = Sequence[Row]
+Chat: TypeAlias = Sequence[Fields]
 Prompt: TypeAlias = str | Sequence[int] | Chat
 """Text (one user turn), token ids, or chat messages."""
 

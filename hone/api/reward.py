@@ -17,7 +17,7 @@ from hone.rewards.failures import Failed, RewardError, Scored
 from hone.rewards.outcome import read_result
 from hone.rewards.places import describe
 from hone.rewards.scores.table import default_compute_score, scorer_of
-from hone.types import Function, JsonValue, Row
+from hone.types import Fields, Function, JsonValue, Row
 
 Scorer: TypeAlias = str | Function
 Reward: TypeAlias = Union[
@@ -76,18 +76,18 @@ def as_score_function(parts: Sequence[Part], columns: Collection[str]) -> Functi
     """Return one function with verl's signature; `columns` are the keys of `extra_info`."""
     calls = [_reward_call(part, columns) for part in parts]
 
-    def results(source: str, text: str, answer: JsonValue, extra: Row) -> list[Result]:
+    def results(source: str, text: str, answer: JsonValue, extra: Fields) -> list[Result]:
         row = {**extra, "data_source": source, "extra_info": extra}
         row |= dict.fromkeys(RESPONSE_NAMES, text) | dict.fromkeys(ANSWER_NAMES, answer)
         return [call(row) for call in calls]
 
     def score(
-        data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Row
+        data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Fields
     ) -> Result:
         return _weighted_sum(results(data_source, solution_str, ground_truth, extra_info), parts)
 
     async def score_async(
-        data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Row
+        data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Fields
     ) -> Result:
         values = results(data_source, solution_str, ground_truth, extra_info)
         return _weighted_sum([await r if inspect.isawaitable(r) else r for r in values], parts)

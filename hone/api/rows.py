@@ -17,12 +17,12 @@ from typing import TypeAlias, Union
 import numpy as np
 
 from hone.data.reading import rows_of
-from hone.data.rows import SUFFIXES, BadRows, DataError, read_rows
+from hone.data.rows import SUFFIXES, BadRowPolicy, DataError, read_rows
 from hone.data.schema import COLUMNS
 from hone.tracking import atomic_write_text
-from hone.types import JsonValue, Row
+from hone.types import Fields, JsonValue, Row
 
-Item: TypeAlias = Union[str, "os.PathLike[str]", Row, "Sequence[JsonValue]", "Sequence[Row]"]
+Item: TypeAlias = Union[str, "os.PathLike[str]", Fields, "Sequence[JsonValue]", "Sequence[Fields]"]
 Data: TypeAlias = Union[str, "os.PathLike[str]", Iterable[Item]]
 """File names, or rows in a list, a `datasets.Dataset`, a pandas DataFrame or an Arrow table."""
 
@@ -48,7 +48,7 @@ def file_names(data: Data) -> list[str] | None:
 def as_rows(data: Data) -> list[Row]:
     """Return the rows as dicts; a bare prompt becomes a row with the column `prompt`."""
     if (files := file_names(data)) is not None:
-        return list(read_rows(files, BadRows("raise", skip_key=None), "data").scan())
+        return list(read_rows(files, BadRowPolicy("raise", skip_key=None), "data").scan())
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
         raise DataError(
@@ -59,7 +59,7 @@ def as_rows(data: Data) -> list[Row]:
     return [_as_row(item, number) for number, item in enumerate(items)]
 
 
-def _as_row(item: Item, number: int) -> Row:
+def _as_row(item: Item, number: int) -> Fields:
     if isinstance(item, Mapping):  # a DataFrame has NaN for a missing value
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in item.items()}
     is_chat = isinstance(item, list) and item and all(isinstance(turn, Mapping) for turn in item)

@@ -23,10 +23,15 @@ from hone.config import Composed, ConfigError, config_to_dict
 from hone.config.sft import SFTDataConfig
 from hone.config.sources import Setting
 from hone.data.files import is_non_local
-from hone.data.rows import BadRows, DataError, read_rows
+from hone.data.rows import BadRowPolicy, DataError, read_rows
 from hone.tracking import RunFolder, read_metrics
 from hone.trainer import main_eval, main_ppo, main_sft
-from hone.trainer.command_line import STARTING_VALUES, announce, plan_checks, require_folder
+from hone.trainer.command_line import (
+    STARTING_VALUES_ORIGIN,
+    plan_checks,
+    print_starting_values_and_notes,
+    require_folder,
+)
 from hone.trainer.evaluation import Evaluation
 from hone.trainer.export import export
 from hone.trainer.interrupt import Interrupted
@@ -153,7 +158,7 @@ def train(
         if validation is not None:
             call.set({"data.val_files": scorer.write_data(validation, folder, "validation")})
         composed = call.compose(starting_values, plan_checks)
-        announce(composed)
+        print_starting_values_and_notes(composed)
         main_ppo.run(composed.config, composed.origins, compute_score=scorer.function)
     return Trained(folder, composed, validation, reward)
 
@@ -180,7 +185,7 @@ def sft(
             if rows is not None:
                 _set_sft_files(call, rows, folder, name, has_column_names)
         composed = call.compose(_small_batch)
-        announce(composed)
+        print_starting_values_and_notes(composed)
         if must_launch(composed.config.world_size, composed.config.trainer.nnodes, main_sft.MODULE):
             RunFolder(folder).write_config(config_to_dict(composed.config), composed.origins)
             rank_arguments = ["--config-path", str(folder), "--config-name", "config"]
@@ -202,7 +207,7 @@ class _RewardScorer:
         files, parts, needs_prompt = file_names(data), self.parts, reads_prompt(self.parts)
         source = parts[0].name if len(parts) == 1 else "python"
         if files is not None and not needs_prompt:
-            first = next(read_rows(files, BadRows("skip"), "data").scan())
+            first = next(read_rows(files, BadRowPolicy("skip"), "data").scan())
             if "reward_model" in first:
                 self._build_function(first.get("extra_info") or ())
                 return files
@@ -279,4 +284,4 @@ def _small_batch(values: Values) -> list[Setting]:
     """Return a batch size of all rows if there are fewer than the default batch size."""
     rows, key = len(as_rows(values["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
     small = key not in values and rows < SFTDataConfig.train_batch_size
-    return [Setting(key, rows, STARTING_VALUES)] if small else []
+    return [Setting(key, rows, STARTING_VALUES_ORIGIN)] if small else []

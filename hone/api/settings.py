@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias, Union
 
 from hone.config import Composed, ConfigError
-from hone.config.apply import Further, compose_settings
+from hone.config.apply import ExtraChecks, compose_settings
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import hints, leaves
 from hone.config.sources import Setting, flatten, read_config
@@ -108,9 +108,9 @@ class CallSettings:
 
     def compose(
         self,
-        starting: Callable[[Values], list[Setting]] = lambda values: [],
-        further: Further | None = None,
+        starting_values: Callable[[Values], list[Setting]] = lambda values: [],
+        extra_checks: ExtraChecks | None = None,
     ) -> Composed:
         """Return the checked config; with a YAML file, there are no starting values."""
-        defaults = starting(self.values()) if self._config is None else []
-        return compose_settings(TREES[self.tree], [*defaults, *self._settings], further)
+        defaults = starting_values(self.values()) if self._config is None else []
+        return compose_settings(TREES[self.tree], [*defaults, *self._settings], extra_checks)

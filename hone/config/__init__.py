@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hone.config.apply import Composed, Further, compose_settings
+from hone.config.apply import Composed, ExtraChecks, compose_settings
 from hone.config.convert import Value
 from hone.config.convert import to_plain as config_to_dict
 from hone.config.errors import ConfigError
@@ -37,23 +37,23 @@ def compose(
     config_path: str | Path | None = None,
     config_dir: str | Path | None = None,
     schema: str | None = None,
-    starting: Callable[[JsonObject], list[Setting]] | None = None,
-    further: Further | None = None,
+    starting_values: Callable[[JsonObject], list[Setting]] | None = None,
+    extra_checks: ExtraChecks | None = None,
 ) -> Composed:
     """Resolves a configuration and records the origin of each value.
 
-    `config_path` and `config_dir` are folders of the user's YAML files. `starting` computes values of keys
-    that were not set from those that were, by dotted key. `further` checks requirements beyond the
-    values, such as the columns that an algorithm reads.
+    `config_path` and `config_dir` are folders of the user's YAML files. `starting_values` gets the values
+    that were set, by dotted key, and returns values for other keys. `extra_checks` checks more than the
+    schema, such as the columns that an algorithm reads.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     folders = [folder for folder in (config_path, config_dir) if folder]
     tree_name, settings = read_config(name, folders, overrides)
     tree = TREES[schema or tree_name or "ppo_trainer"]
-    if starting is not None:
+    if starting_values is not None:
         values = {s.key: s.value for s in translate(settings, [], tree.name)}
-        settings = [*starting(values), *settings]
-    return compose_settings(tree, settings, further)
+        settings = [*starting_values(values), *settings]
+    return compose_settings(tree, settings, extra_checks)
 
 
 def load_config(

@@ -12,21 +12,21 @@ from typing import Literal
 from hone.config.block import SchemaBlock, block, follows
 from hone.config.engine import (
     ACTOR,
-    PARALLEL,
-    ULYSSES,
+    MEGATRON_PARALLEL_KEYS,
+    ULYSSES_SIZE_KEY,
     FSDPConfig,
     LogProbConfig,
     MegatronConfig,
     OptimConfig,
     ProfilerConfig,
     UpdateConfig,
-    as_the_actor,
+    block_following_actor,
 )
 from hone.config.model import TrainedModelConfig
 from hone.config.ranges import AboveOne, Count, NotNegative, Positive
 from hone.types import Settings
 
-announced: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
+current_batch_info: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
 """`batch_num_tokens` and `global_batch_size` of the current mini-batch; empty outside of one."""
 
 
@@ -53,7 +53,7 @@ class RouterReplayConfig(SchemaBlock):
     """Routing of mixture-of-experts models: which experts compute a token in the update."""
 
     mode: Literal["disabled", "R2", "R3"] = "disabled"
-    """R2 replays experts of the old log-prob pass; R3 those of `rollout.enable_rollout_routing_replay`."""
+    """R2 replays the experts of the old log-prob pass, R3 those that the rollout engine recorded."""
 
 
 class ActorConfig(UpdateConfig):
@@ -87,13 +87,17 @@ class ActorConfig(UpdateConfig):
     """Also compute the sum of squared probabilities; it is automatic for estimators that need it."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
     megatron: MegatronConfig = block(MegatronConfig)
-    ulysses_sequence_parallel_size: Count = follows(f".{ULYSSES}")
-    """Ranks that split each sequence in updates and log-prob passes; token budgets grow by it."""
+    ulysses_sequence_parallel_size: Count = follows(f".{ULYSSES_SIZE_KEY}")
+    """Ranks that split each sequence in updates and log-prob passes; token budgets are multiplied by it."""
 
     @property
     def global_batch_info(self) -> Settings:
         """The arguments that a custom policy loss passes: `agg_loss(..., **config.global_batch_info)`."""
-        return {"dp_size": 1, **announced.get(), "loss_scale_factor": self.loss_scale_factor}
+        return {
+            "dp_size": 1,
+            **current_batch_info.get(),
+            "loss_scale_factor": self.loss_scale_factor,
+        }
 
 
 class RefConfig(LogProbConfig):
@@ -103,8 +107,12 @@ class RefConfig(LogProbConfig):
     """Engine; follows the actor."""
     use_torch_compile: bool = follows(f"{ACTOR}.use_torch_compile")
     """Compile each decoder block; follows the actor."""
-    fsdp_config: FSDPConfig = as_the_actor(FSDPConfig, "fsdp_config", "tensor_parallel_size")
-    megatron: MegatronConfig = as_the_actor(MegatronConfig, "megatron", *PARALLEL)
+    fsdp_config: FSDPConfig = block_following_actor(
+        FSDPConfig, "fsdp_config", "tensor_parallel_size"
+    )
+    megatron: MegatronConfig = block_following_actor(
+        MegatronConfig, "megatron", *MEGATRON_PARALLEL_KEYS
+    )
     ulysses_sequence_parallel_size: Count = follows(f"{ACTOR}.ulysses_sequence_parallel_size")
     """Ranks that split each sequence; follows the actor."""
     profiler: ProfilerConfig = block(ProfilerConfig)
@@ -135,6 +143,8 @@ class CriticConfig(UpdateConfig):
     """In the loss, new values are clipped to this distance from the old ones."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)
     model: CriticModelConfig = block(CriticModelConfig)
-    megatron: MegatronConfig = as_the_actor(MegatronConfig, "megatron", *PARALLEL)
-    ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES}")
-    """Ranks that split each sequence; token budgets grow by this factor."""
+    megatron: MegatronConfig = block_following_actor(
+        MegatronConfig, "megatron", *MEGATRON_PARALLEL_KEYS
+    )
+    ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES_SIZE_KEY}")
+    """Ranks that split each sequence; token budgets are multiplied by it."""

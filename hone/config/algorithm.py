@@ -7,7 +7,7 @@ from typing import Literal
 from hone.config.block import SchemaBlock, block
 from hone.config.errors import did_you_mean, nearest
 from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
-from hone.types import Function, Row, Settings
+from hone.types import Fields, Function, Settings
 
 
 class KLControlConfig(SchemaBlock):
@@ -124,7 +124,7 @@ class CurriculumFilterConfig(SchemaBlock):
 
 _IS, _RS, _LOWER = "rollout_is_threshold", "rollout_rs_threshold", "threshold_lower"
 _SEQUENCE, _TOKEN = ({"rollout_is": level, _IS: 2.0} for level in ("sequence", "token"))
-_PARTS: dict[str, Row] = {
+_PARTS: dict[str, Fields] = {
     "": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False},
     "bypass_ppo_clip": {"bypass_mode": True, "loss_type": "ppo_clip"},
     "bypass_pg": {"bypass_mode": True, "loss_type": "reinforce"},
@@ -143,7 +143,7 @@ _NAMES = """
     bypass_ppo_clip bypass_ppo_clip_geo_rs bypass_ppo_clip_k3_rs bypass_pg_is bypass_pg_token_icepop
     bypass_pg_geo_rs bypass_pg_geo_rs_seq_tis bypass_pg_geo_rs_token_tis
 """
-PRESETS: dict[str, Row] = {
+PRESETS: dict[str, Fields] = {
     name: {key: v for part, values in _PARTS.items() if part in name for key, v in values.items()}
     for name in _NAMES.split()
 }

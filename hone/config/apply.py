@@ -25,7 +25,7 @@ from hone.types import JsonObject, JsonValue
 
 _SUGGESTED = re.compile(r"Did you mean '([^']+)'")
 
-Further = Callable[[Value, dict[str, str]], tuple[list[str], list[str]]]
+ExtraChecks = Callable[[Value, dict[str, str]], tuple[list[str], list[str]]]
 """Takes a tree and the keys that were set, and returns problems and notes."""
 
 
@@ -40,7 +40,7 @@ class Composed:
 
 
 def compose_settings(
-    schema: Tree, settings: Sequence[Setting], further: Further | None = None
+    schema: Tree, settings: Sequence[Setting], extra_checks: ExtraChecks | None = None
 ) -> Composed:
     """Applies settings to the schema's defaults and checks the result."""
     run = _Composition(schema)
@@ -61,8 +61,8 @@ def compose_settings(
         if key in requested:
             run.answer(key, get(config, key), why)
     notes: list[str] = []
-    if further is not None:
-        more_problems, notes = further(config, requested)
+    if extra_checks is not None:
+        more_problems, notes = extra_checks(config, requested)
         run.add_checks(more_problems)
     if run.problems:
         raise ConfigError(list(dict.fromkeys(run.problems)))

@@ -183,7 +183,7 @@ def uneven_mesh(
 ) -> Iterator[str]:
     """Yields parallel sizes of a role whose product does not divide the ranks."""
     if role.get("strategy") == "megatron":
-        if problem := role["megatron"].uneven(ranks):
+        if problem := role["megatron"].divisibility_problem(ranks):
             yield f"{role_key}.megatron.{problem}"
         return
     sequence, tensor = sequence_parallel(role, sharding), sharding.tensor_parallel_size

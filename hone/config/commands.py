@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hone.config import config_to_dict
-from hone.config.apply import Composed, Further, compose_settings
+from hone.config.apply import Composed, ExtraChecks, compose_settings
 from hone.config.convert import show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.keys import blocks, fitting, get, leaves
@@ -118,7 +118,7 @@ def _explain_known(key: str, tree: Tree) -> str | None:
     return "\n".join(lines) + "\n"
 
 
-def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
+def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[int, str]:
     """Composes a YAML file and returns (0, what it sets) or (1, every problem)."""
     file = Path(path).expanduser()
 
@@ -133,7 +133,7 @@ def check(path: str | Path, further: Further | None = None) -> tuple[int, str]:
             return 1, f"there is no file {file}\n"
         # Otherwise the tree with most of the keys; `ppo_trainer` in a tie.
         tree = TREES[schema] if schema in TREES else max(TREES.values(), key=known_keys)
-        composed = compose_settings(tree, settings, further)
+        composed = compose_settings(tree, settings, extra_checks)
     except ConfigError as error:
         lines = [f"{file}: {len(error.problems)} problem(s)", *(f"- {p}" for p in error.problems)]
         return 1, "\n".join(lines) + "\n"

@@ -11,15 +11,15 @@ from hone.types import Settings
 SeqMean = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LossAggMode = Literal["token-mean", SeqMean, "token-sum"]
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-ULYSSES = "fsdp_config.ulysses_sequence_parallel_size"
+ULYSSES_SIZE_KEY = "fsdp_config.ulysses_sequence_parallel_size"
 _SPLITS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-PARALLEL = ("sequence_parallel", *(f"{name}_parallel_size" for name in _SPLITS))
+MEGATRON_PARALLEL_KEYS = ("sequence_parallel", *(f"{name}_parallel_size" for name in _SPLITS))
 """The layout of a model under Megatron."""
 
 B = TypeVar("B")
 
 
-def as_the_actor(cls: type[B], name: str, *keys: str) -> B:
+def block_following_actor(cls: type[B], name: str, *keys: str) -> B:
     """Declares a block with keys that follow those of the actor's block of that name."""
     return block(cls, **{key: follows(f"{ACTOR}.{name}.{key}") for key in keys})
 
@@ -107,20 +107,20 @@ class MegatronConfig(SchemaBlock):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
-    def expert_tensor_ranks(self) -> int:
+    def effective_expert_tensor_parallel_size(self) -> int:
         """The number of ranks that split the matrices of each expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
-    def uneven(self, ranks: int) -> str:
+    def divisibility_problem(self, ranks: int) -> str:
         """Returns the sizes whose product does not divide the ranks; empty if there are none."""
         stages = self.pipeline_model_parallel_size
         tensor, experts = self.tensor_model_parallel_size, self.expert_model_parallel_size
         sizes = f"tensor_model_parallel_size={tensor}"
         if ranks % (tensor * stages) == 0:
-            if ranks % (experts * self.expert_tensor_ranks * stages) == 0:
+            if ranks % (experts * self.effective_expert_tensor_parallel_size * stages) == 0:
                 return ""
             sizes = f"expert_model_parallel_size={experts} times "
-            sizes += f"expert_tensor_parallel_size={self.expert_tensor_ranks}"
+            sizes += f"expert_tensor_parallel_size={self.effective_expert_tensor_parallel_size}"
         sizes += f" times pipeline_model_parallel_size={stages}"
         return f"{sizes} does not divide {ranks} ranks; use sizes whose product does"
 

@@ -24,7 +24,7 @@ from hone.config.block import Block
 from hone.config.convert import Hint, Value, describe_type, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.ranges import Range
-from hone.types import JsonObject, JsonValue, Row, Settings
+from hone.types import Fields, JsonObject, JsonValue, Settings
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -164,13 +164,13 @@ def unknown_key(root: type, key: str, added: bool = False) -> str | None:
     parent, name, is_last = ".".join(parts[:depth]), parts[depth], depth == len(parts) - 1
     cutoff = 0.85 if added else 0.6 if is_last else 0.75
     sibling = nearest(name, hints(blocks(root)[parent]), cutoff)
-    meant = [sibling] if sibling else keys_meant(root, key, is_last)
+    meant = [sibling] if sibling else suggested_keys(root, key, is_last)
     if added and not meant:
         return None
     return f"{parent or 'the config'} has no key '{name}'.{did_you_mean(*meant)}"
 
 
-def keys_meant(root: type, key: str, is_last: bool = True) -> list[str]:
+def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
     """Returns the keys that a short form may mean, else the keys with the same name in the same block, or
     the only one anywhere: a suggestion must not set another model's key."""
     every = list(leaves(root))
@@ -205,7 +205,7 @@ def omega_conf_to_dataclass(
     return block
 
 
-def plain_containers(config: DictConfig | Settings) -> Row:
+def plain_containers(config: DictConfig | Settings) -> Fields:
     """Converts a config to nested dicts and lists, with references resolved."""
     from omegaconf import OmegaConf
 

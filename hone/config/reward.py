@@ -6,7 +6,14 @@ from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
 from hone.config.data import CustomClassConfig
-from hone.config.engine import MODEL, ULYSSES, FSDPConfig, MicroBatches, OptimConfig, ProfilerConfig
+from hone.config.engine import (
+    MODEL,
+    ULYSSES_SIZE_KEY,
+    FSDPConfig,
+    MicroBatches,
+    OptimConfig,
+    ProfilerConfig,
+)
 from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
 from hone.types import Settings
 
@@ -184,7 +191,7 @@ class RewardModelConfig(MicroBatches):
     """Form micro-batches by token budget; follows the critic."""
     forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
     """Token budget of one forward on one rank; follows the critic."""
-    ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES}")
+    ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES_SIZE_KEY}")
     """Ranks that split each sequence, for the types prm and prime; the token budget grows by this factor."""
     reward_manager: str = "naive"
     """naive, batch, prime, dapo, blank, or a registered name."""

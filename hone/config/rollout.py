@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
-from hone.config.engine import LogProbConfig, ProfilerConfig, as_the_actor
+from hone.config.engine import LogProbConfig, ProfilerConfig, block_following_actor
 from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, PositiveShare, Share, TopK
 from hone.types import Settings
 
@@ -254,7 +254,7 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     """Nodes of a separate rollout pool; 0 shares the trainer's."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
     """Devices per node of that pool."""
-    profiler: ProfilerConfig = as_the_actor(
+    profiler: ProfilerConfig = block_following_actor(
         ProfilerConfig, "profiler", "enable", "all_ranks", "ranks"
     )
 

@@ -105,10 +105,12 @@ def scatter(group: Group, *args: Sequence[_T], **kwargs: Sequence[_T]) -> PerRan
 
     def check(value: Sequence[_T]) -> list[_T]:
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
-            got = f"{len(value)} entries" if isinstance(value, list | tuple) else repr(type(value))
+            received = (
+                f"{len(value)} entries" if isinstance(value, list | tuple) else repr(type(value))
+            )
             raise ValueError(
                 f"this method takes lists with one entry for each of {group.world_size} ranks; "
-                f"got {got}; register it with Dispatch.ONE_TO_ALL to send all ranks the same value"
+                f"got {received}; register it with Dispatch.ONE_TO_ALL to send all ranks the same value"
             )
         return list(value)
 

@@ -56,7 +56,7 @@ class WorkerStopped(ProcessFailure):
 
     role: str
     process: WorkerProcess
-    owner: str
+    waiting_role: str
     method: str
     seconds: float
 
@@ -64,7 +64,7 @@ class WorkerStopped(ProcessFailure):
         return (
             f"worker rank {self.process.rank} of {self.role!r} (pid {self.process.pid} on "
             f"{self.process.node_ip}) has been stopped (SIGSTOP) for {self.seconds:g} s, while "
-            f"{self.owner!r} waited for {self.method!r}; it was killed. {RESUME_HINT}"
+            f"{self.waiting_role!r} waited for {self.method!r}; it was killed. {RESUME_HINT}"
         )
 
 
@@ -72,14 +72,14 @@ class WorkerStopped(ProcessFailure):
 class ClusterFailed(ProcessFailure):
     """A Ray process has ended or does not respond."""
 
-    what: str
-    owner: str
+    event: str
+    waiting_role: str
     method: str
     hint: str
 
     def __str__(self) -> str:
-        wait = f"{self.owner!r} waited for {self.method!r}"
-        return f"{self.what}, while {wait}; {self.hint}. {RESUME_HINT}"
+        wait = f"{self.waiting_role!r} waited for {self.method!r}"
+        return f"{self.event}, while {wait}; {self.hint}. {RESUME_HINT}"
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class NodeLost(ProcessFailure):
     node_ip: str
     workers: Sequence[tuple[str, WorkerProcess, Sequence[str]]]
     """Role, location and last log lines of each worker that ran there."""
-    owner: str
+    waiting_role: str
     method: str
     reason: str
 
@@ -104,7 +104,7 @@ class NodeLost(ProcessFailure):
         ]
         text = (
             f"node {self.node_ip} (id {self.node_id[:12]}) was lost with {joined(workers)}, while "
-            f"{self.owner!r} waited for {self.method!r}: {self.reason}"
+            f"{self.waiting_role!r} waited for {self.method!r}: {self.reason}"
         )
         for role, process, lines in self.workers:
             text += f"\nlast log lines of rank {process.rank} of {role!r} (pid {process.pid}):\n"
@@ -124,14 +124,15 @@ def joined(words: Sequence[str]) -> str:
 class WaitTimeout(TimeoutError):
     """A wait reached its deadline."""
 
-    def __init__(self, owner: str, what: str, deadline_s: float, hint: str) -> None:
-        self.owner, self.what, self.deadline_s, self.hint = owner, what, deadline_s, hint
+    def __init__(self, waiting_role: str, waited_for: str, deadline_s: float, hint: str) -> None:
+        self.waiting_role, self.waited_for = waiting_role, waited_for
+        self.deadline_s, self.hint = deadline_s, hint
         super().__init__(
-            f"{owner!r} waited {deadline_s:g} s for {what}, which is its deadline; {hint}"
+            f"{waiting_role!r} waited {deadline_s:g} s for {waited_for}, which is its deadline; {hint}"
         )
 
     def __reduce__(self) -> tuple[type[WaitTimeout], tuple[str, str, float, str]]:
-        return type(self), (self.owner, self.what, self.deadline_s, self.hint)
+        return type(self), (self.waiting_role, self.waited_for, self.deadline_s, self.hint)
 
 
 class RemoteTraceback(Exception):

@@ -152,7 +152,7 @@ class LocalExecutor(Executor[FinishedCall]):
         except Exception as error:  # `get` raises it, as under Ray
             return FinishedCall(error=error)
 
-    def resolver(self, owner: str, method: str) -> Callable[[Sequence[FinishedCall]], list[Any]]:
+    def resolver(self, role: str, method: str) -> Callable[[Sequence[FinishedCall]], list[Any]]:
         return get_results
 
     def shutdown(self) -> None:

@@ -1,6 +1,7 @@
-"""Reads the state and the last log lines of processes on this machine, and measures their silence.
+"""Reads the state and the last log lines of processes on this machine, and measures how long they
+are unresponsive.
 
-A stopped process (SIGSTOP) is silent; a busy one is not.
+A stopped process (SIGSTOP) is unresponsive; a busy one is not.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def process_state(pid: int) -> str:
         return GONE
 
 
-class Silence:
-    """Measures for how many seconds each target has been silent.
+class UnresponsiveTimer:
+    """Measures for how many seconds each target has been unresponsive.
 
     At most LONGEST_GAP_S count between two updates: the caller may have been stopped too.
     """
@@ -35,13 +36,13 @@ class Silence:
         self._seconds: dict[Hashable, float] = {}
         self._updated_at: float | None = None
 
-    def update(self, silent: Iterable[Hashable], now: float) -> list[Hashable]:
-        """Records the targets that are silent now; returns those that have reached the limit."""
+    def update(self, unresponsive: Iterable[Hashable], now: float) -> list[Hashable]:
+        """Records the targets that are unresponsive now; returns those that have reached the limit."""
         gap_s = 0.0 if self._updated_at is None else min(now - self._updated_at, LONGEST_GAP_S)
         self._updated_at = now
         self._seconds = {
             target: self._seconds[target] + gap_s if target in self._seconds else 0.0
-            for target in silent
+            for target in unresponsive
         }
         return [target for target, seconds in self._seconds.items() if seconds >= self.limit_s]
 

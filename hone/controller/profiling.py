@@ -23,23 +23,25 @@ class StepProfile:
     roles: list[str] = field(default_factory=list)
 
 
-_running: list[StepProfile] = []
+_current: StepProfile | None = None
 
 
 def start(tool: str, step: int, role: str) -> None:
     """Starts profiling this process, unless another role has started."""
-    if not _running:
-        _running.append(StepProfile(step, _torch_trace() if tool == "torch" else None))
+    global _current
+    if _current is None:
+        _current = StepProfile(step, _torch_trace() if tool == "torch" else None)
         if tool == "nsys":
             _mark_range(begin=True)
-    _running[0].roles.append(role)
+    _current.roles.append(role)
 
 
 def stop(folder: str, rank: int) -> None:
     """Stops profiling and writes the trace to `step_N-ROLES-rank_R.json.gz`."""
-    if not _running:
+    global _current
+    profile, _current = _current, None
+    if profile is None:
         return
-    profile = _running.pop()
     if profile.trace is None:
         _mark_range(begin=False)
         return
@@ -53,10 +55,10 @@ def stop(folder: str, rank: int) -> None:
 
 def discard() -> None:
     """Stops profiling without writing a file, after a failed step."""
-    while _running:
-        profile = _running.pop()
-        if profile.trace is not None:
-            profile.trace.stop()
+    global _current
+    profile, _current = _current, None
+    if profile is not None and profile.trace is not None:
+        profile.trace.stop()
 
 
 def _torch_trace() -> profile:
@@ -66,8 +68,8 @@ def _torch_trace() -> profile:
 
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    every_thread = _ExperimentalConfig(profile_all_threads=True)  # decoding runs in another thread
-    trace = profile(activities=activities, experimental_config=every_thread)
+    all_threads = _ExperimentalConfig(profile_all_threads=True)  # decoding runs in another thread
+    trace = profile(activities=activities, experimental_config=all_threads)
     trace.start()
     return trace
 

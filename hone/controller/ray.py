@@ -104,7 +104,7 @@ class _WorkerActor:
 
 
 def _exit_with_raylet() -> None:
-    """Exits after the raylet; Ray's own check fails in a container that does not reap it."""
+    """Exits once the raylet has ended; Ray's own check fails in a container that reaps no zombies."""
     raylet = os.getppid()
     while os.getppid() == raylet:
         time.sleep(POLL_INTERVAL_S)
@@ -205,10 +205,10 @@ class RayExecutor(Executor[ray.ObjectRef]):
             raise RuntimeError(f"worker group {self.name!r} was shut down; create a new one")
         return self._actors[rank].call.remote(call)
 
-    def resolver(self, owner: str, method: str) -> RefWait:
+    def resolver(self, role: str, method: str) -> RefWait:
         limits = self._deadlines
         advice, record = limits.advice(method), limits.record
-        return RefWait(owner, method, self._processes, limits.limit_s(method), advice, record)
+        return RefWait(role, method, self._processes, limits.limit_s(method), advice, record)
 
     def shutdown(self) -> None:
         actors, self._actors = self._actors, []

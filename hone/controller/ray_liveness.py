@@ -29,17 +29,24 @@ from hone.controller.failures import (
     WorkerProcess,
     WorkerStopped,
 )
-from hone.controller.processes import GONE, STOPPED, ZOMBIE, Silence, last_lines, process_state
+from hone.controller.processes import (
+    GONE,
+    STOPPED,
+    ZOMBIE,
+    UnresponsiveTimer,
+    last_lines,
+    process_state,
+)
 from hone.controller.ray_probe import RemoteNode
-from hone.types import Row
+from hone.types import Fields
 
 T = TypeVar("T")
 
 PING_INTERVAL_S = 2.0
 LOG_DEADLINE_S = 15.0
 CONNECT_DEADLINE_S = 5.0
-LAST_ANSWER_S = 5.0
-"""A probe may answer for this long after the raylet of its node has died."""
+PROBE_OUTLIVES_RAYLET_S = 5.0
+"""A probe can answer requests for this long after the raylet of its node has died."""
 ANSWER_DEADLINE_S = 5.0
 NODE_DEADLINE_S = 22.0
 """Ray's health checks report a lost node within about 15 s."""
@@ -51,7 +58,8 @@ class _Ping:
     """Calls the control plane periodically in a thread, because the call may hang."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.ping_count = 0
+        """Pings sent so far; it identifies the current ping in the timer."""
         self.unanswered = False
         self.dead: dict[str, str] = {}
         """Ray's reason for each dead node, by node id."""
@@ -60,7 +68,7 @@ class _Ping:
 
     def _run(self) -> None:
         while not self._closed.wait(PING_INTERVAL_S) and ray.is_initialized():
-            self.number += 1
+            self.ping_count += 1
             self.unanswered = True
             with suppress(RayError):
                 self.dead = _dead_nodes(ray.nodes())
@@ -81,18 +89,20 @@ def call_control_plane(request: Callable[[], T]) -> T:
             answer.set_exception(error)
 
     threading.Thread(target=call, name="ray-control-plane", daemon=True).start()
-    limit_s = TrainerConfig.liveness_deadline_s if _watch is None else _watch.silence.limit_s
+    limit_s = (
+        TrainerConfig.liveness_deadline_s if _watch is None else _watch.unresponsive_timer.limit_s
+    )
     try:
         return answer.result(limit_s)
     except TimeoutError:
         if _watch is not None:
             _watch.failed = True
-        event, hint = _control_plane_silence(limit_s)
+        event, hint = _control_plane_timeout_message(limit_s)
         raise ClusterFailed(event, "the trainer", "the list of nodes", hint) from None
 
 
-def _control_plane_silence(limit_s: float) -> tuple[str, str]:
-    """Returns the event and the hint of the error message."""
+def _control_plane_timeout_message(limit_s: float) -> tuple[str, str]:
+    """Returns the event and the hint of the error when the control plane does not answer."""
     address = ray.get_runtime_context().gcs_address
     return (
         f"Ray's control plane (the GCS at {address}) has not answered for {limit_s:g} s",
@@ -100,7 +110,7 @@ def _control_plane_silence(limit_s: float) -> tuple[str, str]:
     )
 
 
-def _dead_nodes(nodes: Sequence[Row]) -> dict[str, str]:
+def _dead_nodes(nodes: Sequence[Fields]) -> dict[str, str]:
     """Returns Ray's reason for each dead node, by node id."""
     return {
         node["NodeID"]: f"Ray reports: {node.get('DeathReasonMessage') or 'node failure'}"
@@ -126,14 +136,15 @@ def raylet_problem(node_id: str) -> str | None:
 class ClusterWatch:
     """Watches the processes of this cluster that the trainer depends on."""
 
-    def __init__(self, limit_s: float, own: Mapping[str, int], log_folder: str = "") -> None:
+    def __init__(self, limit_s: float, ray_pids: Mapping[str, int], log_folder: str = "") -> None:
         self.failed = False
-        self._own = dict(own)
+        self._ray_pids = dict(ray_pids)
+        """The pids of the Ray processes that this process started, by name."""
         self._log_folder = log_folder
-        self.silence = Silence(limit_s)
+        self.unresponsive_timer = UnresponsiveTimer(limit_s)
         """Its limit is the `trainer.liveness_deadline_s` of the run."""
         self.ping = _Ping()
-        self.here = ray.get_runtime_context().get_node_id()
+        self.local_node_id = ray.get_runtime_context().get_node_id()
         self._workers: dict[tuple[str, int], tuple[str, WorkerProcess]] = {}
         self._nodes: dict[str, RemoteNode] = {}
         self._lock = threading.Lock()
@@ -141,10 +152,10 @@ class ClusterWatch:
 
     def add(self, role: str, workers: Sequence[WorkerProcess], limit_s: float) -> None:
         """Starts watching these processes."""
-        self.silence.limit_s = limit_s
+        self.unresponsive_timer.limit_s = limit_s
         for worker in workers:
             self._workers[worker.node_id, worker.pid] = role, worker
-            if worker.node_id != self.here and worker.node_id not in self._nodes:
+            if worker.node_id != self.local_node_id and worker.node_id not in self._nodes:
                 self._nodes[worker.node_id] = RemoteNode(worker.node_id)
 
     def remove(self, workers: Sequence[WorkerProcess]) -> None:
@@ -154,40 +165,49 @@ class ClusterWatch:
         for node_id in self._nodes.keys() - {node_id for node_id, _ in self._workers}:
             ray.kill(self._nodes.pop(node_id).actor)
 
-    def check_alive(self, owner: str, method: str) -> None:
-        """Raises if a process failed that the result for `owner` depends on."""
+    def check_alive(self, waiting_role: str, method: str) -> None:
+        """Raises if a watched process, a node or Ray itself has failed.
+
+        `waiting_role` and `method` are for the message: the role that waits, and what it waits for.
+        """
         with self._lock:
-            silent: dict[Hashable, Callable[[], RuntimeError]] = {}
-            limit = f"{self.silence.limit_s:g} s"
-            failed = partial(self._cluster_failure, owner, method)
-            for name, pid in self._own.items():  # Ray's processes, if this process started them
+            # The unresponsive targets; one that answers is left out or gets another key, which resets
+            # its time.
+            errors_by_target: dict[Hashable, Callable[[], RuntimeError]] = {}
+            limit = f"{self.unresponsive_timer.limit_s:g} s"
+            cluster_error = partial(self._cluster_error, waiting_role, method)
+            for name, pid in self._ray_pids.items():
                 part = f"{RAY_PROCESSES[name]} ({name}, pid {pid} on this machine)"
                 log = f"{self._log_folder}/{name}.out"
                 hint = f"out of memory, a crash, or a signal from outside: see {log}"
                 state = process_state(pid)
                 if state in (GONE, ZOMBIE):
-                    raise failed(f"{part} has ended", hint)
+                    raise cluster_error(f"{part} has ended", hint)
                 if state == STOPPED:
                     event = f"{part} has been stopped (SIGSTOP) for {limit}"
-                    silent[name] = partial(failed, event, hint)
+                    errors_by_target[name] = partial(cluster_error, event, hint)
             for node_id, node in self._nodes.items():
                 node.poll(self._logs(node_id))
                 if node_id in self.ping.dead:
-                    raise self.lost_node_error(node_id, owner, method, self.ping.dead[node_id])
-                if node.answers:
+                    raise self.lost_node_error(
+                        node_id, waiting_role, method, self.ping.dead[node_id]
+                    )
+                if node.answer_count > 0:  # before the first answer, the start's deadline applies
                     event = f"it has not answered for {limit}"
-                    lost = partial(self.lost_node_error, node_id, owner, method, event)
-                    silent[node_id, "node", node.answers] = lost
+                    error = partial(self.lost_node_error, node_id, waiting_role, method, event)
+                    errors_by_target[node_id, "node", node.answer_count] = error
             for (node_id, pid), (role, worker) in self._workers.items():
                 remote = self._nodes.get(node_id)
                 state = process_state(pid) if remote is None else remote.states.get(pid, "")
                 if state == STOPPED:
-                    silent[node_id, pid] = partial(self._kill_stopped, role, worker, owner, method)
+                    errors_by_target[node_id, pid] = partial(
+                        self._kill_stopped_worker, role, worker, waiting_role, method
+                    )
             if self.ping.unanswered:
-                silence = _control_plane_silence(self.silence.limit_s)
-                silent["ping", self.ping.number] = partial(failed, *silence)
-            for target in self.silence.update(silent, time.monotonic()):
-                raise silent[target]()
+                event, hint = _control_plane_timeout_message(self.unresponsive_timer.limit_s)
+                errors_by_target["ping", self.ping.ping_count] = partial(cluster_error, event, hint)
+            for target in self.unresponsive_timer.update(errors_by_target, time.monotonic()):
+                raise errors_by_target[target]()
 
     def lines(self, worker: WorkerProcess) -> list[str]:
         """Returns the last log lines of a process on a remote node."""
@@ -207,32 +227,33 @@ class ClusterWatch:
                 for node_id, node in self._nodes.items():
                     node.poll(self._logs(node_id))
 
-    def raise_if_node_lost(self, node_id: str, owner: str, method: str) -> None:
-        """Raises NodeLost unless the node's probe answers a request sent LAST_ANSWER_S later.
+    def raise_if_node_lost(self, node_id: str, waiting_role: str, method: str) -> None:
+        """Waits up to NODE_DEADLINE_S for an answer of the node's probe; raises NodeLost without one.
 
-        A probe answers for seconds after its raylet has died; Ray lists the node even longer.
+        The answer must be to a request that was sent at least PROBE_OUTLIVES_RAYLET_S after this call,
+        because a probe answers for seconds after its raylet has died; Ray lists the node even longer.
         """
-        if node_id == self.here and (reason := raylet_problem(node_id)) is not None:
+        if node_id == self.local_node_id and (reason := raylet_problem(node_id)) is not None:
             event = f"the Ray node of this machine was lost ({reason})"
-            raise ClusterFailed(event, owner, method, "start it again with `ray start`")
+            raise ClusterFailed(event, waiting_role, method, "start it again with `ray start`")
         if (node := self._nodes.get(node_id)) is None:
             return
         start = time.monotonic()
         while time.monotonic() < start + NODE_DEADLINE_S:
             if (reason := raylet_problem(node_id)) is not None:
-                raise self.lost_node_error(node_id, owner, method, reason)
+                raise self.lost_node_error(node_id, waiting_role, method, reason)
             with self._lock:
                 sent_at = node.poll(self._logs(node_id))
-            if sent_at is not None and sent_at > start + LAST_ANSWER_S:
+            if sent_at is not None and sent_at > start + PROBE_OUTLIVES_RAYLET_S:
                 return
             time.sleep(0.5)
         reason = f"it has not answered for {NODE_DEADLINE_S:g} s"
-        raise self.lost_node_error(node_id, owner, method, reason)
+        raise self.lost_node_error(node_id, waiting_role, method, reason)
 
-    def raise_if_any_lost(self, owner: str, method: str) -> None:
+    def raise_if_any_lost(self, waiting_role: str, method: str) -> None:
         """Raises WorkerDied or NodeLost if a worker of any group has ended."""
         for (node_id, pid), (role, worker) in list(self._workers.items()):
-            if node_id == self.here and process_state(pid) in (GONE, ZOMBIE):
+            if node_id == self.local_node_id and process_state(pid) in (GONE, ZOMBIE):
                 raise WorkerDied(role, worker, method, ENDED, last_lines(worker.logs))
         end_time, answered = time.monotonic() + ANSWER_DEADLINE_S, set[str]()
         while (waiting := self._nodes.keys() - answered) and time.monotonic() < end_time:
@@ -246,16 +267,18 @@ class ClusterWatch:
             workers = self._workers_on(node_id)
             ended = [w for w in workers if node.states.get(w[1].pid) in (GONE, ZOMBIE)]
             if ended or node_id not in answered:
-                self.raise_if_node_lost(node_id, owner, method)
+                self.raise_if_node_lost(node_id, waiting_role, method)
             for role, worker in ended:
                 raise WorkerDied(role, worker, method, ENDED, self.lines(worker))
 
-    def lost_node_error(self, node_id: str, owner: str, method: str, reason: str) -> NodeLost:
+    def lost_node_error(
+        self, node_id: str, waiting_role: str, method: str, reason: str
+    ) -> NodeLost:
         """Returns the error about a lost node; later placements leave the node out."""
         _lost_node_ids.add(node_id)
         lines = self._nodes[node_id].lines
         workers = [(r, w, tuple(lines.get(w.pid, ()))) for r, w in self._workers_on(node_id)]
-        return NodeLost(node_id, workers[0][1].node_ip, workers, owner, method, reason)
+        return NodeLost(node_id, workers[0][1].node_ip, workers, waiting_role, method, reason)
 
     def _workers_on(self, node_id: str) -> list[tuple[str, WorkerProcess]]:
         """Returns role and process of each worker on a node."""
@@ -264,19 +287,22 @@ class ClusterWatch:
     def _logs(self, node_id: str) -> dict[int, tuple[str, ...]]:
         return {worker.pid: worker.logs for _, worker in self._workers_on(node_id)}
 
-    def _cluster_failure(self, owner: str, method: str, event: str, hint: str) -> ClusterFailed:
+    def _cluster_error(
+        self, waiting_role: str, method: str, event: str, hint: str
+    ) -> ClusterFailed:
         self.failed = True
-        return ClusterFailed(event, owner, method, hint)
+        return ClusterFailed(event, waiting_role, method, hint)
 
-    def _kill_stopped(
-        self, role: str, worker: WorkerProcess, owner: str, method: str
+    def _kill_stopped_worker(
+        self, role: str, worker: WorkerProcess, waiting_role: str, method: str
     ) -> WorkerStopped:
-        if worker.node_id == self.here:
+        """Kills a stopped worker and returns the error to raise."""
+        if worker.node_id == self.local_node_id:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(worker.pid, signal.SIGKILL)
         else:
             self._nodes[worker.node_id].actor.kill.remote(worker.pid)
-        return WorkerStopped(role, worker, owner, method, self.silence.limit_s)
+        return WorkerStopped(role, worker, waiting_role, method, self.unresponsive_timer.limit_s)
 
 
 _watch: ClusterWatch | None = None
@@ -288,15 +314,15 @@ def lost_nodes() -> frozenset[str]:
     return frozenset(_lost_node_ids)
 
 
-def watch_cluster(own: Mapping[str, int], log_folder: str = "") -> None:
-    """Starts watching the cluster; `own` has the pids of Ray processes started here."""
+def watch_cluster(ray_pids: Mapping[str, int], log_folder: str = "") -> None:
+    """Starts watching the cluster; `ray_pids` are those of the Ray processes that this process started."""
     global _watch
-    _watch = ClusterWatch(TrainerConfig.liveness_deadline_s, own, log_folder)
+    _watch = ClusterWatch(TrainerConfig.liveness_deadline_s, ray_pids, log_folder)
 
 
 def watch_workers(role: str, workers: Sequence[WorkerProcess], limit_s: float) -> None:
     """Adds the processes of a worker group to the watch."""
-    if _watch is not None and _watch.here != ray.get_runtime_context().get_node_id():
+    if _watch is not None and _watch.local_node_id != ray.get_runtime_context().get_node_id():
         stop_watch()  # this process has since joined or started another cluster
     if _watch is None:
         watch_cluster({})
@@ -318,26 +344,29 @@ def stop_watch() -> None:
     _watch = None
 
 
-def check_alive(owner: str, method: str) -> None:
+def check_alive(waiting_role: str, method: str) -> None:
     """Like `ClusterWatch.check_alive`; has an effect in the trainer process only."""
     if _watch is not None:
-        _watch.check_alive(owner, method)
+        _watch.check_alive(waiting_role, method)
 
 
 def refresh_logs() -> None:
-    """Reads recent log lines of remote workers, after a wait."""
+    """Reads recent log lines of remote workers, at most every PING_INTERVAL_S."""
     if _watch is not None:
         _watch.refresh_logs()
 
 
-def raise_if_lost(owner: str, method: str, node_id: str | None = None) -> None:
-    """Raises if this node, or by default any worker, is lost; only in the trainer process."""
+def raise_if_lost(waiting_role: str, method: str, node_id: str | None = None) -> None:
+    """Raises if the node `node_id` is lost, or without one if any worker is lost.
+
+    It has an effect in the trainer process only.
+    """
     if _watch is None or _watch.failed:
         return
     if node_id is None:
-        _watch.raise_if_any_lost(owner, method)
+        _watch.raise_if_any_lost(waiting_role, method)
     else:
-        _watch.raise_if_node_lost(node_id, owner, method)
+        _watch.raise_if_node_lost(node_id, waiting_role, method)
 
 
 def remote_log_lines(worker: WorkerProcess) -> list[str]:

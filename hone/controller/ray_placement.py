@@ -1,7 +1,7 @@
 """Reserves the processes of resource pools on the nodes of a Ray cluster.
 
 A pool is one placement group, whose bundles name their nodes. Ray lists a lost node as alive for
-about 12 s, so a group that is not placed within PLACED_WITHIN_S is created again.
+about 12 s, so a group that is not placed within PLACEMENT_DEADLINE_S is created again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hone.controller.resource_pool import FreeResources, ResourcePool, place
 
 logger = logging.getLogger(__name__)
 
-PLACED_WITHIN_S = 15.0
+PLACEMENT_DEADLINE_S = 15.0
 GIB = 2**30
 
 
@@ -47,18 +47,18 @@ class Node:
 
 
 def live_nodes() -> list[Node]:
-    """Returns the nodes that Ray lists as alive and that are not lost, the own node first."""
-    here, lost = ray.get_runtime_context().get_node_id(), lost_nodes()
+    """Returns the nodes that Ray lists as alive and that are not lost, the local node first."""
+    local_node_id, lost = ray.get_runtime_context().get_node_id(), lost_nodes()
     entries, free = call_control_plane(lambda: (ray.nodes(), available_resources_per_node()))
     nodes = [
         Node(id_, entry["NodeManagerAddress"], free.get(id_, {}), entry["Resources"])
         for entry in entries
         if entry["Alive"] and (id_ := entry["NodeID"]) not in lost
     ]
-    return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
+    return sorted(nodes, key=lambda node: (node.node_id != local_node_id, node.node_id))
 
 
-def answering_nodes() -> list[Node]:
+def reachable_nodes() -> list[Node]:
     """Returns the live nodes whose raylets accept connections now."""
     nodes = live_nodes()
     with ThreadPoolExecutor(max(1, min(len(nodes), 64))) as threads:
@@ -66,18 +66,18 @@ def answering_nodes() -> list[Node]:
     return [node for node, problem in zip(nodes, problems, strict=True) if problem is None]
 
 
-def free_of(nodes: Sequence[Node], *, total: bool = False) -> FreeResources:
+def resources_by_node(nodes: Sequence[Node], *, total: bool = False) -> FreeResources:
     """Returns the free or the total resources by node, for `place`."""
     return {node.node_id: dict(node.total if total else node.free) for node in nodes}
 
 
-def require_room(pools: Sequence[ResourcePool]) -> None:
+def check_pools_fit(pools: Sequence[ResourcePool]) -> None:
     """Raises ValueError if the nodes are too small for the pools, even with all resources free."""
     nodes = live_nodes()
-    free = free_of(nodes, total=True)
+    free = resources_by_node(nodes, total=True)
     for pool in pools:
         if place(pool, free) is None:
-            names = joined([str(each) for each in pools])
+            names = joined([str(pool) for pool in pools])
             raise ValueError(
                 f"{names} {'do' if len(pools) > 1 else 'does'} not fit this Ray cluster: "
                 f"{_format_nodes(nodes)} are free; lower trainer.n_gpus_per_node or trainer.nnodes"
@@ -90,7 +90,7 @@ class Reservation:
     def __init__(self, pool: ResourcePool, deadline_s: float) -> None:
         self._users = 0
         self._pool = pool
-        require_room([pool])
+        check_pools_fit([pool])
         self.group = self._reserve(deadline_s)
 
     def _reserve(self, deadline_s: float) -> PlacementGroup:
@@ -98,13 +98,15 @@ class Reservation:
         has_waited = False
         while True:
             nodes = live_nodes()
-            node_ids = place(self._pool, free_of(nodes))
+            node_ids = place(self._pool, resources_by_node(nodes))
             if (
                 node_ids is not None
                 and (group := self._create_group(node_ids, end_time)) is not None
             ):
                 return group
-            if place(self._pool, free_of(nodes, total=True)) is None:  # the pool did fit before
+            if (
+                place(self._pool, resources_by_node(nodes, total=True)) is None
+            ):  # the pool did fit before
                 raise ClusterFailed(
                     f"a node was lost, and {self._pool} does not fit on the remaining nodes",
                     self._pool.name_prefix,
@@ -131,7 +133,7 @@ class Reservation:
         bundles = [dict(self._pool.bundle) for _ in node_ids]
         selectors = [{"ray.io/node-id": node_id} for node_id in node_ids]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
-        placed_by = min(end_time, time.monotonic() + PLACED_WITHIN_S)
+        placed_by = min(end_time, time.monotonic() + PLACEMENT_DEADLINE_S)
         try:
             while not group.wait(timeout_seconds=1):
                 check_alive(self._pool.name_prefix, "its reservation")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 START_DEADLINE_S = 240
-SLOW_START = {
+SLOW_START_SETTINGS = {
     "RAY_raylet_start_wait_time_s": str(START_DEADLINE_S),
     "RAY_agent_register_timeout_ms": str(1000 * START_DEADLINE_S),
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(START_DEADLINE_S),
@@ -32,7 +32,7 @@ AGENT_PORTS = (
 )
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 RESERVED_FOR_S = 300.0
-_ABOVE_RAY = range(20_000, 65_536)
+_PORTS_ABOVE_RAY = range(20_000, 65_536)
 """Ray's workers use the ports 10002 to 19999."""
 _reserved: deque[tuple[float, socket.socket]] = deque()
 _lock = threading.Lock()
@@ -40,7 +40,7 @@ _lock = threading.Lock()
 
 def allow_slow_start() -> None:
     """Raises Ray's start deadlines for the raylets that this process starts."""
-    for name, value in SLOW_START.items():
+    for name, value in SLOW_START_SETTINGS.items():
         os.environ.setdefault(name, value)
 
 
@@ -106,5 +106,5 @@ def _candidates() -> list[int]:
         first, last = (int(word) for word in EPHEMERAL_RANGE.read_text("ascii").split())
     except (OSError, ValueError):  # not Linux
         first, last = 32_768, 65_535
-    ports = [port for port in _ABOVE_RAY if not first <= port <= last]
-    return ports if len(ports) >= 200 else list(_ABOVE_RAY)
+    ports = [port for port in _PORTS_ABOVE_RAY if not first <= port <= last]
+    return ports if len(ports) >= 200 else list(_PORTS_ABOVE_RAY)

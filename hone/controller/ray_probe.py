@@ -47,8 +47,8 @@ class RemoteNode:
         strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
         self.actor = ray.remote(_NodeProbe).options(**options).remote()
-        self.answers = 0
-        """The number of answers of the probe."""
+        self.answer_count = 0
+        """The number of answers of the probe so far."""
         self.states: dict[int, str] = {}
         """The state of each process by pid."""
         self.lines: dict[int, list[str]] = {}
@@ -66,7 +66,7 @@ class RemoteNode:
             with suppress(RayError):  # the probe restarts, or its node is lost
                 self.states, lines = ray.get(ref)
                 self.lines |= lines
-                self.answers += 1
+                self.answer_count += 1
                 sent_at = request_time
             self._request = None
         if self._request is None:

@@ -30,7 +30,7 @@ from ray.exceptions import AuthenticationError
 from hone.controller import reaper
 from hone.controller.ray_liveness import RAY_PROCESSES, cluster_failed, stop_watch, watch_cluster
 from hone.controller.ray_ports import allow_slow_start, fixed_agent_ports
-from hone.types import Row, Settings
+from hone.types import Fields, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ class OwnCluster:
     reaper: subprocess.Popen[bytes]
 
 
-_own: OwnCluster | None = None
+_own_cluster: OwnCluster | None = None
 
 
-def start_ray(ray_init: Settings, tell: Callable[[str], None] = logger.info) -> bool:
+def start_ray(ray_init: Settings, report: Callable[[str], None] = logger.info) -> bool:
     """Joins or starts a cluster with these `ray.init` options; returns False if Ray already runs.
 
-    `tell` receives a status message.
+    `report` receives a status message.
     """
     if ray.is_initialized():
         return False
@@ -74,34 +74,34 @@ def start_ray(ray_init: Settings, tell: Callable[[str], None] = logger.info) -> 
     _redirect_messages()
     has_size = not options.keys().isdisjoint({"num_cpus", "num_gpus"})
     if _should_join(options.get("address"), only_named=has_size):
-        _join(options, tell)
+        _join(options, report)
     else:
-        _start({**options, "address": "local"}, tell)
+        _start({**options, "address": "local"}, report)
     return True
 
 
 def stop_ray(timeline_json_file: str | None = None) -> None:
     """Writes Ray's timeline if a file is given, disconnects, and stops a cluster started here."""
-    global _own
+    global _own_cluster
     failed = cluster_failed()
     if timeline_json_file is not None and ray.is_initialized() and not failed:
         ray.timeline(filename=timeline_json_file)
     stop_watch()
-    own, _own = _own, None
-    if own is not None and failed:
-        reaper.kill_marked(own.mark)  # ray.shutdown would wait for a stopped process
+    cluster, _own_cluster = _own_cluster, None
+    if cluster is not None and failed:
+        reaper.kill_marked(cluster.mark)  # ray.shutdown would wait for a stopped process
     shutdown = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
     shutdown.start()
     shutdown.join(STOP_DEADLINE_S)
     if shutdown.is_alive():
         atexit.unregister(ray.shutdown)
         logger.warning("ray.shutdown has not returned within %g s", STOP_DEADLINE_S)
-    if own is not None:
-        reaper.kill_marked(own.mark)
-        own.reaper.kill()
-        own.reaper.wait()
+    if cluster is not None:
+        reaper.kill_marked(cluster.mark)
+        cluster.reaper.kill()
+        cluster.reaper.wait()
         if not failed:  # keep the logs of a failure
-            shutil.rmtree(own.folder, ignore_errors=True)
+            shutil.rmtree(cluster.folder, ignore_errors=True)
 
 
 def check_reachable(address: str | None, key: str) -> None:
@@ -136,19 +136,21 @@ def _should_join(address: str | None, only_named: bool) -> bool:
     if only_named or not os.path.exists(file) or os.stat(file).st_uid not in (0, os.getuid()):
         return False  # a file of another user may name the cluster of that user
     with open(file, encoding="utf-8") as text:
-        latest = text.read().strip()
+        cluster_address = text.read().strip()
     try:
-        check_reachable(latest, file)
+        check_reachable(cluster_address, file)
     except (ConnectionError, ValueError):
-        logger.warning("the Ray cluster %s of %s has ended; starting a new one", latest, file)
+        logger.warning(
+            "the Ray cluster %s of %s has ended; starting a new one", cluster_address, file
+        )
         return False
-    return bool(latest)
+    return bool(cluster_address)
 
 
-def _join(options: Settings, tell: Callable[[str], None]) -> None:
+def _join(options: Settings, report: Callable[[str], None]) -> None:
     _reload_settings()
     address = options.get("address") or os.environ.get("RAY_ADDRESS") or "of this machine"
-    tell(f"joining the Ray cluster {address}")
+    report(f"joining the Ray cluster {address}")
     try:
         with _own_signal_handlers():
             ray.init(**options)
@@ -160,11 +162,11 @@ def _join(options: Settings, tell: Callable[[str], None]) -> None:
     watch_cluster({})
 
 
-def _start(options: Settings, tell: Callable[[str], None]) -> None:
-    global _own
+def _start(options: Settings, report: Callable[[str], None]) -> None:
+    global _own_cluster
     mark = secrets.token_hex(8)
     folder = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
-    _own = OwnCluster(mark, folder, reaper.start_reaper(mark))
+    _own_cluster = OwnCluster(mark, folder, reaper.start_reaper(mark))
     settings = {
         "RAY_AUTH_MODE": "token",
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
@@ -172,7 +174,7 @@ def _start(options: Settings, tell: Callable[[str], None]) -> None:
         _LOOPBACK_ENV: "0",
         "RAY_prestart_worker_first_driver": "0",  # such workers would lack the worker environment
     }
-    tell("starting Ray on this machine")
+    report("starting Ray on this machine")
     try:
         with _environment(settings), _loopback(), _own_signal_handlers(), fixed_agent_ports():
             _reload_settings()
@@ -187,8 +189,8 @@ def _start(options: Settings, tell: Callable[[str], None]) -> None:
     for pid in reaper.marked_pids(mark):
         with open(f"/proc/{pid}/comm", encoding="utf-8") as file:
             pids[file.read().strip()] = pid
-    own = {name: pids[name] for name in RAY_PROCESSES if name in pids}
-    watch_cluster(own, os.path.join(context.address_info["session_dir"], "logs"))
+    ray_pids = {name: pids[name] for name in RAY_PROCESSES if name in pids}
+    watch_cluster(ray_pids, os.path.join(context.address_info["session_dir"], "logs"))
 
 
 def _reload_settings() -> None:
@@ -236,7 +238,7 @@ def _redirect_messages() -> None:
     """Sends Ray's messages about its own failures to the log; our errors report them."""
     show = ray_worker.print_to_stdstream
 
-    def route(data: Row, ignore_prefix: bool) -> None:
+    def route(data: Fields, ignore_prefix: bool) -> None:
         if data.get("pid") == "raylet":
             logger.info("Ray: %s", "\n".join(data["lines"]))
         else:

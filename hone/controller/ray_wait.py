@@ -31,7 +31,7 @@ _NODE_DEATH = re.compile("node (has crashed|has died|was terminated)")
 class RefWait:
     """Waits for the results of one call; picklable, because any process may resolve a future."""
 
-    owner: str
+    role: str
     method: str
     processes: tuple[WorkerProcess, ...]
     deadline_s: float
@@ -48,21 +48,23 @@ class RefWait:
         results: dict[int, Any] = {}
         pending = list(refs)
         while pending:
-            left = max(0.0, end_time - time.monotonic())
-            ready, pending = ray.wait(pending, num_returns=1, timeout=min(left, POLL_INTERVAL_S))
+            remaining_s = max(0.0, end_time - time.monotonic())
+            ready, pending = ray.wait(
+                pending, num_returns=1, timeout=min(remaining_s, POLL_INTERVAL_S)
+            )
             if not ready:
-                check_alive(self.owner, self.method)
-                if left <= POLL_INTERVAL_S:
+                check_alive(self.role, self.method)
+                if remaining_s <= POLL_INTERVAL_S:
                     raise self._timeout_error([rank_of[ref] for ref in pending])
             for ref in ready:
                 rank = rank_of[ref]
-                left = max(1.0, end_time - time.monotonic())
+                remaining_s = max(1.0, end_time - time.monotonic())
                 try:
-                    results[rank] = self._result(ref, rank, left)
+                    results[rank] = self._result(ref, rank, remaining_s)
                 except Exception as error:  # the death of another process may be the cause
                     self._raise_other_death(pending, rank_of)
                     if not isinstance(error, ProcessFailure):
-                        raise_if_lost(self.owner, self.method)
+                        raise_if_lost(self.role, self.method)
                     raise
             report_progress(len(results), len(refs))
         refresh_logs()
@@ -74,8 +76,8 @@ class RefWait:
         self, pending: list[ray.ObjectRef], rank_of: dict[ray.ObjectRef, int]
     ) -> None:
         end_time = time.monotonic() + DEATH_REPORT_DEADLINE_S
-        while pending and (left := end_time - time.monotonic()) > 0:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+        while pending and (remaining_s := end_time - time.monotonic()) > 0:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=remaining_s)
             for ref in ready:
                 try:
                     ray.get(ref, timeout=1.0)
@@ -88,7 +90,7 @@ class RefWait:
         try:
             return ray.get(ref, timeout=timeout_s)
         except RayTaskError as error:
-            where = f"rank {rank} of {self.owner!r} raised in {self.method!r}:\n{error}"
+            where = f"rank {rank} of {self.role!r} raised in {self.method!r}:\n{error}"
             cause = getattr(error, "cause", None)
             if isinstance(cause, Exception) and not isinstance(cause, RayTaskError):
                 raise cause from RemoteTraceback(where)
@@ -96,7 +98,7 @@ class RefWait:
         except GetTimeoutError as error:
             raise self._timeout_error([rank]) from error
         except RayError as error:  # the process died, or its result was lost with its node or owner
-            check_alive(self.owner, self.method)  # raises if Ray itself failed
+            check_alive(self.role, self.method)  # raises if Ray itself failed
             raise self.death_error(rank, error) from error
 
     def _process_of(self, rank: int) -> WorkerProcess:
@@ -111,7 +113,7 @@ class RefWait:
         process = self._process_of(rank)
         # A raylet reports the death of a worker. Without a report, the node itself may have failed.
         if "Worker exit detail:" not in str(error) or _NODE_DEATH.search(str(error)):
-            raise_if_lost(self.owner, self.method, process.node_id)
+            raise_if_lost(self.role, self.method, process.node_id)
         _, _, detail = str(error).rpartition("Worker exit detail:")
         detail = " ".join(detail.split("Some common causes")[0].split()).rstrip(". ")
         if _NODE_DEATH.search(detail):
@@ -120,9 +122,9 @@ class RefWait:
             detail = "its process has ended: out of memory, a crash, or a signal from outside"
         lines: list[str] = []
         if process.logs:
-            here = ray.get_runtime_context().get_node_id() == process.node_id
-            lines = last_lines(process.logs) if here else remote_log_lines(process)
-        return WorkerDied(self.owner, process, self.method, detail, lines)
+            is_local = ray.get_runtime_context().get_node_id() == process.node_id
+            lines = last_lines(process.logs) if is_local else remote_log_lines(process)
+        return WorkerDied(self.role, process, self.method, detail, lines)
 
     def _timeout_error(self, ranks: list[int]) -> WaitTimeout:
         where = [
@@ -130,7 +132,7 @@ class RefWait:
             for r in ranks
         ]
         return WaitTimeout(
-            self.owner,
+            self.role,
             f"{self.method!r} on {', '.join(where)}",
             self.deadline_s,
             f"the process is alive but has not answered: see its stack with py-spy, or {self.advice}",

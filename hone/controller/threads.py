@@ -15,7 +15,7 @@ from hone.config.errors import ConfigError
 from hone.cores import usable_cores
 
 THREADS_ENV = "OMP_NUM_THREADS"
-_SIDE, _REPEATS = 512, 10
+_MATRIX_SIZE, _REPEATS = 512, 10
 """Size of the matrix product in `slowdown`: large enough for several threads, 4 ms on one."""
 
 
@@ -52,7 +52,7 @@ def slowdown(count: int) -> float:
 
 def _seconds(count: int) -> float:
     fix_threads(count)
-    square = torch.ones(_SIDE, _SIDE)
+    square = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
     square @ square  # starts the threads
     started = time.perf_counter()
     for _ in range(_REPEATS):

@@ -18,9 +18,9 @@ from hone.protocol import DataProto
 T = TypeVar("T")
 
 _NUMBER_BYTES = 8
-_PLAIN = (int, float, np.number, type(None))
-_TEXT = (str, bytes, bytearray)
-_SEQUENCE = (list, tuple)
+_NUMBER_TYPES = (int, float, np.number, type(None))
+_TEXT_TYPES = (str, bytes, bytearray)
+_SEQUENCE_TYPES = (list, tuple)
 
 
 def payload_bytes(value: Any) -> int:
@@ -28,16 +28,16 @@ def payload_bytes(value: Any) -> int:
     total, seen = 0, set()
     parts: list[Any] = [value]  # grows in the loop; keeps the parts alive, so that ids are unique
     for part in parts:
-        if isinstance(part, _PLAIN) or id(part) in seen:
+        if isinstance(part, _NUMBER_TYPES) or id(part) in seen:
             continue
         seen.add(id(part))
-        if isinstance(part, _TEXT):
+        if isinstance(part, _TEXT_TYPES):
             total += len(part)
         elif isinstance(part, dict):
             parts += part.values()
-        elif isinstance(part, _SEQUENCE):
+        elif isinstance(part, _SEQUENCE_TYPES):
             # Lists of token ids and log-probs are long: three entries decide their kind.
-            if part and all(isinstance(part[i], _PLAIN) for i in (0, len(part) // 2, -1)):
+            if part and all(isinstance(part[i], _NUMBER_TYPES) for i in (0, len(part) // 2, -1)):
                 total += _NUMBER_BYTES * len(part)
             else:
                 parts += part

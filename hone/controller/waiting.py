@@ -18,8 +18,8 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Calls `listener` about once per second during waits inside the block."""
+def on_wait_progress(listener: Listener) -> Iterator[None]:
+    """Calls `listener` about once per second while the caller waits for ranks inside the block."""
     before = _listener.set(listener)
     try:
         yield
@@ -54,7 +54,7 @@ class PhaseDeadlines:
         self.longest_s[phase] = max(seconds, self.longest_s.get(phase, 0.0))
 
     @contextmanager
-    def measured(self, phase: str) -> Iterator[float]:
+    def timed(self, phase: str) -> Iterator[float]:
         """Yields the limit of this run and records its duration if it completes."""
         started = time.monotonic()
         yield self.limit_s(phase)

@@ -126,10 +126,10 @@ class Worker:
 
     def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Registers this rank's slot on a named mesh, and whether its results are collected."""
-        known = self._meshes.get(mesh_name)
-        if known is not None and known != (dp_rank, is_collect):
+        registered = self._meshes.get(mesh_name)
+        if registered is not None and registered != (dp_rank, is_collect):
             raise ValueError(
-                f"rank {self.rank} is already registered as {known} on mesh {mesh_name!r}, and batches "
+                f"rank {self.rank} is already registered as {registered} on mesh {mesh_name!r}, and batches "
                 f"may have been split by it; it cannot change to {(dp_rank, is_collect)}: call "
                 "register_mesh before the first call"
             )
@@ -140,7 +140,7 @@ class Worker:
     _register_dispatch_collect_info = register_mesh
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
+    def mesh_slot(self, mesh_name: str) -> tuple[int, bool]:
         """Returns the data-parallel rank on a mesh and whether results are collected."""
         if mesh_name == DATA_PARALLEL:  # by default every rank is one slot
             self._meshes.setdefault(mesh_name, (self.rank, True))

@@ -58,8 +58,8 @@ class Executor(ABC, Generic[Handle]):
         """Starts a call and returns a handle immediately."""
 
     @abstractmethod
-    def resolver(self, owner: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
-        """Returns a picklable function that waits for handles and raises with the name `owner`."""
+    def resolver(self, role: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
+        """Returns a picklable function that waits for handles; its errors name `role`."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -134,7 +134,7 @@ class WorkerGroup(Generic[W]):
     def mesh(self, name: str) -> Mesh:
         """Returns the slots of the ranks on a named mesh, cached after the first call."""
         if name not in self._meshes:
-            mesh = Mesh(*zip(*self.execute_all("mesh_place", name), strict=True))
+            mesh = Mesh(*zip(*self.execute_all("mesh_slot", name), strict=True))
             mesh.check(name)
             self._meshes[name] = mesh
         return self._meshes[name]

@@ -19,7 +19,7 @@ from hone.config.rollout import BUILT_IN_LOOPS
 from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.chat_template import BrokenTemplate
 from hone.data.prompts import Prompt, PromptError, PromptTooLong, as_messages, render_prompt
-from hone.data.rows import BadRows, DataError, FileRows, read_file
+from hone.data.rows import BadRowPolicy, DataError, FileRows, read_file
 from hone.data.schema import Problem, SchemaCheck, kind_of
 from hone.text import shown
 from hone.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ def check_file(
     if not os.path.isfile(path):
         reason = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
         return 1, f"error: {path} {reason}"
-    bad_rows = BadRows("skip")
+    bad_rows = BadRowPolicy("skip")
     try:
         file = read_file(path, bad_rows)
         if file is None:
@@ -120,7 +120,7 @@ class _Check:
     known_loops: Collection[str]
     tokenizer: Tokenizer | None
     score: Score | None
-    bad_rows: BadRows
+    bad_rows: BadRowPolicy
     rows: int = 0
     columns: dict[str, Counter[str]] = field(default_factory=dict)
     sources: Counter[str] = field(default_factory=Counter)

@@ -11,7 +11,7 @@ from hone.data.dynamic import DynamicGenDataset, load_object
 from hone.data.encoded import EncodedDataset
 from hone.data.loader import Dataset, PromptLoader
 from hone.data.reading import rows_of
-from hone.data.rows import BadRows, DataError, Files, expand_files, read_file
+from hone.data.rows import BadRowPolicy, DataError, Files, expand_files, read_file
 from hone.data.samplers import Mixture, Sampler
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
 from hone.tokenizer import Processor, Tokenizer
@@ -49,7 +49,7 @@ def create_rl_dataset(
     )
 
 
-def run_dataset(
+def create_run_dataset(
     data: Dataset | None,
     config: DataConfig,
     tokenizer: Tokenizer | None,
@@ -75,7 +75,7 @@ def run_dataset(
         raise DataError(f"{error}; data.val_files=[] trains without validation") from error
 
 
-def class_of(
+def custom_dataset_class(
     data_config: RowsConfig, default: Callable[..., EncodedDataset]
 ) -> Callable[..., EncodedDataset]:
     """Returns the user's dataset class (data.custom_cls), or the default."""
@@ -89,9 +89,9 @@ def create_sft_dataset(
     """Creates the SFT dataset; by default, a file with a messages column is multi-turn."""
     is_multi_turn = data_config.multiturn.enable
     if is_multi_turn is None and not data_config.custom_cls.path:
-        file = read_file(expand_files(data_paths)[0], BadRows("skip"))
-        is_multi_turn = file is not None and data_config.multiturn.messages_key in file[0]
-    cls = class_of(data_config, MultiTurnSFTDataset if is_multi_turn else SFTDataset)
+        rows = read_file(expand_files(data_paths)[0], BadRowPolicy("skip"))
+        is_multi_turn = rows is not None and data_config.multiturn.messages_key in rows[0]
+    cls = custom_dataset_class(data_config, MultiTurnSFTDataset if is_multi_turn else SFTDataset)
     return cls(data_paths, tokenizer, data_config, max_samples=max_samples)
 
 
@@ -110,13 +110,13 @@ def create_rl_sampler(
         return sampler
     if not weights:
         return None
-    if not hasattr(dataset, "groups"):
+    if not hasattr(dataset, "indices_by_file"):
         raise DataError(
-            f"data.dataset_weights needs a data set with groups(); {type(dataset).__name__} has"
+            f"data.dataset_weights needs a data set with indices_by_file(); {type(dataset).__name__} has"
             " none (hone.data.RLHFDataset has)"
         )
     seed = _seed(data_config, run_seed)
-    return Mixture(dataset.groups(), list(weights), shuffle=data_config.shuffle, seed=seed)
+    return Mixture(dataset.indices_by_file(), list(weights), shuffle=data_config.shuffle, seed=seed)
 
 
 def create_train_loader(

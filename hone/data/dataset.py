@@ -31,7 +31,7 @@ from hone.data.prompts import (
 from hone.data.question_answer import to_verl_schema
 from hone.data.reading import rows_of, settings_of
 from hone.data.rows import (
-    BadRows,
+    BadRowPolicy,
     DataError,
     Files,
     RowStore,
@@ -44,7 +44,7 @@ from hone.data.rows import (
 from hone.data.schema import ARGUMENTS, COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Processor, Tokenizer
-from hone.types import Row, Settings
+from hone.types import Fields, Row, Settings
 
 if TYPE_CHECKING:
     from hone.data.loader import Dataset
@@ -88,7 +88,7 @@ class RLHFDataset:
         self.prompt_key, self.image_key = settings.prompt_key, settings.image_key
         self.video_key, self.max_prompt_length = settings.video_key, settings.max_prompt_length
         self._max_tokens = self.max_prompt_length if settings.truncation == "error" else None
-        self.bad_rows = BadRows(settings.on_bad_row)
+        self.bad_rows = BadRowPolicy(settings.on_bad_row)
         self.tools = list(tools) if tools is not None else load_tool_schemas(settings)
         if isinstance(data_files, str | os.PathLike):
             data_files = [data_files]
@@ -158,12 +158,12 @@ class RLHFDataset:
             return self.store.key(self.positions[index])
         return f"{self.store.fingerprint}+added", index - len(self.positions)
 
-    def groups(self) -> list[list[int]]:
+    def indices_by_file(self) -> list[list[int]]:
         """Returns row indices by data file, in the order of data.train_files."""
-        groups: list[list[int]] = [[] for _ in self.store.files]
+        indices: list[list[int]] = [[] for _ in self.store.files]
         for index, position in enumerate(self.positions):
-            groups[self.store.file_of(position)].append(index)
-        return groups
+            indices[self.store.file_of(position)].append(index)
+        return indices
 
     @cached_property
     def fingerprint(self) -> str:
@@ -184,7 +184,7 @@ class RLHFDataset:
             else:
                 self.bad_rows.report(problem.reason, f"a row added by on_batch_end: {problem}")
 
-    def state_dict(self) -> Row:
+    def state_dict(self) -> Fields:
         return {
             "fingerprint": self.fingerprint,
             "rows": len(self.positions),
@@ -347,10 +347,10 @@ class RLHFDataset:
         return row
 
 
-def loop_argument(row: Row, name: str) -> Row:
+def loop_argument(row: Row, name: str) -> Fields:
     """Returns a loop's arguments, which a row has at its top level or in `extra_info`."""
     extra_info = row.get("extra_info") or {}
-    value: Row = without_nulls(row.get(name) or extra_info.get(name) or {})
+    value: Fields = without_nulls(row.get(name) or extra_info.get(name) or {})
     return value
 
 

@@ -12,7 +12,7 @@ from hone.data.rows import DataError
 from hone.data.samplers import Stateful
 from hone.plugins import PluginError, load_extern_object
 from hone.plugins import load_object as load_named
-from hone.types import Function, Row, Settings
+from hone.types import Fields, Function, Row, Settings
 
 if TYPE_CHECKING:
     from hone.protocol import DataProto
@@ -59,7 +59,7 @@ class DynamicGenDataset(RLHFDataset):
         self.last_batch = batch
         return list(self.generator.generate(self))
 
-    def state_dict(self) -> Row:
+    def state_dict(self) -> Fields:
         state = self.generator.state_dict() if isinstance(self.generator, Stateful) else None
         return {**super().state_dict(), "generator": state}
 

@@ -10,7 +10,7 @@ from typing import Any
 from hone.config.sft import PackedDataConfig
 from hone.data.prompts import PromptError
 from hone.data.rows import (
-    BadRows,
+    BadRowPolicy,
     DataError,
     Files,
     RowStore,
@@ -58,7 +58,7 @@ class EncodedDataset:
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
-        self.bad_rows = BadRows(config.on_bad_row)
+        self.bad_rows = BadRowPolicy(config.on_bad_row)
         self.store = self.read(parquet_files or () if rows is None else rows)
         self.template_kwargs = dict(config.apply_chat_template_kwargs)
         if config.chat_template is not None:
@@ -139,7 +139,7 @@ class EncodedDataset:
         """Hash of the content and of the rows in use."""
         return positions_fingerprint(self.store, self.positions)
 
-    def refuse_too_long(self, tokens: int) -> None:
+    def check_length(self, tokens: int) -> None:
         if tokens > self.max_length and self.truncation == "error":
             raise Untrainable(
                 "too long",
@@ -162,7 +162,7 @@ class EncodedDataset:
         return positions
 
 
-def refuse_hostile_text(row: Row, *columns: str) -> None:
+def check_row_text(row: Row, *columns: str) -> None:
     """Raises PromptError for invalid Unicode, and for NUL in the given columns."""
     problem = text_problem(row, columns)
     if problem is not None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.config.sft import PairDataConfig
-from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, refuse_hostile_text
+from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, check_row_text
 from hone.data.prompts import (
     Message,
     PromptError,
     as_messages,
-    refuse_unknown_roles,
+    check_message_roles,
     render_prompt,
     tokenise,
 )
@@ -79,9 +79,9 @@ class PairDataset(EncodedDataset):
         return Pair(prompt, chosen_text, rejected_text, float(margin or 0.0))
 
     def check(self, row: Row) -> None:
-        refuse_hostile_text(row)
+        check_row_text(row)
         pair = self.pair(row)
-        refuse_unknown_roles(as_messages(pair.prompt))
+        check_message_roles(as_messages(pair.prompt))
         if not pair.chosen.strip() or not pair.rejected.strip():
             raise Untrainable("empty response", "a response of the pair is empty")
         if pair.chosen.strip() == pair.rejected.strip():
@@ -114,7 +114,7 @@ class PairDataset(EncodedDataset):
             for text in (pair.chosen, pair.rejected)
         )
         response_length = max(len(chosen), len(rejected))
-        self.refuse_too_long(len(prompt) + response_length)
+        self.check_length(len(prompt) + response_length)
         prompt = prompt[max(0, len(prompt) + response_length - self.max_length) :]
         if not prompt or not chosen or not rejected:
             raise Untrainable(

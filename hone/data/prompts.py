@@ -86,7 +86,7 @@ def _as_message(part: Message) -> Message:
     return message
 
 
-def refuse_unknown_roles(messages: Sequence[Message]) -> None:
+def check_message_roles(messages: Sequence[Message]) -> None:
     """Raises PromptError for a role that no chat template knows."""
     for number, message in enumerate(messages):
         if message["role"] not in ROLES:

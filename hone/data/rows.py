@@ -46,7 +46,7 @@ class SettingError(DataError):
 
 
 @dataclass
-class BadRows:
+class BadRowPolicy:
     """The policy for bad rows (`raise` or `skip`), and the bad rows so far."""
 
     policy: str
@@ -186,7 +186,7 @@ def _with_text_flaw(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | None]:
     return row, ("hostile text", flaw) if flaw else None
 
 
-def _read_json(path: str, bad: BadRows) -> FileRows:
+def _read_json(path: str, bad: BadRowPolicy) -> FileRows:
     opener: Function = gzip.open if path.endswith(".gz") else open
     rows: list[Row] = []
     numbers = []
@@ -211,7 +211,7 @@ def _read_json(path: str, bad: BadRows) -> FileRows:
     return FileRows(path, rows, numbers)
 
 
-def _read_parquet(path: str, bad: BadRows) -> FileRows:
+def _read_parquet(path: str, bad: BadRowPolicy) -> FileRows:
     """Reads a parquet file; text that is not UTF-8 and times out of range make a row bad."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -241,7 +241,7 @@ def _has_type(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
 
 
 def read_file(
-    path: str | os.PathLike[str], bad: BadRows, keys: str = TRAINING_KEYS
+    path: str | os.PathLike[str], bad: BadRowPolicy, keys: str = TRAINING_KEYS
 ) -> FileRows | None:
     """Reads one file; returns None if it is unreadable or empty and bad rows are skipped."""
     import pyarrow as pa
@@ -314,7 +314,7 @@ class RowStore:
         return hashlib.blake2b("\n".join(self._names).encode(), digest_size=16).hexdigest()
 
 
-def read_rows(files: Files, bad: BadRows, keys: str = TRAINING_KEYS) -> RowStore:
+def read_rows(files: Files, bad: BadRowPolicy, keys: str = TRAINING_KEYS) -> RowStore:
     """Reads the rows of all files, or of a list of rows; `keys` are the files' config keys."""
     if not isinstance(files, (str, os.PathLike)):
         rows = [dict(row) for row in files if isinstance(row, Mapping)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from hone.config.data import DataConfig
 from hone.data.rows import DataError
-from hone.types import Row, Settings
+from hone.types import Fields, Settings
 
 if TYPE_CHECKING:
     from hone.protocol import DataProto
@@ -104,7 +104,7 @@ def permutation(values: Sequence[int], seed: str) -> list[int]:
 class Stateful(Protocol):
     """A sampler, dataset or generator whose state, in plain values, is saved in the checkpoint."""
 
-    def state_dict(self) -> Row: ...
+    def state_dict(self) -> Fields: ...
 
     def load_state_dict(self, state: Settings) -> None: ...
 

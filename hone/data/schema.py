@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from hone.data.prompts import PromptError, as_messages, raw_text, refuse_unknown_roles
+from hone.data.prompts import PromptError, as_messages, check_message_roles, raw_text
 from hone.text import clean_text, flaw_of
 from hone.types import JsonValue, Row
 
@@ -66,7 +66,7 @@ class SchemaCheck:
                 raw_text(prompt)
             messages = as_messages(prompt)
             reason = "unknown role"
-            refuse_unknown_roles(messages)
+            check_message_roles(messages)
         except PromptError as error:
             return Problem(reason, str(error))
         return None

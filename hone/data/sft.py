@@ -7,13 +7,13 @@ from typing import Any
 
 from hone.config.sft import SFTDataConfig
 from hone.data.conversation import Encoded, encode_conversation
-from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, refuse_hostile_text
+from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, check_row_text
 from hone.data.prompts import (
     Prompt,
     PromptError,
     Tools,
     as_messages,
-    refuse_unknown_roles,
+    check_message_roles,
     render_prompt,
     tokenise,
     truncate,
@@ -64,9 +64,9 @@ class SFTDataset(EncodedDataset):
 
     def check(self, row: Row) -> None:
         """Raises PromptError if the row does not match the schema."""
-        refuse_hostile_text(row, self.config.prompt_key, self.config.response_key)
+        check_row_text(row, self.config.prompt_key, self.config.response_key)
         prompt, response = self._prompt_and_response(row)
-        refuse_unknown_roles(as_messages(prompt))
+        check_message_roles(as_messages(prompt))
         if not isinstance(response, str):
             kind = type(response).__name__
             raise PromptError(f"column {self.config.response_key!r} is text, got {kind}")
@@ -80,7 +80,7 @@ class SFTDataset(EncodedDataset):
 
     def encoded(self, row: Row) -> EncodedRow:
         ids, mask = self.encode(row)
-        self.refuse_too_long(len(ids))
+        self.check_length(len(ids))
         length, side = self.max_length, self.truncation
         ids, mask = truncate(ids, length, side), truncate(mask, length, side)
         if 1 not in mask[1:]:  # the first token is never a target
@@ -111,9 +111,9 @@ class MultiTurnSFTDataset(SFTDataset):
     def check(self, row: Row) -> None:
         key = self.config.multiturn.messages_key
         try:
-            refuse_hostile_text(row, key)
+            check_row_text(row, key)
             messages = as_messages(row.get(key))
-            refuse_unknown_roles(messages)
+            check_message_roles(messages)
         except PromptError as error:
             raise PromptError(f"column {key!r}: {error}") from error
         if not any(message["role"] == "assistant" for message in messages):

@@ -12,7 +12,7 @@ from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
 from hone.data.check import MESSAGES, FileKind, kind_of_file
 from hone.data.prompts import Prompt, PromptError, Tools, as_messages, render_prompt
-from hone.data.rows import BadRows, DataError, read_file
+from hone.data.rows import BadRowPolicy, DataError, read_file
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
 from hone.text import shown
 from hone.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ def show_file(
     tools: Tools | None = None,
 ) -> str:
     """Formats the selected rows as one block each; `tools` are schemas for the chat template."""
-    file = read_file(path, BadRows("raise", skip_key=None), "the file name")
+    file = read_file(path, BadRowPolicy("raise", skip_key=None), "the file name")
     assert file is not None  # read_file raises for an unreadable or empty file
     kind = kind_of_file(file[0], config or DataConfig())
     numbers = row_numbers(rows or f"0-{min(2, len(file) - 1)}", len(file))

@@ -14,12 +14,12 @@ from typing import Any
 
 from hone.config.errors import ConfigError
 from hone.config.sft import StepDataConfig
-from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, refuse_hostile_text
+from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, check_row_text
 from hone.data.prompts import (
     Prompt,
     PromptError,
     as_messages,
-    refuse_unknown_roles,
+    check_message_roles,
     render_prompt,
     tokenise,
     truncate,
@@ -139,9 +139,9 @@ class StepDataset(EncodedDataset):
         return LAYOUTS[layout](row, self.config)
 
     def check(self, row: Row) -> None:
-        refuse_hostile_text(row)
+        check_row_text(row)
         solution = self.solution(row)
-        refuse_unknown_roles(as_messages(solution.prompt))
+        check_message_roles(as_messages(solution.prompt))
         if all(label is None for label in solution.labels):
             raise Untrainable("nothing to learn", "no step of the row has a label")
 
@@ -158,7 +158,7 @@ class StepDataset(EncodedDataset):
             ids += [*tokens, *mark.tokens]
             mask += [*[0] * before, int(label is not None), *[0] * after]
             labels += [*[0.0] * before, label or 0.0, *[0.0] * after]
-        self.refuse_too_long(len(ids))
+        self.check_length(len(ids))
         length, side = self.max_length, self.truncation
         surplus = max(0, len(ids) - length) if side == "left" else 0
         ids, mask = truncate(ids, length, side), truncate(mask, length, side)

@@ -56,7 +56,7 @@ def build(spec: EngineSpec) -> Engine:
     """Builds the engine of `strategy=fsdp2`: a Hugging Face decoder, sharded by FSDP2 on several ranks."""
     mesh = Mesh()
     if spec.world_size > 1 or spec.sequence_parallel > 1 or spec.tensor_parallel > 1:
-        from hone.engine.mesh import mesh_of, refuse_layout
+        from hone.engine.mesh import check_layout, mesh_of
 
         mesh = mesh_of(
             spec.rank,
@@ -64,7 +64,7 @@ def build(spec: EngineSpec) -> Engine:
             sequence=spec.sequence_parallel,
             tensor=spec.tensor_parallel,
         )
-        refuse_layout(
+        check_layout(
             spec.model_path,
             spec.world_size,
             sequence=spec.sequence_parallel,
@@ -119,9 +119,9 @@ def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
         module.record_routing()
     if spec.adapters is not None:
         module.lm = init_lora(module.lm, spec.adapters, spec.seed)
-    if spec.optim is None or spec.trains == "head":
+    if spec.optim is None or spec.trained_part == "head":
         module.requires_grad_(False)
-    if spec.trains == "head" and isinstance(module, ScoreModel):
+    if spec.trained_part == "head" and isinstance(module, ScoreModel):
         module.head.requires_grad_(True)
     return module.to(device)
 

@@ -31,7 +31,7 @@ from hone.engine.saved_state import (
     read_metadata,
 )
 from hone.models.lora import is_lora
-from hone.tracking.manifest import seal_shards
+from hone.tracking.manifest import write_shard_checksums
 
 _STRICT = StateDictOptions(strict=True)
 _BASE_TOLERANCE = 1e-9
@@ -47,11 +47,11 @@ class CheckpointMissing(ValueError):
     """A folder lacks a requested part of the engine state."""
 
 
-class AnotherBase(ValueError):
+class BaseModelMismatch(ValueError):
     """The adapters of a checkpoint were trained on another base model."""
 
 
-class AnotherModel(AnotherBase):
+class ModelMismatch(BaseModelMismatch):
     """The tensors of a checkpoint differ from this model's in name or shape."""
 
 
@@ -64,7 +64,7 @@ def save_checkpoint(
     if state := _state(module, optimizer, sections_of(contents) - skip):
         with no_single_process_warning():
             save(with_chunks(state), checkpoint_id=str(folder))
-        seal_shards(folder, dist.get_rank() if dist.is_initialized() else 0)
+        write_shard_checksums(folder, dist.get_rank() if dist.is_initialized() else 0)
 
 
 def load_checkpoint(
@@ -76,13 +76,13 @@ def load_checkpoint(
     """Reads the named parts; None reads all saved parts."""
     leaves, sections = saved_sections(folder, contents)
     state = _state(module, optimizer, sections)
-    refuse_other_tensors(folder, leaves, state)
+    check_same_tensors(folder, leaves, state)
     base = state["base"].clone() if "base" in state else None
     packed_state = with_chunks(state)
     load_state(packed_state, folder)
     state = without_chunks(packed_state)
     if base is not None and not torch.allclose(base, state["base"], rtol=_BASE_TOLERANCE):
-        raise AnotherBase(
+        raise BaseModelMismatch(
             f"{folder} holds LoRA adapters over another base model (its weights sum to "
             f"{float(state['base']):.8g}, those loaded here to {float(base):.8g}); set model.path to "
             "the model of the start of the run"
@@ -193,7 +193,7 @@ def _leaves(value: State | list[State] | Tensor | float, name: str) -> Leaves:
     return leaves
 
 
-def refuse_other_tensors(folder: Path, saved: Leaves, state: State) -> None:
+def check_same_tensors(folder: Path, saved: Leaves, state: State) -> None:
     """Raises unless checkpoint and state have the same names and shapes, before any tensor is read."""
     current = _leaves(state, "")
     weights, saved_weights = _weights(current), _weights(saved) if "model" in state else {}
@@ -204,7 +204,7 @@ def refuse_other_tensors(folder: Path, saved: Leaves, state: State) -> None:
     extra = (saved_weights.keys() - weights.keys()) | (saved_trained.keys() - trained.keys())
     reshaped = [n for n in weights if n in saved_weights and weights[n] != saved_weights[n]]
     if missing or extra or reshaped:
-        raise AnotherModel(
+        raise ModelMismatch(
             f"{folder} holds another model than this run's: "
             f"{_difference(sorted(missing), sorted(extra), reshaped, weights, saved_weights)}; set "
             "model.path and model.lora_rank to their values at the start of the run, or start a new run "

@@ -139,14 +139,14 @@ class EngineSpec:
     compile_blocks: bool = False
     label_tokens: tuple[int, int] | None = None
     """The tokens of a bad and of a good step, if the steps head is two rows of a causal model's LM head."""
-    trains: Literal["all", "head"] = "all"
+    trained_part: Literal["all", "head"] = "all"
     """Whether a classifier's decoder is trained too, or stays frozen under its head."""
     replays_routing: bool = False
     """Whether a column `routed_experts` is replayed, and recorded with the option `with_routing`."""
     rank: int = 0
     world_size: int = 1
     sequence_parallel: int = 1
-    """Ranks that split each packed row of a data-parallel slot (Ulysses); token budgets grow by it."""
+    """Ranks that split each packed row of a slot (Ulysses); token budgets are multiplied by it."""
     tensor_parallel: int = 1
     """Ranks that split the matrices of each layer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)

@@ -53,7 +53,7 @@ def mesh_of(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -
     )
 
 
-def refuse_sequence_parallel(path: str, size: int, tensor: int = 1) -> None:
+def check_sequence_parallel(path: str, size: int, tensor: int = 1) -> None:
     """Raises, before weights are loaded, if sequence parallel × tensor parallel does not divide the heads."""
     text = load_config(path).get_text_config()
     per_layer = config_field(text, "num_attention_heads_per_layer") or ()
@@ -66,17 +66,17 @@ def refuse_sequence_parallel(path: str, size: int, tensor: int = 1) -> None:
             )
 
 
-def refuse_layout(
+def check_layout(
     path: str, ranks: int, *, sequence: int, tensor: int, shard_size: int, adapters: bool
 ) -> None:
     """Raises, before weights are loaded, for a model that the parallel sizes cannot split."""
     if tensor > 1:
-        from hone.engine.tensor_parallel import refuse_tensor_parallel
+        from hone.engine.tensor_parallel import check_tensor_parallel
 
         shards = shard_size if shard_size > 0 else ranks // tensor
-        refuse_tensor_parallel(load_config(path), path, tensor, adapters=adapters, shards=shards)
+        check_tensor_parallel(load_config(path), path, tensor, adapters=adapters, shards=shards)
     if sequence > 1:
-        refuse_sequence_parallel(path, sequence, tensor)
+        check_sequence_parallel(path, sequence, tensor)
 
 
 def join_groups(mesh: Mesh, shard_size: int, device: torch.device) -> Groups:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hone.config.engine import OptimConfig
 from hone.ops.accumulate import accumulate
 from hone.plugins import PluginError, Table, load_object
-from hone.types import Row
+from hone.types import Fields
 
 Schedule = Callable[[int, int, OptimConfig], float]
 """Maps the step (from 0, after warm-up), the total steps and the settings to a fraction of `lr`."""
@@ -200,7 +200,7 @@ def build_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torc
             f"{config.optimizer_impl}): {error}"
         ) from error
     accepted = inspect.signature(cls).parameters
-    arguments: Row = {"lr": config.lr}
+    arguments: Fields = {"lr": config.lr}
     overrides = dict(config.override_optimizer_config or {})
     optional = {"weight_decay": config.weight_decay, "betas": tuple(config.betas)}
     sharded = any(hasattr(p, "full_tensor") for p in parameters)

@@ -59,7 +59,7 @@ State: TypeAlias = dict[str, Any]
 """Engine state by section, in the form of torch.distributed.checkpoint."""
 
 
-class ForeignState(ValueError):
+class UnsafeCheckpoint(ValueError):
     """A checkpoint contains more than tensors and plain values, so it is not read."""
 
 
@@ -71,10 +71,10 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _CONSTRUCTORS[module, name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise ForeignState(f"it names {module}.{name}")
+        raise UnsafeCheckpoint(f"it names {module}.{name}")
 
     def persistent_load(self, pid: str) -> NoReturn:
-        raise ForeignState("it refers to other objects")
+        raise UnsafeCheckpoint("it refers to other objects")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -86,25 +86,25 @@ def read_metadata(folder: Path) -> Metadata:
     except OSError:
         raise
     except Exception as error:  # a malformed pickle can raise any exception
-        raise _foreign_error(file, error) from error
+        raise _unsafe_checkpoint_error(file, error) from error
     return content
 
 
 def _check(content: Metadata) -> None:
     """Raises unless the metadata has torch's structure and refers only to files in the folder."""
     if not isinstance(content, Metadata) or not isinstance(content.state_dict_metadata, dict):
-        raise ForeignState("it is not the metadata of a checkpoint")
+        raise UnsafeCheckpoint("it is not the metadata of a checkpoint")
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
     if not all(isinstance(entry, kinds) for entry in content.state_dict_metadata.values()):
-        raise ForeignState("it describes entries other than tensors and values")
+        raise UnsafeCheckpoint("it describes entries other than tensors and values")
     if not isinstance(content.storage_data, dict):
-        raise ForeignState("it has no file names of the values")
+        raise UnsafeCheckpoint("it has no file names of the values")
     for storage in content.storage_data.values():
         if not isinstance(storage, filesystem._StorageInfo) or storage.transform_descriptors:
-            raise ForeignState("its files have a format that hone does not read")
+            raise UnsafeCheckpoint("its files have a format that hone does not read")
         name = str(storage.relative_path)
         if name != Path(name).name:
-            raise ForeignState(f"it names the file {name!r} outside of the folder")
+            raise UnsafeCheckpoint(f"it names the file {name!r} outside of the folder")
 
 
 class DataReader(filesystem.FileSystemReader):
@@ -144,14 +144,14 @@ def load_state(state: State, folder: Path) -> None:
     except CheckpointException as error:
         for failure in error.failures.values():
             cause = failure[0]
-            if isinstance(cause, (ForeignState, pickle.UnpicklingError)):
-                raise _foreign_error(folder, cause) from None
+            if isinstance(cause, (UnsafeCheckpoint, pickle.UnpicklingError)):
+                raise _unsafe_checkpoint_error(folder, cause) from None
         raise
 
 
-def _foreign_error(path: Path, error: BaseException) -> ForeignState:
+def _unsafe_checkpoint_error(path: Path, error: BaseException) -> UnsafeCheckpoint:
     reason, _, _ = str(error).strip().partition("\n")
-    return ForeignState(
+    return UnsafeCheckpoint(
         f"{path} was not written by hone ({reason or type(error).__name__}); nothing of it was run. Use a "
         "checkpoint from a source you know, or restore it from a copy"
     )

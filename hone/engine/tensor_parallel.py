@@ -51,7 +51,7 @@ _ADAPTER_STYLES = {  # the styles of lora_A and lora_B by the style of the base 
 }
 
 
-def refuse_tensor_parallel(
+def check_tensor_parallel(
     config: PreTrainedConfig, path: str, size: int, *, adapters: bool = False, shards: int = 1
 ) -> None:
     """Raises for a model that cannot be split over `size` ranks, and by FSDP2 into `shards` more."""
@@ -254,7 +254,7 @@ class TensorParallel:
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         base = without_peft(module.lm)
         name = base.config.name_or_path
-        refuse_tensor_parallel(base.config, name, mesh.size(), adapters=is_lora(module.lm))
+        check_tensor_parallel(base.config, name, mesh.size(), adapters=is_lora(module.lm))
         self._plan: dict[str, str] = dict(base._tp_plan or {})
         self._rope_dim = int(getattr(base.config.get_text_config(), "qk_rope_head_dim", 0) or 0)
         self._embedding, self._head = base.get_input_embeddings(), base.get_output_embeddings()

@@ -21,7 +21,7 @@ from hone.launch.node import CLUSTER_FILE, FOLLOWERS_FILE, HEAD, launch_folder
 from hone.launch.scripts import rayjob_manifest, sbatch_script
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.console import screen
-from hone.types import Row
+from hone.types import Fields
 
 _TRAINING = ("hone.trainer.main_ppo", "verl.trainer.main_ppo")
 _NODE_OPTIONS = ("setup", "python", "folder", "start_timeout")
@@ -280,7 +280,7 @@ def _newest_launch() -> tuple[str, Path]:
     return str(cluster["jobs"]), folder
 
 
-def _head_runs_here(cluster: Row) -> bool:
+def _head_runs_here(cluster: Fields) -> bool:
     """Whether the head runs here; a shared home may have files of other or old clusters."""
     if cluster.get("host") != socket.gethostname():
         return False

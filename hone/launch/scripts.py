@@ -12,7 +12,7 @@ from importlib.metadata import version
 import yaml
 
 from hone.config.errors import ConfigError
-from hone.types import Row
+from hone.types import Fields
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 """A Kubernetes name of at most 47 characters; KubeRay appends to it, up to 63."""
@@ -91,11 +91,11 @@ def rayjob_manifest(
     _check_kubernetes(name, memory)
     mounts = [_volume(i, text) for i, text in enumerate(volumes)]
 
-    def pod(container: str) -> Row:
-        limits: Row = {"cpu": str(cpus), "memory": memory}
+    def pod(container: str) -> Fields:
+        limits: Fields = {"cpu": str(cpus), "memory": memory}
         limits |= {"nvidia.com/gpu": gpus} if gpus else {}
         shm = {"name": "shm", "mountPath": "/dev/shm"}
-        content: Row = {
+        content: Fields = {
             "name": container,
             "image": image,
             "resources": {"limits": limits, "requests": dict(limits)},
@@ -111,17 +111,17 @@ def rayjob_manifest(
             }
         }
 
-    cluster: Row = {
+    cluster: Fields = {
         "rayVersion": version("ray"),
         "authOptions": {"mode": "token"},
         "headGroupSpec": {"rayStartParams": {}, "template": pod("ray-head")},
     }
     if nodes > 1:
         counts = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), nodes - 1)
-        workers: Row = {"groupName": "workers", **counts, "rayStartParams": {}}
+        workers: Fields = {"groupName": "workers", **counts, "rayStartParams": {}}
         cluster["workerGroupSpecs"] = [{**workers, "template": pod("ray-worker")}]
-    metadata: Row = {"name": name} | ({"namespace": namespace} if namespace else {})
-    spec: Row = {
+    metadata: Fields = {"name": name} | ({"namespace": namespace} if namespace else {})
+    spec: Fields = {
         "entrypoint": entrypoint_without_quotes(command),
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 300,
@@ -133,14 +133,14 @@ def rayjob_manifest(
     return f"# command: {readable}\n" + yaml.safe_dump(manifest, sort_keys=False)
 
 
-def _volume(number: int, text: str) -> tuple[Row, Row]:
+def _volume(number: int, text: str) -> tuple[Fields, Fields]:
     claim, colon, path = text.partition(":")
     if not (colon and claim and path.startswith("/")):
         raise ConfigError(
             f"--volume {text}: give CLAIM:/PATH, a persistent volume claim and a mount path"
         )
     name = f"volume-{number}"
-    volume: Row = {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+    volume: Fields = {"name": name, "persistentVolumeClaim": {"claimName": claim}}
     return volume, {"name": name, "mountPath": path}
 
 

@@ -118,7 +118,7 @@ def linears(layer: LayerModule) -> tuple[nn.Linear, ...]:
     return (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
 
 
-def has_shared_layers(policy: PolicyModel) -> bool:
+def fits_decoder_layer(policy: PolicyModel) -> bool:
     """Whether every layer fits `DecoderLayer`: no adapters, no hooks, SiLU, a fixed rotary table."""
     config, decoder = policy.lm.config, policy.decoder
     if hasattr(policy.lm, "peft_config") or config.model_type not in FAMILIES:
@@ -130,8 +130,8 @@ def has_shared_layers(policy: PolicyModel) -> bool:
     return silu and rope in _FIXED_ROPES and not has_hooks and is_plain
 
 
-def rotary_table(decoder: PreTrainedModel, width: int) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines [W, D] of the positions below `width`, in the decoder's dtype."""
+def rotary_table(decoder: PreTrainedModel, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines [P, D] of the first `num_positions` positions, in the decoder's dtype."""
     like = decoder.embed_tokens.weight[:1].detach()
-    cos, sin = decoder.rotary_emb(like, torch.arange(width, device=like.device)[None])
+    cos, sin = decoder.rotary_emb(like, torch.arange(num_positions, device=like.device)[None])
     return cos[0].contiguous(), sin[0].contiguous()

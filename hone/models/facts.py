@@ -1,4 +1,4 @@
-"""Size, positions and family of a model folder, read without loading its weights."""
+"""Size, maximum sequence length and family of a model folder, read without loading its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
-from hone.models.families import UnsupportedModel, refuse_config
+from hone.models.families import UnsupportedModel, check_config_supported
 from hone.models.load import ModelNotFound, load_config, resolve_model_path, translate_load_errors
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
@@ -21,7 +21,7 @@ class ModelFacts:
     """Facts about a model folder; a missing fact is None."""
 
     family: str | None = None
-    positions: int | None = None
+    max_position_embeddings: int | None = None
     """The maximum sequence length, prompt and response together."""
     parameters: int | None = None
 
@@ -35,10 +35,10 @@ def model_facts(path: str | None) -> ModelFacts:
         return ModelFacts()
     config = config if isinstance(config, dict) else {}
     text = config.get("text_config")
-    positions = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    max_length = (text if isinstance(text, dict) else config).get("max_position_embeddings")
     return ModelFacts(
         str(config["model_type"]) if config.get("model_type") else None,
-        positions if isinstance(positions, int) and positions > 1 else None,
+        max_length if isinstance(max_length, int) and max_length > 1 else None,
         _parameter_count(folder),
     )
 
@@ -52,7 +52,7 @@ def check_model(path: str, *, is_decoder: bool = True) -> None:
     if not folder.is_dir():
         return
     if is_decoder:
-        refuse_config(load_config(path), path)
+        check_config_supported(load_config(path), path)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         _check_shards(index, path)

@@ -71,7 +71,7 @@ class UnsupportedModel(ValueError):
     """The model, or a change to its config, is not supported."""
 
 
-def refuse_family(family: str, path: str, *, device: torch.device | None = None) -> None:
+def check_family_supported(family: str, path: str, *, device: torch.device | None = None) -> None:
     """Raises UnsupportedModel for a `model_type` that is not supported on the device."""
     if family not in FAMILIES:
         reason = _REASON_OF.get(family, "it has not been shown equal to plain transformers")
@@ -86,11 +86,11 @@ def refuse_family(family: str, path: str, *, device: torch.device | None = None)
         )
 
 
-def refuse_config(
+def check_config_supported(
     config: PreTrainedConfig, path: str, *, device: torch.device | None = None
 ) -> None:
     """Raises UnsupportedModel, before weights are loaded, for a family or config that is not supported."""
-    refuse_family(config.model_type, path, device=device)
+    check_family_supported(config.model_type, path, device=device)
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     if unsupported := sorted(kinds - {"full_attention", "sliding_attention"}):

@@ -1,6 +1,6 @@
-"""A small reader of GGUF files: metadata, and tensors expanded to float32.
+"""A small reader of GGUF files: metadata, and tensors dequantized to float32.
 
-It supports the three encodings of the models in fetch.py (F32, Q4_1, Q8_0) and raises for others.
+It supports the three tensor types of the models in fetch.py (F32, Q4_1, Q8_0) and raises for others.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from hone.types import JsonValue, Row
+from hone.types import Fields, JsonValue
 
 _SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
     12: "<d",
 }  # fmt: skip
-_STRING, _ARRAY = 8, 9
+_UINT32, _STRING, _ARRAY, _UINT64 = 4, 8, 9, 10
 _BLOCK = 32
-"""Weights per block of a quantised encoding."""
+"""Weights per block of a quantised type."""
 
 
-class NotGGUF(ValueError):
+class UnsupportedGGUF(ValueError):
     """The file is not a GGUF file that this reader supports."""
 
 
@@ -32,16 +32,19 @@ class GGUF:
     def __init__(self, path: str | Path) -> None:
         self._data = np.memmap(path, np.uint8, "r")
         if bytes(self._data[:4]) != b"GGUF":
-            raise NotGGUF(f"{path} does not begin with the letters GGUF")
+            raise UnsupportedGGUF(f"{path} does not begin with the letters GGUF")
         self._position = 4
-        version = self._scalar(4)
+        version = self._read_scalar(_UINT32)
         if version not in (2, 3):
-            raise NotGGUF(f"{path} is GGUF version {version}; this reader supports 2 and 3")
-        tensor_count, metadata_count = self._scalar(10), self._scalar(10)
-        self.metadata: Row = {
-            self._string(): self._value(self._scalar(4)) for _ in range(metadata_count)
+            raise UnsupportedGGUF(f"{path} is GGUF version {version}; this reader supports 2 and 3")
+        tensor_count, metadata_count = self._read_scalar(_UINT64), self._read_scalar(_UINT64)
+        self.metadata: Fields = {
+            self._read_string(): self._read_value(self._read_scalar(_UINT32))
+            for _ in range(metadata_count)
         }
-        self._tensors = {self._string(): self._tensor_header() for _ in range(tensor_count)}
+        self._tensors = {
+            self._read_string(): self._read_tensor_header() for _ in range(tensor_count)
+        }
         alignment = int(self.metadata.get("general.alignment", 32))
         self._start = -(-self._position // alignment) * alignment
 
@@ -51,51 +54,51 @@ class GGUF:
 
     def tensor(self, name: str) -> np.ndarray:
         """Returns a tensor as float32, slowest dimension first."""
-        shape, encoding, offset = self._tensors[name]
-        if encoding not in _ENCODINGS:
-            supported = ", ".join(label for label, *_ in _ENCODINGS.values())
-            raise NotGGUF(
-                f"tensor {name} has encoding number {encoding}; this reader supports {supported}"
+        shape, ggml_type, offset = self._tensors[name]
+        if ggml_type not in _GGML_TYPES:
+            supported = ", ".join(label for label, *_ in _GGML_TYPES.values())
+            raise UnsupportedGGUF(
+                f"tensor {name} has ggml type {ggml_type}; this reader supports {supported}"
             )
-        _, block_bytes, decode = _ENCODINGS[encoding]
+        _, block_bytes, dequantize = _GGML_TYPES[ggml_type]
         begin = self._start + offset
         size = int(np.prod(shape)) * block_bytes // _BLOCK
-        return decode(np.asarray(self._data[begin : begin + size])).reshape(shape)
+        return dequantize(np.asarray(self._data[begin : begin + size])).reshape(shape)
 
-    def _scalar(self, kind: int) -> Any:
+    def _read_scalar(self, kind: int) -> Any:
         layout = _SCALARS[kind]
         (value,) = struct.unpack_from(layout, self._data.data, self._position)
         self._position += struct.calcsize(layout)
         return value
 
-    def _string(self) -> str:
-        length = self._scalar(10)
+    def _read_string(self) -> str:
+        length = self._read_scalar(_UINT64)
         raw = bytes(self._data[self._position : self._position + length])
         self._position += length
         return raw.decode("utf-8")
 
-    def _value(self, kind: int) -> JsonValue:
+    def _read_value(self, kind: int) -> JsonValue:
         if kind == _STRING:
-            return self._string()
+            return self._read_string()
         if kind == _ARRAY:
-            inner, count = self._scalar(4), self._scalar(10)
-            return [self._value(inner) for _ in range(count)]
-        return self._scalar(kind)
+            inner, count = self._read_scalar(_UINT32), self._read_scalar(_UINT64)
+            return [self._read_value(inner) for _ in range(count)]
+        return self._read_scalar(kind)
 
-    def _tensor_header(self) -> tuple[tuple[int, ...], int, int]:
-        dimensions = [self._scalar(10) for _ in range(self._scalar(4))]
-        return tuple(reversed(dimensions)), self._scalar(4), self._scalar(10)
+    def _read_tensor_header(self) -> tuple[tuple[int, ...], int, int]:
+        dimensions = [self._read_scalar(_UINT64) for _ in range(self._read_scalar(_UINT32))]
+        return tuple(reversed(dimensions)), self._read_scalar(_UINT32), self._read_scalar(_UINT64)
 
 
 def _q8_0(raw: np.ndarray) -> np.ndarray:
-    """Decodes Q8_0 blocks: a half-precision scale, then 32 signed bytes."""
+    """Dequantizes Q8_0 blocks: a half-precision scale, then 32 signed bytes."""
     blocks = raw.reshape(-1, 34)
     scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
     return (scale * blocks[:, 2:].copy().view(np.int8).astype(np.float32)).reshape(-1)
 
 
 def _q4_1(raw: np.ndarray) -> np.ndarray:
-    """Decodes Q4_1 blocks: half-precision scale and minimum, then 16 bytes; low nibbles come first."""
+    """Dequantizes Q4_1 blocks: half-precision scale and minimum, then 16 bytes; low nibbles come first."""
     blocks = raw.reshape(-1, 20)
     scale, minimum = (blocks[:, i : i + 2].copy().view("<f2").astype(np.float32) for i in (0, 2))
     packed = blocks[:, 4:]
@@ -103,9 +106,9 @@ def _q4_1(raw: np.ndarray) -> np.ndarray:
     return (scale * nibbles + minimum).reshape(-1)
 
 
-_ENCODINGS = {
+_GGML_TYPES = {
     0: ("F32", 4 * _BLOCK, lambda raw: raw.view("<f4").astype(np.float32)),
     3: ("Q4_1", 20, _q4_1),
     8: ("Q8_0", 34, _q8_0),
 }
-"""Maps the GGUF encoding number to name, bytes per block, and decoder."""
+"""Maps the ggml type to its name, bytes per block, and the function that dequantizes it."""

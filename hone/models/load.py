@@ -21,8 +21,13 @@ from typing_extensions import Required, Unpack
 
 from hone.data.files import copy_to_local
 from hone.models import attention
-from hone.models.families import UnsupportedModel, logit_rule, refuse_config, refuse_family
-from hone.tracking.manifest import MANIFEST, checkpoint_of, damage
+from hone.models.families import (
+    UnsupportedModel,
+    check_config_supported,
+    check_family_supported,
+    logit_rule,
+)
+from hone.tracking.manifest import MANIFEST, checkpoint_of, find_damage
 from hone.types import Settings
 
 if TYPE_CHECKING:
@@ -146,7 +151,7 @@ def _checkpoint_damage(export: Path) -> str | None:
     checkpoint = checkpoint_of(export)
     if checkpoint is None:
         return None
-    problem = damage(checkpoint, export)
+    problem = find_damage(checkpoint, export)
     if problem is not None and not (checkpoint / MANIFEST).is_file():
         problem += f" (to use the model as it is, name {export})"
     return problem
@@ -304,7 +309,7 @@ def _model_config(path: str, options: LoadOptions) -> PreTrainedConfig:
                 f"override_config has {key!r}, which {type(config).__name__} of {path} does not have"
             )
         setattr(config, key, value)
-    refuse_config(config, path, device=device)
+    check_config_supported(config, path, device=device)
     _disable_dropout(config)
     return config
 
@@ -331,7 +336,7 @@ def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedC
     with translate_load_errors(path, folder):
         family = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
     if family is not None:
-        refuse_family(family, path, device=device)
+        check_family_supported(family, path, device=device)
     with translate_load_errors(path, folder):
         return AutoConfig.from_pretrained(folder)
 

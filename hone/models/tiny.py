@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hone.models import attention
-from hone.models.families import refuse_config, refuse_family
+from hone.models.families import check_config_supported, check_family_supported
 from hone.models.writing import without_progress_bar
 from hone.tracking.atomic import grant_by_umask
 
@@ -99,7 +99,7 @@ def tiny_lm(
     default = AutoConfig.for_model(family)
     fields = {field.name for field in dataclasses.fields(default)} | set(default.attribute_map)
     config = AutoConfig.for_model(family, **{k: v for k, v in settings.items() if k in fields})
-    refuse_config(config, f"a fresh {family}")
+    check_config_supported(config, f"a fresh {family}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
@@ -114,7 +114,7 @@ def _check_family(family: str) -> None:
         matches = get_close_matches(family, KNOWN, n=1)
         hint = f"Did you mean {matches[0]!r}?" if matches else suggestion
         raise TinyModelError(f"transformers has no decoder family {family!r}. {hint}")
-    refuse_family(family, f"a fresh {family}")
+    check_family_supported(family, f"a fresh {family}")
     if AutoConfig.for_model(family).sub_configs:
         raise TinyModelError(f"{family} has parts other than its text model. {suggestion}")
 

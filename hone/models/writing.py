@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hone.tracking.atomic import make_folder, rename_folder
 from hone.tracking.lock import lock_target
-from hone.tracking.storage import naming
+from hone.tracking.storage import add_file_name_to_errors
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         make_folder(temporary)
         try:
-            with naming(target):
+            with add_file_name_to_errors(target):
                 yield temporary
             if target.exists():
                 target.rmdir()

@@ -12,14 +12,14 @@ from torch import Tensor
 WHITEN_EPS = 1e-8
 
 
-def masked_fill_zero(x: Tensor, mask: Tensor) -> Tensor:
+def zero_outside_mask(x: Tensor, mask: Tensor) -> Tensor:
     """Returns `x` where the mask is set, 0 elsewhere."""
     return torch.where(mask.bool(), x, 0)
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Returns the sum of the unmasked entries."""
-    values = masked_fill_zero(values, mask)
+    values = zero_outside_mask(values, mask)
     return values.sum() if axis is None else values.sum(dim=axis)
 
 
@@ -40,17 +40,17 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Returns the variance of the unmasked entries; 0 for fewer than two."""
     mean = masked_mean(values, mask)
     count = count_kept(mask.expand_as(values))
-    squares = masked_sum((masked_fill_zero(values, mask) - mean) ** 2, mask)
+    squares = masked_sum((zero_outside_mask(values, mask) - mean) ** 2, mask)
     return squares / (count - 1 if unbiased else count).clamp(min=1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Scales unmasked entries to variance 1 and, with `shift_mean`, mean 0; masked ones are 0."""
     mean = masked_mean(values, mask)
-    white = (masked_fill_zero(values, mask) - mean) * torch.rsqrt(
+    white = (zero_outside_mask(values, mask) - mean) * torch.rsqrt(
         masked_var(values, mask) + WHITEN_EPS
     )
-    return masked_fill_zero(white if shift_mean else white + mean, mask)
+    return zero_outside_mask(white if shift_mean else white + mean, mask)
 
 
 def last_true(mask: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from hone.ops.verl_distributed import (
     distributed_mean_max_min_std,
     split_dict_tensor_into_batches,
 )
-from hone.types import Row
+from hone.types import Fields
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -184,7 +184,7 @@ def create_random_mask(
     return ((column >= start) & (column < start + length)).to(input_ids.device, torch.int64)
 
 
-def update_model_config(module_config: PreTrainedConfig, override_config_kwargs: Row) -> None:
+def update_model_config(module_config: PreTrainedConfig, override_config_kwargs: Fields) -> None:
     """Sets attributes of a model's config; a dict sets attributes of a nested config."""
     for key, value in override_config_kwargs.items():
         if isinstance(value, dict):

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 from hone.plugins import load_object
-from hone.types import Function, JsonValue, Row, Settings
+from hone.types import Fields, Function, JsonValue, Settings
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -27,7 +27,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-def append_to_dict(data: Row, new_data: Settings, prefix: str = "") -> None:
+def append_to_dict(data: Fields, new_data: Settings, prefix: str = "") -> None:
     """Appends each value to the list (or `Metric`) of its name, in place."""
     for key, value in rename_dict(new_data, prefix).items():
         values = data.setdefault(key, getattr(value, "init_list", list)())
@@ -63,7 +63,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[K, V]]) -> dict[
 class NestedNamespace(SimpleNamespace):
     """A namespace of a dict and its nested dicts."""
 
-    def __init__(self, dictionary: Row, **kwargs: JsonValue) -> None:
+    def __init__(self, dictionary: Fields, **kwargs: JsonValue) -> None:
         super().__init__(**kwargs)
         for key, value in dictionary.items():
             setattr(self, key, NestedNamespace(value) if isinstance(value, dict) else value)

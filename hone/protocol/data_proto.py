@@ -41,7 +41,7 @@ from hone.protocol.wire import (
     save,
     split_tensordict,
 )
-from hone.types import Row, Settings
+from hone.types import Fields, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class DataProtoItem:
     """One row of a DataProto."""
 
     batch: TensorDict | None
-    non_tensor_batch: Row = field(default_factory=dict)
-    meta_info: Row = field(default_factory=dict)
+    non_tensor_batch: Fields = field(default_factory=dict)
+    meta_info: Fields = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class DataProto:
 
     batch: TensorDict = None  # may be None; typed without it so that callers need no check
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # None means no columns
-    meta_info: Row = field(default_factory=dict)
+    meta_info: Fields = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
@@ -74,8 +74,8 @@ class DataProto:
     def from_dict(
         cls,
         tensors: dict[str, torch.Tensor] | None = None,
-        non_tensors: Row | None = None,
-        meta_info: Row | None = None,
+        non_tensors: Fields | None = None,
+        meta_info: Fields | None = None,
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
@@ -100,7 +100,7 @@ class DataProto:
     def from_single_dict(
         cls,
         data: Mapping[str, torch.Tensor | np.ndarray],
-        meta_info: Row | None = None,
+        meta_info: Fields | None = None,
         auto_padding: bool = False,
     ) -> DataProto:
         """Builds a batch from one dict of torch tensors and numpy arrays."""
@@ -115,7 +115,7 @@ class DataProto:
 
     @classmethod
     def from_tensordict(
-        cls, tensor_dict: TensorDict | None, meta_info: Row | None = None
+        cls, tensor_dict: TensorDict | None, meta_info: Fields | None = None
     ) -> DataProto:
         """Converts NonTensorStack to object columns and NonTensorData to meta_info."""
         if tensor_dict is None:
@@ -338,7 +338,7 @@ class DataProto:
 
     # -- serialization ----------------------------------------------------------------------
 
-    def __getstate__(self) -> Row:
+    def __getstate__(self) -> Fields:
         return {
             "batch": encode_tensordict(self.batch),
             "non_tensor_batch": self.non_tensor_batch,
@@ -346,7 +346,7 @@ class DataProto:
         }
 
     def __setstate__(
-        self, state: Row | tuple[PackedTensorDict | bytes | None, dict[str, np.ndarray], Row]
+        self, state: Fields | tuple[PackedTensorDict | bytes | None, dict[str, np.ndarray], Fields]
     ) -> None:
         if isinstance(state, tuple):  # verl's format
             self.batch = decode_verl_tensors(state[0])

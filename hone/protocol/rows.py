@@ -1,4 +1,4 @@
-"""Row operations on columns (dense and jagged tensors, numpy arrays), and deep equality.
+"""Fields operations on columns (dense and jagged tensors, numpy arrays), and deep equality.
 
 `DataProto` selects, concatenates, merges and compares rows with these functions.
 """
@@ -15,7 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 from torch.utils.data import DataLoader
 
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 C = TypeVar("C", torch.Tensor, np.ndarray)
 Index: TypeAlias = slice | Sequence[int] | np.ndarray | torch.Tensor
-"""Row indices or a boolean mask."""
+"""Fields indices or a boolean mask."""
 
 
 class ProtocolError(ValueError, AssertionError):
@@ -136,10 +136,10 @@ def cat_columns(pieces: list[dict[str, C]], kind: str) -> dict[str, C]:
     return result
 
 
-def join_meta_info(infos: list[Row]) -> Row:
+def join_meta_info(infos: list[Fields]) -> Fields:
     """Merges metadata; `metrics` becomes a dict of lists, other values must be equal."""
-    merged: Row = {}
-    metrics: list[Row] = []
+    merged: Fields = {}
+    metrics: list[Fields] = []
     for number, info in enumerate(infos):
         for key, value in info.items():
             if key == "metrics":
@@ -152,7 +152,7 @@ def join_meta_info(infos: list[Row]) -> Row:
                     f"batch and {value!r} in batch {number}; put values that differ under 'metrics'"
                 )
     if metrics:
-        columns: Row = {}
+        columns: Fields = {}
         for entry in metrics:
             for name, value in entry.items():
                 columns.setdefault(name, []).append(value)

@@ -24,7 +24,7 @@ from hone.protocol.rows import (
     take_rows,
     union_tensor_dict,
 )
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Row, Settings
 
 __all__ = ["union_tensor_dict"]
 
@@ -44,10 +44,10 @@ class Chunkable(Protocol):
 
 
 def get_tensordict(
-    tensor_dict: Mapping[str, Column], non_tensor_dict: Row | None = None
+    tensor_dict: Mapping[str, Column], non_tensor_dict: Fields | None = None
 ) -> TensorDict:
     """Builds a TensorDict from columns and metadata; lists and arrays become NonTensorStack."""
-    columns: Row = {}
+    columns: Fields = {}
     sizes: dict[str, int] = {}
     for key, value in tensor_dict.items():
         if isinstance(value, Tensor) and value.is_nested and value.layout != torch.jagged:
@@ -149,7 +149,7 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
     first = data[0]
     if not first.batch_size:
         return concat_tensordict_with_none_bsz(data)
-    columns: Row = {}
+    columns: Fields = {}
     for key in first.keys():  # noqa: SIM118
         parts = [piece.get(key) for piece in data]
         if isinstance(parts[0], NonTensorStack):
@@ -177,7 +177,7 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: Index | slice) -
 def _select_rows(batch: TensorDict, indices: Index | slice) -> TensorDict:
     if not isinstance(indices, slice):
         indices = torch.as_tensor(indices)
-    columns: Row = {}
+    columns: Fields = {}
     rows = len(take_rows(np.arange(len(batch)), indices))
     for key in batch.keys():  # noqa: SIM118
         value = batch.get(key)
@@ -279,7 +279,7 @@ def list_of_dict_to_tensordict(list_of_dicts: Sequence[Row]) -> TensorDict:
     """Builds one row per dict; tensors are stacked, jagged if their shapes differ."""
     if not list_of_dicts:
         raise ProtocolError("cannot build a batch: the list of rows is empty")
-    columns: Row = {}
+    columns: Fields = {}
     for key in list_of_dicts[0]:
         values = [row[key] for row in list_of_dicts]
         if not all(isinstance(value, Tensor) for value in values):

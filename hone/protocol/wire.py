@@ -18,7 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from hone.protocol.rows import ProtocolError, object_array
-from hone.types import Function, JsonValue, Row
+from hone.types import Fields, Function, JsonValue
 
 T = TypeVar("T")
 Encoded: TypeAlias = tuple[str, Any, Any]
@@ -62,7 +62,7 @@ def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
     return tensor.reshape(-1).view(dtype).reshape(payload.shape)
 
 
-def encode_tensordict(batch: TensorDict | None) -> Row | None:
+def encode_tensordict(batch: TensorDict | None) -> Fields | None:
     """Encodes a TensorDict as plain containers and numpy arrays."""
     if batch is None:
         return None
@@ -77,11 +77,11 @@ def encode_tensordict(batch: TensorDict | None) -> Row | None:
     return {"batch_size": tuple(batch.batch_size), "entries": entries}
 
 
-def decode_tensordict(state: Row | None) -> TensorDict | None:
+def decode_tensordict(state: Fields | None) -> TensorDict | None:
     """Inverts `encode_tensordict`, on the CPU."""
     if state is None:
         return None
-    source: Row = {}
+    source: Fields = {}
     for key, (kind, payload, extra) in state["entries"].items():
         if kind == "tensordict":
             source[key] = decode_tensordict(payload)
@@ -104,11 +104,11 @@ def decode_verl_tensors(state: bytes | PackedTensorDict | None) -> TensorDict | 
 
 def split_tensordict(
     source: TensorDict,
-) -> tuple[Row, dict[str, np.ndarray], Row]:
+) -> tuple[Fields, dict[str, np.ndarray], Fields]:
     """Returns the tensors, object columns and metadata of a TensorDict."""
-    tensors: Row = {}
+    tensors: Fields = {}
     arrays: dict[str, np.ndarray] = {}
-    metadata: Row = {}
+    metadata: Fields = {}
     for key in source.keys():  # noqa: SIM118
         value = source.get(key)
         if isinstance(value, NonTensorStack):
@@ -121,7 +121,7 @@ def split_tensordict(
 
 
 def join_tensordict(
-    batch: TensorDict | None, arrays: dict[str, np.ndarray], metadata: Row, rows: int
+    batch: TensorDict | None, arrays: dict[str, np.ndarray], metadata: Fields, rows: int
 ) -> TensorDict:
     """Inverts `split_tensordict`."""
     duplicates = sorted(arrays.keys() & metadata.keys())

@@ -14,7 +14,7 @@ from typing import Any
 from hone.event_loop import run_coroutine
 from hone.rewards.failures import SetupError
 from hone.rewards.places import definition_location, describe, unbound
-from hone.types import Function, Row, Settings
+from hone.types import Fields, Function, Settings
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -82,7 +82,7 @@ def call_scorer(function: Function, arguments: Settings, options: Settings) -> A
     return run_coroutine(result) if inspect.iscoroutine(result) else result
 
 
-def accepted_arguments(function: Function, arguments: Settings, options: Settings) -> Row:
+def accepted_arguments(function: Function, arguments: Settings, options: Settings) -> Fields:
     """Returns the row's arguments that the scorer accepts, and every option."""
     names = accepted_names(function)
     if names is None:

@@ -47,7 +47,7 @@ def conversation_text(prompt: Prompt, answer: str, tokenizer: Tokenizer) -> str:
     return str(apply_template(turns, tokenizer, tokenize=False))
 
 
-def defused(text: str, tokenizer: Tokenizer | None = None) -> str:
+def escape_special_tokens(text: str, tokenizer: Tokenizer | None = None) -> str:
     """Returns the text with its control tokens broken up, so that they are plain text."""
     special = () if tokenizer is None else getattr(tokenizer, "all_special_tokens", ())
     return _pattern(tuple(special)).sub(lambda m: m[0][0] + _ZERO_WIDTH_SPACE + m[0][1:], text)

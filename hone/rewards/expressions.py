@@ -22,7 +22,7 @@ MAX_COMPAT_BITS = 4096
 
 _EXACT_CHARS = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
 _COMPAT_CHARS = re.compile(r"[\d+\-*/().\s]+")
-_SIGNS = re.compile(rf"[-+]\s*(?:[-+]\s*){{{MAX_DEPTH},}}")
+_LONG_SIGN_RUN = re.compile(rf"[-+]\s*(?:[-+]\s*){{{MAX_DEPTH},}}")
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
 _OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -51,7 +51,10 @@ def evaluate(text: str) -> Evaluation:
         text = " ".join(text.split())
     has_long_number = len(text) > MAX_DIGITS and _LONG_NUMBER.search(text[:MAX_CHARS])
     if has_long_number or len(text) > MAX_CHARS or not _EXACT_CHARS.fullmatch(text):
-        raise ExpressionError(f"not integers of {MAX_DIGITS} digits with + - * / ( )")
+        raise ExpressionError(
+            f"only integers of at most {MAX_DIGITS} digits and + - * / ( ) are allowed, "
+            f"in at most {MAX_CHARS} characters"
+        )
     numbers: list[int] = []
 
     def to_fraction(number: int) -> Fraction:
@@ -65,7 +68,9 @@ def evaluate_compat(text: str) -> float:
     """Returns the value that TinyZero's `eval` gives; huge powers are refused."""
     text = text.strip()
     if len(text) > MAX_CHARS or not _COMPAT_CHARS.fullmatch(text):
-        raise ExpressionError("not only digits, + - * / ( ) and .")
+        raise ExpressionError(
+            f"only digits, + - * / ( ) and . are allowed, in at most {MAX_CHARS} characters"
+        )
     operators: dict[Any, Callable[..., Any]] = {**_OPERATORS, ast.FloorDiv: operator.floordiv}
     operators |= {ast.UAdd: operator.pos, ast.Pow: _power}
     return _evaluate(text, lambda number: number, operators)
@@ -76,7 +81,8 @@ def _evaluate(
 ) -> Any:
     """Returns the value of a short, shallow expression; `convert` is applied to each number."""
     is_deep = len(text) > MAX_DEPTH and (
-        _SIGNS.search(text) or (text.count("(") > MAX_DEPTH and nesting_depth(text) > MAX_DEPTH)
+        _LONG_SIGN_RUN.search(text)
+        or (text.count("(") > MAX_DEPTH and nesting_depth(text) > MAX_DEPTH)
     )
     if is_deep or len(text) > MAX_CHARS:
         raise ExpressionError(f"longer than {MAX_CHARS} characters, or deeper than {MAX_DEPTH}")

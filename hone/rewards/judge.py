@@ -18,12 +18,12 @@ from typing import Any, Protocol, TypeAlias
 
 from hone.config.errors import did_you_mean, nearest
 from hone.config.reward import JudgeConfig, RewardServerConfig
-from hone.rewards.conversation import defused, prompt_text
+from hone.rewards.conversation import escape_special_tokens, prompt_text
 from hone.rewards.failures import Failed, Scored, WrongSetting
 from hone.rewards.outcome import Response
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
 from hone.text import clean_text
-from hone.types import JsonObject, JsonValue, Row
+from hone.types import Fields, JsonObject, JsonValue
 
 Request: TypeAlias = tuple[str, int]
 """The text for the judge, and the index of the vote."""
@@ -95,7 +95,7 @@ class ChatServer:
         return answer
 
 
-def _content(answer: Row) -> str:
+def _content(answer: Fields) -> str:
     content = answer["choices"][0]["message"]["content"]
     if not isinstance(content, str | None):
         raise TypeError(f"the content is a {type(content).__name__}, not text")
@@ -141,7 +141,7 @@ class Judge:
         ground_truth: JsonValue = None,
         extra_info: Mapping[str, Any] | None = None,
         prompt: Any = None,
-    ) -> Row | Failed:
+    ) -> Fields | Failed:
         """Returns the score of one response, for managers that call it as a score function."""
         extra = {**(extra_info or {}), **({} if prompt is None else {"prompt": prompt})}
         row = Response(data_source, solution_str, ground_truth, extra)
@@ -170,9 +170,9 @@ class Judge:
         question: Any = extra["prompt"] if "prompt" in extra else extra.get("question") or ""
         truth = row.ground_truth
         values = {
-            "question": defused(prompt_text(question)),
-            "ground_truth": "" if truth is None else defused(str(truth)),
-            "response": delimited(defused(row.solution_str)),
+            "question": escape_special_tokens(prompt_text(question)),
+            "ground_truth": "" if truth is None else escape_special_tokens(str(truth)),
+            "response": delimited(escape_special_tokens(row.solution_str)),
             "lowest": f"{self.config.lowest:g}",
             "highest": f"{self.config.highest:g}",
             "score_after": self.config.score_after,

@@ -32,7 +32,7 @@ from hone.rewards.managers.streaming import RewardManagerBase
 from hone.rewards.scores.table import register_score
 from hone.rewards.served import ServedClassifier
 from hone.tokenizer import Tokenizer
-from hone.types import Function, Row
+from hone.types import Fields, Function
 
 logger = logging.getLogger(__name__)
 
@@ -140,13 +140,13 @@ def get_custom_reward_fn(config: PPOTrainerConfig | EvaluationConfig) -> Functio
     return functools.partial(function, **kwargs) if kwargs else function
 
 
-def compute_reward(data: DataProto, reward_fn: Function) -> tuple[torch.Tensor, Row]:
+def compute_reward(data: DataProto, reward_fn: Function) -> tuple[torch.Tensor, Fields]:
     """Returns rewards [B, T] and the extra columns, from any manager."""
     result = reward_fn(data, return_dict=True)
     return result["reward_tensor"], result.get("reward_extra_info", {})
 
 
-def extract_reward(batch: DataProto) -> tuple[torch.Tensor, Row]:
+def extract_reward(batch: DataProto) -> tuple[torch.Tensor, Fields]:
     """Returns the rewards [B, T] and the extra columns that scoring wrote to a batch."""
     names = batch.meta_info.get("reward_extra_keys", ())
     return batch.batch["rm_scores"], {name: batch.non_tensor_batch[name] for name in names}
@@ -157,7 +157,7 @@ def _reward_task(
     config: PPOTrainerConfig | None = None,
     tokenizer: Tokenizer | None = None,
     reward_fn: Function | None = None,
-) -> tuple[torch.Tensor, Row]:
+) -> tuple[torch.Tensor, Fields]:
     """Calls `compute_reward`, by default with the manager that the config selects."""
     if reward_fn is None:
         if config is None or tokenizer is None:
@@ -191,7 +191,7 @@ def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
     )
 
 
-def _manager_settings(config: PPOTrainerConfig) -> Row:
+def _manager_settings(config: PPOTrainerConfig) -> Fields:
     """Returns `reward_model.reward_kwargs` without the policy; null values become defaults."""
     model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
     names = {field.name for field in dataclasses.fields(model.reward_kwargs)} - _POLICY_FIELDS
@@ -210,7 +210,7 @@ def _router_address(url: str | tuple[str, ...]) -> str:
     return urlsplit(url if isinstance(url, str) else url[0]).netloc
 
 
-def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Row:
+def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Fields:
     """Returns keyword arguments for scorers: format scores, sandbox, reward model, `score_kwargs`.
 
     A user-defined scorer gets the arguments that it names, and all of `score_kwargs`.

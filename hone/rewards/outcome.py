@@ -15,7 +15,7 @@ from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
 from hone.rewards.ground_truth import INVALID, plain
 from hone.rewards.places import describe, error_location, unbound
 from hone.rewards.scores import symbolic, table
-from hone.types import Function, JsonObject, JsonValue, Row, Settings
+from hone.types import Fields, Function, JsonObject, JsonValue, Settings
 
 Comparisons = dict[symbolic.Pair, bool | Failed]
 
@@ -27,9 +27,9 @@ class Response:
     data_source: str
     solution_str: str
     ground_truth: JsonValue
-    extra_info: Row
+    extra_info: Fields
 
-    def arguments(self) -> Row:
+    def arguments(self) -> Fields:
         """Returns the scorer's keyword arguments."""
         return dict(vars(self))
 

@@ -14,7 +14,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from hone.rewards.failures import Failed, SetupError
-from hone.types import Function, Row
+from hone.types import Fields, Function
 
 GRACE_S = 10.0
 """How long after its deadline a call may run when the parent has died."""
@@ -41,7 +41,7 @@ def serve(connection: Connection) -> None:
             connection.send(Failed("bad_return", f"cannot be sent between processes: {error}"))
 
 
-def _call(function: Function, arguments: Row) -> object:
+def _call(function: Function, arguments: Fields) -> object:
     """Returns the result; a SetupError is returned unchanged, any other exception as Failed."""
     try:
         return function(**arguments)

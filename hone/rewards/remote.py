@@ -26,7 +26,7 @@ from hone.rewards.failures import Failed, WrongSetting
 from hone.rewards.managers.streaming import AsyncTokenBucket
 from hone.text import clean_text, described
 from hone.tracking import atomic_write_text
-from hone.types import JsonObject, JsonValue, Row
+from hone.types import Fields, JsonObject, JsonValue
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class ScoringServer:
                 return f"{redacted_url(url)}: {error}"
         return None
 
-    async def post(self, body: JsonObject, parse: Callable[[Row], T]) -> T:
+    async def post(self, body: JsonObject, parse: Callable[[Fields], T]) -> T:
         """Returns the parsed answer; raises RemoteError if all attempts failed."""
         pause_s, attempt, first_url = FIRST_RETRY_S, 0, self._num_requests
         self._num_requests += 1
@@ -148,7 +148,7 @@ class ScoringServer:
             self._is_reachable = True
             return value
 
-    async def _attempt(self, body: JsonObject, parse: Callable[[Row], T], url: str) -> T:
+    async def _attempt(self, body: JsonObject, parse: Callable[[Fields], T], url: str) -> T:
         if self._bucket is not None:
             await self._bucket.acquire()
         loop, timeout_s = asyncio.get_running_loop(), self._settings.timeout_s

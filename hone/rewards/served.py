@@ -18,12 +18,17 @@ from typing import Any
 
 from hone.config.reward import RewardServerConfig
 from hone.data.prompts import as_messages
-from hone.rewards.conversation import conversation_text, defused, has_template, prompt_text
+from hone.rewards.conversation import (
+    conversation_text,
+    escape_special_tokens,
+    has_template,
+    prompt_text,
+)
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Response, read_result
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
 from hone.tokenizer import Tokenizer
-from hone.types import JsonObject, JsonValue, Row
+from hone.types import Fields, JsonObject, JsonValue
 
 PATHS = {"classify": "/classify", "pooling": "/pooling", "score": "/score", "texts": ""}
 _RAW_OUTPUT = {"use_activation": False, "activation": False}
@@ -58,7 +63,7 @@ class ServedClassifier:
         return self.server.connection_error()
 
     def _text(self, prompt: Any, answer: str) -> tuple[str, ...]:
-        answer = defused(answer, self._tokenizer)
+        answer = escape_special_tokens(answer, self._tokenizer)
         if self.kind == "score":
             return prompt_text(prompt), answer
         if self._tokenizer is None:
@@ -103,7 +108,7 @@ class ServedClassifier:
         except RemoteError as error:
             return [error.failure] * len(texts)
 
-    def _parse(self, answer: Row, count: int) -> list[float]:
+    def _parse(self, answer: Fields, count: int) -> list[float]:
         """Returns the scores of an answer; raises an error for any other content."""
         if self.kind == "texts":
             values = list(answer["scores"])

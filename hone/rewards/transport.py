@@ -16,7 +16,7 @@ from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Comparisons, Response, score_row
 from hone.rewards.places import describe
 from hone.rewards.scores import symbolic, table
-from hone.types import Function, Row, Settings
+from hone.types import Fields, Function, Settings
 
 
 def reference(function: Function) -> str | Function:
@@ -40,9 +40,9 @@ def reference(function: Function) -> str | Function:
     return f"{function.__module__}:{name}"
 
 
-def row_scorer_keywords(compute_score: Function, options: Settings) -> Row:
+def row_scorer_keywords(compute_score: Function, options: Settings) -> Fields:
     """Returns the arguments with which `make_row_scorer` builds the scorer in another process."""
-    bound: Row = {}
+    bound: Fields = {}
     function = compute_score
     while isinstance(function, functools.partial):
         if function.args:

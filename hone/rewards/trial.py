@@ -18,7 +18,7 @@ from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Response
 from hone.rewards.places import definition_location
 from hone.rewards.transcript import of_policy
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 RESPONSE_FORMATS = (
     "{truth}",
@@ -42,7 +42,7 @@ class TrialRow:
     where: str
     data_source: str
     ground_truth: JsonValue
-    extra_info: Row
+    extra_info: Fields
     prompt: str
 
     @staticmethod

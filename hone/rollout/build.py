@@ -91,9 +91,9 @@ def refuse_scripted(spec: RolloutSpec) -> RolloutEngine:
     )
 
 
-def refuse_inexact(config: RolloutConfig, model_path: str) -> None:
+def check_exact_mode(config: RolloutConfig, model_path: str) -> None:
     """Raises if rollout.exact is set for a model that exact mode does not support."""
     if config.exact:
-        from hone.rollout.native.exact_decoder import refuse_unsupported_exact
+        from hone.rollout.native.exact_decoder import check_exact_supported
 
-        refuse_unsupported_exact(load_config(model_path), model_path)
+        check_exact_supported(load_config(model_path), model_path)

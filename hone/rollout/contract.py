@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hone.types import JsonObject, Row, Settings
+from hone.types import Fields, JsonObject, Settings
 
 if TYPE_CHECKING:
     from hone.config.generation import GenerationRolloutConfig
@@ -79,7 +79,7 @@ class Sampling:
         `logprobs` and `repetition_penalty=1` are accepted and have no effect. Unknown names raise.
         """
         known = Sampling.__dataclass_fields__
-        values: Row = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
+        values: Fields = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
         for name, value in params.items():
             if name == "max_new_tokens":
                 name = "max_tokens"

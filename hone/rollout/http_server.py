@@ -145,7 +145,7 @@ class HttpServer:
 
     async def resume_memory(self, tags: Sequence[str]) -> None: ...
 
-    def refuse_updates(self) -> None:
+    def check_updates_supported(self) -> None:
         """Raises if the server cannot load new weights."""
 
     async def load_folder(self, folder: str, version: str) -> None:

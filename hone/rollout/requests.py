@@ -180,7 +180,7 @@ def engine_failed(cause: BaseException | None) -> RolloutError:
     return error
 
 
-def refuse_media(request_id: str, media: Settings | None, engine: str) -> None:
+def check_text_only(request_id: str, media: Settings | None, engine: str) -> None:
     """Raises for images or audio."""
     if media:
         raise RolloutError(
@@ -208,7 +208,7 @@ class RequestEngine:
         on_tokens: OnTokens | None = None,
         multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
-        refuse_media(request_id, multi_modal_data, self.name)
+        check_text_only(request_id, multi_modal_data, self.name)
         request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
         self._rules.check(request)
         self._check_sampling(sampling, request_id)

@@ -30,7 +30,7 @@ from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.server_routing import Router
 from hone.rollout.server_weights import WeightFolder, in_buckets
-from hone.rollout.weights import refuse_unknown
+from hone.rollout.weights import check_name_and_shape
 
 if TYPE_CHECKING:
     from hone.rollout.server_group import UpdateGroup
@@ -125,7 +125,7 @@ class ServerRollout(RemoteEngine):
             self._warnings.add(text)
             log.warning("%s reports: %s (docs/engines.md)", self.name, text)
 
-    def refuse_training(self, sampling: Sampling) -> None:
+    def check_training_log_probs(self, sampling: Sampling) -> None:
         """Raises if a server's log-probs with this sampling are not those of the contract."""
         for server in self._servers:
             if not server.mode.after_temperature and sampling.temperature not in (0, 1):
@@ -242,7 +242,7 @@ class ServerRollout(RemoteEngine):
         for server in self._servers:
             if server.recovery is not None and not server.recovery.done():
                 await self._recovery(server)
-            server.refuse_updates()
+            server.check_updates_supported()
         await self._for_each_server(lambda server: self._resume_memory(server, ("weights",)))
         self._names.clear()
         self._stale.clear()
@@ -261,7 +261,7 @@ class ServerRollout(RemoteEngine):
 
     def _check_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            refuse_unknown(name, tensor, self._parameters)
+            check_name_and_shape(name, tensor, self._parameters)
             yield name, tensor
 
     async def _broadcast(self, bucket: Mapping[str, Tensor]) -> None:
@@ -296,7 +296,7 @@ class ServerRollout(RemoteEngine):
             group, self._update_group = self._update_group, None
             await group.close()
         if loaded:
-            self._refuse_incomplete()
+            self._check_complete()
             if self._keeps_weights:
                 self._folder.commit()
             expected = f"{self._token}-{version}"
@@ -305,7 +305,7 @@ class ServerRollout(RemoteEngine):
         else:  # the weights, and so the servers' version strings, do not change
             await self._restore_weights()
 
-    def _refuse_incomplete(self) -> None:
+    def _check_complete(self) -> None:
         # By id, because tied weights have two names and one tensor.
         loaded = {id(self._parameters[name]) for name in self._names}
         missing = [name for name, tensor in self._parameters.items() if id(tensor) not in loaded]

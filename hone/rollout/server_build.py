@@ -64,7 +64,7 @@ def build_sglang(spec: RolloutSpec) -> RolloutEngine:
 
 def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running vLLM servers."""
-    _refuse_experts(spec)
+    _check_no_experts(spec)
     server = spec.config.server
     timeouts = Timeouts(server.max_start_wait_time, server.timeout)
     tied = bool(load_config(spec.model_path).tie_word_embeddings)
@@ -82,7 +82,7 @@ def takes_updates(spec: RolloutSpec) -> bool:
     return isinstance(spec.config, RolloutConfig) or spec.current_weights is not None
 
 
-def _refuse_experts(spec: RolloutSpec) -> None:
+def _check_no_experts(spec: RolloutSpec) -> None:
     """Raises for updates of a mixture of experts, which are not tested with vLLM servers."""
     if takes_updates(spec) and routing_shape(load_config(spec.model_path)) is not None:
         raise RolloutError(
@@ -113,7 +113,7 @@ def _group_of(spec: RolloutSpec, servers: Sequence[HttpServer]) -> Callable[[], 
     return lambda: UpdateGroup(sglang, spec.device)
 
 
-def _refuse_transfer(spec: RolloutSpec, servers: Sequence[HttpServer]) -> None:
+def _check_weight_transfer(spec: RolloutSpec, servers: Sequence[HttpServer]) -> None:
     if spec.config.server.weights != "disk" and not isinstance(servers[0], SGLangServer):
         raise RolloutError(
             f"rollout.server.weights={spec.config.server.weights} needs SGLang; for vLLM servers use "
@@ -125,7 +125,7 @@ def _engine(
     spec: RolloutSpec, servers: Sequence[HttpServer], adapter: PeftModel | None = None
 ) -> ServerRollout:
     config = spec.config
-    _refuse_transfer(spec, servers)
+    _check_weight_transfer(spec, servers)
     path = resolve_model_path(spec.model_path)
     bucket_bytes = 2**30
     if isinstance(config, RolloutConfig):
@@ -162,7 +162,7 @@ def _engine(
         run_coroutine(_connect(engine, spec))
         if isinstance(config, RolloutConfig) and config.calculate_log_probs:
             temperature = config.temperature if config.do_sample else 0.0
-            engine.refuse_training(
+            engine.check_training_log_probs(
                 Sampling(1, temperature, 0, config.top_k, config.top_p, config.min_p)
             )
     except BaseException:

@@ -31,8 +31,8 @@ from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.vllm_buckets import fill_buckets
 from hone.rollout.vllm_experts import by_expert
 from hone.rollout.vllm_process import EngineProcess
-from hone.rollout.weights import refuse_unknown
-from hone.types import Row
+from hone.rollout.weights import check_name_and_shape
+from hone.types import Fields
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class VLLMRollout(RemoteEngine):
             if not finished:
                 process.send("abort", keys=[key])
 
-    def _sampling_params(self, sampling: Sampling) -> Row:
+    def _sampling_params(self, sampling: Sampling) -> Fields:
         """Returns the arguments of vLLM's SamplingParams."""
         eos_ids = () if sampling.ignore_eos else self._rules.eos_ids
         return {
@@ -299,18 +299,18 @@ class VLLMRollout(RemoteEngine):
         for bucket in self._buckets(self._check_names(weights)):
             await self._submit(self._load_bucket(bucket, self._processes))
 
-    def _buckets(self, weights: Weights) -> Iterator[Row]:
+    def _buckets(self, weights: Weights) -> Iterator[Fields]:
         return fill_buckets(by_expert(weights), self._device, self._bucket_bytes)
 
     def _check_names(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            refuse_unknown(name, tensor, self._parameters)
+            check_name_and_shape(name, tensor, self._parameters)
             self._names.add(name)
             if self._current_weights is None:
                 self._host_copy[name] = tensor.detach().to("cpu", copy=True)
             yield name, tensor
 
-    async def _load_bucket(self, bucket: Row, processes: Sequence[EngineProcess]) -> None:
+    async def _load_bucket(self, bucket: Fields, processes: Sequence[EngineProcess]) -> None:
         """Loads one bucket; if a process dies meanwhile, `commit` loads all buckets into it."""
 
         async def load(process: EngineProcess) -> None:

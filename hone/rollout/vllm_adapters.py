@@ -14,7 +14,7 @@ from hone.rollout.requests import RequestRules
 from hone.rollout.server_weights import AdapterFolder
 from hone.rollout.vllm import VLLMRollout, Weights
 from hone.rollout.vllm_process import EngineProcess
-from hone.types import Row
+from hone.types import Fields
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -23,7 +23,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`."""
 
 
-def engine_arguments(lm: PeftModel) -> Row | None:
+def engine_arguments(lm: PeftModel) -> Fields | None:
     """Returns the arguments of `vllm.LLM` for an adapter; None if vLLM does not support it."""
     rank = lm.peft_config[lm.active_adapter].r
     if rank > _RANKS[-1] or not is_plain_lora(lm):

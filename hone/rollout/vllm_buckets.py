@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from hone.rollout.server_weights import in_buckets
-from hone.types import Row
+from hone.types import Fields
 
 _ALIGNMENT = 64
 
 
 def fill_buckets(
     weights: Iterable[tuple[str, Tensor]], device: torch.device, bucket_bytes: int
-) -> Iterator[Row]:
+) -> Iterator[Fields]:
     """Yields the descriptions of buckets that are filled one after the other, in the same memory."""
     window = _Window(device)
     try:
@@ -41,7 +41,7 @@ class _Window:
         self._descriptor = -1 if device.type == "cuda" else os.memfd_create("hone-vllm")
         self._memory: Tensor | None = None
 
-    def fill(self, tensors: Sequence[tuple[str, Tensor]]) -> Row:
+    def fill(self, tensors: Sequence[tuple[str, Tensor]]) -> Fields:
         """Copies tensors into the memory; returns the arguments of `BucketInfo` in vllm_worker.py."""
         memory = self._reserve(sum(_aligned_bytes(tensor) for _, tensor in tensors))
         entries, offset = [], 0
@@ -51,7 +51,7 @@ class _Window:
             dtype = str(tensor.dtype).removeprefix("torch.")
             entries.append((name, dtype, list(tensor.shape), offset))
             offset += _aligned_bytes(tensor)
-        bucket: Row = {"tensors": entries, "size": len(memory)}
+        bucket: Fields = {"tensors": entries, "size": len(memory)}
         if self._device.type != "cuda":
             return bucket | {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}"}
         torch.cuda.synchronize(self._device)

@@ -24,7 +24,7 @@ from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_adapters import AdapterVLLM, engine_arguments
 from hone.rollout.vllm_experts import FAMILIES as EXPERT_FAMILIES
 from hone.rollout.vllm_process import EngineProcess, Launch
-from hone.types import Row, Settings
+from hone.types import Fields, Settings
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def _published_adapters(spec: RolloutSpec) -> Any:
 
 
 def make_launch(
-    spec: RolloutSpec, max_positions: int | None, index: int, extra_arguments: Row | None = None
+    spec: RolloutSpec, max_positions: int | None, index: int, extra_arguments: Fields | None = None
 ) -> Launch:
     """Returns the launch arguments of data-parallel engine `index`."""
     config = spec.config
@@ -150,7 +150,7 @@ def make_launch(
         tensor = pipeline = 1
         devices = devices[:1]
     max_total_tokens = config.max_total_tokens
-    engine: Row = {
+    engine: Fields = {
         "model": resolve_model_path(spec.model_path),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "max_model_len": min(max_total_tokens, max_positions or max_total_tokens),
@@ -189,7 +189,7 @@ def make_launch(
     )
 
 
-def _user_arguments(arguments: Settings) -> Row:
+def _user_arguments(arguments: Settings) -> Fields:
     """Returns `engine_kwargs.vllm` without None; raises for reserved arguments."""
     for name, source in _RESERVED_ARGUMENTS.items():
         if name in arguments:

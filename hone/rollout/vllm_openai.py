@@ -138,7 +138,7 @@ class VLLMServer(HttpServer):
     async def weight_version(self) -> str | None:
         return str((await self.call("/weight_info", get=True))["weight_version"])
 
-    def refuse_updates(self) -> None:
+    def check_updates_supported(self) -> None:
         if not self.updates:
             raise RolloutError(
                 f"{self.safe_url} cannot load new weights, which training and LoRA adapters need; start vLLM "

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hone.rollout.contract import RolloutError
 from hone.rollout.requests import Chunk, ConnectionLost
-from hone.types import Row
+from hone.types import Fields
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Launch:
     """The arguments of a process."""
 
     python: str
-    engine: Row
+    engine: Fields
     """The arguments of `vllm.LLM`."""
     environment: dict[str, str] = field(default_factory=dict)
     start_timeout_s: float = 600.0
@@ -200,7 +200,7 @@ class EngineProcess:
                 self._handle_frame(json.loads(await reader.readexactly(length)))
         self._on_exit()
 
-    def _handle_frame(self, frame: Row) -> None:
+    def _handle_frame(self, frame: Fields) -> None:
         if "tokens" in frame:
             self.starts_without_tokens = 0
             for key, ids, log_probs, finished, cached in frame["tokens"]:

@@ -72,11 +72,11 @@ def load_weights(policy: PolicyModel, weights: Iterable[tuple[str, Tensor]]) -> 
     parameters: dict[str, Tensor] = {}
     for name, tensor in weights:
         parameters = parameters or dict(policy.lm.named_parameters(remove_duplicate=False))
-        refuse_unknown(name, tensor, parameters)
+        check_name_and_shape(name, tensor, parameters)
         parameters[name].copy_(tensor)
 
 
-def refuse_unknown(name: str, tensor: Tensor, parameters: Mapping[str, Tensor]) -> None:
+def check_name_and_shape(name: str, tensor: Tensor, parameters: Mapping[str, Tensor]) -> None:
     """Raises for an unknown name or a wrong shape."""
     if name not in parameters:
         matches = difflib.get_close_matches(name, parameters, n=1)

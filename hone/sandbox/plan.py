@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hone.sandbox.cgroups import ParentCgroups
 from hone.sandbox.interpreter import Interpreter
 from hone.sandbox.result import RANGES, Job
-from hone.types import Row
+from hone.types import Fields
 
 NOBODY = 65534
 BOX = "/box"
@@ -45,7 +45,7 @@ class RunRequest:
     @classmethod
     def from_job(cls, job: Job, plan: Plan, *, channel: bool = False) -> RunRequest:
         # The warden cannot import NumPy, whose floats and strings a job may contain.
-        exact: Row = {name: type(most)(getattr(job, name)) for name, (_, most) in RANGES.items()}
+        exact: Fields = {name: type(most)(getattr(job, name)) for name, (_, most) in RANGES.items()}
         exact |= {"cpu_s": None if job.cpu_s is None else float(job.cpu_s), "code": "", "stdin": ""}
         exact |= {
             "files": dict.fromkeys(map(str, job.files), ""),

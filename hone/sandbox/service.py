@@ -22,7 +22,7 @@ from hone.sandbox.result import (
     SandboxUnavailable,
     Status,
 )
-from hone.types import JsonObject, Row
+from hone.types import Fields, JsonObject
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,7 +93,7 @@ class SandboxService:
         """Runs hone.sandbox.run_python on the service."""
         return self.run(Job(code, **limits))
 
-    def _post(self, url: str, request: JsonObject, timeout_s: float, memory_mb: int) -> Row:
+    def _post(self, url: str, request: JsonObject, timeout_s: float, memory_mb: int) -> Fields:
         """Returns the answer to a request; retries if the service is busy or unreachable."""
         limits = {"run_timeout": timeout_s}
         limits["memory_limit_MB"] = min(memory_mb, self._memory_limit_mb)
@@ -122,7 +122,7 @@ class SandboxService:
         )
 
 
-def _decode(data: bytes, url: str) -> Row:
+def _decode(data: bytes, url: str) -> Fields:
     try:
         answer = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -134,7 +134,7 @@ def _decode(data: bytes, url: str) -> Row:
     return answer
 
 
-def _to_result(answer: Row, output_bytes: int) -> SandboxResult:
+def _to_result(answer: Fields, output_bytes: int) -> SandboxResult:
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, dict):
         raise SandboxServiceError(

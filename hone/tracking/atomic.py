@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hone.tracking.storage import naming
+from hone.tracking.storage import add_file_name_to_errors
 
 LEFTOVER_SUFFIX = ".tmp"
 
@@ -20,7 +20,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     make_folder(target.parent)
     temporary = target.parent / f".{target.name}.{os.getpid()}{LEFTOVER_SUFFIX}"
     try:
-        with naming(target):
+        with add_file_name_to_errors(target):
             yield temporary
             sync(temporary)
             os.replace(temporary, target)

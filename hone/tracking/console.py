@@ -84,7 +84,7 @@ class Screen:
             self.console.file.write(text + "\n")
             self.console.file.flush()
 
-    def say(self, *renderables: RenderableType) -> None:
+    def print(self, *renderables: RenderableType) -> None:
         """Writes tables, panels and text, above the live region if any."""
         for item in renderables:
             text = printable(item, self.console.encoding) if isinstance(item, str) else item
@@ -98,18 +98,22 @@ class Screen:
 
     @contextlib.contextmanager
     def bar(
-        self, description: str, total: float | None, *, beside_status: bool = False
+        self, description: str, total: float | None, *, has_step_line: bool = False
     ) -> Iterator[Bar]:
-        """Yields a progress bar; with `beside_status` it has no ETA, which step lines show."""
+        """Yields a progress bar.
+
+        With `has_step_line`, it has no ETA on a terminal, and nothing is shown elsewhere: the step
+        line shows both.
+        """
         if not self.is_terminal:
-            show = (lambda bar: None) if beside_status else self._plain_reports()
+            show = (lambda bar: None) if has_step_line else self._throttled_reporter()
             yield Bar(description, total, show)
             return
         with self._lock:
             self._open_bars += 1
             live = self._update_live_region()
             assert live is not None
-            task = live.add_task(description, total=total, note="", shows_eta=not beside_status)
+            task = live.add_task(description, total=total, note="", shows_eta=not has_step_line)
         try:
             yield Bar(
                 description,
@@ -122,7 +126,8 @@ class Screen:
                 self._open_bars -= 1
                 self._update_live_region()
 
-    def _plain_reports(self) -> Callable[[Bar], None]:
+    def _throttled_reporter(self) -> Callable[[Bar], None]:
+        """Returns a function that writes a line at most every SECONDS_BETWEEN_PLAIN_REPORTS."""
         start = last = self.clock()
 
         def show(bar: Bar) -> None:
@@ -200,10 +205,10 @@ def screen() -> Screen:
 
 
 def progress(
-    description: str, total: float | None = None, *, beside_status: bool = False
+    description: str, total: float | None = None, *, has_step_line: bool = False
 ) -> contextlib.AbstractContextManager[Bar]:
     """Shows a progress bar: `with progress("generate", 128) as bar: ...; bar.advance()`."""
-    return screen().bar(description, total, beside_status=beside_status)
+    return screen().bar(description, total, has_step_line=has_step_line)
 
 
 def silent_bar(description: str) -> Bar:

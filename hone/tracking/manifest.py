@@ -26,19 +26,19 @@ Entry = tuple[int, int]
 """Size and checksum of a file."""
 
 
-class NotShared(FileNotFoundError):
+class FolderNotShared(FileNotFoundError):
     """The processes of a run do not see the same files in its folder."""
 
 
-def seal_shards(folder: Path, rank: int) -> None:
-    """Writes size and checksum of the shards of one rank, for the manifest that `seal` writes."""
+def write_shard_checksums(folder: Path, rank: int) -> None:
+    """Writes size and checksum of the shards of one rank, for the manifest that `write_manifest` writes."""
     shards = [p for p in folder.glob(f"__{rank}_*") if _SHARD.fullmatch(p.name)]
     if shards:
         entries = {p.name: _entry(p) for p in sorted(shards)}
         atomic_write_text(folder / f"{_RANK_PREFIX}{rank}.json", json.dumps(entries))
 
 
-def seal(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Writes the manifest of all files in the folder."""
     shard_entries: dict[Path, Entry] = {}
     for file in folder.rglob(f"{_RANK_PREFIX}*.json"):
@@ -49,7 +49,7 @@ def seal(folder: Path) -> None:
     require_files(folder, shard_entries)
     for file, (size, _) in shard_entries.items():
         if (current_size := file.stat().st_size) != size:
-            raise NotShared(
+            raise FolderNotShared(
                 f"{_described(str(file.relative_to(folder)))} was written with {size:,} bytes and "
                 f"has {current_size:,} in {folder} here; every node must see the same folder"
             )
@@ -60,7 +60,7 @@ def seal(folder: Path) -> None:
 def require_files(folder: Path, written: Iterable[Path]) -> None:
     """Raises unless this process sees all of the files that ranks have written to a checkpoint."""
     if missing := sorted(file for file in written if not file.is_file()):
-        raise NotShared(
+        raise FolderNotShared(
             f"{_described(str(missing[0].relative_to(folder)))} was written and is not visible in "
             f"{folder} from this process; every node must see the same folder"
         )
@@ -82,7 +82,7 @@ def checkpoint_of(folder: Path) -> Path | None:
     return next((p for p in (folder, *folder.parents[:2]) if _STEP.fullmatch(p.name)), None)
 
 
-def damage(folder: Path, within: Path | None = None) -> str | None:
+def find_damage(folder: Path, within: Path | None = None) -> str | None:
     """Returns a description of damage, or None; `within` limits the check to a subfolder."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from hone.tracking.contract import flatten
 from hone.tracking.metrics_file import STEP, MetricsFile, metrics_at
 from hone.tracking.report_samples import Sample, StepFiles, best_and_worst, read_samples
 from hone.tracking.run_folder import RunFolder, step_files
-from hone.types import Row
+from hone.types import Fields, Row
 
 PROMPTS_SHOWN = 6
 VALIDATIONS_SHOWN = 12
@@ -65,7 +65,7 @@ class RunData:
     metrics: RunMetrics
     config: dict[str, str] = field(default_factory=dict)
     """Dotted key -> value as JSON text."""
-    origins: Row | None = None
+    origins: Fields | None = None
     """Dotted key -> where it was set; other keys have their default. None if not recorded."""
     validation: dict[str, list[Sample]] = field(default_factory=dict)
     """Prompt -> its response at each validation, oldest first."""
@@ -110,13 +110,13 @@ def _alarms(metrics: RunMetrics) -> list[str]:
     return notes
 
 
-def _flat(config: Row) -> Row:
+def _flat(config: Fields) -> Fields:
     return {key: json.dumps(value, default=str) for key, value in flatten(config)}
 
 
 def _read_keys(
-    file: Path, read: Callable[[], Row], convert: Callable[[Row], Row], notes: list[str]
-) -> Row | None:
+    file: Path, read: Callable[[], Fields], convert: Callable[[Fields], Fields], notes: list[str]
+) -> Fields | None:
     """Returns the keys of a file, or None if it is missing or (with a note) unreadable."""
     import yaml
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from hone.tracking.atomic import atomic_write_bytes, atomic_write_text, remove_leftovers
 from hone.tracking.contract import RunInfo
 from hone.tracking.metrics_file import MetricsFile
-from hone.types import Row, Settings
+from hone.types import Fields, Settings
 
 
 def get_checkpoint_tracker_filename(root_path: str) -> str:
@@ -76,7 +76,7 @@ class RunFolder:
         if origins is not None:
             atomic_write_text(self.origins_file, json.dumps(dict(origins), indent=1))
 
-    def read_config(self) -> Row:
+    def read_config(self) -> Fields:
         """Returns the resolved config; empty if none was written."""
         import yaml
 
@@ -84,7 +84,7 @@ class RunFolder:
             return {}
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
-    def earlier_config(self) -> Row:
+    def earlier_config(self) -> Fields:
         """Returns the resolved config; empty if it cannot be read."""
         import yaml
 

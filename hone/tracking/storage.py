@@ -42,7 +42,7 @@ def storage_failure(error: BaseException | None) -> int | None:
 
 
 @contextmanager
-def naming(file: Path) -> Iterator[None]:
+def add_file_name_to_errors(file: Path) -> Iterator[None]:
     """Adds the file name to the error of a failed write if the library omitted it."""
     try:
         yield
@@ -62,7 +62,7 @@ def remedy(number: int) -> str:
     return _FAILURES[number][1]
 
 
-def storage_sentence(error: BaseException) -> str | None:
+def storage_error_message(error: BaseException) -> str | None:
     """Returns the message for a failed write; None if storage is not the cause."""
     number = storage_failure(error)
     if number is None:

@@ -10,13 +10,29 @@ from hone.config.errors import did_you_mean, nearest
 from hone.data.prepare import ALIASES, RECIPES, prepare
 from hone.data.rows import DataError
 
-SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-MATHS = (
+SEARCH_BENCHMARKS = (
+    "nq",
+    "triviaqa",
+    "popqa",
+    "hotpotqa",
+    "2wikimultihopqa",
+    "musique",
+    "bamboogle",
+)
+MATH_BENCHMARKS = (
     *("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva_math"),
     *("svamp", "asdiv", "mawps"),
 )
-NAMES = ("gsm8k", *MATHS, "humaneval", "mbpp", "countdown", "multiply", *SEARCH)
-RAW = ("countdown", "multiply")
+BENCHMARKS = (
+    "gsm8k",
+    *MATH_BENCHMARKS,
+    "humaneval",
+    "mbpp",
+    "countdown",
+    "multiply",
+    *SEARCH_BENCHMARKS,
+)
+RAW_PROMPT_BENCHMARKS = ("countdown", "multiply")
 """Benchmarks whose prompts are raw text, without a chat template."""
 ALTERNATIVE_NAMES = {"minerva": "minerva_math", "2wiki": "2wikimultihopqa"}
 GENERATION_BLOCKS = ("trainer", "data", "model", "rollout", "actor", "ray_kwargs")
@@ -31,9 +47,9 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
     rows belong to this benchmark.
     """
     benchmark = ALTERNATIVE_NAMES.get(name, ALIASES.get(name, name))
-    if benchmark not in NAMES:
-        hint = did_you_mean(nearest(name, NAMES))
-        raise DataError(f"there is no benchmark {name!r}.{hint} Known: {', '.join(NAMES)}")
+    if benchmark not in BENCHMARKS:
+        hint = did_you_mean(nearest(name, BENCHMARKS))
+        raise DataError(f"there is no benchmark {name!r}.{hint} Known: {', '.join(BENCHMARKS)}")
     if not folder.is_dir():
         raise DataError(f"the data folder {folder} does not exist; name it with --data")
     mismatch = ""

@@ -17,35 +17,35 @@ from pathlib import Path
 from traceback import format_exception
 
 from hone.config import Composed, compose
-from hone.config.apply import Further
+from hone.config.apply import ExtraChecks
 from hone.config.block import Block
 from hone.config.convert import show_value
 from hone.config.errors import ConfigError, nearest
 from hone.config.generation import GenerationConfig
-from hone.config.keys import get, keys_meant, leaves
+from hone.config.keys import get, leaves, suggested_keys
 from hone.config.sources import Setting
 from hone.config.trees import TREES
 from hone.data.files import is_non_local
 from hone.tracking import RunFolder
 from hone.tracking.lock import FolderLock, lock_folder
-from hone.tracking.storage import storage_sentence
+from hone.tracking.storage import storage_error_message
 from hone.trainer.interrupt import (
-    NAMES,
+    SIGNAL_NAMES,
     Interrupted,
     Terminated,
-    exit_code,
     exit_on_signal,
     set_stop_message,
+    signal_exit_code,
     stop_message,
 )
 from hone.trainer.ranks import Ranks, die_with_launcher, launch, must_launch
 from hone.types import Settings
 
-EXIT_CODE = 2
-STARTING_VALUES = "hone train"
+USER_ERROR_EXIT_CODE = 2
+STARTING_VALUES_ORIGIN = "hone train"
 """The origin label of values from starting_values.py."""
 ERROR_LOG = "error.log"
-_latest: list[Composed] = []
+_last_composed: Composed | None = None
 """The last configuration of this process, used to name the key that caused an error."""
 
 _USER_ERRORS = {
@@ -55,8 +55,8 @@ _USER_ERRORS = {
     "hone.data.chat_template": "BrokenTemplate",
     "hone.data.prompts": "PromptError",
     "hone.data.rows": "DataError",
-    "hone.engine.checkpoint": "AnotherBase CheckpointMissing",
-    "hone.engine.saved_state": "ForeignState",
+    "hone.engine.checkpoint": "BaseModelMismatch CheckpointMissing",
+    "hone.engine.saved_state": "UnsafeCheckpoint",
     "hone.models.families": "UnsupportedModel",
     "hone.models.fetch": "FetchError",
     "hone.models.load": "ModelNotFound",
@@ -70,7 +70,7 @@ _USER_ERRORS = {
     "hone.sandbox.result": "SandboxError",
     "hone.tracking.contract": "TrackerError",
     "hone.tracking.lock": "FolderLocked",
-    "hone.tracking.manifest": "NotShared",
+    "hone.tracking.manifest": "FolderNotShared",
     "hone.trainer.evaluation": "EvaluationError",
     "hone.trainer.export": "ExportError",
     "hone.trainer.job_files": "GenerationError",
@@ -81,31 +81,34 @@ _USER_ERRORS = {
     "hone.trainer.ppo.preflight": "PreflightError",
     "hone.trainer.ranks": "LaunchError",
 }
-"""Errors whose message is enough for the user, by module; an error's module has been imported."""
+"""Errors whose message is enough for the user, by module.
+
+These are names, not classes, to avoid imports: an error can only come from a module that is imported.
+"""
 
 
 def compose_arguments(
     arguments: Sequence[str],
     *,
-    tree: str,
+    schema: str,
     program: str,
-    starting: Callable[[Settings], list[Setting]] | None = None,
-    further: Further | None = None,
+    starting_values: Callable[[Settings], list[Setting]] | None = None,
+    extra_checks: ExtraChecks | None = None,
 ) -> Composed:
     """Compose the configuration of a command line, with the origin of each value.
 
-    `tree` names the schema, also of a user's YAML without a defaults list. `starting` returns values for keys
-    that the command line does not set, unless it names a YAML. `further` are additional checks.
+    `schema` is the name of the schema; a user's YAML without a defaults list uses it too. `starting_values`
+    returns values for keys that are not set; it is not called if --config-name selects another YAML.
     """
-    options = _parse(arguments, tree, program)
+    options = _parse(arguments, schema, program)
     composed = compose(
         options.overrides,
-        config_name=options.config_name or tree,
+        config_name=options.config_name or schema,
         config_path=options.config_path,
         config_dir=options.config_dir,
-        schema=tree,
-        starting=starting if options.config_name in (None, "", tree) else None,
-        further=further,
+        schema=schema,
+        starting_values=starting_values if options.config_name in (None, "", schema) else None,
+        extra_checks=extra_checks,
     )
     if options.cfg or options.info:
         from hone.config.commands import as_yaml, with_origins
@@ -114,21 +117,22 @@ def compose_arguments(
         text = as_yaml(composed, package) if options.cfg else with_origins(composed, only_set=True)
         sys.stdout.write(text)
         raise SystemExit(0)
-    _latest[:] = [composed]
+    global _last_composed
+    _last_composed = composed
     set_stop_message(lambda: _describe_saved(composed.config))
     return composed
 
 
-def _parse(arguments: Sequence[str], tree: str, program: str) -> argparse.Namespace:
+def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Namespace:
     """Parse the command line; options of Hydra have Hydra's names."""
     parser = argparse.ArgumentParser(
         prog=program,
         allow_abbrev=False,
-        description=f"Overrides are key=value; `hone config show --tree {tree}` lists the keys.",
+        description=f"Overrides are key=value; `hone config show --tree {schema}` lists the keys.",
     )
     parser.add_argument("--config-path", "-cp", help="folder of your own YAML files")
     parser.add_argument("--config-dir", "-cd", help="another such folder")
-    parser.add_argument("--config-name", "-cn", help=f"which YAML to start from ({tree})")
+    parser.add_argument("--config-name", "-cn", help=f"which YAML to start from ({schema})")
     parser.add_argument("--multirun", "-m", action="store_true", help="run key=a,b once per value")
     parser.add_argument("--run", "-r", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"), help="print the config")
@@ -140,20 +144,20 @@ def _parse(arguments: Sequence[str], tree: str, program: str) -> argparse.Namesp
     for text in arguments:
         option, _, value = text.partition("=")
         if text.startswith("--") and option not in parser._option_string_actions:
-            raise ConfigError(_unknown_option(option, value or "VALUE", tree))
+            raise ConfigError(_unknown_option(option, value or "VALUE", schema))
     return parser.parse_intermixed_args(arguments)
 
 
-def _unknown_option(option: str, value: str, tree: str) -> str:
+def _unknown_option(option: str, value: str, schema: str) -> str:
     """Return the error message for an option that does not exist, with the keys that it may mean."""
-    name, root = option.lstrip("-").replace("-", "_"), TREES[tree].root
+    name, root = option.lstrip("-").replace("-", "_"), TREES[schema].root
     keys = list(leaves(root))
     near = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
-    matches = [name] if name in keys else keys_meant(root, name) or [key for key in near if key]
+    matches = [name] if name in keys else suggested_keys(root, name) or [key for key in near if key]
     advice = ", as in " * bool(matches) + " or ".join(f"{key}={value}" for key in matches)
     return (
         f"there is no option {option}; settings are key=value{advice} "
-        f"(`hone config show --tree {tree}` lists them)"
+        f"(`hone config show --tree {schema}` lists them)"
     )
 
 
@@ -161,13 +165,13 @@ def _describe_saved(config: Block) -> str:
     """Return a sentence that says what is saved so far, and whether the same command resumes from it."""
     if isinstance(config, GenerationConfig):
         return "responses that had ended are kept, and the same command goes on with the others"
-    run = config.get("trainer")
-    if not hasattr(run, "default_local_dir"):
+    trainer = config.get("trainer")
+    if not hasattr(trainer, "default_local_dir"):
         return "nothing was written"
-    saved = RunFolder(Path(run.default_local_dir).expanduser()).checkpoints()
+    saved = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()
     if not saved:
         return "nothing is saved yet, and the same command starts anew"
-    resumes = "the same command" if run.resume_mode == "auto" else "trainer.resume_mode=auto"
+    resumes = "the same command" if trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
     return f"{saved[-1][1]} is saved, and {resumes} goes on from there"
 
 
@@ -178,11 +182,11 @@ def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], l
     return find_problems_and_notes(config, origins)
 
 
-def announce(composed: Composed) -> None:
+def print_starting_values_and_notes(composed: Composed) -> None:
     """Print the starting values, and the given keys without effect."""
     from hone.tracking.console import screen
 
-    keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES]
+    keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES_ORIGIN]
     settings = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
     if settings:
         half = (len(settings) + 1) // 2
@@ -251,7 +255,7 @@ def run_ranks(
     """Call `run` if this process is a rank; else launch the configured ranks."""
     trainer = composed.config.trainer
     if Ranks.from_env().is_first:
-        announce(composed)
+        print_starting_values_and_notes(composed)
     if trainer.controller == "ray":
         raise ConfigError(
             f"trainer.controller=ray: the ranks of {module} are plain processes; leave it at auto, "
@@ -263,16 +267,17 @@ def run_ranks(
         run()
 
 
-def run_module(main: Callable[[Sequence[str]], int | None], tree: str, module: str) -> int:
+def run_module(main: Callable[[Sequence[str]], int | None], schema: str, module: str) -> int:
     """Run `python -m module …`, once or as a sweep (`-m`)."""
-    from hone.trainer.sweep import start
+    from hone.trainer.sweep import run_or_sweep
 
-    return finish(lambda: start(main, sys.argv[1:], tree, ["-m", module]))
+    return run_program(lambda: run_or_sweep(main, sys.argv[1:], schema, ["-m", module]))
 
 
-def finish(program: Callable[[], int | None]) -> int:
+def run_program(program: Callable[[], int | None]) -> int:
     """Run a program and return its exit code; print a user error in one sentence."""
-    _latest.clear()
+    global _last_composed
+    _last_composed = None
     die_with_launcher()
     try:
         with exit_on_signal():
@@ -280,12 +285,12 @@ def finish(program: Callable[[], int | None]) -> int:
     except Interrupted as stopped:
         number = signal.Signals(int(stopped.code or 0) - 128)
         if Ranks.from_env().is_first:
-            sys.stderr.write(stop_message(f"stopped by {NAMES[number]}"))
-        return exit_code(number)
+            sys.stderr.write(stop_message(f"stopped by {SIGNAL_NAMES[number]}"))
+        return signal_exit_code(number)
     except (KeyboardInterrupt, Terminated) as stopped:
         number = signal.SIGINT if isinstance(stopped, KeyboardInterrupt) else signal.SIGTERM
-        sys.stderr.write(stop_message(f"stopped at once by {NAMES[number]}"))
-        return exit_code(number)
+        sys.stderr.write(stop_message(f"stopped at once by {SIGNAL_NAMES[number]}"))
+        return signal_exit_code(number)
     except Exception as error:
         message = user_error_message(error)
         if message is None:
@@ -293,14 +298,15 @@ def finish(program: Callable[[], int | None]) -> int:
         sys.stderr.write(f"{type(error).__name__}: {message}\n")
         if (log := write_traceback(error)) is not None:
             sys.stderr.write(f"the traceback is in {log}\n")
-        return EXIT_CODE
+        return USER_ERROR_EXIT_CODE
 
 
 def write_traceback(error: BaseException, folder: Path | None = None) -> Path | None:
     """Append an error to the log of a run folder, by default that of the last configuration."""
     if folder is None:
-        run = getattr(_latest[0].config, "trainer", None) if _latest else None
-        folder = Path(getattr(run, "default_local_dir", "") or "").expanduser()
+        config = None if _last_composed is None else _last_composed.config
+        trainer = getattr(config, "trainer", None)
+        folder = Path(getattr(trainer, "default_local_dir", "") or "").expanduser()
     if folder == Path() or not folder.is_dir() or getattr(error, "skips_error_log", False):
         return None
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n", *format_exception(error), "\n"]
@@ -316,7 +322,7 @@ def user_error_message(error: BaseException) -> str | None:
     """Return the message of a user error; None for any other error."""
     if isinstance(error, _user_error_classes()):
         return _with_key(str(error), getattr(error, "path", None))
-    if (message := storage_sentence(error)) is not None:
+    if (message := storage_error_message(error)) is not None:
         return message
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}"
@@ -329,12 +335,14 @@ def user_error_message(error: BaseException) -> str | None:
 
 def _with_key(message: str, path: str | None) -> str:
     """Add the key that was set to `path` to a message about that path."""
-    for composed in _latest if path else ():
-        root: type = type(composed.config)
-        paths = [key for key in leaves(root) if key.endswith("path")]
-        for key in sorted(paths, key=lambda key: key not in composed.origins):
-            if get(composed.config, key) == path:
-                return f"{key}={path}: {message}"
+    composed = _last_composed
+    if composed is None or not path:
+        return message
+    root: type = type(composed.config)
+    keys = [key for key in leaves(root) if key.endswith("path")]
+    for key in sorted(keys, key=lambda key: key not in composed.origins):
+        if get(composed.config, key) == path:
+            return f"{key}={path}: {message}"
     return message
 
 

@@ -67,17 +67,20 @@ def examine(*, self_test: bool = True) -> Iterator[Finding]:
 
 
 def report(
-    say: Callable[[str], None], findings: Iterable[Finding] | None = None, *, self_test: bool = True
+    print_line: Callable[[str], None],
+    findings: Iterable[Finding] | None = None,
+    *,
+    self_test: bool = True,
 ) -> int:
     """Print every finding; return 1 if anything is broken, else 0."""
     broken, section = 0, None
     for finding in findings or examine(self_test=self_test):
         if finding.section != section:
             section = finding.section
-            say(f"{section}:")
+            print_line(f"{section}:")
         broken += finding.state is State.BROKEN
-        say(f"  {finding.state.value} {finding.name:<14} {finding.detail}")
-    say("everything needed is here" if not broken else f"{broken} of these need attention")
+        print_line(f"  {finding.state.value} {finding.name:<14} {finding.detail}")
+    print_line("everything needed is here" if not broken else f"{broken} of these need attention")
     return 1 if broken else 0
 
 

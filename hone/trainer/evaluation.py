@@ -15,7 +15,7 @@ import numpy as np
 
 from hone.config.generation import EvaluationConfig, EvaluationMetricsConfig
 from hone.cores import usable_cores
-from hone.data.rows import BadRows, DataError, as_table, read_rows
+from hone.data.rows import BadRowPolicy, DataError, as_table, read_rows
 from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
@@ -26,7 +26,7 @@ from hone.rewards.outcome import Response, vote_of
 from hone.rewards.scores.latex import boxed_answer
 from hone.rewards.transcript import of_policy
 from hone.tracking import progress
-from hone.types import Function, Row
+from hone.types import Fields, Function, Row
 
 ALL = "all"
 """The name of the total over several data sources."""
@@ -82,9 +82,9 @@ class Evaluation:
     first_failures: dict[str, str] = field(default_factory=dict)
     """The first message per reason why responses could not be scored."""
 
-    def as_dict(self) -> Row:
+    def as_dict(self) -> Fields:
         """Return plain values; `test_score/<source>` is verl's name for the mean."""
-        plain: Row = {
+        plain: Fields = {
             f"test_score/{name}": result.metrics["mean"].value
             for name, result in self.sources.items()
             if not result.is_total
@@ -106,7 +106,7 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
 
     `compute_score` runs in this process with a soft deadline; other scorers run in processes.
     """
-    store = read_rows(config.data.path, BadRows("raise", skip_key=None), "data.path")
+    store = read_rows(config.data.path, BadRowPolicy("raise", skip_key=None), "data.path")
     rows = list(store.scan())
     if config.output.scores_path:  # raises for columns that parquet cannot store
         as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])
@@ -169,7 +169,7 @@ def _score_responses(
     manager: PrimeRewardManager | NaiveRewardManager
     policy = FailurePolicy("score", 0.0, config.timeout_s)
     if in_processes:
-        options: Row = {"memory_limit_mb": config.sandbox_fusion.memory_limit_mb}
+        options: Fields = {"memory_limit_mb": config.sandbox_fusion.memory_limit_mb}
         if config.sandbox_fusion.url:
             options["sandbox_fusion_url"] = config.sandbox_fusion.url
         options = options if scorer is default_compute_score else {}

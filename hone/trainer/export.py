@@ -35,7 +35,7 @@ from hone.models.policy import PolicyModel
 from hone.models.writing import whole_folder
 from hone.tracking import RunFolder
 from hone.tracking.console import screen
-from hone.tracking.manifest import checkpoint_of, damage
+from hone.tracking.manifest import checkpoint_of, find_damage
 from hone.trainer.model_card import write_card
 from hone.trainer.ppo.checkpoint import newest_valid
 
@@ -135,7 +135,7 @@ def find_model_folder(folder: Path) -> Path:
             "from_pretrained class reads; export the actor beside it"
         )
     checkpoint = None if is_run else checkpoint_of(folder)
-    if checkpoint is not None and (problem := damage(checkpoint, folder)) is not None:
+    if checkpoint is not None and (problem := find_damage(checkpoint, folder)) is not None:
         raise ExportError(f"{checkpoint} is not a sound checkpoint: {problem}")
     return folder
 

@@ -27,7 +27,7 @@ from hone.config.rollout import SamplingConfig
 from hone.controller.threads import fix_threads
 from hone.data.loader import row_uid
 from hone.data.prompts import PromptError, render_prompt
-from hone.data.rows import BadRows, DataError, Row, as_table, read_rows
+from hone.data.rows import BadRowPolicy, DataError, as_table, read_rows
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids, load_causal_lm, resolve_model_path
@@ -50,6 +50,7 @@ from hone.trainer.interrupt import GracefulStop
 from hone.trainer.job_files import GenerationError, JobFiles
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.threads import resolve_threads
+from hone.types import Fields, Row
 from hone.workers.device import pick_device, pick_dtype
 
 if TYPE_CHECKING:
@@ -113,7 +114,9 @@ def max_positions(lm: PreTrainedModel) -> int | None:
     return positions
 
 
-def sampling_params(params: Row, n: int, *, seed: int, uid: str, max_tokens: int) -> list[Sampling]:
+def sampling_params(
+    params: Fields, n: int, *, seed: int, uid: str, max_tokens: int
+) -> list[Sampling]:
     """Return the sampling parameters of the `n` responses to a prompt."""
     seeds = (trajectory_seed(seed, uid, sample) for sample in range(n))
     return [Sampling.from_mapping(params, max_tokens=max_tokens, seed=s) for s in seeds]
@@ -165,7 +168,7 @@ class Generation:
             raise GenerationError(
                 f"data.output_path={data.output_path} must end in .parquet or .jsonl"
             )
-        self.rows = read_rows(data.path, BadRows("raise", skip_key=None), "data.path")
+        self.rows = read_rows(data.path, BadRowPolicy("raise", skip_key=None), "data.path")
         self.count = len(self.rows)
         if data.max_samples > 0:
             self.count = min(self.count, data.max_samples)

@@ -21,7 +21,7 @@ from hone.types import Function
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Process:
 _process = _Process()
 
 
-def exit_code(number: int) -> int:
+def signal_exit_code(number: int) -> int:
     """Return the code that a shell reports for a signal: 130 for Ctrl-C, 143 for SIGTERM."""
     return 128 + number
 
@@ -88,7 +88,7 @@ class Interrupted(SystemExit):
     """Raised after saving, when the user or the scheduler requested a stop."""
 
     def __init__(self, step: int, number: int = signal.SIGINT) -> None:
-        super().__init__(exit_code(number))
+        super().__init__(signal_exit_code(number))
         self.step = step
 
 
@@ -100,15 +100,15 @@ class GracefulStop:
     """While active, the first signal sets `requested`; the second stops the program at once."""
 
     def __init__(
-        self, finishing: str = "stopping after this step; everything will be saved"
+        self, stop_notice: str = "stopping after this step; everything will be saved"
     ) -> None:
-        self.number: int | None = None
-        self._finishing = finishing
+        self.signal_number: int | None = None
+        self._stop_notice = stop_notice
         self._stack = ExitStack()
 
     @property
     def requested(self) -> bool:
-        return self.number is not None
+        return self.signal_number is not None
 
     def __enter__(self) -> GracefulStop:
         self._stack.enter_context(signal_handler(self._handle))
@@ -119,27 +119,27 @@ class GracefulStop:
 
     def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Request a stop on every rank if any rank received a signal; every rank calls this."""
-        flags = (float(self.number == number) for number in SIGNALS)
+        flags = (float(self.signal_number == number) for number in SIGNALS)
         for number, ranks in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
             if ranks:
-                self.number = number
+                self.signal_number = number
 
     def raise_if_requested(self, step: int) -> None:
-        if self.number is not None:
-            raise Interrupted(step, self.number)
+        if self.signal_number is not None:
+            raise Interrupted(step, self.signal_number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = NAMES[signal.Signals(number)]
-        if self.number is None:
-            self.number = number
+        name = SIGNAL_NAMES[signal.Signals(number)]
+        if self.signal_number is None:
+            self.signal_number = number
             if not is_rank():
-                log.warning("%s (%s again stops at once)", self._finishing, name)
+                log.warning("%s (%s again stops at once)", self._stop_notice, name)
         elif not is_rank():
             if is_program():
                 # User code might catch an exception. Files are written atomically, so no clean-up is needed.
                 sys.stderr.write(stop_message(f"stopped at once by {name}"))
                 sys.stderr.flush()
-                os._exit(exit_code(number))
+                os._exit(signal_exit_code(number))
             _raise_exit(number)
 
 
@@ -170,4 +170,4 @@ def _raise_exit(number: int, restore_default: bool = True) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second signal exits without clean-up
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise Terminated(exit_code(number))
+    raise Terminated(signal_exit_code(number))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hone.data.rows import file_fingerprint, write_parquet
 from hone.tracking import atomic_path, atomic_write_text
-from hone.tracking.storage import naming
+from hone.tracking.storage import add_file_name_to_errors
 from hone.types import Row
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class JobFiles:
     def append(self, row: int, columns: Row) -> None:
         line = json.dumps({"row": row, "columns": columns}) + "\n"
         self.folder.mkdir(parents=True, exist_ok=True)
-        with naming(self._part), self._part.open("ab+") as stream:
+        with add_file_name_to_errors(self._part), self._part.open("ab+") as stream:
             if stream.seek(0, 2):
                 stream.seek(-1, 2)
                 if stream.read(1) != b"\n":  # left by a killed process

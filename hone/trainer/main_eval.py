@@ -16,8 +16,8 @@ from hone.config import load_config
 from hone.config.errors import ConfigError
 from hone.config.generation import EvaluationConfig
 from hone.trainer.command_line import (
-    announce,
     compose_arguments,
+    print_starting_values_and_notes,
     require_file,
     require_folder,
     require_keys,
@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.bench or options.model:
         run_benchmarks(options, overrides)
         return
-    composed = compose_arguments(overrides, tree="evaluation", program="hone eval")
+    composed = compose_arguments(overrides, schema="evaluation", program="hone eval")
     require_keys(composed, {"data.path": "the file of responses"})
-    announce(composed)
+    print_starting_values_and_notes(composed)
     run(composed.config)
 
 
 def _parser() -> argparse.ArgumentParser:
-    from hone.trainer.benchmarks import NAMES
+    from hone.trainer.benchmarks import BENCHMARKS
 
     parser = argparse.ArgumentParser(
         prog="hone eval",
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "rollout configure generation.",
         epilog="`hone config show --tree evaluation` lists the keys.",
     )
-    names = f"benchmark, may be repeated: {', '.join(NAMES)}"
+    names = f"benchmark, may be repeated: {', '.join(BENCHMARKS)}"
     parser.add_argument("--model", help="model folder or training checkpoint")
     parser.add_argument("--bench", action="append", default=[], metavar="NAME", help=names)
     parser.add_argument("--data", metavar="DIR", help="folder with the benchmarks' files")
@@ -92,7 +92,7 @@ def run(
 def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Generate and score each benchmark, and write the files to `--out`."""
     from hone.tracking.lock import lock_folder
-    from hone.trainer.benchmarks import RAW, benchmark_file, split_overrides
+    from hone.trainer.benchmarks import RAW_PROMPT_BENCHMARKS, benchmark_file, split_overrides
     from hone.trainer.main_generation import main as generate
     from hone.trainer.ranks import Ranks
 
@@ -112,7 +112,7 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
             file = benchmark_file(bench, Path(options.data).expanduser(), out / "data")
             responses = out / f"{bench}.parquet"
             defaults = ["data.n_samples=1", "rollout.do_sample=false", "data.overwrite=true"]
-            defaults += ["data.prompt_format=raw"] if bench in RAW else []
+            defaults += ["data.prompt_format=raw"] if bench in RAW_PROMPT_BENCHMARKS else []
             files = [f"data.path={file}", f"data.output_path={responses}"]
             generate([*defaults, *generation_overrides, *files, f"model.path={options.model}"])
             json_path, plot_path = (out / f"{bench}{suffix}" for suffix in (".json", ".png"))
@@ -131,11 +131,15 @@ def show(result: Evaluation, config: EvaluationConfig, title: str) -> None:
     for name, source in result.sources.items():
         heading = f"{title}: {name} ({source.rows} rows, {source.responses} responses)"
         table = Table("metric", "value", f"{config.metrics.confidence:.0%} interval", title=heading)
-        for metric, mean in source.metrics.items():
-            interval = NO_INTERVAL if mean.low is None else f"{mean.low:.4f} to {mean.high:.4f}"
-            table.add_row(metric, f"{mean.value:.4f}", interval)
-        screen().say(table)
-        if any(mean.low is None for mean in source.metrics.values()):
+        for metric, estimate in source.metrics.items():
+            interval = (
+                NO_INTERVAL
+                if estimate.low is None
+                else f"{estimate.low:.4f} to {estimate.high:.4f}"
+            )
+            table.add_row(metric, f"{estimate.value:.4f}", interval)
+        screen().print(table)
+        if any(estimate.low is None for estimate in source.metrics.values()):
             print_line(f"{NO_INTERVAL}: all rows have the same value, so there is no interval")
         for reason, count in source.failures.items():
             print_line(f"{name}: {count} responses could not be scored ({reason}); they count 0")
@@ -154,11 +158,19 @@ def draw(result: Evaluation, path: Path, title: str) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(result.sources), 1, squeeze=False)[:, 0]
     for panel, (name, source) in zip(panels, result.sources.items(), strict=True):
-        means = source.metrics.values()
-        values = [mean.value for mean in means]
-        below = [0.0 if mean.low is None else max(mean.value - mean.low, 0.0) for mean in means]
-        above = [0.0 if mean.high is None else max(mean.high - mean.value, 0.0) for mean in means]
-        panel.bar(list(source.metrics), values, yerr=[below, above], capsize=4, width=0.6)
+        estimates = source.metrics.values()
+        values = [estimate.value for estimate in estimates]
+        lower_errors = [
+            0.0 if estimate.low is None else max(estimate.value - estimate.low, 0.0)
+            for estimate in estimates
+        ]
+        upper_errors = [
+            0.0 if estimate.high is None else max(estimate.high - estimate.value, 0.0)
+            for estimate in estimates
+        ]
+        panel.bar(
+            list(source.metrics), values, yerr=[lower_errors, upper_errors], capsize=4, width=0.6
+        )
         panel.set_ylabel(name)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)

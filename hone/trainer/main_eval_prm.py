@@ -15,21 +15,21 @@ from pathlib import Path
 from hone.config import ConfigError, replace
 from hone.config.sft import PRMConfig
 from hone.trainer.command_line import compose_arguments, require_file, require_keys, run_module
-from hone.types import Row
+from hone.types import Fields
 
 MODULE = "hone.trainer.main_eval_prm"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, overrides = parser().parse_known_args(arguments)
-    composed = compose_arguments(overrides, tree="prm_trainer", program="hone eval-prm")
+    composed = compose_arguments(overrides, schema="prm_trainer", program="hone eval-prm")
     require_keys(composed, {"model.path": "the process reward model"})
     config: PRMConfig = composed.config
     if not (options.processbench or options.best_of_n or config.data.val_files):
         raise ConfigError(
             "nothing to evaluate on; give --processbench FILE, --best-of-n FILE or data.val_files=FILE"
         )
-    refuse_ranks(config.world_size, "hone eval-prm")
+    check_single_rank(config.world_size, "hone eval-prm")
     if options.out:
         require_file(options.out, "--out")
     paths = {"model": config.model.path}
@@ -65,13 +65,13 @@ def parser() -> argparse.ArgumentParser:
     return commands
 
 
-def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> Row:
+def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> Fields:
     """Return every requested result of one model."""
     from hone.data.steps import typed_text
     from hone.trainer.prm_evaluation import StepScorer, best_of_n, labelled_steps, process_bench
 
     scorer = StepScorer(config)
-    results: Row = {"path": config.model.path}
+    results: Fields = {"path": config.model.path}
     if options.processbench:
         results["processbench"] = process_bench(scorer, options.processbench)
     if options.best_of_n:
@@ -82,7 +82,7 @@ def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> Row:
     return results
 
 
-def refuse_ranks(world_size: int, program: str) -> None:
+def check_single_rank(world_size: int, program: str) -> None:
     """Raise an error if several ranks are configured or running."""
     from hone.trainer.ranks import Ranks
 
@@ -92,14 +92,14 @@ def refuse_ranks(world_size: int, program: str) -> None:
         )
 
 
-def write_json(results: Row, out: str | None) -> None:
+def write_json(results: Fields, out: str | None) -> None:
     if out:
         from hone.tracking import atomic_write_text
 
         atomic_write_text(Path(out).expanduser(), json.dumps(results, indent=1) + "\n")
 
 
-def show(results: Row) -> None:
+def show(results: Fields) -> None:
     """Print one table over all models."""
     from rich.table import Table
 
@@ -110,10 +110,10 @@ def show(results: Row) -> None:
     for metric in dict.fromkeys(key for values in rows.values() for key in values):
         cells = (values.get(metric) for values in rows.values())
         table.add_row(metric, *("–" if x is None else f"{x:.4g}" for x in cells))
-    screen().say(table)
+    screen().print(table)
 
 
-def _numbers(result: Row, prefix: str = "") -> Iterator[tuple[str, float | None]]:
+def _numbers(result: Fields, prefix: str = "") -> Iterator[tuple[str, float | None]]:
     """Yield the numbers of a result by dotted name; an estimate is its value."""
     for key, value in result.items():
         if isinstance(value, dict):

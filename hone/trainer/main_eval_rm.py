@@ -22,19 +22,19 @@ from hone.trainer.command_line import (
     require_keys,
     run_module,
 )
-from hone.trainer.main_eval_prm import refuse_ranks, show, write_json
-from hone.types import Row
+from hone.trainer.main_eval_prm import check_single_rank, show, write_json
+from hone.types import Fields, Row
 
 MODULE = "hone.trainer.main_eval_rm"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, overrides = parser().parse_known_args(arguments)
-    composed = compose_arguments(overrides, tree="rm_trainer", program="hone eval-rm")
+    composed = compose_arguments(overrides, schema="rm_trainer", program="hone eval-rm")
     files = "data.train_files" if options.folds else "data.val_files"
     require_keys(composed, {"model.path": "the reward model", files: "the files of pairs"})
     config: RMConfig = composed.config
-    refuse_ranks(config.world_size, "hone eval-rm")
+    check_single_rank(config.world_size, "hone eval-rm")
     if options.out:
         require_file(options.out, "--out")
     if options.folds == 1 or options.folds < 0:
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     return commands
 
 
-def evaluate_model(config: RMConfig) -> Row:
+def evaluate_model(config: RMConfig) -> Fields:
     """Return the accuracy of a model over all pairs of data.val_files."""
     from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
@@ -88,7 +88,7 @@ def evaluate_model(config: RMConfig) -> Row:
     return _result(round(metrics["accuracy"] * len(rows)), len(rows), dict(rows.bad_rows.counts))
 
 
-def cross_validate(config: RMConfig, folds: int) -> Row:
+def cross_validate(config: RMConfig, folds: int) -> Fields:
     """Test each fold after training on the others; pairs with the same prompt are in the same fold."""
     from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
@@ -99,8 +99,8 @@ def cross_validate(config: RMConfig, folds: int) -> Row:
     out = Path(config.trainer.default_local_dir).expanduser()
     require_folder(str(out), "trainer.default_local_dir")
     rows = PairDataset(config.data.train_files, build_tokenizer(config.model), config.data)
-    clean = [rows.store[position] for position in rows.positions]
-    openings = [rows.pair(row).opening for row in clean]
+    good_rows = [rows.store[position] for position in rows.positions]
+    openings = [rows.pair(row).opening for row in good_rows]
     groups = list(dict.fromkeys(openings))
     if len(groups) < folds:
         raise ConfigError(f"--folds {folds}: the pairs have only {len(groups)} different prompts")
@@ -109,10 +109,13 @@ def cross_validate(config: RMConfig, folds: int) -> Row:
     results, hits = [], 0
     for fold in range(folds):
         parts: dict[str, list[Row]] = {"train": [], "test": []}
-        for row, opening in zip(clean, openings, strict=True):
+        for row, opening in zip(good_rows, openings, strict=True):
             parts["test" if fold_of[opening] == fold else "train"].append(row)
         folder = out / f"fold_{fold}"
-        changes: Row = {"trainer.default_local_dir": str(folder), "trainer.default_hdfs_dir": None}
+        changes: Fields = {
+            "trainer.default_local_dir": str(folder),
+            "trainer.default_hdfs_dir": None,
+        }
         for part, key in (("train", "data.train_files"), ("test", "data.val_files")):
             changes[key] = (str(_write_jsonl(folder / f"{part}.jsonl", parts[part])),)
         fold_config = config
@@ -122,9 +125,9 @@ def cross_validate(config: RMConfig, folds: int) -> Row:
         run.fit()
         assert run.val_rows is not None
         metrics = run.trainer.validate(run.val_rows, config.data.train_batch_size)
-        right = round(metrics["accuracy"] * len(run.val_rows))
-        results.append(_result(right, len(run.val_rows), {}) | {"loss": metrics["loss"]})
-        hits += right
+        correct = round(metrics["accuracy"] * len(run.val_rows))
+        results.append(_result(correct, len(run.val_rows), {}) | {"loss": metrics["loss"]})
+        hits += correct
     pooled = _result(hits, sum(result["pairs"] for result in results), dict(rows.bad_rows.counts))
     return pooled | {"folds": {str(i): result for i, result in enumerate(results)}}
 
@@ -137,14 +140,14 @@ def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
     return path
 
 
-def _result(right: int, pairs: int, left_out: dict[str, int]) -> Row:
+def _result(correct: int, pairs: int, left_out: dict[str, int]) -> Fields:
     """Return the accuracy and its interval; `left_out` counts the bad rows by reason."""
     from hone.trainer.step_scores import wilson
 
-    share = wilson(right, pairs)
+    share = wilson(correct, pairs)
     return {
         "pairs": pairs,
-        "right": right,
+        "right": correct,
         "accuracy": share.value,
         "low": share.low,
         "high": share.high,

@@ -29,7 +29,7 @@ REQUIRED_KEYS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = _expand_search(list(sys.argv[1:] if arguments is None else arguments))
-    composed = compose_arguments(arguments, tree="generation", program="hone generate")
+    composed = compose_arguments(arguments, schema="generation", program="hone generate")
     require_keys(composed, REQUIRED_KEYS)
     run_ranks(composed, arguments, _MODULE, lambda: run(composed.config))
 

@@ -30,7 +30,7 @@ B = TypeVar("B", bound=Block)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    composed = compose_arguments(arguments, tree="ppo_trainer", program="main_generation_server")
+    composed = compose_arguments(arguments, schema="ppo_trainer", program="main_generation_server")
     require_keys(composed, REQUIRED_KEYS)
     config = generation_config(composed.config)
     notes = tuple(note for note in composed.notes if not note.startswith("data.output_path="))

@@ -9,10 +9,10 @@ from contextlib import nullcontext
 from hone.config import PPOTrainerConfig
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import (
-    announce,
     compose_arguments,
     lock_run,
     plan_checks,
+    print_starting_values_and_notes,
     require_keys,
     run_module,
 )
@@ -26,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     composed = compose_arguments(
         [argument for argument in arguments if argument != DRY_RUN],
-        tree="ppo_trainer",
+        schema="ppo_trainer",
         program="main_ppo",
-        further=plan_checks,
+        extra_checks=plan_checks,
     )
-    announce(composed)
+    print_starting_values_and_notes(composed)
     run(composed.config, composed.origins, dry_run=DRY_RUN in arguments)
 
 
@@ -41,13 +41,13 @@ def train(arguments: Sequence[str]) -> None:
 
         composed = compose_arguments(
             [argument for argument in arguments if argument != DRY_RUN],
-            tree="ppo_trainer",
+            schema="ppo_trainer",
             program="hone train",
-            starting=starting_values,
-            further=plan_checks,
+            starting_values=starting_values,
+            extra_checks=plan_checks,
         )
     require_keys(composed, REQUIRED_KEYS)
-    announce(composed)
+    print_starting_values_and_notes(composed)
     run(composed.config, composed.origins, dry_run=DRY_RUN in arguments)
 
 

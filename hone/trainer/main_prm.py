@@ -15,7 +15,7 @@ from hone.config import ConfigError, replace
 from hone.config.sft import PRMConfig, SupervisedConfig
 from hone.trainer.command_line import compose_arguments, require_keys, run_module, run_ranks
 from hone.trainer.main_sft import run_stages
-from hone.types import Row
+from hone.types import Fields
 
 if TYPE_CHECKING:
     from hone.trainer.sft.tasks import Task
@@ -26,7 +26,7 @@ HEAD_FOLDER = "head"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    composed = compose_arguments(arguments, tree="prm_trainer", program="hone train-prm")
+    composed = compose_arguments(arguments, schema="prm_trainer", program="hone train-prm")
     require_keys(composed, {"data.train_files": "the files of labelled steps"})
     run_ranks(composed, arguments, MODULE, lambda: run(composed.config, composed.origins))
 
@@ -54,7 +54,7 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
             "checkpoint.save_contents needs hf_model: the second stage and RL start from the export"
         )
     folder = Path(trainer.default_local_dir) / HEAD_FOLDER
-    changes: Row = {
+    changes: Fields = {
         "optim.lr": head.lr,
         "trainer.total_epochs": head.total_epochs,
         "trainer.total_training_steps": head.total_training_steps,

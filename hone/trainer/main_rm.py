@@ -18,7 +18,7 @@ MODULE = "hone.trainer.main_rm"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    composed = compose_arguments(arguments, tree="rm_trainer", program="hone train-rm")
+    composed = compose_arguments(arguments, schema="rm_trainer", program="hone train-rm")
     require_keys(composed, {"data.train_files": "the files of pairs"})
     run_ranks(composed, arguments, MODULE, lambda: run(composed.config, composed.origins))
 

@@ -24,7 +24,7 @@ MODULE = "hone.trainer.main_sft"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    composed = compose_arguments(arguments, tree="sft_trainer", program="hone sft")
+    composed = compose_arguments(arguments, schema="sft_trainer", program="hone sft")
     run_ranks(composed, arguments, MODULE, lambda: run(composed.config, composed.origins))
 
 
@@ -37,14 +37,14 @@ def run_stages(
     stages: Sequence[tuple[SupervisedConfig, Task | None]], origins: Mapping[str, str] | None = None
 ) -> None:
     """Train the stages one after the other, as one rank; a finished stage is not repeated."""
-    from hone.trainer.sft.order import data_parallel_slots, refuse_uneven
+    from hone.trainer.sft.order import check_divisible, data_parallel_slots
 
     ranks = Ranks.from_env()
     try:
         for config, task in stages:
             if ":" not in config.engine.strategy:  # the mesh of a custom engine is not known yet
                 slots = data_parallel_slots(config, ranks.world_size)
-                refuse_uneven(config.data.train_batch_size, slots)
+                check_divisible(config.data.train_batch_size, slots)
             folder = config.trainer.default_local_dir
             require_folder(folder, "trainer.default_local_dir")
             require_store(config.trainer.default_hdfs_dir)

@@ -14,14 +14,14 @@ from hone.config.convert import show_value
 from hone.tracking import RunFolder
 from hone.tracking.curve import draw_curve
 from hone.tracking.metrics_file import series
-from hone.types import JsonValue, Row
+from hone.types import Fields, JsonValue, Row
 
 CARD, CURVES = "README.md", "curves.png"
-_CURVES = (
+_CURVE_METRICS = (
     *("critic/score/mean", "response_length/mean", "actor/entropy", "actor/ppo_kl"),
     *("train/loss", "val/loss"),
 )
-_RESULTS = re.compile(r"val-core/.*|val/loss|critic/score/mean|train/loss")
+_RESULT_METRICS = re.compile(r"val-core/.*|val/loss|critic/score/mean|train/loss")
 _SECRET = re.compile(r"token|secret|passw|key_id|api_key|proxy|env_vars|^ray_kwargs", re.IGNORECASE)
 
 
@@ -30,11 +30,11 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     run = next(
         (RunFolder(p) for p in checkpoint.parents[:3] if (p / "config.yaml").is_file()), None
     )
-    config: Row = run.earlier_config() if run is not None else {}
+    config: Fields = run.earlier_config() if run is not None else {}
     rows = [] if run is None or not run.metrics_file.is_file() else list(run.metrics.rows())
     step = re.search(r"global_step_(\d+)", str(checkpoint))
     rows = [row for row in rows if step is None or row["step"] <= int(step[1])]
-    curves = [key for key in _CURVES if len(series(rows, key)[0]) > 1]
+    curves = [key for key in _CURVE_METRICS if len(series(rows, key)[0]) > 1]
     curves += sorted({key for row in rows for key in row if key.startswith("val-core/")})[:2]
     if run is not None and curves:
         draw_curve(run.path, curves, folder / CURVES, "")
@@ -44,7 +44,7 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
 
 
 def _card_lines(
-    name: str, config: Row, origins: Mapping[str, str], rows: list[Row], has_curves: bool
+    name: str, config: Fields, origins: Mapping[str, str], rows: list[Row], has_curves: bool
 ) -> Iterator[str]:
     model = str(_get(config, "actor_rollout_ref.model.path") or _get(config, "model.path") or "")
     is_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
@@ -71,7 +71,7 @@ def _card_lines(
         yield "```"
     if has_curves:
         yield from ("", "## Curves", "", f"![metrics by step]({CURVES})")
-    metrics = sorted({key for row in rows for key in row if _RESULTS.fullmatch(key)})
+    metrics = sorted({key for row in rows for key in row if _RESULT_METRICS.fullmatch(key)})
     if metrics:
         yield from ("", "## Evaluation", "", "| metric | first | last |", "|---|---|---|")
     for key in metrics:
@@ -81,7 +81,7 @@ def _card_lines(
             yield f"| `{key}` | {' | '.join(cells)} |"
 
 
-def _get(config: Row, key: str) -> JsonValue:
+def _get(config: Fields, key: str) -> JsonValue:
     value: JsonValue = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None

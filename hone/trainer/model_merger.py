@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.config.errors import ConfigError
-from hone.trainer.command_line import finish
+from hone.trainer.command_line import run_program
 from hone.types import Settings
 
 if TYPE_CHECKING:
@@ -214,4 +214,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(finish(lambda: main()))
+    sys.exit(run_program(lambda: main()))

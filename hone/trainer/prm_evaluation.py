@@ -11,7 +11,7 @@ import numpy as np
 
 from hone.config import load_config
 from hone.config.sft import PRMConfig
-from hone.data.rows import BadRows, DataError, read_rows
+from hone.data.rows import BadRowPolicy, DataError, read_rows
 from hone.data.steps import Solution, StepDataset, step_mark
 from hone.models.from_config import build_tokenizer
 from hone.ops.at_n import sizes
@@ -21,9 +21,9 @@ from hone.trainer.evaluation import answer_of, evaluate, intervals
 from hone.trainer.ranks import Ranks
 from hone.trainer.sft.run import build_engine
 from hone.trainer.sft.tasks import StepTask
-from hone.types import Row
+from hone.types import Fields
 
-TUNED_ON = "gsm8k"
+TUNING_SUBSET = "gsm8k"
 """The subset on which the threshold is tuned, as in the paper; without it, the first file is used."""
 BATCH_ROWS = 256
 
@@ -77,7 +77,7 @@ class StepScorer:
         return [rows.solution(rows.store[position]) for position in rows.positions]
 
 
-def process_bench(scorer: StepScorer, files: Sequence[str]) -> Row:
+def process_bench(scorer: StepScorer, files: Sequence[str]) -> Fields:
     """Return ProcessBench's results per file, with threshold 0.5 and with one tuned on a subset."""
     subsets: dict[str, tuple[list[np.ndarray], np.ndarray]] = {}
     for file in files:
@@ -86,24 +86,24 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> Row:
         name = Path(file).name.partition(".")[0]
         name = file if name in subsets else name
         subsets[name] = scorer.score(solutions), np.array(labels)
-    tuned_on = TUNED_ON if TUNED_ON in subsets else next(iter(subsets))
+    tuned_on = TUNING_SUBSET if TUNING_SUBSET in subsets else next(iter(subsets))
     threshold = metrics.best_threshold(*subsets[tuned_on])
-    results: dict[str, Row] = {}
+    results: dict[str, Fields] = {}
     for name, (scores, first) in subsets.items():
         wrong = int((first >= 0).sum())
-        result: Row = {"wrong": wrong, "right": len(first) - wrong}
+        result: Fields = {"wrong": wrong, "right": len(first) - wrong}
         for suffix, limit in (("", 0.5), ("_tuned", threshold)):
             answers = metrics.first_errors(scores, limit)
             values = metrics.process_bench(answers, first)
             result |= {f"{key}{suffix}": value for key, value in values.items()}
             result[f"f1{suffix}_interval"] = list(metrics.bootstrap_f1(answers, first))
-        result["lenient_f1"] = metrics.lenient_bench(scores, first)
-        result["chance_f1"] = metrics.chance_bench(np.array([len(p) for p in scores]), first)
+        result["lenient_f1"] = metrics.lenient_f1(scores, first)
+        result["chance_f1"] = metrics.chance_f1(np.array([len(p) for p in scores]), first)
         result["step_auc"] = _step_auc(scores, first)
         results[name] = result
     keys = ("f1", "f1_tuned", "lenient_f1", "chance_f1")
     mean = {key: float(np.mean([result[key] for result in results.values()])) for key in keys}
-    thresholds: Row = {"threshold": 0.5, "threshold_tuned": threshold, "tuned_on": tuned_on}
+    thresholds: Fields = {"threshold": 0.5, "threshold_tuned": threshold, "tuned_on": tuned_on}
     return thresholds | {"subsets": results, "mean": mean}
 
 
@@ -119,7 +119,7 @@ def _step_auc(scores: Sequence[np.ndarray], labels: np.ndarray) -> float | None:
     )
 
 
-def labelled_steps(scorer: StepScorer) -> Row:
+def labelled_steps(scorer: StepScorer) -> Fields:
     """Return accuracy and area under the ROC curve over the labelled steps of data.val_files."""
     solutions = scorer.read(scorer.config.data.val_files or ())
     scores, labels = [], []
@@ -141,13 +141,13 @@ def labelled_steps(scorer: StepScorer) -> Row:
     }
 
 
-def best_of_n(scorer: StepScorer, file: str, aggregate: str, split: str) -> Row:
+def best_of_n(scorer: StepScorer, file: str, aggregate: str, split: str) -> Fields:
     """Return the score of the response that the model ranks first, and of majority votes that it weights.
 
     Rows have n responses, and either `scores` or the columns that `hone eval` needs. For k < n, the first k
     responses are used.
     """
-    rows = list(read_rows([file], BadRows("raise", skip_key=None), "--best-of-n").scan())
+    rows = list(read_rows([file], BadRowPolicy("raise", skip_key=None), "--best-of-n").scan())
     if not all("scores" in row for row in rows):
         rows = evaluate(load_config([f"data.path='{file}'"], config_name="evaluation")).rows
     solutions = []

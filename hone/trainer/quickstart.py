@@ -29,8 +29,8 @@ ACCURACY = f"val-core/{SOURCE}/acc/mean@1"
 HELD_OUT = 320
 MAX_A, MAX_B = 299, 9
 CORRECT_SHARE = 0.25
-"""Fraction of right answers in the SFT rows; the others are too large by `MISTAKE`."""
-MISTAKE = 10
+"""Fraction of right answers in the SFT rows; the others are too large by `WRONG_ANSWER_OFFSET`."""
+WRONG_ANSWER_OFFSET = 10
 """The wrong answers have one extra carry; the last digit is right, so SFT still learns to add."""
 SFT_STEPS, SFT_ROWS, SFT_LR = 500, 64, 2e-3
 """RL can only improve a policy that can add. With all tested seeds, SFT converged within 400 steps."""
@@ -38,9 +38,9 @@ ANSWER_TAGS = ("<answer>", "</answer>")
 CHARACTERS = "0123456789+="
 MARKER_FILE = ".quickstart"
 """A marker file in folders that this program created, which it may therefore delete."""
-DATA = {"train": "train.jsonl", "test": "test.jsonl"}
+DATA_FILES = {"train": "train.jsonl", "test": "test.jsonl"}
 BASE, RUN, CURVE = "base", "run", "curve.png"
-NEXT = (
+NEXT_COMMANDS = (
     "hone quickstart algorithm.adv_estimator=rloo      # another estimator",
     "hone quickstart algorithm.adv_estimator=gae       # PPO with a critic",
     "hone quickstart --seed 2 trainer.total_training_steps=200",
@@ -91,7 +91,7 @@ def _sft_rows(
     generator = random.Random(seed)
     for problem in problems:
         for _ in range(8):
-            mistake = 0 if generator.random() < CORRECT_SHARE else MISTAKE
+            mistake = 0 if generator.random() < CORRECT_SHARE else WRONG_ANSWER_OFFSET
             prompt = tokenizer.encode(problem.question, add_special_tokens=False)
             answer = f"<answer>{problem.a + problem.b + mistake:03d}</answer>"
             response = tokenizer.encode(answer, add_special_tokens=False)
@@ -184,7 +184,7 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
         from hone.trainer.ppo.plan import Plan
         from hone.trainer.threads import resolve_threads
 
-    files, model = {name: folder / file for name, file in DATA.items()}, folder / BASE
+    files, model = {name: folder / file for name, file in DATA_FILES.items()}, folder / BASE
     config = load_config([*overrides(files, model, folder / RUN, seed), *extra])
     Plan.of(config)  # raises for an unknown estimator
     with lock_target(folder):
@@ -196,16 +196,16 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
         start = time.perf_counter()
         write_data(files, seed)
         build_base_policy(model, seed, threads)
-        warm = time.perf_counter()
+        warm_up_end = time.perf_counter()
         train(config)
         end = time.perf_counter()
         run = Path(config.trainer.default_local_dir)
-        print_summary(folder, run, config, warm_up_s=warm - start, train_s=end - warm)
+        print_summary(folder, run, config, warm_up_s=warm_up_end - start, train_s=end - warm_up_end)
 
 
 def prepare_folder(folder: Path) -> None:
     """Create an empty folder; an existing folder with other files is renamed."""
-    own_names = {MARKER_FILE, *DATA.values(), BASE, RUN, CURVE}
+    own_names = {MARKER_FILE, *DATA_FILES.values(), BASE, RUN, CURVE}
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if MARKER_FILE in files and files <= own_names:
         shutil.rmtree(folder)
@@ -238,17 +238,17 @@ def print_summary(
         answers.add_row(*answer)
     metrics = run / "metrics.jsonl"
     curve = draw_curve(metrics, [ACCURACY, "reward/mean"], folder / CURVE, "quickstart")
-    screen().say(table, answers)
+    screen().print(table, answers)
     closing = [f"learning curve: {curve}", f"metrics:        {metrics}", "go on with:"]
     for line in [*closing, *(f"  {command}" for command in next_commands(folder))]:
         screen().line(line)
 
 
 def next_commands(folder: Path) -> list[str]:
-    """Return the commands of `NEXT` with the paths of a run in `folder`."""
-    names = {name: folder / file for name, file in DATA.items()} | {BASE: folder / BASE}
+    """Return the commands of `NEXT_COMMANDS` with the paths of a run in `folder`."""
+    names = {name: folder / file for name, file in DATA_FILES.items()} | {BASE: folder / BASE}
     paths = {name: shlex.quote(str(path)) for name, path in (names | {"folder": folder}).items()}
-    return [command.format(**paths) for command in NEXT]
+    return [command.format(**paths) for command in NEXT_COMMANDS]
 
 
 def most_improved(run: Path, first: int, last: int) -> list[tuple[str, str, str]]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from hone.engine.rendezvous import STORE_FILE
-from hone.trainer.interrupt import exit_code, mark_as_rank, signal_handler
+from hone.trainer.interrupt import mark_as_rank, signal_exit_code, signal_handler
 
 LAUNCHER_PID = "HONE_LAUNCHER_PID"
 GRACE_S = 3.0
@@ -117,7 +117,7 @@ def launch(count: int, module: str, arguments: Sequence[str]) -> None:
         ranks = _Processes()
         codes = ranks.run([sys.executable, "-m", module, *arguments], environments)
     if ranks.stopped_by is not None and any(codes.values()):
-        raise SystemExit(exit_code(ranks.stopped_by))
+        raise SystemExit(signal_exit_code(ranks.stopped_by))
     failed = ranks.first_failed
     if failed is not None:
         raise LaunchError(f"rank {failed} ended with code {codes[failed]}; its message is above")
@@ -141,7 +141,7 @@ def die_with_launcher() -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(launcher):  # it has already exited
-        os._exit(exit_code(signal.SIGKILL))
+        os._exit(signal_exit_code(signal.SIGKILL))
 
 
 def _environment(rank: int, count: int, store: Path) -> dict[str, str]:
@@ -213,7 +213,7 @@ class _Processes:
         """Forward the first Ctrl-C or SIGTERM to every process; kill them on the second."""
         if self.stopped_by is not None:
             self._kill()
-            raise SystemExit(exit_code(number))
+            raise SystemExit(signal_exit_code(number))
         self.stopped_by = number
         for process in self._processes:
             with contextlib.suppress(OSError):

@@ -13,9 +13,9 @@ from hone.algorithms.advantages import groups_of
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
 from hone.plugins import PluginError
-from hone.trainer.command_line import STARTING_VALUES
+from hone.trainer.command_line import STARTING_VALUES_ORIGIN
 from hone.trainer.threads import uses_gpu
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 REQUIRED_KEYS = {
     "actor_rollout_ref.model.path": "the model's folder or hub name",
@@ -33,7 +33,7 @@ def starting_values(settings: Settings) -> list[Setting]:
     """Return settings for keys that are not in `settings`, the user's settings by dotted key."""
     device = "cuda" if uses_gpu(settings.get("trainer.device", "auto")) else "cpu"
     model = model_facts(settings.get("actor_rollout_ref.model.path"))
-    values: Row = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
+    values: Fields = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
     # An estimator that does not compare groups needs only one response per prompt.
     if _compares_groups(settings.get("algorithm.adv_estimator", "grpo")):
         values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
@@ -43,14 +43,16 @@ def starting_values(settings: Settings) -> list[Setting]:
     batch = 2 ** int(math.log2(max(1, min(PROMPTS_PER_STEP[device], rows))))
     values["data.train_batch_size"] = batch
     values[f"{ACTOR}.ppo_mini_batch_size"] = settings.get("data.train_batch_size", batch)
-    values |= _lengths(settings, device, model.positions)
+    values |= _lengths(settings, device, model.max_position_embeddings)
     if model.parameters is not None:
         size = model.parameters
         values[f"{ACTOR}.optim.lr"] = next(
             lr for min_size, lr in LEARNING_RATES if size >= min_size
         )
     return [
-        Setting(key, value, STARTING_VALUES) for key, value in values.items() if key not in settings
+        Setting(key, value, STARTING_VALUES_ORIGIN)
+        for key, value in values.items()
+        if key not in settings
     ]
 
 
@@ -80,13 +82,13 @@ def _count_rows(files: Sequence[str]) -> int:
     return total or max(PROMPTS_PER_STEP.values())
 
 
-def _lengths(settings: Settings, device: str, positions: int | None) -> dict[str, int]:
-    """Return lengths by device, so that prompt and response fit the model's positions."""
+def _lengths(settings: Settings, device: str, max_length: int | None) -> dict[str, int]:
+    """Return lengths by device, so that prompt and response fit the model's maximum length."""
     prompt, response = settings.get("data.max_prompt_length"), RESPONSE_TOKENS[device]
-    if positions:
-        response = min(response, positions - prompt if prompt else positions // 2)
+    if max_length:
+        response = min(response, max_length - prompt if prompt else max_length // 2)
     lengths = {"data.max_response_length": max(1, response)}
-    if positions and prompt is None:
+    if max_length and prompt is None:
         reserved = settings.get("data.max_response_length", response)
-        lengths["data.max_prompt_length"] = max(1, min(512, positions - reserved))
+        lengths["data.max_prompt_length"] = max(1, min(512, max_length - reserved))
     return lengths

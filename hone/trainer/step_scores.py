@@ -59,7 +59,7 @@ def process_bench(answers: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     }
 
 
-def lenient_bench(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
+def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
     """Return the F1 of PURE's script, which predicts only whether a solution has an error, not where.
 
     A solution counts as wrong if the soft minimum of its step scores is 0 or less.
@@ -68,11 +68,11 @@ def lenient_bench(solutions: Sequence[Probabilities], labels: np.ndarray) -> flo
     return process_bench(np.where(predicted_wrong, 0, -1), np.where(labels >= 0, 0, -1))["f1"]
 
 
-def chance_bench(steps: np.ndarray, labels: np.ndarray) -> float:
+def chance_f1(steps: np.ndarray, labels: np.ndarray) -> float:
     """Return the F1 of the expected accuracies of a uniform guess among all steps and "no error"."""
-    right, wrong = 1.0 / (steps + 1), labels >= 0
+    chances, wrong = 1.0 / (steps + 1), labels >= 0
     return harmonic_mean(
-        *(float(right[rows].mean()) if rows.any() else 0.0 for rows in (wrong, ~wrong))
+        *(float(chances[rows].mean()) if rows.any() else 0.0 for rows in (wrong, ~wrong))
     )
 
 
@@ -102,8 +102,8 @@ def wilson(hits: int, count: int) -> Estimate:
     z = 1.959963984540054
     share, square = hits / count, z * z / count
     middle = (share + square / 2) / (1 + square)
-    half = z * ((share * (1 - share) + square / 4) / count) ** 0.5 / (1 + square)
-    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+    half_width = z * ((share * (1 - share) + square / 4) / count) ** 0.5 / (1 + square)
+    return Estimate(share, max(0.0, middle - half_width), min(1.0, middle + half_width))
 
 
 def area_under_curve(scores: np.ndarray, good: np.ndarray) -> float | None:

@@ -41,23 +41,23 @@ class Run:
     """The exit code; None if the run was not started."""
 
 
-def start(
+def run_or_sweep(
     main: Callable[[Sequence[str]], int | None],
     arguments: Sequence[str],
-    tree: str,
+    schema: str,
     command: Sequence[str],
 ) -> int | None:
     """Run a program once, or as a sweep if its arguments have `-m`; `command` starts each run."""
     if not any(flag in arguments for flag in FLAGS):
         return main(arguments)
-    return sweep([text for text in arguments if text not in FLAGS], tree, command)
+    return sweep([text for text in arguments if text not in FLAGS], schema, command)
 
 
-def sweep(arguments: Sequence[str], tree: str, command: Sequence[str]) -> int:
+def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
     """Run every combination; return the exit code of the first failed run, or 0."""
     from hone.tracking.console import screen
 
-    shared, runs = combinations(arguments, tree)
+    shared, runs = combinations(arguments, schema)
     was_stopped = False
     for number, run in enumerate(runs, start=1):
         screen().line(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
@@ -70,7 +70,7 @@ def sweep(arguments: Sequence[str], tree: str, command: Sequence[str]) -> int:
     return next((run.code for run in runs if run.code), 0)
 
 
-def combinations(arguments: Sequence[str], tree: str) -> tuple[list[str], list[Run]]:
+def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list[Run]]:
     """Return the arguments that all runs share, and the runs."""
     shared: list[str] = []
     choices: list[list[str]] = []
@@ -83,7 +83,7 @@ def combinations(arguments: Sequence[str], tree: str) -> tuple[list[str], list[R
             key = f"{sign}{parsed.get_key_element().lstrip('+~')}"
             choices.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
     runs = [Run(list(values), {}) for values in itertools.product(*choices)]
-    outputs = [_outputs(shared, run.overrides, tree) for run in runs]
+    outputs = [_outputs(shared, run.overrides, schema) for run in runs]
     for run, run_outputs in zip(runs, outputs, strict=True):
         if sum(run_outputs == other for other in outputs) > 1:  # each run needs its own output path
             run_outputs = {key: _run_path(path, run.overrides) for key, path in run_outputs.items()}
@@ -91,13 +91,13 @@ def combinations(arguments: Sequence[str], tree: str) -> tuple[list[str], list[R
     return shared, runs
 
 
-def _outputs(shared: Sequence[str], overrides: Sequence[str], tree: str) -> dict[str, str]:
+def _outputs(shared: Sequence[str], overrides: Sequence[str], schema: str) -> dict[str, str]:
     try:
-        config = compose_arguments([*shared, *overrides], tree=tree, program="-m").config
+        config = compose_arguments([*shared, *overrides], schema=schema, program="-m").config
     except ConfigError as error:
         run = " ".join(overrides)
         raise ConfigError([f"{problem} (run {run})" for problem in error.problems]) from None
-    values: dict[str, JsonValue] = {key: get(config, key) for key in OUTPUTS[tree]}
+    values: dict[str, JsonValue] = {key: get(config, key) for key in OUTPUTS[schema]}
     return {key: str(value) for key, value in values.items() if value}
 
 
@@ -131,7 +131,7 @@ def _show(runs: Sequence[Run]) -> None:
         cells = [show_value(run_results[name]) if name in run_results else "" for name in names]
         files = "\n".join(run.outputs.values())
         table.add_row(str(number), "\n".join(run.overrides), code, *cells, files)
-    screen().say(table)
+    screen().print(table)
 
 
 def _results(run: Run) -> dict[str, float]:

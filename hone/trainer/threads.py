@@ -14,7 +14,7 @@ from hone.cores import usable_cores
 from hone.tracking import RunFolder
 from hone.tracking.console import screen
 
-KEY = "trainer.num_threads"
+NUM_THREADS_KEY = "trainer.num_threads"
 MIN_SLOWDOWN = 1.5
 """Warn if several threads take this many times as long as one."""
 
@@ -33,12 +33,12 @@ def resolve_threads(
     count = trainer.num_threads or resumed or thread_count(local_world_size)
     if warn and resumed is not None and count != resumed:
         screen().line(
-            f"{KEY}={count}, but the run used {resumed} so far: metrics may differ in the last bits "
-            f"from those of an uninterrupted run; {KEY}={resumed} avoids that"
+            f"{NUM_THREADS_KEY}={count}, but the run used {resumed} so far: metrics may differ in the "
+            f"last bits from those of an uninterrupted run; {NUM_THREADS_KEY}={resumed} avoids that"
         )
     if warn and trainer.num_threads is None and (warning := busy_warning(count, trainer.device)):
         screen().line(warning)
-    return replace(config, KEY, count), count
+    return replace(config, NUM_THREADS_KEY, count), count
 
 
 def busy_warning(count: int, device: str) -> str | None:
@@ -50,7 +50,7 @@ def busy_warning(count: int, device: str) -> str | None:
     load_note = "" if load is None else f" (load average {load:.1f} on {cores} cores)"
     return (
         f"{count} threads are {ratio:.1f} times slower than one here: other programs use the "
-        f"cores{load_note}; set {KEY}={free}"
+        f"cores{load_note}; set {NUM_THREADS_KEY}={free}"
     )
 
 

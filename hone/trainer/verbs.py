@@ -26,8 +26,8 @@ def add_verb(
     return parser
 
 
-def say(text: str) -> None:
-    """Print a line of a subcommand's output."""
+def print_text(text: str) -> None:
+    """Print the output of a subcommand, one or more lines."""
     from hone.tracking.console import screen
 
     screen().line(text.rstrip("\n"))
@@ -93,10 +93,10 @@ def _data_prepare(options: Options, rest: list[str]) -> None:
         options.own_parser.error(f"{rest[0]}: name the data set first")
     elif options.name is None:
         width = max(map(len, RECIPES))
-        say("\n".join(f"{name:<{width}}  {r.summary}" for name, r in RECIPES.items()))
+        print_text("\n".join(f"{name:<{width}}  {r.summary}" for name, r in RECIPES.items()))
     else:
         program = f"hone data prepare {options.name}"
-        say(str(prepare_from_arguments(options.name, rest, program)))
+        print_text(str(prepare_from_arguments(options.name, rest, program)))
 
 
 def _tokenizer_and_config(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
@@ -142,7 +142,7 @@ def _data_check(options: Options, rest: list[str]) -> int:
             max_prompt_length=options.max_prompt_length,
         )
         exit_code = max(exit_code, status)
-        say(text)
+        print_text(text)
     return exit_code
 
 
@@ -157,7 +157,7 @@ def _data_show(options: Options, rest: list[str]) -> None:
         is_code = options.tools.endswith(".py")
         tools = load_all_tools(*((None, options.tools) if is_code else (options.tools, None)))
         schemas = [tool.tool_schema.model_dump() for tool in tools]
-    say(
+    print_text(
         show_file(
             options.file, rows=options.rows, tokenizer=tokenizer, config=config, tools=schemas
         )

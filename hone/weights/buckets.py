@@ -19,10 +19,10 @@ class Piece:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
+    tensor_offset: int
     """Offset of the piece in the tensor, in bytes."""
     size: int
-    offset: int
+    bucket_offset: int
     """Offset of the piece in the bucket, in bytes."""
 
 
@@ -36,12 +36,12 @@ class Bucket:
     @property
     def size(self) -> int:
         last = self.pieces[-1]
-        return last.offset + last.size
+        return last.bucket_offset + last.size
 
-    def write_to(self, window: Tensor) -> None:
-        """Copies the bytes into `window` [≥ size] uint8."""
+    def write_to(self, buffer: Tensor) -> None:
+        """Copies the bytes into `buffer`, a uint8 tensor of at least `size` bytes."""
         for piece, payload in zip(self.pieces, self.payloads, strict=True):
-            window[piece.offset : piece.offset + piece.size].copy_(payload)
+            buffer[piece.bucket_offset : piece.bucket_offset + piece.size].copy_(payload)
 
 
 def pack_buckets(weights: Iterable[tuple[str, Tensor]], capacity: int) -> Iterator[Bucket]:
@@ -51,17 +51,17 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], capacity: int) -> Iterat
     used = 0
     for name, tensor in weights:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        start = 0
-        while start < len(data) or (start == 0 and len(data) == 0):
+        tensor_offset = 0
+        while tensor_offset < len(data) or (tensor_offset == 0 and len(data) == 0):
             if used >= capacity:
                 yield Bucket(tuple(pieces), tuple(payloads))
                 pieces, payloads, used = [], [], 0
-            size = min(len(data) - start, capacity - used)
+            size = min(len(data) - tensor_offset, capacity - used)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            pieces.append(Piece(name, dtype, tuple(tensor.shape), start, size, used))
-            payloads.append(data[start : start + size])
+            pieces.append(Piece(name, dtype, tuple(tensor.shape), tensor_offset, size, used))
+            payloads.append(data[tensor_offset : tensor_offset + size])
             used = -(-(used + size) // _ALIGNMENT) * _ALIGNMENT
-            start += max(size, 1)
+            tensor_offset += max(size, 1)
     if pieces:
         yield Bucket(tuple(pieces), tuple(payloads))
 
@@ -69,21 +69,24 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], capacity: int) -> Iterat
 def unpack_buckets(
     buckets: Iterable[tuple[Sequence[Piece], Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of buckets, each the pieces and their bytes [≥ size] uint8."""
+    """Yields (name, tensor) from buckets.
+
+    A bucket is its pieces and its bytes, a uint8 tensor of at least `Bucket.size` bytes.
+    """
     partial: Tensor | None = None
     for pieces, data in buckets:
         for piece in pieces:
             dtype = getattr(torch, piece.dtype)
-            payload = data[piece.offset : piece.offset + piece.size]
+            payload = data[piece.bucket_offset : piece.bucket_offset + piece.size]
             nbytes = torch.Size(piece.shape).numel() * dtype.itemsize
             if piece.size == nbytes:
                 yield piece.name, payload.view(dtype).reshape(piece.shape)
                 continue
-            if piece.start == 0:
+            if piece.tensor_offset == 0:
                 partial = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
             assert partial is not None, f"the first piece of {piece.name} is missing"
-            partial[piece.start : piece.start + piece.size].copy_(payload)
-            if piece.start + piece.size == nbytes:
+            partial[piece.tensor_offset : piece.tensor_offset + piece.size].copy_(payload)
+            if piece.tensor_offset + piece.size == nbytes:
                 yield piece.name, partial.view(dtype).reshape(piece.shape)
                 partial = None
 

@@ -219,7 +219,7 @@ def receive_buckets(
         while (message := connection.receive()) != _END:
             pieces = deserialize_pieces(message)
             start = count % _NUM_BUFFERS * bucket_bytes
-            data = window[start : start + pieces[-1].offset + pieces[-1].size].clone()
+            data = window[start : start + pieces[-1].bucket_offset + pieces[-1].size].clone()
             if data.is_cuda:
                 torch.cuda.synchronize(data.device)
             connection.send(b"ack")

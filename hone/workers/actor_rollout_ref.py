@@ -29,7 +29,7 @@ from hone.controller.decorator import (
 )
 from hone.engine.contract import Mesh
 from hone.protocol import DataProto, object_array
-from hone.types import Function, Row, Settings
+from hone.types import Fields, Function, Settings
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.rollout_worker import RolloutWorker
 from hone.workers.train import TrainWorker, full_config
@@ -82,7 +82,7 @@ def with_call_number(rows: DataProto, call: int) -> DataProto:
     return DataProto(None, columns, dict(rows.meta_info))
 
 
-def sampling_params_of(meta_info: Settings, rollout: RolloutConfig) -> Row:
+def sampling_params_of(meta_info: Settings, rollout: RolloutConfig) -> Fields:
     """Returns `sampling_params` of the batch, else the configured ones for `validate` and `do_sample`."""
     if "sampling_params" in meta_info:
         return dict(meta_info["sampling_params"])
@@ -127,7 +127,7 @@ class ActorRolloutRefWorker(Worker):
         if "actor" in role:
             self.members["actor"] = ActorWorker(config)
             self.members["rollout"] = rollout = RolloutWorker(config)
-            self.register_mesh(ROLLOUT, *rollout.mesh_place(DATA_PARALLEL))
+            self.register_mesh(ROLLOUT, *rollout.mesh_slot(DATA_PARALLEL))
         if "ref" in role and not lora:
             self.members["ref"] = ReferenceWorker(config)
         for member in self.members.values():

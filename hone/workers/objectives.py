@@ -20,7 +20,7 @@ from hone.config.algorithm import RolloutCorrectionConfig
 from hone.engine.contract import Options, Terms
 from hone.ops.masked import masked_mean
 from hone.protocol import PADDED_ROW, DataProto, real_rows
-from hone.types import Function, Row
+from hone.types import Fields, Function
 
 _PREPARED = "prepared/"
 _NO_OPTIONS: Options = {}
@@ -81,7 +81,7 @@ class PolicyObjective:
         old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
         weights = columns["rollout_is_weights"] if "rollout_is_weights" in names else None
         inputs = (old, log_prob, require(batch, "advantages"), mask)
-        extra: Row = {name: require(batch, name) for name in self._needs}
+        extra: Fields = {name: require(batch, name) for name in self._needs}
         if self._bypass is not None:
             extra["rollout_correction"] = self._bypass
         if self.needs_batch_statistics:

@@ -54,7 +54,7 @@ class ProcessRewardModelWorker(TrainWorker):
         config = self.config.reward_model
         path, trusted = str(config.model.path), config.model.trust_remote_code
         import_external(config.model.external_lib)
-        _refuse_wrong_head(path, config.step_labels)
+        _check_head(path, config.step_labels)
         self.tokenizer = load_tokenizer(path, trust_remote_code=trusted)
         self._split_text = typed_text(config.split_step_char)
         self._mark = step_mark(
@@ -129,7 +129,7 @@ class ProcessRewardModelWorker(TrainWorker):
                 mask[position] = 1
             inputs.append(AgentLoopOutput(ids[:start], response, mask))
             columns.append(scored)
-        self._refuse_over_budget(max(len(row.prompt_ids) + len(row.response_ids) for row in inputs))
+        self._check_token_budget(max(len(row.prompt_ids) + len(row.response_ids) for row in inputs))
         return inputs, columns
 
     def _rows_from_ids(self, data: DataProto) -> list[StepRow]:
@@ -183,7 +183,7 @@ class ProcessRewardModelWorker(TrainWorker):
 
         return [render(prompt) for prompt in data.non_tensor_batch["raw_prompt"]]
 
-    def _refuse_over_budget(self, tokens: int) -> None:
+    def _check_token_budget(self, tokens: int) -> None:
         config = self.config.reward_model
         budget, rows = config.forward_max_token_len_per_gpu, config.sequences_per_micro_batch(1)
         ranks = self.engine.mesh.sequence_size
@@ -203,7 +203,7 @@ def _prompts(data: DataProto) -> list[list[int]]:
     return [list(compress(ids, mask)) for ids, mask in rows]
 
 
-def _refuse_wrong_head(path: str, step_labels: tuple[str, str] | None) -> None:
+def _check_head(path: str, step_labels: tuple[str, str] | None) -> None:
     architecture = (load_config(path).architectures or ["model"])[0]
     if step_labels is None and not architecture.endswith("ForTokenClassification"):
         raise ConfigError(

@@ -25,9 +25,15 @@ from hone.models.from_config import import_external
 from hone.models.load import load_tokenizer, resolve_model_path, translate_load_errors
 from hone.ops.masked import split_at_response
 from hone.protocol import DataProto
-from hone.rewards.conversation import Prompt, conversation_text, defused, has_template, prompt_text
+from hone.rewards.conversation import (
+    Prompt,
+    conversation_text,
+    escape_special_tokens,
+    has_template,
+    prompt_text,
+)
 from hone.rewards.managers.reading import on_last_policy_token
-from hone.types import Row
+from hone.types import Fields
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
 if TYPE_CHECKING:
@@ -78,7 +84,7 @@ class RewardModelWorker(Worker):
         """Loads `model` on this rank's device; raises for a model that is not a trained reward model."""
         model = self.config.reward_model.model
         folder = resolve_model_path(str(model.path))
-        settings: Row = {**model.override_config, "num_labels": 1}
+        settings: Fields = {**model.override_config, "num_labels": 1}
         with translate_load_errors(str(model.path), folder):
             self.model, report = auto_class.from_pretrained(
                 folder,
@@ -88,7 +94,7 @@ class RewardModelWorker(Worker):
                 output_loading_info=True,
                 **settings,
             )
-        self._refuse_untrained(report["missing_keys"], report["mismatched_keys"])
+        self._check_trained(report["missing_keys"], report["mismatched_keys"])
         self.model.to(self.device).eval()
         if self._kind == "sequence" and hasattr(self.model, "sequence_summary"):
             raise UnsupportedModel(
@@ -96,7 +102,7 @@ class RewardModelWorker(Worker):
                 "reads padding; use a decoder or a BERT-like encoder with a classification head"
             )
 
-    def _refuse_untrained(
+    def _check_trained(
         self,
         missing: Iterable[str],
         mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]],
@@ -178,7 +184,9 @@ class RewardModelWorker(Worker):
         policy_tokenizer = self.policy_tokenizer or self.tokenizer
         _, mask = split_at_response(columns["attention_mask"].bool(), columns["responses"])
         answers = [
-            defused(policy_tokenizer.decode(ids[exists], skip_special_tokens=True), self.tokenizer)
+            escape_special_tokens(
+                policy_tokenizer.decode(ids[exists], skip_special_tokens=True), self.tokenizer
+            )
             for ids, exists in zip(columns["responses"], mask, strict=True)
         ]
         prompts = list(data.non_tensor_batch["raw_prompt"])
@@ -190,7 +198,7 @@ class RewardModelWorker(Worker):
         """Returns the tokens of a prompt and its response."""
         if self.reads_pairs:
             pair = prompt_text(prompt), answer
-            truncation: Row = {}
+            truncation: Fields = {}
             if self._max_length:
                 truncation = {"truncation": True, "max_length": self._max_length}
             return list(self.tokenizer(*pair, **truncation)["input_ids"])

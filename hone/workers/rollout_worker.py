@@ -29,7 +29,7 @@ from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids
 from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
-from hone.rollout.build import build_rollout, refuse_inexact
+from hone.rollout.build import build_rollout, check_exact_mode
 from hone.rollout.contract import RolloutSpec
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Location, receive
@@ -56,13 +56,13 @@ class RolloutWorker(Worker):
         super().__init__()
         self.config = config
         policy = config.actor_rollout_ref
-        refuse_inexact(policy.rollout, policy.model.path)  # fails before any role loads its model
+        check_exact_mode(policy.rollout, policy.model.path)  # fails before any role loads its model
         rollout = policy.rollout
         self._tensor_ranks = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
         if self._tensor_ranks > 1:
-            from hone.rollout.native.sharded_build import refuse_sharding
+            from hone.rollout.native.sharded_build import check_sharding
 
-            refuse_sharding(self._tensor_ranks, self.world_size, policy.model)
+            check_sharding(self._tensor_ranks, self.world_size, policy.model)
         self.leads = self.rank % self._tensor_ranks == 0
         """Whether agent loops run on this rank: the first of the ranks that share one model."""
         self.register_mesh(DATA_PARALLEL, self.rank // self._tensor_ranks, self.leads)
@@ -237,7 +237,7 @@ class RolloutWorker(Worker):
         return self.engine.traits.adapters
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def standing(self) -> Location:
+    def location(self) -> Location:
         """Returns machine, device and address of this process, for the choice of a transport."""
         return Location.of_this_process(self.device, self.get_master_addr_port()[0])
 

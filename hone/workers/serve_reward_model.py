@@ -1,7 +1,7 @@
 """`hone serve-rm MODEL`: serves an outcome reward model, for runs with `reward_model.server.url`.
 
 It answers vLLM's `POST /classify` (rendered conversations) and `POST /score` (prompt and response) with the
-head's output itself, and `GET /health`. It is plain HTTP without authentication, on loopback by default.
+raw logit of the head, and `GET /health`. It is plain HTTP without authentication, on loopback by default.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from hone.config import ConfigError, load_config
-from hone.rewards.conversation import defused
-from hone.types import JsonObject, Row
+from hone.rewards.conversation import escape_special_tokens
+from hone.types import JsonObject
 from hone.workers.reward_model import RewardModelWorker
 
 if TYPE_CHECKING:
@@ -36,21 +36,21 @@ class Service:
         from aiohttp import web
 
         app = web.Application(client_max_size=MAX_BODY)
-        for path, rows, name in (
-            ("/classify", self._texts, "probs"),
-            ("/score", self._pairs, "score"),
+        for path, encode_body, response_field in (
+            ("/classify", self._encode_texts, "probs"),
+            ("/score", self._encode_pairs, "score"),
         ):
-            app.router.add_post(path, self._handler(rows, name))
+            app.router.add_post(path, self._handler(encode_body, response_field))
         app.router.add_get("/health", self._health)
         return app
 
     def _handler(
-        self, rows: Callable[[Row], list[list[int]]], name: str
+        self, encode_body: Callable[[JsonObject], list[list[int]]], response_field: str
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         from aiohttp import web
 
-        def score(body: Row) -> list[float]:
-            return self._worker.score_rows(rows(body))
+        def score(body: JsonObject) -> list[float]:
+            return self._worker.score_rows(encode_body(body))
 
         async def handle(request: web.Request) -> web.Response:
             try:
@@ -60,7 +60,7 @@ class Service:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
             data: list[JsonObject] = [
-                {"index": i, name: [value] if name == "probs" else value}
+                {"index": i, response_field: [value] if response_field == "probs" else value}
                 for i, value in enumerate(scores)
             ]
             return web.json_response({"object": "list", "data": data})
@@ -72,7 +72,7 @@ class Service:
 
         return web.json_response({"model": self._worker.config.reward_model.model.path})
 
-    def _texts(self, body: Row) -> list[list[int]]:
+    def _encode_texts(self, body: JsonObject) -> list[list[int]]:
         texts = _text_list(body, "input")
         if self._worker.reads_pairs:
             raise ValueError("this model reads pairs of texts; use reward_model.server.kind=score")
@@ -80,16 +80,19 @@ class Service:
         encode = self._worker.tokenizer.encode
         return [list(encode(text, add_special_tokens=special)) for text in texts]
 
-    def _pairs(self, body: Row) -> list[list[int]]:
+    def _encode_pairs(self, body: JsonObject) -> list[list[int]]:
         worker = self._worker
         pairs = zip(_text_list(body, "text_1"), _text_list(body, "text_2"), strict=True)
         return [
-            worker.encode([{"role": "user", "content": prompt}], defused(answer, worker.tokenizer))
+            worker.encode(
+                [{"role": "user", "content": prompt}],
+                escape_special_tokens(answer, worker.tokenizer),
+            )
             for prompt, answer in pairs
         ]
 
 
-def _text_list(body: Row, key: str) -> list[str]:
+def _text_list(body: JsonObject, key: str) -> list[str]:
     texts: Any = body[key]
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
@@ -98,7 +101,7 @@ def _text_list(body: Row, key: str) -> list[str]:
 
 
 def load(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:
-    """Loads the model as a run would; overrides are those of a run, such as reward_model.max_length."""
+    """Loads the model as a run would; overrides are config keys, such as reward_model.max_length=4096."""
     settings = [
         "reward_model.enable=true",
         "reward_model.type=orm",
@@ -114,7 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder or hub name of a classifier with one label")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8001)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of a run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="config overrides, as for training"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from hone.controller.decorator import DATA_PARALLEL
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.protocol import DataProto
-from hone.tracking.manifest import NotShared
+from hone.tracking.manifest import FolderNotShared
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Location, Sender, open_sender, send
 from hone.workers.device import pick_device, prepare_process
@@ -82,7 +82,7 @@ class TrainWorker(Worker):
     def save_checkpoint(self, folder: str) -> None:
         """Writes this rank's part of a checkpoint; the parent of the folder must exist."""
         if not (parent := Path(folder).parent).is_dir():
-            raise NotShared(
+            raise FolderNotShared(
                 f"rank {self.rank} on {socket.gethostname()} does not see {parent}, where the checkpoint is "
                 "written; every node must see the same trainer.default_local_dir"
             )
@@ -98,7 +98,7 @@ class TrainWorker(Worker):
         return self.engine.updates
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def standing(self) -> Location:
+    def location(self) -> Location:
         """Returns machine, device and address of this process, for the choice of a transport."""
         return Location.of_this_process(self.engine.device, self.get_master_addr_port()[0])
 

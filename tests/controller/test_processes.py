@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hone.controller.processes import GONE, LONGEST_GAP_S, STOPPED, Silence, process_state
+from hone.controller.processes import GONE, LONGEST_GAP_S, STOPPED, UnresponsiveTimer, process_state
 
 
 def test_a_process_is_stopped_goes_on_and_is_gone() -> None:
@@ -34,24 +34,24 @@ def _until_state(pid: int, state: str) -> None:
 
 
 def test_what_is_silent_for_the_whole_limit_is_named() -> None:
-    silence = Silence(3.0)
-    assert [silence.update(["a"], now) for now in (10.0, 11.0, 12.0)] == [[], [], []]
-    assert silence.update(["a", "b"], 13.0) == ["a"]
+    timer = UnresponsiveTimer(3.0)
+    assert [timer.update(["a"], now) for now in (10.0, 11.0, 12.0)] == [[], [], []]
+    assert timer.update(["a", "b"], 13.0) == ["a"]
 
 
 def test_one_answer_starts_the_count_again() -> None:
-    silence = Silence(2.0)
-    silence.update(["a"], 0.0)
-    silence.update([], 1.0)
-    assert silence.update(["a"], 2.0) == []
-    assert silence.update(["a"], 3.0) == []
-    assert silence.update(["a"], 4.0) == ["a"]
+    timer = UnresponsiveTimer(2.0)
+    timer.update(["a"], 0.0)
+    timer.update([], 1.0)
+    assert timer.update(["a"], 2.0) == []
+    assert timer.update(["a"], 3.0) == []
+    assert timer.update(["a"], 4.0) == ["a"]
 
 
 @pytest.mark.parametrize("away_s", [100.0, 1e6])
 def test_a_caller_that_was_busy_or_stopped_itself_has_seen_no_silence(away_s: float) -> None:
-    silence = Silence(20.0)
-    silence.update(["a"], 0.0)
-    assert silence.update(["a"], away_s) == []
-    looks = [silence.update(["a"], away_s + k * LONGEST_GAP_S) for k in (1, 2, 3)]
+    timer = UnresponsiveTimer(20.0)
+    timer.update(["a"], 0.0)
+    assert timer.update(["a"], away_s) == []
+    looks = [timer.update(["a"], away_s + k * LONGEST_GAP_S) for k in (1, 2, 3)]
     assert looks == [[], [], ["a"]]

@@ -52,7 +52,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class FakePing:
     def __init__(self) -> None:
-        self.unanswered, self.number, self.dead = False, 1, dict[str, str]()
+        self.unanswered, self.ping_count, self.dead = False, 1, dict[str, str]()
         self.closed = False
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class FakePing:
 
 class FakeNode:
     def __init__(self) -> None:
-        self.answers, self.states, self.ended = 0, dict[int, str](), list[int]()
+        self.answer_count, self.states, self.ended = 0, dict[int, str](), list[int]()
         self.actor = SimpleNamespace(kill=SimpleNamespace(remote=self.ended.append))
         self.lines: dict[int, list[str]] = {}
         self.answers_until = 0.0
@@ -97,7 +97,7 @@ def test_a_worker_that_is_busy_for_hours_is_left_alone(watch: Any) -> None:
     node.states = {4711: "R"}
 
     def answer() -> None:
-        node.answers += 1
+        node.answer_count += 1
 
     look_for(watch, 7200, answer)
 
@@ -105,7 +105,7 @@ def test_a_worker_that_is_busy_for_hours_is_left_alone(watch: Any) -> None:
 def test_a_node_that_answers_no_more_is_named(watch: Any) -> None:
     watch.add("actor", [WORKER], 20.0)
     look_for(watch, 100)  # its probe starts: that is the start's deadline
-    watch._nodes["far"].answers = 1
+    watch._nodes["far"].answer_count = 1
     watch._nodes["far"].lines = {4711: ["its last words"]}
     with pytest.raises(NodeLost) as caught:
         look_for(watch, 30)
@@ -183,7 +183,7 @@ def test_a_control_plane_that_answers_no_more_is_named(watch: Any) -> None:
     watch.ping.unanswered = True
 
     def next_ping() -> None:
-        watch.ping.number += 1
+        watch.ping.ping_count += 1
 
     look_for(watch, 100, next_ping)  # each one was answered, the next is on its way
     with pytest.raises(ClusterFailed, match=r"control plane \(the GCS at 10.0.0.1:6379\).*20 s"):
@@ -195,7 +195,7 @@ def test_a_control_plane_that_answers_no_more_is_named(watch: Any) -> None:
     [
         lambda: ray_liveness.raylet_problem("far"),
         ray_placement.live_nodes,
-        lambda: ray_placement.require_room([ResourcePool([1])]),
+        lambda: ray_placement.check_pools_fit([ResourcePool([1])]),
     ],
 )
 def test_a_question_that_the_control_plane_does_not_answer_has_a_deadline(
@@ -229,7 +229,7 @@ def test_another_cluster_gets_a_watch_of_its_own(
     monkeypatch.setattr(ray_liveness, "_watch", watch)
     ray_liveness.watch_workers("actor", (), 20.0)
     assert ray_liveness._watch is watch
-    watch.here = "a node of a cluster that is gone"
+    watch.local_node_id = "a node of a cluster that is gone"
     ray_liveness.watch_workers("actor", (), 20.0)
     assert ray_liveness._watch is not watch
     assert watch.ping.closed
@@ -276,9 +276,9 @@ from hone.controller.ray import RayWorkerGroup
 ray_start.start_ray({"num_cpus": 1, "log_to_driver": False, "object_store_memory": 100_000_000})
 group = RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Toy, 1.0), "toy")
 worker = group.whereabouts()[0]["pid"]
-print(ray_start._own.mark, flush=True)
+print(ray_start._own_cluster.mark, flush=True)
 victim, signal_name = sys.argv[1:3]
-pid = {**ray_liveness._watch._own, "worker": worker, "loop": os.getpid()}[victim]
+pid = {**ray_liveness._watch._ray_pids, "worker": worker, "loop": os.getpid()}[victim]
 if victim == "loop":
     os.kill(worker, signal.SIGSTOP)
 os.kill(pid, getattr(signal, signal_name))

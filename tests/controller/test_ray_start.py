@@ -18,7 +18,7 @@ from hone.controller import reaper
 ray = pytest.importorskip("ray")
 
 from hone.controller import ray_start  # noqa: E402
-from hone.controller.ray_ports import SLOW_START  # noqa: E402
+from hone.controller.ray_ports import SLOW_START_SETTINGS  # noqa: E402
 from hone.controller.worker import free_port  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -39,15 +39,15 @@ def inits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(ray_start, "watch_cluster", lambda *given: None)
     monkeypatch.setattr(ray_start, "_reload_settings", lambda: None)
-    monkeypatch.setattr(ray_start, "_own", None)
+    monkeypatch.setattr(ray_start, "_own_cluster", None)
     for name in (TOKEN, "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     yield calls  # type: ignore[misc]
-    if ray_start._own is not None:
-        ray_start._own.reaper.kill()
-        ray_start._own.reaper.wait()
+    if ray_start._own_cluster is not None:
+        ray_start._own_cluster.reaper.kill()
+        ray_start._own_cluster.reaper.wait()
 
 
 def test_what_we_start_gets_a_new_token_which_no_other_process_sees(
@@ -57,7 +57,7 @@ def test_what_we_start_gets_a_new_token_which_no_other_process_sees(
     during = inits[0]["environ"]
     assert (during["RAY_AUTH_MODE"], len(during[TOKEN])) == ("token", 64)
     assert inits[0]["options"]["address"] == "local"  # Ray must not look for another one
-    assert SLOW_START.items() <= during.items()
+    assert SLOW_START_SETTINGS.items() <= during.items()
     assert TOKEN not in os.environ
     assert os.environ["RAY_AUTH_MODE"] == "disabled"  # which is about clusters one joins
 
@@ -185,8 +185,8 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_every_socket_of_our_cluster_listens_on_loopback() -> None:
-    assert ray_start._own is not None
-    processes = [*reaper.marked_pids(ray_start._own.mark), os.getpid()]
+    assert ray_start._own_cluster is not None
+    processes = [*reaper.marked_pids(ray_start._own_cluster.mark), os.getpid()]
     sockets = listening(processes)
     assert {"gcs_server", "raylet"} <= {name for _, name in sockets}
     assert [row for row in sockets if row[0] not in LOOPBACK] == []
@@ -195,13 +195,13 @@ def test_every_socket_of_our_cluster_listens_on_loopback() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_token_is_in_no_file_and_no_worker_shows_it() -> None:
-    assert ray_start._own is not None
-    pid = reaper.marked_pids(ray_start._own.mark)[0]
+    assert ray_start._own_cluster is not None
+    pid = reaper.marked_pids(ray_start._own_cluster.mark)[0]
     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     token = next(entry for entry in environ if entry.startswith(TOKEN.encode())).partition(b"=")[2]
     assert len(token) == 64
     folder = Path(ray._private.worker._global_node.get_session_dir_path())
-    private = Path(ray_start._own.folder)
+    private = Path(ray_start._own_cluster.folder)
     assert private in folder.parents
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
     files = [file for file in folder.rglob("*") if file.is_file()]
@@ -211,8 +211,8 @@ def test_the_token_is_in_no_file_and_no_worker_shows_it() -> None:
 
 
 def _pids() -> list[int]:
-    assert ray_start._own is not None
-    return reaper.marked_pids(ray_start._own.mark)
+    assert ray_start._own_cluster is not None
+    return reaper.marked_pids(ray_start._own_cluster.mark)
 
 
 INTRUDER = """

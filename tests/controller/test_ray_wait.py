@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         state["now"] = state["takes_s"] if ready else state["now"] + timeout
         return (refs[:1], refs[1:]) if ready else ([], refs)
 
-    def check_alive(owner: str, method: str) -> None:
+    def check_alive(waiting_role: str, method: str) -> None:
         state["looks"] += 1
 
     monkeypatch.setattr(ray_wait.ray, "wait", wait)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from hone.controller.waiting import listening, report_progress
+from hone.controller.waiting import on_wait_progress, report_progress
 
 
 def test_a_listener_hears_the_waits_inside_and_no_others() -> None:
     heard: list[tuple[int, int]] = []
     report_progress(1, 2)
-    with listening(lambda done, ranks: heard.append((done, ranks))):
+    with on_wait_progress(lambda done, ranks: heard.append((done, ranks))):
         report_progress(1, 2)
         other = threading.Thread(target=report_progress, args=(7, 7))
         other.start()

@@ -20,10 +20,10 @@ def test_the_floor_holds_until_the_phase_has_taken_longer() -> None:
 
 def test_only_completed_runs_are_recorded() -> None:
     deadlines = PhaseDeadlines(floor_s=0.0, factor=10.0)
-    with pytest.raises(KeyError), deadlines.measured("generate"):
+    with pytest.raises(KeyError), deadlines.timed("generate"):
         raise KeyError
     assert deadlines.longest_s == {}
-    with deadlines.measured("generate") as limit_s:
+    with deadlines.timed("generate") as limit_s:
         assert limit_s == 0.0
     assert set(deadlines.longest_s) == {"generate"}
 

@@ -349,7 +349,7 @@ class ManyRanks(Executor):
     def submit(self, rank: int, call: Call) -> FinishedCall:
         return FinishedCall(self.hosts[rank].call(call))
 
-    def resolver(self, owner: str, method: str) -> Any:
+    def resolver(self, role: str, method: str) -> Any:
         return get_results
 
     def shutdown(self) -> None:

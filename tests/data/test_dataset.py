@@ -144,7 +144,7 @@ def test_ground_truths_may_differ_in_kind_between_files(
     two = write_jsonl([{"prompt": "a", "reward_model": {"ground_truth": {"t": 1}}}], "two.jsonl")
     data = RLHFDataset([one, two], tokenizer, config())
     assert data[1]["reward_model"]["ground_truth"] == {"t": 1}
-    assert data.groups() == [[0], [1]]
+    assert data.indices_by_file() == [[0], [1]]
 
 
 def test_tool_schemas_enter_the_prompt_of_rows_that_may_use_them(

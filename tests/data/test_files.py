@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hone.data import files
-from hone.data.rows import BadRows, SettingError, expand_files, read_rows
+from hone.data.rows import BadRowPolicy, SettingError, expand_files, read_rows
 from hone.models.load import ModelNotFound, resolve_model_path
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
@@ -106,7 +106,7 @@ def test_the_file_that_says_all_is_there_comes_last(
 def test_rows_and_models_are_read_from_a_store(store: str, tmp_path: Path) -> None:
     put(f"{store}/part-1.jsonl", '{"a": 1}\n', tmp_path)
     put(f"{store}/part-2.jsonl", '{"a": 2}\n', tmp_path)
-    rows = read_rows(f"{store}/part-*.jsonl", BadRows("raise"))
+    rows = read_rows(f"{store}/part-*.jsonl", BadRowPolicy("raise"))
     assert [row["a"] for row in rows.scan()] == [1, 2]
     tokenizer = character_tokenizer()
     lm = tiny_lm(len(tokenizer), hidden=8, layers=1, heads=1, kv_heads=1, mlp=8, max_positions=8)

@@ -16,7 +16,7 @@ from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
 from hone.data.check import check_file
 from hone.data.dataset import RLHFDataset
-from hone.data.rows import BadRows, DataError, read_rows
+from hone.data.rows import BadRowPolicy, DataError, read_rows
 from hone.data.sft import MultiTurnSFTDataset
 
 KEYS = (
@@ -112,5 +112,5 @@ def test_a_long_text_that_fits_is_kept(
 
 def test_rows_may_hold_nul_where_no_model_reads_it(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "a", "bytes": "\0"}) + "\n")
-    assert len(read_rows(str(tmp_path / "x.jsonl"), BadRows("raise"))) == 1
+    assert len(read_rows(str(tmp_path / "x.jsonl"), BadRowPolicy("raise"))) == 1
     assert check_file(tmp_path / "x.jsonl")[0] == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hone.data.rows import BadRows, DataError, expand_files, read_rows, write_parquet
+from hone.data.rows import BadRowPolicy, DataError, expand_files, read_rows, write_parquet
 
 ROWS = [{"a": 1, "b": {"c": [1, 2]}}, {"a": 2, "b": {"c": []}}]
 
@@ -22,7 +22,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "x.jsonl.gz", "wt") as file:
         file.write(lines)
     for name in ("x.parquet", "x.jsonl", "x.json", "lines.json", "x.jsonl.gz"):
-        store = read_rows(str(tmp_path / name), BadRows("raise"))
+        store = read_rows(str(tmp_path / name), BadRowPolicy("raise"))
         assert [store[i] for i in range(len(store))] == ROWS, name
         assert list(store.scan(["a"])) == [{"a": 1}, {"a": 2}], name
 
@@ -30,7 +30,9 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
 def test_several_files_are_one_store_that_knows_each_rows_place(tmp_path: Path) -> None:
     write_parquet(ROWS, tmp_path / "x.parquet")
     (tmp_path / "y.jsonl").write_text('{"a": 3}\n')
-    store = read_rows([str(tmp_path / "x.parquet"), str(tmp_path / "y.jsonl")], BadRows("raise"))
+    store = read_rows(
+        [str(tmp_path / "x.parquet"), str(tmp_path / "y.jsonl")], BadRowPolicy("raise")
+    )
     assert len(store) == 3
     assert store[2] == {"a": 3}
     assert store.file_of(2) == 1
@@ -41,15 +43,15 @@ def test_several_files_are_one_store_that_knows_each_rows_place(tmp_path: Path) 
 def test_a_row_is_named_by_content_and_number_not_by_path(tmp_path: Path) -> None:
     for name in ("x.parquet", "copy.parquet"):
         write_parquet(ROWS, tmp_path / name)
-    first = read_rows(str(tmp_path / "x.parquet"), BadRows("raise"))
-    copy = read_rows(str(tmp_path / "copy.parquet"), BadRows("raise"))
+    first = read_rows(str(tmp_path / "x.parquet"), BadRowPolicy("raise"))
+    copy = read_rows(str(tmp_path / "copy.parquet"), BadRowPolicy("raise"))
     assert first.key(1) == copy.key(1)
     assert first.fingerprint == copy.fingerprint
 
 
 def test_a_file_listed_twice_keeps_two_names(tmp_path: Path) -> None:
     write_parquet(ROWS, tmp_path / "x.parquet")
-    store = read_rows([str(tmp_path / "x.parquet")] * 2, BadRows("raise"))
+    store = read_rows([str(tmp_path / "x.parquet")] * 2, BadRowPolicy("raise"))
     assert len({store.key(i) for i in range(4)}) == 4
 
 
@@ -57,8 +59,8 @@ def test_a_line_that_is_not_json_is_named_with_file_and_row(tmp_path: Path) -> N
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n{"a": \n[1]\n{"a": 4}\n')
     with pytest.raises(DataError, match=r"x\.jsonl, row 1: not JSON"):
-        read_rows(str(path), BadRows("raise"))
-    bad = BadRows("skip")
+        read_rows(str(path), BadRowPolicy("raise"))
+    bad = BadRowPolicy("skip")
     store = read_rows(str(path), bad)
     assert [store[i]["a"] for i in range(len(store))] == [1, 4]
     assert store.where(1).endswith("row 3")
@@ -81,38 +83,38 @@ def test_an_unreadable_or_empty_file_is_named_or_skipped(
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        read_rows(str(path), BadRows("raise"))
+        read_rows(str(path), BadRowPolicy("raise"))
     (tmp_path / "good.jsonl").write_text('{"a": 1}\n')
-    bad = BadRows("skip")
+    bad = BadRowPolicy("skip")
     assert len(read_rows([str(path), str(tmp_path / "good.jsonl")], bad)) == 1
     assert bad.total == 1
     with pytest.raises(DataError, match="no rows could be read"):
-        read_rows(str(path), BadRows("skip"))
+        read_rows(str(path), BadRowPolicy("skip"))
 
 
 def test_a_missing_file_stops_the_run_even_when_bad_rows_are_skipped(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
-        read_rows(str(tmp_path / "no.parquet"), BadRows("skip"))
+        read_rows(str(tmp_path / "no.parquet"), BadRowPolicy("skip"))
 
 
 def test_a_mistake_names_the_keys_that_the_program_has(tmp_path: Path) -> None:
     missing = tmp_path / "no.parquet"
     with pytest.raises(DataError, match=r"check data\.train_files and data\.val_files$"):
-        read_rows(missing, BadRows("raise"))
+        read_rows(missing, BadRowPolicy("raise"))
     for files in (missing, tmp_path / "no*.parquet", []):
         with pytest.raises(DataError, match=r"check data\.path$"):
-            read_rows(files, BadRows("raise"), "data.path")
+            read_rows(files, BadRowPolicy("raise"), "data.path")
     (tmp_path / "bad.jsonl").write_text("{")
     with pytest.raises(DataError, match=r"data\.on_bad_row=skip"):
-        read_rows(tmp_path / "bad.jsonl", BadRows("raise"))
+        read_rows(tmp_path / "bad.jsonl", BadRowPolicy("raise"))
     with pytest.raises(DataError) as caught:
-        read_rows(tmp_path / "bad.jsonl", BadRows("raise", skip_key=None))
+        read_rows(tmp_path / "bad.jsonl", BadRowPolicy("raise", skip_key=None))
     assert "on_bad_row" not in str(caught.value)
 
 
 def test_an_unknown_suffix_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"\.parquet, \.jsonl"):
-        read_rows(str(tmp_path / "x.csv"), BadRows("raise"))
+        read_rows(str(tmp_path / "x.csv"), BadRowPolicy("raise"))
 
 
 def test_patterns_and_the_home_folder_are_expanded(
@@ -133,7 +135,7 @@ def test_a_separator_inside_a_string_does_not_end_a_line(tmp_path: Path) -> None
     for name in ("x.json", "x.jsonl"):
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         (tmp_path / name).write_text("\r\n".join(lines), encoding="utf-8", newline="")
-        assert list(read_rows(tmp_path / name, BadRows("raise")).scan()) == rows, name
+        assert list(read_rows(tmp_path / name, BadRowPolicy("raise")).scan()) == rows, name
 
 
 def test_structs_without_fields_are_written_as_null_wherever_they_stand(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_structs_without_fields_are_written_as_null_wherever_they_stand(tmp_path
         {"a": None, "b": {"c": None, "d": 2}, "e": [], "f": {"g": 1}},
     ]
     write_parquet(rows, tmp_path / "x.parquet")
-    assert list(read_rows(tmp_path / "x.parquet", BadRows("raise")).scan()) == [
+    assert list(read_rows(tmp_path / "x.parquet", BadRowPolicy("raise")).scan()) == [
         {"a": None, "b": {"c": None, "d": 1}, "e": [None, None], "f": {"g": None}},
         {"a": None, "b": {"c": None, "d": 2}, "e": [], "f": {"g": 1}},
     ]
@@ -168,7 +170,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
 def test_an_unknown_policy_is_refused(write_jsonl: Callable[..., str]) -> None:
     policy: Any = "ignore"
     with pytest.raises(DataError, match="on_bad_row='ignore'"):
-        BadRows(policy)
+        BadRowPolicy(policy)
 
 
 HOSTILE_LINES = {
@@ -189,8 +191,8 @@ def test_a_hostile_line_is_a_bad_row_with_its_number(tmp_path: Path, line: bytes
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": "good"}\n' + line + b'\n{"a": "\xc3\xa9 \\ud83d\\ude00"}\n')
     with pytest.raises(DataError, match=HOSTILE_LINES[line]):
-        read_rows(str(path), BadRows("raise"))
-    bad = BadRows("skip")
+        read_rows(str(path), BadRowPolicy("raise"))
+    bad = BadRowPolicy("skip")
     rows = read_rows(str(path), bad)
     assert ([row["a"] for row in rows.scan()], bad.total) == (["good", "é 😀"], 1)
     assert rows.where(1).endswith("row 2")
@@ -199,12 +201,12 @@ def test_a_hostile_line_is_a_bad_row_with_its_number(tmp_path: Path, line: bytes
 def test_hostile_rows_of_a_json_list_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(b'[{"a": 1}, {"a": "\\udc00"}, {"a": "\xfe"}]')
-    bad = BadRows("skip")
+    bad = BadRowPolicy("skip")
     assert len(read_rows(str(path), bad)) == 1
     assert [line.split(", row ")[1][:2] for line in bad.examples] == ["1:", "2:"]
     path.write_bytes(b"[" * 100_000)
     with pytest.raises(DataError, match=r"x\.json: cannot be read: .*nested"):
-        read_rows(str(path), BadRows("raise"))
+        read_rows(str(path), BadRowPolicy("raise"))
 
 
 def test_parquet_rows_that_python_cannot_hold_are_named(tmp_path: Path) -> None:
@@ -217,8 +219,8 @@ def test_parquet_rows_that_python_cannot_hold_are_named(tmp_path: Path) -> None:
     for name, column in {"talks": talks, "days": days}.items():
         pq.write_table(pa.table({"x": column}), tmp_path / f"{name}.parquet")
     with pytest.raises(DataError, match=r"talks\.parquet, row 1: not UTF-8"):
-        read_rows(str(tmp_path / "talks.parquet"), BadRows("raise"))
-    bad = BadRows("skip")
+        read_rows(str(tmp_path / "talks.parquet"), BadRowPolicy("raise"))
+    bad = BadRowPolicy("skip")
     rows = read_rows([str(tmp_path / f"{name}.parquet") for name in ("talks", "days")], bad)
     assert [rows.where(i)[-5:] for i in range(len(rows))] == ["row 0", "row 2", "row 0", "row 1"]
     assert bad.counts == {"not UTF-8": 1, "unreadable value": 1}
@@ -230,7 +232,7 @@ def test_parquet_rows_that_python_cannot_hold_are_named(tmp_path: Path) -> None:
 )
 def test_a_mark_of_the_byte_order_is_left_out(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
-    assert list(read_rows(str(tmp_path / name), BadRows("raise")).scan()) == [{"a": 1}]
+    assert list(read_rows(str(tmp_path / name), BadRowPolicy("raise")).scan()) == [{"a": 1}]
 
 
 def test_a_corrupt_gzip_file_is_unreadable(tmp_path: Path) -> None:
@@ -240,9 +242,9 @@ def test_a_corrupt_gzip_file_is_unreadable(tmp_path: Path) -> None:
     content[20:40] = b"\xff" * 20
     (tmp_path / "x.jsonl.gz").write_bytes(content)
     with pytest.raises(DataError, match="cannot be read"):
-        read_rows(str(tmp_path / "x.jsonl.gz"), BadRows("raise"))
+        read_rows(str(tmp_path / "x.jsonl.gz"), BadRowPolicy("raise"))
 
 
 def test_rows_and_files_are_not_mixed() -> None:
     with pytest.raises(DataError, match="rows and files are mixed"):
-        read_rows([{"prompt": "a"}, "b.jsonl"], BadRows("raise"))
+        read_rows([{"prompt": "a"}, "b.jsonl"], BadRowPolicy("raise"))

@@ -20,7 +20,7 @@ from hone.algorithms.policy_losses import TABLE
 from hone.config.actor import CriticConfig
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.controller.worker import free_port
-from hone.engine.checkpoint import AnotherModel
+from hone.engine.checkpoint import ModelMismatch
 from hone.engine.engine import Engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import build_offload
@@ -229,7 +229,7 @@ def load_another_model(rank: int, world: int, folder: Path) -> str:
     engine = make_engine(policy(family="llama"), ADAM, rule=ONE, world_size=world)
     try:
         engine.load(folder / "fp32-1")
-    except AnotherModel as error:
+    except ModelMismatch as error:
         return str(error)
     return "loaded"
 

@@ -13,7 +13,7 @@ from hone.models.load import load_causal_lm, resolve_model_path
 from hone.models.lora import wrap_lora
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, tiny_lm
-from hone.tracking.manifest import seal
+from hone.tracking.manifest import write_manifest
 from hone.workers.objectives import PolicyObjective
 from tests.engine import ranks
 from tests.engine.batches import VOCABULARY, pack_batch, rows
@@ -56,7 +56,7 @@ def test_a_run_starts_from_another_runs_folder(tmp_path):
     model = policy()
     folder = tmp_path / "run" / "global_step_3" / "actor"
     train(model).export(folder, character_tokenizer())
-    seal(folder.parent)
+    write_manifest(folder.parent)
     assert resolve_model_path(str(tmp_path / "run")) == str(folder / "huggingface")
     again = PolicyModel(load_causal_lm(str(tmp_path / "run"), dtype=torch.float32))
     assert torch.equal(log_probs(again), log_probs(model))

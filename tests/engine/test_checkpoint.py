@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from hone.config.actor import CriticConfig
 from hone.config.engine import OptimConfig
-from hone.engine.checkpoint import AnotherBase, AnotherModel, CheckpointMissing
+from hone.engine.checkpoint import BaseModelMismatch, CheckpointMissing, ModelMismatch
 from hone.models.lora import wrap_lora
 from hone.workers.objectives import PolicyObjective, ValueObjective
 from tests.engine import ranks
@@ -178,7 +178,9 @@ def test_adapters_are_not_loaded_onto_another_base(tmp_path):
     other = ranks.lora_policy()
     with torch.no_grad():
         other.lm.get_input_embeddings().weight[0, 0] += 1e-3
-    with pytest.raises(AnotherBase, match=r"set model\.path to the model of the start of the run"):
+    with pytest.raises(
+        BaseModelMismatch, match=r"set model\.path to the model of the start of the run"
+    ):
         make_engine(other, ADAM).load(tmp_path)
 
 
@@ -234,7 +236,7 @@ def test_another_model_is_refused_before_anything_is_read(name, tmp_path):
     engine.save(tmp_path, CONTENTS)
     other = make_engine(make_other(), ADAM)
     before = weights(other)
-    with pytest.raises(AnotherModel, match=message) as caught:
+    with pytest.raises(ModelMismatch, match=message) as caught:
         other.load(tmp_path)
     assert "\n" not in str(caught.value)
     assert "set model.path" in str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 
 from hone.config import ConfigError, load_config
 from hone.engine.contract import Mesh
-from hone.engine.mesh import mesh_of, refuse_sequence_parallel
+from hone.engine.mesh import check_sequence_parallel, mesh_of
 from hone.models.families import UnsupportedModel
 
 
@@ -66,6 +66,6 @@ def test_rows_must_divide_over_the_slots_not_over_the_ranks():
 def test_heads_that_the_ranks_do_not_divide_are_refused_from_the_config(tmp_path):
     shape = {"model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    refuse_sequence_parallel(str(tmp_path), 3)  # more ranks than key heads
+    check_sequence_parallel(str(tmp_path), 3)  # more ranks than key heads
     with pytest.raises(UnsupportedModel, match=r"size=4 does not divide the 6 attention heads"):
-        refuse_sequence_parallel(str(tmp_path), 4)
+        check_sequence_parallel(str(tmp_path), 4)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hone.engine.optimizer import Optimizer
-from hone.engine.saved_state import METADATA_FILE, ForeignState, load_state, read_metadata
+from hone.engine.saved_state import METADATA_FILE, UnsafeCheckpoint, load_state, read_metadata
 from tests.engine.engines import ADAM, make_engine, policy
 
 
@@ -98,9 +98,9 @@ def test_malformed_metadata_is_refused_and_runs_nothing(
     saved: Path, marker: Path, kind: str
 ) -> None:
     (saved / METADATA_FILE).write_bytes(hostile_metadata(saved, marker)[kind])
-    with pytest.raises(ForeignState, match=r"not written by hone .*nothing of it was run"):
+    with pytest.raises(UnsafeCheckpoint, match=r"not written by hone .*nothing of it was run"):
         read_metadata(saved)
-    with pytest.raises(ForeignState):
+    with pytest.raises(UnsafeCheckpoint):
         load_state({"model": {"w": torch.zeros(3)}, "n": 0}, saved)
     assert not marker.exists()
 
@@ -114,6 +114,6 @@ def test_a_value_that_is_a_command_is_refused_and_runs_nothing(
         engine.save(tmp_path / "state", ("model", "extra"))
     with monkeypatch.context() as patch:
         patch.setattr(Optimizer, "state_dict", lambda self: {"updates": 0})
-        with pytest.raises(ForeignState, match="nothing of it was run"):
+        with pytest.raises(UnsafeCheckpoint, match="nothing of it was run"):
             make_engine(policy(), ADAM).load(tmp_path / "state")
     assert not marker.exists()

@@ -13,7 +13,7 @@ from hone.config.engine import FSDPConfig
 from hone.engine.build import build
 from hone.engine.contract import EngineSpec
 from hone.engine.microbatch import MicroBatchRule
-from hone.engine.tensor_parallel import STYLES, UNPLANNED, refuse_tensor_parallel
+from hone.engine.tensor_parallel import STYLES, UNPLANNED, check_tensor_parallel
 from hone.models.families import FAMILIES, UnsupportedModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
@@ -34,23 +34,23 @@ def test_a_family_without_a_plan_is_refused_by_name():
     for family in UNPLANNED:
         config = CONFIG_MAPPING[family]()
         with pytest.raises(UnsupportedModel, match=f"is a {config.model_type} model, whose layers"):
-            refuse_tensor_parallel(config, "m", 2)
+            check_tensor_parallel(config, "m", 2)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gemma3", "qwen3_moe", "granite_swa"])
 def test_heads_are_never_split(family):
     config = tiny_config(family)
-    refuse_tensor_parallel(config, "m", 2)
+    check_tensor_parallel(config, "m", 2)
     with pytest.raises(UnsupportedModel, match=r"num_attention_heads=4, which .*_size=3 does not"):
-        refuse_tensor_parallel(config, "m", 3)
+        check_tensor_parallel(config, "m", 3)
     if family != "gpt_neox":
         with pytest.raises(UnsupportedModel, match="m has num_key_value_heads=2"):
-            refuse_tensor_parallel(config, "m", 4)
+            check_tensor_parallel(config, "m", 4)
 
 
 def test_heads_that_every_rank_computes_need_not_divide():
     for family in ("olmo2", "phi3"):
-        refuse_tensor_parallel(tiny_config(family), "m", 3)
+        check_tensor_parallel(tiny_config(family), "m", 3)
 
 
 @pytest.mark.parametrize(
@@ -63,22 +63,22 @@ def test_a_width_that_the_ranks_do_not_divide_is_refused_from_the_config(family,
     with pytest.raises(
         UnsupportedModel, match=f"m has {name}={width}, which tensor_parallel_size=2"
     ):
-        refuse_tensor_parallel(config, "m", 2)
+        check_tensor_parallel(config, "m", 2)
 
 
 def test_a_vocabulary_whose_parts_get_shards_of_different_sizes_is_refused():
     config = tiny_config("qwen2")
     config.vocab_size = 151665
     for shards in (1, 2):
-        refuse_tensor_parallel(config, "m", 2, shards=shards)
+        check_tensor_parallel(config, "m", 2, shards=shards)
     with pytest.raises(UnsupportedModel, match=r"m has vocab_size=151665, .* into 4 shards"):
-        refuse_tensor_parallel(config, "m", 2, shards=4)
+        check_tensor_parallel(config, "m", 2, shards=4)
     config.vocab_size = 151666
-    refuse_tensor_parallel(config, "m", 2, shards=4)
+    check_tensor_parallel(config, "m", 2, shards=4)
 
 
 def test_latent_attention_has_a_key_head_per_query_head():
-    refuse_tensor_parallel(tiny_config("minicpm3"), "m", 4)
+    check_tensor_parallel(tiny_config("minicpm3"), "m", 4)
 
 
 def spec_of(path, **changes):

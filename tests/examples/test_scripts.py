@@ -62,7 +62,7 @@ def test_a_script_composes_without_a_note(script: str, tmp_path: Path) -> None:
     minus_m, program, *arguments = said.stdout.splitlines()
     assert (minus_m, program) == ("-m", "hone.trainer.main_ppo")
     composed = compose_arguments(
-        arguments, tree="ppo_trainer", program=program, further=plan_checks
+        arguments, schema="ppo_trainer", program=program, extra_checks=plan_checks
     )
     assert composed.config.data.seed == 7
     assert not composed.notes

@@ -108,8 +108,8 @@ def test_a_family_can_be_limited_to_the_cpu(
     monkeypatch.setattr(families, "CPU_ONLY", frozenset({"llama"}))
     with pytest.raises(UnsupportedModel, match="llama model, which is supported on the CPU only"):
         load(tmp_path, torch.device("cuda"), model_type="llama")
-    families.refuse_family("llama", "here", device=CPU)
-    families.refuse_family("qwen2", "here", device=torch.device("cuda"))
+    families.check_family_supported("llama", "here", device=CPU)
+    families.check_family_supported("qwen2", "here", device=torch.device("cuda"))
 
 
 def test_fields_outside_the_config_class_are_ignored() -> None:

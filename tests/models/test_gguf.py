@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hone.models.fetch import _hf_name, _weight
-from hone.models.gguf import GGUF, NotGGUF
+from hone.models.gguf import GGUF, UnsupportedGGUF
 
 
 def text(value: str) -> bytes:
@@ -57,10 +57,10 @@ def test_a_q4_1_block_is_a_scale_times_nibbles_plus_a_minimum(tmp_path: Path) ->
 
 def test_other_files_and_encodings_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "no.gguf").write_bytes(b"nope" * 10)
-    with pytest.raises(NotGGUF, match="letters GGUF"):
+    with pytest.raises(UnsupportedGGUF, match="letters GGUF"):
         GGUF(tmp_path / "no.gguf")
     file = GGUF(write(tmp_path / "m.gguf", {"x": ((32,), 12, b"\0" * 64)}))
-    with pytest.raises(NotGGUF, match="encoding number 12"):
+    with pytest.raises(UnsupportedGGUF, match="ggml type 12"):
         file.tensor("x")
 
 

@@ -24,7 +24,7 @@ from hone.models.load import (
     resolve_model_path,
 )
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.tracking.manifest import MANIFEST, seal
+from hone.tracking.manifest import MANIFEST, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_folder_with_a_config_is_the_model_itself(tmp_path):
 def test_a_checkpoint_resolves_to_its_export_and_a_run_to_its_latest(tmp_path):
     for step in (2, 10, 9):
         export_at(tmp_path / f"global_step_{step}" / "actor" / "huggingface")
-        seal(tmp_path / f"global_step_{step}")
+        write_manifest(tmp_path / f"global_step_{step}")
     newest = str(tmp_path / "global_step_10" / "actor" / "huggingface")
     assert resolve_model_path(str(tmp_path)) == newest
     assert resolve_model_path(str(tmp_path / "global_step_10")) == newest
@@ -64,7 +64,7 @@ def run(folder, tmp_path):
         shutil.copytree(folder, tmp_path / "run" / export)
     (tmp_path / "run/global_step_2/optimizer.bin").write_bytes(b"moments")
     for step in (1, 2):
-        seal(tmp_path / "run" / f"global_step_{step}")
+        write_manifest(tmp_path / "run" / f"global_step_{step}")
     return tmp_path / "run"
 
 

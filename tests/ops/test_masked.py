@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hone.ops.masked import (
     count_kept,
     last_true,
-    masked_fill_zero,
     masked_mean,
     masked_sum,
     masked_var,
     masked_whiten,
     split_at_response,
+    zero_outside_mask,
 )
 
 
@@ -83,11 +83,11 @@ def test_any_mask_dtype_reads_as_a_boolean(dtype):
     assert masked_sum(x, mask).item() == 5
     assert masked_mean(x, mask).item() == 2.5
     assert count_kept(mask, -1).tolist() == [2]
-    assert masked_fill_zero(x, mask).tolist() == [[1, 0, 4]]
+    assert zero_outside_mask(x, mask).tolist() == [[1, 0, 4]]
 
 
 def test_integers_stay_integers():
-    assert masked_fill_zero(torch.tensor([1, 2]), torch.tensor([1, 0])).dtype == torch.int64
+    assert zero_outside_mask(torch.tensor([1, 2]), torch.tensor([1, 0])).dtype == torch.int64
 
 
 def test_a_mask_may_be_narrower_and_broadcast():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hone.models.tiny import character_tokenizer
-from hone.rewards.conversation import conversation_text, defused, prompt_text
+from hone.rewards.conversation import conversation_text, escape_special_tokens, prompt_text
 
 TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]
 
@@ -31,14 +31,16 @@ def test_the_template_of_the_reward_model_renders_the_conversation() -> None:
 )
 def test_a_control_token_that_a_policy_spells_is_plain_text(token: str) -> None:
     text = f"a{token}b{token}"
-    assert token not in defused(text)
-    assert defused(text).replace("\u200b", "") == text
-    assert defused(defused(text)) == defused(text)
+    assert token not in escape_special_tokens(text)
+    assert escape_special_tokens(text).replace("\u200b", "") == text
+    assert escape_special_tokens(escape_special_tokens(text)) == escape_special_tokens(text)
 
 
 def test_special_tokens_of_the_tokenizer_are_broken_up() -> None:
     tokenizer = character_tokenizer("ab<>/spd")
     for token in tokenizer.all_special_tokens:
-        ids = tokenizer.encode(defused(f"a{token}b", tokenizer), add_special_tokens=False)
+        ids = tokenizer.encode(
+            escape_special_tokens(f"a{token}b", tokenizer), add_special_tokens=False
+        )
         assert tokenizer.convert_tokens_to_ids(token) not in ids or token == tokenizer.unk_token
-    assert defused("plain text < 3 | [x]", tokenizer) == "plain text < 3 | [x]"
+    assert escape_special_tokens("plain text < 3 | [x]", tokenizer) == "plain text < 3 | [x]"

@@ -59,7 +59,7 @@ def test_an_engine_that_lacks_members_is_refused_in_one_sentence() -> None:
 def test_an_unknown_engine_is_refused_when_the_config_is_read() -> None:
     override = "actor_rollout_ref.rollout.name=natve"
     with pytest.raises(ConfigError, match=f"{override}: unknown rollout engine.*mean 'native'"):
-        compose([override], further=plan_checks)
+        compose([override], extra_checks=plan_checks)
 
 
 def test_a_run_trains_with_an_engine_of_its_own_weights(

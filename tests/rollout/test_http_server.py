@@ -106,16 +106,16 @@ def test_two_requests_show_what_the_log_probs_mean(
     async def scenario() -> None:
         async with open_engine(servers) as engine:
             warm, cut = Sampling(1, 0.7, 0), Sampling(1, 1.0, 0, top_k=2)
-            engine.refuse_training(Sampling(1, 1.0, 0))
+            engine.check_training_log_probs(Sampling(1, 1.0, 0))
             for sampling, wrong, words in (
                 (warm, "raw", "log-probs at temperature 1.*temperature=0.7"),
                 (cut, "truncated", "log-probs after truncation"),
             ):
                 if mode == wrong:
                     with pytest.raises(RolloutError, match=words):
-                        engine.refuse_training(sampling)
+                        engine.check_training_log_probs(sampling)
                 else:
-                    engine.refuse_training(sampling)
+                    engine.check_training_log_probs(sampling)
 
     asyncio.run(scenario())
 

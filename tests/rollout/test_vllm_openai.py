@@ -83,12 +83,12 @@ def test_a_server_that_cannot_be_updated_is_refused_for_training(
     state: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RolloutError, match=words):
-        server(**state).refuse_updates()
+        server(**state).check_updates_supported()
 
 
 def test_other_servers_train() -> None:
-    server(updates=True, device="cpu").refuse_updates()
-    server(updates=True, device="cuda", tied=True).refuse_updates()
+    server(updates=True, device="cpu").check_updates_supported()
+    server(updates=True, device="cuda", tied=True).check_updates_supported()
 
 
 class RestartedServer(VLLMServer):

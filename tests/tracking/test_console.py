@@ -184,12 +184,12 @@ def test_without_a_terminal_only_a_long_wait_is_reported() -> None:
 
 def test_a_bar_beside_the_status_is_shown_only_on_terminals() -> None:
     screen, clock = make_screen(terminal=False)
-    with screen.bar("step", 8, beside_status=True) as bar:
+    with screen.bar("step", 8, has_step_line=True) as bar:
         clock.now += 99
         bar.update(3, note="gen")
     assert output_of(screen) == ""
     screen, _ = make_screen(terminal=True)
-    with screen.bar("step", 8, beside_status=True) as bar:
+    with screen.bar("step", 8, has_step_line=True) as bar:
         bar.update(3, note="gen")
         assert screen._live is not None
         screen._live.refresh()
@@ -228,7 +228,7 @@ def test_say_prints_tables_and_text() -> None:
     screen, _ = make_screen(terminal=False)
     table = Table("before", "after")
     table.add_row("0.1", "0.9")
-    screen.say(table, "and [text]")
+    screen.print(table, "and [text]")
     assert "before" in output_of(screen)
     assert "and [text]" in output_of(screen)
 
@@ -249,7 +249,7 @@ def test_any_text_is_printed_without_control_codes(encoding: str) -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     screen = Screen(Console(file=file))
     screen.line("a\ud800\0\x1b[2J é · b")
-    screen.say("c\udfff\x1b[H")
+    screen.print("c\udfff\x1b[H")
     file.seek(0)
     text = file.read()
     assert "\x1b" not in text

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from hone.tracking import manifest
-from hone.tracking.manifest import MANIFEST, NotShared, checkpoint_of, damage, seal, seal_shards
+from hone.tracking.manifest import (
+    MANIFEST,
+    FolderNotShared,
+    checkpoint_of,
+    find_damage,
+    write_manifest,
+    write_shard_checksums,
+)
 
 
 @pytest.fixture
@@ -16,14 +23,14 @@ def step(tmp_path: Path) -> Path:
     (folder / "actor" / "huggingface").mkdir(parents=True)
     (folder / "actor" / "huggingface" / "weights").write_bytes(b"weights")
     (folder / "actor" / "shard").write_bytes(b"shard")
-    seal(folder)
+    write_manifest(folder)
     return folder
 
 
 def test_a_sealed_folder_is_undamaged_and_can_be_sealed_again(step: Path) -> None:
-    assert damage(step) is None
-    seal(step)
-    assert damage(step) is None
+    assert find_damage(step) is None
+    write_manifest(step)
+    assert find_damage(step) is None
 
 
 @pytest.mark.parametrize(
@@ -42,8 +49,8 @@ def test_a_changed_or_missing_file_is_named(
         file.unlink()
     else:
         file.write_bytes(content)
-    assert damage(step) == problem
-    assert damage(step, step / "actor" / "huggingface") == problem
+    assert find_damage(step) == problem
+    assert find_damage(step, step / "actor" / "huggingface") == problem
 
 
 def test_ranks_compute_the_checksums_of_their_shards(
@@ -53,33 +60,33 @@ def test_ranks_compute_the_checksums_of_their_shards(
     folder.mkdir(parents=True)
     for rank in (0, 1, 11):
         (folder / f"__{rank}_0.distcp").write_bytes(b"shard" * (rank + 1))
-        seal_shards(folder, rank)
+        write_shard_checksums(folder, rank)
     (folder / ".metadata").write_bytes(b"table")
     read: list[str] = []
     checksum = manifest._checksum
     monkeypatch.setattr(manifest, "_checksum", lambda f: (read.append(f.name), checksum(f))[1])
-    seal(folder.parent)
+    write_manifest(folder.parent)
     assert read == [".metadata"]
     assert sorted(p.name for p in folder.iterdir()) == [
         ".metadata",
         *sorted(f"__{rank}_0.distcp" for rank in (0, 1, 11)),
     ]
-    assert damage(folder.parent) is None
+    assert find_damage(folder.parent) is None
     shard = folder / "__11_0.distcp"
     shard.write_bytes(b"shard")
-    assert damage(folder.parent) == (
+    assert find_damage(folder.parent) == (
         "actor/__11_0.distcp (the shard of rank 11) is not what was written: it has 5 of 60 bytes"
     )
     shard.unlink()
-    assert damage(folder.parent) == "actor/__11_0.distcp (the shard of rank 11) is missing"
+    assert find_damage(folder.parent) == "actor/__11_0.distcp (the shard of rank 11) is missing"
 
 
 def test_a_shard_that_the_sealing_process_does_not_see_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "__3_0.distcp").write_bytes(b"shard")
-    seal_shards(tmp_path, 3)
+    write_shard_checksums(tmp_path, 3)
     (tmp_path / "__3_0.distcp").unlink()  # as if written to another machine's disk
-    with pytest.raises(NotShared, match=r"rank 3.* every node must see the same folder"):
-        seal(tmp_path)
+    with pytest.raises(FolderNotShared, match=r"rank 3.* every node must see the same folder"):
+        write_manifest(tmp_path)
     assert not (tmp_path / MANIFEST).exists()
 
 
@@ -89,19 +96,19 @@ def test_a_shard_of_another_size_than_its_rank_wrote_is_an_error(
 ) -> None:
     shard = tmp_path / "__2_0.distcp"
     shard.write_bytes(b"shard")
-    seal_shards(tmp_path, 2)
+    write_shard_checksums(tmp_path, 2)
     shard.write_bytes(content)
     with pytest.raises(
-        NotShared, match=rf"rank 2\) was written with 5 bytes and has {len(content)} "
+        FolderNotShared, match=rf"rank 2\) was written with 5 bytes and has {len(content)} "
     ):
-        seal(tmp_path)
+        write_manifest(tmp_path)
     assert not (tmp_path / MANIFEST).exists()
 
 
 def test_only_the_given_subfolder_is_checked(step: Path) -> None:
     (step / "actor" / "shard").unlink()
-    assert damage(step, step / "actor" / "huggingface") is None
-    assert damage(step, step / "actor") == "actor/shard is missing"
+    assert find_damage(step, step / "actor" / "huggingface") is None
+    assert find_damage(step, step / "actor") == "actor/shard is missing"
 
 
 INVALID_MANIFESTS: dict[str, bytes | None] = {
@@ -130,13 +137,13 @@ def test_without_a_valid_manifest_the_checkpoint_is_damaged(step: Path, kind: st
         (step / MANIFEST).unlink()
     else:
         (step / MANIFEST).write_bytes(content)
-    assert damage(step) is not None
-    assert "manifest" in str(damage(step, step / "actor" / "huggingface"))
+    assert find_damage(step) is not None
+    assert "manifest" in str(find_damage(step, step / "actor" / "huggingface"))
 
 
 def test_an_impossible_file_name_is_damage(step: Path) -> None:
     (step / MANIFEST).write_text('{"a\\u0000b": [1, 1]}')
-    assert "cannot be read" in str(damage(step)) or "is missing" in str(damage(step))
+    assert "cannot be read" in str(find_damage(step)) or "is missing" in str(find_damage(step))
 
 
 def test_the_checkpoint_is_found_from_its_subfolders(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.tracking.storage import storage_failure, storage_sentence
+from hone.tracking.storage import storage_error_message, storage_failure
 from hone.trainer.command_line import user_error_message
 
 
@@ -47,7 +47,7 @@ def test_the_cause_is_found_behind_other_errors() -> None:
     assert storage_failure(error_of(wrapped)) == errno.ENOSPC
     assert storage_failure(RuntimeError("I/O error: No space left on device (os error 28)"))
     assert storage_failure(RuntimeError("something else")) is None
-    assert storage_sentence(ValueError("x")) is None
+    assert storage_error_message(ValueError("x")) is None
 
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

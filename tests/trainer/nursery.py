@@ -98,7 +98,7 @@ def main() -> None:
     import hone.trainer.ppo.trainer
     import hone.workers.actor_rollout_ref
     import hone.workers.critic
-    from hone.trainer.command_line import finish
+    from hone.trainer.command_line import run_program
 
     loaded: list[Any] = [pyarrow, torch, transformers.AutoModelForCausalLM, hone]
     assert loaded
@@ -109,7 +109,7 @@ def main() -> None:
         if pid == 0:
             code = 1
             try:
-                code = finish(partial(_train, json.loads(line)))
+                code = run_program(partial(_train, json.loads(line)))
             except SystemExit as stopped:
                 code = int(stopped.code or 0)
             except BaseException:  # a child must never go on with the loop

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hone.data.rows import BadRows, DataError, read_rows, write_parquet
+from hone.data.rows import BadRowPolicy, DataError, read_rows, write_parquet
 from hone.rewards.scores.table import find
-from hone.trainer.benchmarks import MATHS, NAMES, benchmark_file, split_overrides
+from hone.trainer.benchmarks import BENCHMARKS, MATH_BENCHMARKS, benchmark_file, split_overrides
 
 from .around_fixtures import prompts, write_jsonl
 
@@ -60,7 +60,7 @@ def test_upstreams_own_test_file_is_not_taken_for_a_prepared_one(tmp_path: Path)
     write_parquet([raw], tmp_path / "gsm8k" / "test.parquet")
     file = benchmark_file("gsm8k", tmp_path, tmp_path / "work")
     assert file == tmp_path / "work" / "gsm8k" / "test.parquet"
-    (row,) = read_rows(file, BadRows("raise")).scan()
+    (row,) = read_rows(file, BadRowPolicy("raise")).scan()
     assert (row["data_source"], row["reward_model"]["ground_truth"]) == ("openai/gsm8k", "2")
 
 
@@ -72,8 +72,8 @@ def test_an_unknown_benchmark_says_which_are_known(tmp_path: Path) -> None:
 def test_every_benchmark_can_be_built_and_the_maths_ones_scored() -> None:
     from hone.data.prepare import RECIPES
 
-    assert set(NAMES) <= set(RECIPES)
-    assert all(find(name) is not None for name in (*MATHS, "gsm8k", "humaneval", "mbpp"))
+    assert set(BENCHMARKS) <= set(RECIPES)
+    assert all(find(name) is not None for name in (*MATH_BENCHMARKS, "gsm8k", "humaneval", "mbpp"))
 
 
 def test_overrides_go_to_the_half_they_belong_to() -> None:

@@ -22,7 +22,7 @@ from hone.models.from_config import build_tokenizer
 from hone.models.load import load_causal_lm
 from hone.models.policy import ValueModel
 from hone.models.tiny import character_tokenizer
-from hone.tracking.manifest import MANIFEST, seal
+from hone.tracking.manifest import MANIFEST, write_manifest
 from hone.trainer import main_sft
 from hone.trainer.export import ExportError, export, find_model_folder
 
@@ -73,7 +73,7 @@ def without(run: Path, target: Path, *parts: str) -> Path:
     shutil.copytree(run, target)
     for part in parts:
         shutil.rmtree(target / "global_step_2" / part)
-    seal(target / "global_step_2")
+    write_manifest(target / "global_step_2")
     return target / "global_step_2"
 
 
@@ -148,7 +148,7 @@ def test_the_actor_is_found_from_the_step_and_the_run(tmp_path: Path) -> None:
     (actor / "state").touch()
     with pytest.raises(ExportError, match="damaged"):  # without a manifest it is no checkpoint
         find_model_folder(tmp_path / "run")
-    seal(actor.parent)
+    write_manifest(actor.parent)
     for named in (tmp_path / "run", actor.parent, actor):
         assert find_model_folder(named) == actor
 
@@ -196,7 +196,7 @@ def test_a_checkpoint_saved_without_weights_says_so(tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_1"
     step.mkdir(parents=True)
     (step / "trainer_state.json").write_text("{}")
-    seal(step)
+    write_manifest(step)
     with pytest.raises(ExportError, match=r"saved without them \(checkpoint\.save_contents\)"):
         export(step, tmp_path / "out")
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError, load_config
-from hone.data.rows import BadRows, DataError, read_rows
+from hone.data.rows import BadRowPolicy, DataError, read_rows
 from hone.rollout.contract import RolloutError, Sampling, TokenOutput
 from hone.tracking.console import screen
 from hone.tracking.lock import lock_target
-from hone.tracking.manifest import seal
+from hone.tracking.manifest import write_manifest
 from hone.trainer import main_generation
 from hone.trainer.generation import Generation, respond
 from hone.trainer.job_files import GenerationError, JobFiles
@@ -62,7 +62,7 @@ def taken_away(output: Path) -> bytes:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return list(read_rows(path, BadRows("raise")).scan())
+    return list(read_rows(path, BadRowPolicy("raise")).scan())
 
 
 def test_each_row_gets_its_samples_and_keeps_its_columns(settings: list[str]) -> None:
@@ -182,7 +182,7 @@ def test_a_newer_checkpoint_of_the_run_makes_another_job(
     for step in (1, 2):
         target = tmp_path / "run" / f"global_step_{step}" / "huggingface"
         shutil.copytree(model, target)  # the same bytes and times: only the place is another
-        seal(target.parent)
+        write_manifest(target.parent)
         folders.append(generation(overrides).files.folder)
     assert folders[0] != folders[1]
 

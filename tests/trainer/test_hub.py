@@ -125,9 +125,9 @@ def run(tmp_path: Path) -> Path:
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"weights" * 100)
     (tmp_path / "run" / "global_step_2" / "trainer_state.json").write_text("{}")
-    from hone.tracking.manifest import seal
+    from hone.tracking.manifest import write_manifest
 
-    seal(tmp_path / "run" / "global_step_2")
+    write_manifest(tmp_path / "run" / "global_step_2")
     return tmp_path
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from hone import cli
 from hone.controller.failures import ClusterFailed
-from hone.trainer.command_line import compose_arguments, finish
+from hone.trainer.command_line import compose_arguments, run_program
 from hone.trainer.interrupt import SIGNALS, GracefulStop, Interrupted
 from hone.trainer.ppo.trainer import PPOTrainer
 
@@ -109,7 +109,7 @@ def test_a_rank_counts_any_number_of_signals_as_one_request(
     with GracefulStop() as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
-        assert stop.number == signal.SIGTERM
+        assert stop.signal_number == signal.SIGTERM
 
 
 def test_ranks_agree_on_a_signal_that_one_of_them_got() -> None:
@@ -117,7 +117,7 @@ def test_ranks_agree_on_a_signal_that_one_of_them_got() -> None:
     stop.sync_ranks(lambda *asked: [0.0 for _ in asked])
     assert not stop.requested
     stop.sync_ranks(lambda *asked: [0.0, 1.0])
-    assert stop.number == signal.SIGTERM
+    assert stop.signal_number == signal.SIGTERM
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -133,7 +133,7 @@ def test_before_the_first_step_a_signal_ends_the_program_through_its_clean_up(
         finally:
             cleaned.append(True)
 
-    assert finish(program) == code
+    assert run_program(program) == code
     assert cleaned == [True]
     assert capsys.readouterr().err.startswith("stopped at once by ")
 
@@ -141,7 +141,7 @@ def test_before_the_first_step_a_signal_ends_the_program_through_its_clean_up(
 STUBBORN = """
 import asyncio, os, signal, sys
 from hone import cli
-from hone.trainer.command_line import compose_arguments, finish
+from hone.trainer.command_line import compose_arguments, run_program
 from hone.trainer.interrupt import GracefulStop
 
 async def step():
@@ -157,7 +157,7 @@ def main():
     with GracefulStop():
         asyncio.run(step())
 
-sys.exit(finish(main))
+sys.exit(run_program(main))
 """
 
 
@@ -242,10 +242,10 @@ def test_a_run_that_is_stopped_at_once_says_what_is_saved(
     overrides = [f"trainer.default_local_dir={tmp_path}/run", *([setting] if setting else [])]
 
     def program() -> None:
-        compose_arguments(overrides, tree="ppo_trainer", program="hone train")
+        compose_arguments(overrides, schema="ppo_trainer", program="hone train")
         raise KeyboardInterrupt
 
-    assert finish(program) == 130
+    assert run_program(program) == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("stopped at once by Ctrl-C; ")
     assert line.endswith(words)
@@ -262,8 +262,8 @@ def test_generation_and_evaluation_say_what_they_have_kept(
     capsys: pytest.CaptureFixture[str], tree: str, words: str
 ) -> None:
     def program() -> None:
-        compose_arguments([], tree=tree, program="hone")
+        compose_arguments([], schema=tree, program="hone")
         raise KeyboardInterrupt
 
-    assert finish(program) == 130
+    assert run_program(program) == 130
     assert words in capsys.readouterr().err

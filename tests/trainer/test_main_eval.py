@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError, load_config
-from hone.data.rows import BadRows, read_rows, write_parquet
+from hone.data.rows import BadRowPolicy, read_rows, write_parquet
 from hone.tracking.console import screen
 from hone.trainer import command_line, main_eval, main_generation
 
@@ -47,7 +47,7 @@ def generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def fake(config: Any) -> Path:
         configs.append(config)
-        rows = list(read_rows(config.data.path, BadRows("raise")).scan())
+        rows = list(read_rows(config.data.path, BadRowPolicy("raise")).scan())
         for row in rows:
             row["responses"] = [f"<answer>{row['reward_model']['ground_truth']}</answer>"]
         write_parquet(rows, config.data.output_path)

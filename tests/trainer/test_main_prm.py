@@ -142,7 +142,7 @@ def test_a_killed_run_resumes_with_the_numbers_of_the_uninterrupted_one(
     fit = SFTRun.fit
 
     def dying(self: SFTRun) -> None:
-        if self._task.trains == stage:
+        if self._task.trained_part == stage:
             step = self.trainer.step
 
             def last() -> dict[str, float]:

@@ -19,10 +19,10 @@ def test_a_program_starts_again_under_nsys(tmp_path: Path) -> None:
     (tmp_path / "nsys").chmod(0o755)
     program = (
         "from hone.config.trainer import GlobalProfilerConfig as C\n"
-        "from hone.trainer.command_line import finish\n"
+        "from hone.trainer.command_line import run_program\n"
         "from hone.trainer.nsys import restart_under_nsys as again\n"
         f"config = C('nsys', (1,), {str(tmp_path / 'out')!r}, {{'trace': 'cuda'}})\n"
-        "finish(lambda: again(config))\n"
+        "run_program(lambda: again(config))\n"
     )
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [sys.executable, "-c", program, "a=1"]

@@ -101,7 +101,7 @@ def test_a_command_it_proposes_would_start_and_reads_only_its_own_files(command:
     _, verb, *words = words_of(command)
     overrides = [word for word in words if "=" in word]
     if verb == "quickstart":
-        files = {name: Path(name) for name in quickstart.DATA}
+        files = {name: Path(name) for name in quickstart.DATA_FILES}
         overrides = [*quickstart.overrides(files, Path("m"), Path("r"), 1), *overrides]
     data = compose(overrides).config.data
     assert "gsm8k" not in str((data.train_files, data.val_files))
@@ -115,7 +115,9 @@ def test_the_run_of_ones_own_that_it_proposes_starts_as_printed(
     monkeypatch.setattr(quickstart, "SFT_STEPS", 2)
     folder = tmp_path / "my runs" / "seed-1"
     folder.mkdir(parents=True)
-    quickstart.write_data({name: folder / file for name, file in quickstart.DATA.items()}, seed=1)
+    quickstart.write_data(
+        {name: folder / file for name, file in quickstart.DATA_FILES.items()}, seed=1
+    )
     quickstart.build_base_policy(folder / quickstart.BASE, seed=1, threads=1)
     program, *words = words_of(quickstart.next_commands(folder)[-1])
     assert program == "hone"

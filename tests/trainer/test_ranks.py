@@ -20,7 +20,7 @@ from .around_fixtures import sft_settings, tiny_model
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from hone.trainer.command_line import finish
+from hone.trainer.command_line import run_program
 from hone.trainer.interrupt import GracefulStop
 
 pytestmark = pytest.mark.slow
@@ -38,13 +38,13 @@ def main():
             (folder / f"saved{rank}").touch()
             stop.raise_if_requested(1)
 
-sys.exit(finish(main))
+sys.exit(run_program(main))
 """
 LAUNCH = """
 import sys
-from hone.trainer.command_line import finish
+from hone.trainer.command_line import run_program
 from hone.trainer.ranks import launch
-sys.exit(finish(lambda: launch(2, "rank_program", sys.argv[1:])))
+sys.exit(run_program(lambda: launch(2, "rank_program", sys.argv[1:])))
 """
 
 

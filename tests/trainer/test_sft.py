@@ -245,7 +245,7 @@ def test_an_interrupt_saves_and_ends_with_its_code(
 
 
 def _requested(stop: Any) -> Any:
-    stop.number = signal.SIGINT
+    stop.signal_number = signal.SIGINT
     return stop
 
 

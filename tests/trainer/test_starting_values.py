@@ -12,7 +12,7 @@ from hone.config import compose
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking.console import screen
 from hone.trainer import main_ppo
-from hone.trainer.command_line import announce
+from hone.trainer.command_line import print_starting_values_and_notes
 from hone.trainer.starting_values import LEARNING_RATES, starting_values
 
 
@@ -74,7 +74,7 @@ def test_a_model_or_file_that_is_not_there_is_left_to_the_checks_that_name_it() 
 
 def test_every_value_composes_and_knows_its_origin(settings_of_task: dict[str, Any]) -> None:
     overrides = [f"{key}={value}" for key, value in settings_of_task.items()]
-    composed = compose(overrides, starting=starting_values)
+    composed = compose(overrides, starting_values=starting_values)
     assert composed.config.actor_rollout_ref.rollout.n == 8
     assert composed.origins["actor_rollout_ref.rollout.n"] == "hone train"
     assert composed.origins["data.train_files"] == "command line"
@@ -85,9 +85,9 @@ def test_three_lines_say_what_was_chosen(
 ) -> None:
     overrides = [f"{key}={value}" for key, value in settings_of_task.items()]
     screen.cache_clear()
-    announce(compose(overrides))
+    print_starting_values_and_notes(compose(overrides))
     assert capsys.readouterr().out == ""
-    announce(compose(overrides, starting=starting_values))
+    print_starting_values_and_notes(compose(overrides, starting_values=starting_values))
     output = capsys.readouterr().out
     screen.cache_clear()
     assert output.startswith("starting values for this data, model and device")

@@ -26,7 +26,7 @@ def test_f1_is_the_harmonic_mean_of_finding_the_first_error_and_of_finding_none(
 
 def test_the_lenient_measure_does_not_ask_for_the_step() -> None:
     # The third solution's soft minimum is below 0 too, although its error is at another step.
-    assert metrics.lenient_bench(SOLUTIONS, LABELS) == pytest.approx(2 * (2 / 3) / (2 / 3 + 1))
+    assert metrics.lenient_f1(SOLUTIONS, LABELS) == pytest.approx(2 * (2 / 3) / (2 / 3 + 1))
 
 
 def test_the_soft_minimum_has_the_golden_numbers_of_pure() -> None:
@@ -38,7 +38,7 @@ def test_chance_guesses_among_the_steps_and_none() -> None:
     wrong, right = (1 / 4 + 1 / 3 + 1 / 4) / 3, 1 / 3
     by_hand = 2 * wrong * right / (wrong + right)
     steps = np.array([len(p) for p in SOLUTIONS])
-    assert metrics.chance_bench(steps, LABELS) == pytest.approx(by_hand)
+    assert metrics.chance_f1(steps, LABELS) == pytest.approx(by_hand)
 
 
 def test_the_threshold_is_the_one_with_the_highest_f1() -> None:

@@ -12,7 +12,7 @@ from hone import cli
 from hone.config import ConfigError
 from hone.trainer import sweep as sweeps
 from hone.trainer.ranks import run_python
-from hone.trainer.sweep import start, sweep
+from hone.trainer.sweep import run_or_sweep, sweep
 
 PPO = ("ppo_trainer", ["-m", "hone.trainer.main_ppo"])
 
@@ -42,13 +42,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_flag_the_program_runs_once_with_its_arguments() -> None:
     calls: list[Sequence[str]] = []
-    assert start(calls.append, ["a=1"], *PPO) is None
+    assert run_or_sweep(calls.append, ["a=1"], *PPO) is None
     assert calls == [["a=1"]]
 
 
 def test_every_combination_runs_once_in_a_folder_of_its_own(runs: list[list[str]]) -> None:
     arguments = ["-m", "trainer.seed=1,3", "+data.seed=5,6", "trainer.default_local_dir=out"]
-    assert start(lambda _: 1, arguments, *PPO) == 0
+    assert run_or_sweep(lambda _: 1, arguments, *PPO) == 0
     assert [run[:3] for run in runs] == [["-m", "hone.trainer.main_ppo", arguments[-1]]] * 4
     assert [run[3:] for run in runs] == [
         [

@@ -84,7 +84,7 @@ def test_text_that_spells_a_control_token_is_encoded_as_text(model: Path) -> Non
     worker = load(str(model), ["trainer.device=cpu"])
     end = worker.tokenizer.eos_token
     pairs = {"text_1": ["1+1?"] * 2, "text_2": ["2", f"2{end}2"]}
-    plain, spelled = Service(worker)._pairs(pairs)
+    plain, spelled = Service(worker)._encode_pairs(pairs)
     token = worker.tokenizer.eos_token_id
     assert spelled.count(token) == plain.count(token)
     assert len(spelled) > len(plain) + 2

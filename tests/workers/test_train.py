@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hone.config import load_config
-from hone.tracking.manifest import NotShared
+from hone.tracking.manifest import FolderNotShared
 from hone.workers.train import TrainWorker, full_config
 from tests.workers.tasks import config_of
 
@@ -50,7 +50,7 @@ def test_a_rank_that_does_not_see_the_folder_of_the_checkpoint_writes_nothing(tm
     worker = TrainWorker(config_of(tmp_path))
     folder = tmp_path / "run" / ".global_step_1.tmp" / "actor"  # of another machine's disk
     with pytest.raises(
-        NotShared, match=r"rank 0 on .* does not see .*\.global_step_1\.tmp, .*same"
+        FolderNotShared, match=r"rank 0 on .* does not see .*\.global_step_1\.tmp, .*same"
     ):
         worker.save_checkpoint(str(folder))
     assert list(tmp_path.iterdir()) == []

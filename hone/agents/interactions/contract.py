@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
-Messages = list[Row]
+Messages = list[Fields]
 
 
 class BaseInteraction:
@@ -23,7 +23,7 @@ class BaseInteraction:
 
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
-    ) -> tuple[bool, str, float, Row]:
+    ) -> tuple[bool, str, float, Fields]:
         """Returns (whether to end, reply, score of the turn, metrics) after a model turn."""
         raise NotImplementedError(f"{type(self).__name__} does not implement generate_response")
 

@@ -17,7 +17,7 @@ from hone.agents.deadline import run_in_thread
 from hone.agents.interactions.contract import BaseInteraction, Messages
 from hone.agents.tools.answers import to_tool_response
 from hone.agents.tools.contract import ToolError
-from hone.types import Function, JsonValue, Row, Settings
+from hone.types import Fields, Function, JsonValue, Row, Settings
 
 _TEXT_FIELDS = ("text", "message", "prompt", "content", "output", "echoed_message")
 
@@ -56,7 +56,7 @@ class EnvironmentInteraction(BaseInteraction):
 
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
-    ) -> tuple[bool, str, float, Row]:
+    ) -> tuple[bool, str, float, Fields]:
         step = self._environments[instance_id].step
         observation, reward, done = _parse_step(await _call(step, str(messages[-1]["content"])))
         self._total_rewards[instance_id] += reward
@@ -79,19 +79,20 @@ async def _call(function: Function, *arguments: Any, **kwargs: Any) -> Any:
     return await run_in_thread(functools.partial(function, *arguments, **kwargs))
 
 
-def _parse_step(step: Any) -> tuple[Any, float, bool]:
-    if not isinstance(step, tuple):
-        return step.observation, float(step.reward or 0.0), bool(step.done)
-    if len(step) not in (3, 4, 5):
+def _parse_step(step_result: Any) -> tuple[Any, float, bool]:
+    if not isinstance(step_result, tuple):
+        reward, done = step_result.reward, step_result.done
+        return step_result.observation, float(reward or 0.0), bool(done)
+    if len(step_result) not in (3, 4, 5):
         raise ToolError(
-            f"step returned {len(step)} values; return observation, reward, done[, info]"
+            f"step returned {len(step_result)} values; return observation, reward, done[, info]"
         )
-    done_flags = step[2:4] if len(step) == 5 else step[2:3]
-    return step[0], float(step[1] or 0.0), any(map(bool, done_flags))
+    done_flags = step_result[2:4] if len(step_result) == 5 else step_result[2:3]
+    return step_result[0], float(step_result[1] or 0.0), any(map(bool, done_flags))
 
 
 def _observation_text(observation: Any) -> str:
-    """Converts an observation to text; of an object or dict, the first field of `_TEXT_FIELDS`."""
+    """Converts an observation to text; an object or dict gives its first field that `_TEXT_FIELDS` lists."""
     fields = (
         observation if isinstance(observation, Mapping) else getattr(observation, "__dict__", {})
     )
@@ -122,7 +123,10 @@ class OpenEnvEnvironment:
 
 
 class ReasoningGymEnvironment:
-    """A reasoning-gym dataset: `reset(index=3)` returns question 3, `step` scores the answer."""
+    """A reasoning-gym dataset: `reset(index=3)` returns question 3, `step` scores the answer.
+
+    `environment` is the name of the dataset, as the config entry `reasoning_gym:NAME` gives it.
+    """
 
     def __init__(
         self, environment: str, size: int = 500, seed: int = 42, **options: JsonValue

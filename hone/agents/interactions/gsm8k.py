@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hone.agents.interactions.contract import BaseInteraction, Messages
 from hone.rewards.scores import gsm8k
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 RIGHT = "Your response is correct!"
 WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
@@ -18,7 +18,7 @@ class Gsm8kInteraction(BaseInteraction):
 
     def __init__(self, config: Settings) -> None:
         super().__init__(config)
-        self._instance_dict: dict[str, Row] = {}
+        self._instance_dict: dict[str, Fields] = {}
 
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: JsonValue
@@ -33,7 +33,7 @@ class Gsm8kInteraction(BaseInteraction):
 
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
-    ) -> tuple[bool, str, float, Row]:
+    ) -> tuple[bool, str, float, Fields]:
         turns = [m for m in messages if m.get("role") == "assistant"]
         self._instance_dict[instance_id]["response"] = turns[-1].get("content") if turns else ""
         score = await self.calculate_score(instance_id)

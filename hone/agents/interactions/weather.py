@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hone.agents.interactions.contract import BaseInteraction, Messages
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 
 class WeatherInteraction(BaseInteraction):
@@ -15,7 +15,7 @@ class WeatherInteraction(BaseInteraction):
 
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
-    ) -> tuple[bool, str, float, Row]:
+    ) -> tuple[bool, str, float, Fields]:
         used_tool = any(message.get("role") == "tool" for message in messages)
         self._used_tool[instance_id] = used_tool
         reply = (

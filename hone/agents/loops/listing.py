@@ -16,7 +16,7 @@ from hone.data.create import dataset_class
 from hone.plugins import PluginError, load_object, proposal
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Tokenizer
-from hone.types import Row
+from hone.types import Fields
 
 LoopFactory = Callable[..., AgentLoopBase]
 
@@ -99,7 +99,7 @@ def _loop_factories(path: str) -> dict[str, Callable[[], LoopFactory]]:
     return loops
 
 
-def _factory(target: str, arguments: Row) -> LoopFactory:
+def _factory(target: str, arguments: Fields) -> LoopFactory:
     """Returns a factory that adds the entry's arguments, like `hydra.utils.instantiate`.
 
     An argument with a `_target_` is instantiated for each trajectory.

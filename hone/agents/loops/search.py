@@ -20,7 +20,7 @@ from hone.retrieval.client import RetrievalClient, RetrievalFailed, retrieve
 from hone.rollout.contract import TokenOutput
 from hone.text import clean_text
 from hone.tokenizer import Tokenizer
-from hone.types import Row
+from hone.types import Fields, Row
 
 Generate = Callable[[list[int], int], Awaitable[TokenOutput]]
 
@@ -118,7 +118,7 @@ class SearchConversation:
     ) -> list[int]:
         if action is None:
             return self._encode(INVALID)
-        agent_data.spans[-1]["calls"] = 1
+        agent_data.turn_spans[-1]["calls"] = 1
         started = time.perf_counter()
         passages = await asyncio.wrap_future(self.client.submit(action.content))
         agent_data.seconds["tools"] += time.perf_counter() - started
@@ -149,11 +149,11 @@ class SearchAgentLoop(AgentLoopBase):
                 "FILE`, or set do_search=false"
             )
 
-    async def run(self, sampling_params: Row, **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Fields, **row: Any) -> AgentLoopOutput:
         limits = self.rollout_config.multi_turn
         prompt = truncate(self.prompt_ids(row), self.prompt_length, self.data_config.truncation)
         agent_data = AgentData([], list(prompt), row["trajectory_id"], {})
-        turn_limit = sampling_params.get("max_tokens") or self.response_length
+        max_tokens_per_turn = sampling_params.get("max_tokens") or self.response_length
         stops = (*(sampling_params.get("stop") or ()), *STOPS)
 
         async def generate(prompt_ids: list[int], max_tokens: int) -> TokenOutput:
@@ -162,7 +162,7 @@ class SearchAgentLoop(AgentLoopBase):
                 prompt_ids=prompt_ids,
                 sampling_params={
                     **sampling_params,
-                    "max_tokens": min(turn_limit, max_tokens),
+                    "max_tokens": min(max_tokens_per_turn, max_tokens),
                     "stop": stops,
                 },
             )
@@ -177,7 +177,7 @@ class SearchAgentLoop(AgentLoopBase):
         ).run(agent_data, generate)
         metrics = AgentLoopMetrics(agent_data.seconds["model"], agent_data.seconds["tools"])
         columns = counts.columns(agent_data.assistant_turns)
-        return agent_data.to_output(metrics, {"turn_spans": agent_data.spans, **columns})
+        return agent_data.to_output(metrics, {"turn_spans": agent_data.turn_spans, **columns})
 
 
 @functools.cache

@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
-from hone.types import Row
+from hone.types import Fields
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
-    async def run(self, sampling_params: Row, **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Fields, **kwargs: Any) -> AgentLoopOutput:
         prompt_ids = self.prompt_ids(kwargs)
         started = time.perf_counter()
         output = await self.server_manager.generate(

@@ -35,7 +35,7 @@ from hone.data.chat_template import BrokenTemplate
 from hone.data.prompts import Message, PromptError, as_messages, raw_text, truncate
 from hone.event_loop import run_coroutine
 from hone.text import described, shown
-from hone.types import Row, Settings
+from hone.types import Fields, Row, Settings
 
 __all__ = ["AgentData", "AgentState", "ReactAgentLoop", "ToolAgentLoop"]
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class ToolAgentLoop(AgentLoopBase):
                 except Exception as error:  # an environment is user code
                     yield f"the environment {name} cannot be made: {described(error)}"
 
-    async def run(self, sampling_params: Row, **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Fields, **row: Any) -> AgentLoopOutput:
         if tool_config := row.get("tool_config"):
             self.tools, self.limits, self.parser = self.of_row(tool_config)
             self._has_tool_subset = tool_config.get("available_tools") is not None
@@ -154,7 +154,7 @@ class ToolAgentLoop(AgentLoopBase):
             "tool_call_counts": len(record.outputs),
             "tool_failures": record.failures + (interaction.failures if interaction else 0),
             "reward_scores": scores,
-            "turn_spans": agent_data.spans,
+            "turn_spans": agent_data.turn_spans,
         }
         return agent_data.to_output(metrics, extra_fields)
 
@@ -215,7 +215,7 @@ class ToolAgentLoop(AgentLoopBase):
                 return
             calls = await self._parse_calls(text, ids)
             if calls:
-                agent_data.spans[-1]["calls"] = len(calls)
+                agent_data.turn_spans[-1]["calls"] = len(calls)
                 started = time.perf_counter()
                 answers = await session.run_calls(calls)
                 agent_data.seconds["tools"] += time.perf_counter() - started
@@ -224,7 +224,7 @@ class ToolAgentLoop(AgentLoopBase):
                 num_scores = len(interaction.turn_scores)
                 reply = await interaction.reply(agent_data.messages, deadline - time.monotonic())
                 if len(interaction.turn_scores) > num_scores:
-                    agent_data.spans[-1]["score"] = interaction.turn_scores[-1]
+                    agent_data.turn_spans[-1]["score"] = interaction.turn_scores[-1]
                     agent_data.add_reward(interaction.name, interaction.turn_scores[-1])
                 if reply is None:
                     return

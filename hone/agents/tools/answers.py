@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from hone.agents.tools.contract import ToolResponse
 from hone.text import clean_text, clean_values
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 ToolOutput: TypeAlias = "JsonValue | ToolResponse"
 """What the model reads; values of other types are converted with `str`."""
@@ -20,7 +20,7 @@ ToolResult: TypeAlias = (
     "ToolOutput | tuple[ToolOutput] | tuple[ToolOutput, float | None] "
     "| tuple[ToolOutput, float | None, Settings | None]"
 )
-CallResult: TypeAlias = tuple[ToolResponse, float, Row]
+CallResult: TypeAlias = tuple[ToolResponse, float, Fields]
 
 
 def to_tool_response(value: ToolResult) -> ToolResponse:

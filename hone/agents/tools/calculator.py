@@ -9,7 +9,7 @@ from hone.agents.tools.contract import (
     function_schema,
 )
 from hone.rewards.expressions import ExpressionError, evaluate_compat
-from hone.types import JsonObject, JsonValue, Row
+from hone.types import Fields, JsonObject, JsonValue
 
 
 class CalculatorTool(BaseTool):
@@ -24,7 +24,7 @@ class CalculatorTool(BaseTool):
 
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
-    ) -> tuple[ToolResponse, float, Row]:
+    ) -> tuple[ToolResponse, float, Fields]:
         text = str(next(iter(parameters.values()), ""))
         try:
             value = evaluate_compat(text)

@@ -17,7 +17,7 @@ from hone.agents.tools.contract import (
 from hone.sandbox import run_python
 from hone.sandbox.result import Job, SandboxResult, Status
 from hone.sandbox.service import SandboxService
-from hone.types import JsonObject, JsonValue, Row, Settings
+from hone.types import Fields, JsonObject, JsonValue, Settings
 
 _PROGRAM = """
 import ast, contextlib, io, random, sys, traceback
@@ -66,7 +66,7 @@ class CodeInterpreterTool(BaseTool):
 
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
-    ) -> tuple[ToolResponse, float, Row]:
+    ) -> tuple[ToolResponse, float, Fields]:
         code = str(next(iter(parameters.values()), ""))
         program = code
         if self._is_stateful:

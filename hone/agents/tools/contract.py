@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from hone.text import BadText, read_json, shown
-from hone.types import JsonObject, JsonValue, Row, Settings
+from hone.types import Fields, JsonObject, JsonValue, Settings
 
 
 class ToolError(ValueError):
@@ -25,8 +25,8 @@ class ToolResponse:
     """The result of a call as the model sees it."""
 
     text: str | None = None
-    image: list[Row] | None = None
-    video: list[Row] | None = None
+    image: list[Fields] | None = None
+    video: list[Fields] | None = None
 
     def is_empty(self) -> bool:
         return not (self.text or self.image or self.video)
@@ -214,7 +214,7 @@ class BaseTool:
 
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
-    ) -> tuple[ToolResponse, float, Row]:
+    ) -> tuple[ToolResponse, float, Fields]:
         """Runs one call; returns the answer, its reward, and metrics."""
         raise NotImplementedError(f"{type(self).__name__} does not implement execute")
 

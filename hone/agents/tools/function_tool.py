@@ -28,7 +28,7 @@ from hone.agents.tools.answers import ToolResult
 from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError
 from hone.agents.tools.signature import description_of, parameters_of
 from hone.plugins import MissingFile, load_module
-from hone.types import Function, JsonObject, Row, Settings
+from hone.types import Fields, Function, JsonObject, Settings
 
 F = TypeVar("F", bound=Function)
 Schema = OpenAIFunctionToolSchema | Settings
@@ -127,7 +127,7 @@ def _schema_of(
                 f"tool {name or _name_of(function)} has no docstring; describe the function there, "
                 "and its arguments under `Args:`"
             )
-        function_data: Row = {
+        function_data: Fields = {
             "name": name or _name_of(function),
             "description": description or description_of(function),
             "parameters": parameters_of(function),

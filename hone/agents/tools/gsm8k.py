@@ -12,7 +12,7 @@ from hone.agents.tools.contract import (
     function_schema,
 )
 from hone.rewards.scores.gsm8k import compute_score
-from hone.types import JsonObject, JsonValue, Row, Settings
+from hone.types import Fields, JsonObject, JsonValue, Settings
 
 NO_IMPROVEMENT_REWARD = -0.05
 """Reward of a call whose score does not exceed the best earlier one."""
@@ -23,7 +23,7 @@ class Gsm8kTool(BaseTool):
 
     def __init__(self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema)
-        self._states: dict[str, Row] = {}
+        self._states: dict[str, Fields] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return function_schema(
@@ -41,7 +41,7 @@ class Gsm8kTool(BaseTool):
 
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
-    ) -> tuple[ToolResponse, float, Row]:
+    ) -> tuple[ToolResponse, float, Fields]:
         answer = parameters.get("answer", "")
         state = self._states[instance_id]
         state["answer"] = str(answer)

@@ -22,7 +22,7 @@ from hone.agents.tools.function_tool import FunctionTool, load_function_tools_fr
 from hone.agents.tools.mcp import mcp_tools
 from hone.plugins import load_object
 from hone.text import BadText, described, read_yaml, shown
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 BUILT_IN = {
     "calculator": "hone.agents.tools.calculator.CalculatorTool",
@@ -62,7 +62,7 @@ def load_all_tools(
     return [*configured, *functions]
 
 
-def read_entries(path: str, section: str) -> list[Row]:
+def read_entries(path: str, section: str) -> list[Fields]:
     """Returns the entries under `section` of a YAML file, each with a `class_name`."""
     try:
         data = read_yaml(path)
@@ -76,7 +76,7 @@ def read_entries(path: str, section: str) -> list[Row]:
     return [_with_class(entry, path, section) for entry in entries]
 
 
-def _with_class(entry: JsonValue, path: str, section: str) -> Row:
+def _with_class(entry: JsonValue, path: str, section: str) -> Fields:
     """Returns an entry with its `class_name`, which may be omitted for a built-in class."""
     if isinstance(entry, dict):
         name = entry.get("name")
@@ -93,7 +93,7 @@ def _with_class(entry: JsonValue, path: str, section: str) -> Row:
     raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
 
 
-def _built_in_tool(entry: Row, path: str) -> Row:
+def _built_in_tool(entry: Fields, path: str) -> Fields:
     """Returns the entry of a built-in tool with its class, and with a schema if it has one."""
     name = entry["name"]
     if not isinstance(name, str) or name not in BUILT_IN:
@@ -106,7 +106,7 @@ def _built_in_tool(entry: Row, path: str) -> Row:
         raise ToolError(
             f"{path}, {name}: there is no {unknown[0]!r}; use {', '.join(sorted(_BUILT_IN_KEYS))}"
         )
-    tool: Row = {"class_name": BUILT_IN[name], "config": entry.get("config")}
+    tool: Fields = {"class_name": BUILT_IN[name], "config": entry.get("config")}
     if not {"description", "parameters"} & entry.keys():
         return tool
     parameters = entry.get("parameters") or {}

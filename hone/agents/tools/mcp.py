@@ -25,7 +25,7 @@ from hone.agents.tools.contract import (
     ToolResponse,
 )
 from hone.text import BadText, clean_values, described, read_json, shown
-from hone.types import JsonObject, JsonValue, Row, Settings
+from hone.types import Fields, JsonObject, JsonValue, Settings
 
 T = TypeVar("T")
 CONNECT_S = 60.0
@@ -41,14 +41,14 @@ class MCPBaseTool(BaseTool):
 
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
-    ) -> tuple[ToolResponse, float, Row]:
+    ) -> tuple[ToolResponse, float, Fields]:
         result = await self.server.call(self.name, parameters)
         text, metrics = self._parse_tool_result(result.content)
         if result.is_error:
             raise ToolError(text)
         return ToolResponse(text=text), 0.0, metrics
 
-    def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, Row]:
+    def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, Fields]:
         """Returns the text of a result's parts, and metrics."""
         texts = [getattr(part, "text", None) for part in content]
         pairs = zip(texts, content, strict=True)
@@ -164,7 +164,7 @@ def mcp_tools(
         import mcp as _  # noqa: F401
     except ModuleNotFoundError as error:
         raise ToolError(f"{path}: MCP tools need the client: pip install 'hone-rl[mcp]'") from error
-    entry: Row = dict(mcp) if isinstance(mcp, dict) else {}
+    entry: Fields = dict(mcp) if isinstance(mcp, dict) else {}
     file = entry.get("mcp_servers_config_path")
     servers = entry.get("mcpServers") if file is None else _read_servers(str(file), path)
     if not isinstance(servers, dict) or not servers:

@@ -18,7 +18,7 @@ from hone.agents.tools.contract import (
     ToolResponse,
     function_schema,
 )
-from hone.types import JsonObject, JsonValue, Row, Settings
+from hone.types import Fields, JsonObject, JsonValue, Settings
 
 
 class SearchTool(BaseTool):
@@ -45,7 +45,7 @@ class SearchTool(BaseTool):
 
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
-    ) -> tuple[ToolResponse, float, Row]:
+    ) -> tuple[ToolResponse, float, Fields]:
         value = parameters.get("query_list")
         queries = (
             [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
@@ -54,7 +54,7 @@ class SearchTool(BaseTool):
             raise ToolError("query_list must be a list of questions")
         results = await run_in_thread(self._retrieve, queries=queries)
         text = "\n---\n".join(_format_passages(passages) for passages in results)
-        metrics: Row = {"query_count": len(queries), "total_results": sum(map(len, results))}
+        metrics: Fields = {"query_count": len(queries), "total_results": sum(map(len, results))}
         answer_text = json.dumps({"result": text or "No search results found."}, ensure_ascii=False)
         return ToolResponse(text=answer_text), 0.0, metrics
 

@@ -28,7 +28,7 @@ from hone.agents.tools.contract import BaseTool
 from hone.agents.tools.function_tool import FunctionTool
 from hone.agents.tools.listing import Tool
 from hone.text import clean_text, clean_values, described
-from hone.types import Function, Row, Settings
+from hone.types import Fields, Function, Settings
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class CallLimits:
 class ToolRecord:
     """The recorded calls and failures of one trajectory."""
 
-    outputs: list[Row] = field(default_factory=list)
+    outputs: list[Fields] = field(default_factory=list)
     timeouts: list[str] = field(default_factory=list)
     failures: int = 0
 
@@ -160,7 +160,7 @@ class ToolSession:
         if error is not None:
             return error
 
-        async def run() -> tuple[str, float, Row]:
+        async def run() -> tuple[str, float, Fields]:
             response, reward, metrics = await self._execute(call)
             return response_text(response), reward, metrics
 

@@ -9,10 +9,13 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from hone.agents.tools.contract import ToolError
-from hone.types import Function, Row
+from hone.types import Fields, Function
+
+JsonSchema: TypeAlias = Fields
+"""A JSON schema, or the part of one for a parameter."""
 
 _JSON_TYPES = {
     str: "string",
@@ -32,7 +35,7 @@ _ARGS_ENTRY = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 _PARAM_FIELD = re.compile(r"^\s*:(?:param|parameter|arg)\s+(?:[^:]*\s)?(\w+)\s*:\s*(.*)$")
 
 
-def parameters_of(function: Function) -> Row:
+def parameters_of(function: Function) -> JsonSchema:
     """Returns the JSON schema of the function's parameters."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -41,8 +44,8 @@ def parameters_of(function: Function) -> Row:
         signature = inspect.signature(function)
     except (NameError, TypeError, ValueError) as error:
         raise ToolError(f"tool {name}: its signature cannot be read: {error}") from error
-    texts = _argument_texts(function)
-    properties: Row = {}
+    descriptions = _argument_descriptions(function)
+    properties: dict[str, JsonSchema] = {}
     required: list[str] = []
     for key, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -58,8 +61,8 @@ def parameters_of(function: Function) -> Row:
                 f"tool {name}: the argument {key} is missing a type hint; write {key}: str"
             )
         properties[key] = schema_of_type(hints[key])
-        if texts.get(key):
-            properties[key]["description"] = texts[key]
+        if descriptions.get(key):
+            properties[key]["description"] = descriptions[key]
         if not properties[key].get("description"):
             raise ToolError(
                 f"tool {name}: there is no description for the argument {key}; add a line "
@@ -70,14 +73,14 @@ def parameters_of(function: Function) -> Row:
     return {"type": "object", "properties": properties, "required": required}
 
 
-def schema_of_type(hint: Any) -> Row:
+def schema_of_type(hint: Any) -> JsonSchema:
     """Returns the JSON schema of an annotation; a type that JSON does not have becomes a string."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        texts = [extra for extra in args[1:] if isinstance(extra, str)]
+        descriptions = [extra for extra in args[1:] if isinstance(extra, str)]
         return {
             **schema_of_type(args[0]),
-            **({"description": texts[0]} if texts else {}),
+            **({"description": descriptions[0]} if descriptions else {}),
         }
     if origin in (Union, UnionType):
         members = [part for part in args if part is not NoneType]
@@ -92,7 +95,7 @@ def schema_of_type(hint: Any) -> Row:
     return {"type": kind}
 
 
-def _union_type(hints: Sequence[Any]) -> Row:
+def _union_type(hints: Sequence[Any]) -> JsonSchema:
     kinds = list(dict.fromkeys(schema_of_type(hint)["type"] for hint in hints))
     return {"type": kinds[0] if len(kinds) == 1 else kinds}
 
@@ -107,30 +110,34 @@ def description_of(function: Function) -> str:
     return "\n".join(lines).strip()
 
 
-def _argument_texts(function: Function) -> dict[str, str]:
+def _argument_descriptions(function: Function) -> dict[str, str]:
     """Returns the description of each parameter, from an `Args:` section or `:param` lines."""
-    texts: dict[str, list[str]] = {}
+    descriptions: dict[str, list[str]] = {}
     name: str | None = None
-    indent: int | None = None
+    entry_indent: int | None = None
     in_args = False
     for line in _docstring_lines(function):
-        depth = len(line) - len(line.lstrip())
+        line_indent = len(line) - len(line.lstrip())
         if _ARGS_HEADING.match(line):
-            in_args, indent, name = True, None, None
+            in_args, entry_indent, name = True, None, None
         elif match := _PARAM_FIELD.match(line):
             name, in_args = match[1], False
-            texts[name] = [match[2]]
+            descriptions[name] = [match[2]]
         elif not line.strip():
             name = name if in_args else None
-        elif depth == 0:
+        elif line_indent == 0:
             in_args, name = False, None
-        elif in_args and (indent is None or depth <= indent) and (match := _ARGS_ENTRY.match(line)):
-            indent = depth
+        elif (
+            in_args
+            and (entry_indent is None or line_indent <= entry_indent)
+            and (match := _ARGS_ENTRY.match(line))
+        ):
+            entry_indent = line_indent
             name = match[1]
-            texts[name] = [match[2]]
+            descriptions[name] = [match[2]]
         elif name is not None:
-            texts[name].append(line.strip())
-    return {key: " ".join(part for part in parts if part) for key, parts in texts.items()}
+            descriptions[name].append(line.strip())
+    return {key: " ".join(part for part in parts if part) for key, parts in descriptions.items()}
 
 
 def _docstring_lines(function: Function) -> list[str]:

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
-from hone.algorithms.settings import has_key, refuse_unknown, setting
+from hone.algorithms.settings import has_key, raise_if_unknown, setting
 from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
 from hone.ops.groups import Labels
 from hone.plugins import PluginError
-from hone.types import Function, JsonValue, Row, Settings
+from hone.types import Fields, Function, JsonValue, Settings
 
 Estimate = tuple[Tensor, Tensor]  # advantages and returns, both [B, T], 0 outside response_mask
 Groups = Literal["ignored", "compared", "required"]
@@ -71,7 +71,7 @@ class Estimator:
     @classmethod
     def of(cls: type[T], config: Settings | None = None, **options: JsonValue) -> T:
         """Creates an estimator; an option comes from its keyword, else its config key, else its default."""
-        values: Row = {}
+        values: Fields = {}
         for option in dataclasses.fields(cls):
             name = option.name
             if options.get(name) is not None:
@@ -154,7 +154,7 @@ class VerlForm:
         columns = {*COLUMNS, "non_tensor_batch", "batch"}
         unknown = [n for n in keywords if n not in columns and not n.startswith(REWARD_PREFIX)]
         known = ("token_level_rewards", "response_mask", "index", "config", *self._options)
-        refuse_unknown(self.__name__, unknown, (*known, TRAJECTORY, *self.estimator.uses))
+        raise_if_unknown(self.__name__, unknown, (*known, TRAJECTORY, *self.estimator.uses))
         estimator = self.estimator.of(config, **options)
         return estimator(Trajectories(token_level_rewards, response_mask, index, keywords))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.returns import Chain, backward_scan
-from hone.ops.masked import masked_fill_zero, masked_whiten
+from hone.ops.masked import masked_whiten, zero_outside_mask
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class GAE(Estimator):
 
     def __call__(self, batch: Trajectories) -> Estimate:
         mask = batch.mask.bool()
-        rewards = masked_fill_zero(batch.rewards, mask)
-        values = masked_fill_zero(batch.column("values"), mask)
+        rewards = zero_outside_mask(batch.rewards, mask)
+        values = zero_outside_mask(batch.column("values"), mask)
         advantages = torch.zeros_like(rewards)
         state = rewards.new_zeros(len(rewards), 2)  # value and advantage at each row's first token
         chain = Chain.of(batch.uid, batch.trajectory_id, rewards)
@@ -40,7 +40,7 @@ class GAE(Estimator):
             advantages[rows], state[rows] = _scan(
                 rewards[rows], values[rows], mask[rows], self.gamma, self.lam, next_state
             )
-        raw = masked_fill_zero(advantages, mask)
+        raw = zero_outside_mask(advantages, mask)
         return masked_whiten(raw, mask), raw + values
 
 

@@ -15,7 +15,7 @@ from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectori
 from hone.algorithms.advantages.outcome import checked_labels
 from hone.algorithms.advantages.returns import Chain, rewards_to_go
 from hone.ops.groups import factorise
-from hone.ops.masked import masked_fill_zero
+from hone.ops.masked import zero_outside_mask
 
 EPS = 1e-8
 
@@ -50,11 +50,11 @@ class OptimalTokenBaseline(Estimator):
         chain = Chain.of(batch.uid, batch.trajectory_id, response_mask)
         position = self.position(response_mask, chain)
         # Squared norm of the score at each token: ‖onehot − π‖² = 1 − 2π(a) + Σπ².
-        log_probs = masked_fill_zero(batch.column("old_log_probs"), response_mask)
+        log_probs = zero_outside_mask(batch.column("old_log_probs"), response_mask)
         energy = 1 - 2 * log_probs.exp() + batch.column("sum_pi_squared")
         if (weights := batch.columns.get("rollout_is_weights")) is not None:
             energy = energy * weights**2
-        energy = masked_fill_zero(energy, response_mask)
+        energy = zero_outside_mask(energy, response_mask)
         index = checked_labels("optimal_token_baseline", batch.uid, len(response_mask))
         returns = rewards_to_go(batch.rewards, response_mask, 1.0, chain)
         weight = energy.cumsum(-1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import OutcomeEstimator, Outcomes
 from hone.ops.groups import Labels, factorise, factorise_pairs
-from hone.ops.masked import masked_fill_zero, masked_whiten
+from hone.ops.masked import masked_whiten, zero_outside_mask
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def rewards_to_go(
 
     The discount applies per policy token, not per tool token.
     """
-    rewards = masked_fill_zero(token_level_rewards, response_mask)
+    rewards = zero_outside_mask(token_level_rewards, response_mask)
     if gamma == 1:
         returns = rewards.flip(-1).cumsum(-1).flip(-1)
         if chain is not None:
             returns = returns + chain.later(rewards.sum(-1)).unsqueeze(-1)
-        return masked_fill_zero(returns, response_mask)
+        return zero_outside_mask(returns, response_mask)
     returns = torch.zeros_like(rewards)
     state = rewards.new_zeros(len(rewards))  # return at each row's first token
     for rows, next_return in backward_scan(chain, state):
@@ -106,7 +106,7 @@ def _discounted(
         discounted = rewards[:, t] + gamma * next_return
         next_return = torch.where(policy_token[t], discounted, next_return)
         out[t] = next_return
-    return masked_fill_zero(out.T, mask), next_return
+    return zero_outside_mask(out.T, mask), next_return
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class ReMax(Estimator):
         chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
         returns = rewards_to_go(batch.rewards, batch.mask, 1.0, chain)
         baseline = batch.column("reward_baselines").to(returns.dtype).unsqueeze(-1)
-        return masked_fill_zero(returns - baseline, batch.mask), returns
+        return zero_outside_mask(returns - baseline, batch.mask), returns
 
 
 reinforce_plus_plus = VerlForm("reinforce_plus_plus", ReinforcePlusPlus)

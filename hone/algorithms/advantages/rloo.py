@@ -11,7 +11,7 @@ from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectori
 from hone.algorithms.advantages.outcome import Outcomes, outcomes
 from hone.algorithms.advantages.returns import Chain, rewards_to_go
 from hone.algorithms.credit import STRICT_MIN, min_form, step_lengths
-from hone.ops.masked import masked_fill_zero
+from hone.ops.masked import zero_outside_mask
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class RLOOToken(Estimator):
         # Per trajectory: the sum of returns over tokens and the number of tokens.
         outcome = outcomes("rloo_token", returns, batch.mask, batch.uid, batch.trajectory_id)
         baseline = _leave_one_out(outcome, outcome.scores, outcome.lengths)
-        return masked_fill_zero(returns - baseline, batch.mask), returns
+        return zero_outside_mask(returns - baseline, batch.mask), returns
 
     def _step_advantages(self, batch: Trajectories, chain: Chain | None) -> Tensor:
         """[B, T] future rewards, where each step reward is reduced by a baseline per step or per token."""
         process, steps = batch.columns["reward/process"], batch.columns["step_mask"].bool()
-        process = masked_fill_zero(process, steps)
+        process = zero_outside_mask(process, steps)
         outcome = outcomes("rloo_token", process, batch.mask, batch.uid, batch.trajectory_id)
         ones = torch.ones_like(outcome.lengths)
         if self.process_baseline == "token":
@@ -73,7 +73,7 @@ class RLOOToken(Estimator):
         returns = rewards_to_go(batch.rewards - baselines, batch.mask, self.gamma, chain)
         other_scores = batch.columns["token_level_scores"] - process
         others = outcomes("rloo_token", other_scores, batch.mask, batch.uid, batch.trajectory_id)
-        return masked_fill_zero(returns - _leave_one_out(others, others.scores, ones), batch.mask)
+        return zero_outside_mask(returns - _leave_one_out(others, others.scores, ones), batch.mask)
 
 
 def _leave_one_out(outcome: Outcomes, values: Tensor, weights: Tensor) -> Tensor:

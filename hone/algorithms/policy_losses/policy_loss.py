@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
-from hone.algorithms.settings import config_value, refuse_unknown, setting
+from hone.algorithms.settings import config_value, raise_if_unknown, setting
 from hone.config.actor import ActorConfig
-from hone.ops.masked import masked_fill_zero, masked_mean
+from hone.ops.masked import masked_mean, zero_outside_mask
 from hone.types import Settings
 
 RATIO_EXPONENT_BOUND = 20.0
@@ -130,12 +130,12 @@ class PolicyLoss:
     ) -> Tokens:
         """Returns the inputs of `per_token`; raises on an unknown keyword."""
         keywords = (*_KEYWORDS, *self.extra_keywords)
-        refuse_unknown(f"policy loss {self.name}", set(extras) - set(keywords), keywords)
+        raise_if_unknown(f"policy loss {self.name}", set(extras) - set(keywords), keywords)
         if self.prepare_tokens is not None and prepared is None:
             prepared = self.prepare(*inputs, config)
         tokens = _masked_tokens(inputs, config)
         if weights is not None:
-            weights = masked_fill_zero(weights, tokens.mask).detach()
+            weights = zero_outside_mask(weights, tokens.mask).detach()
         return replace(tokens, prepared=prepared or {}, extras=extras, weights=weights)
 
     def reduce(
@@ -156,7 +156,7 @@ class PolicyLoss:
 
 def _masked_tokens(inputs: Inputs, config: Settings | None) -> Tokens:
     mask = inputs[3].bool()
-    old, new, adv = (masked_fill_zero(x, mask) for x in inputs[:3])
+    old, new, adv = (zero_outside_mask(x, mask) for x in inputs[:3])
     return Tokens(old.detach(), new, adv.detach(), mask, config)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from hone.data.preprocess.sources import Source, Splits, Upstream, rows_by_split, task_row
 from hone.data.rows import DataError
-from hone.types import Row
+from hone.types import Fields, Row
 
 _INTRO = (
     "A conversation between User and Assistant. The User poses a problem; the Assistant first"
@@ -139,7 +139,7 @@ def countdown_row(record: Row, split: str, index: int, *, template: str) -> Row:
         raise DataError(f"template {template!r} is not known; use one of {', '.join(TEMPLATES)}")
     numbers, target = [int(number) for number in record["nums"]], int(record["target"])
     prompt = TEMPLATES[template].format(numbers=numbers, target=record["target"])
-    truth: Row = {"target": target, "numbers": list(numbers)}
+    truth: Fields = {"target": target, "numbers": list(numbers)}
     row = task_row("countdown", prompt, "math", truth, split, index)
     solution = record.get("solution")
     solution_column = {} if solution is None else {"solution": solution}

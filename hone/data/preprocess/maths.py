@@ -7,7 +7,7 @@ from functools import partial
 
 from hone.data.preprocess.sources import Source, Splits, Upstream, rows_by_split, task_row
 from hone.data.rows import DataError
-from hone.types import JsonValue, Row
+from hone.types import Fields, JsonValue, Row
 
 GSM8K = Upstream(("gsm8k", "openai/gsm8k"), "openai/gsm8k", "main")
 HASHES = 'Let\'s think step by step and output the final answer after "####".'
@@ -44,7 +44,7 @@ def gsm8k_row(record: Row, split: str, index: int, *, kind: str) -> Row:
         turns = (("user", prompt), ("assistant", answer))
         return {"messages": [{"role": role, "content": text} for role, text in turns]}
     truth = final_answer(answer)
-    extra: Row = {"answer": answer, "question": question}
+    extra: Fields = {"answer": answer, "question": question}
     interaction = {"query": prompt, "ground_truth": truth}
     system = None
     if kind == "interaction":
@@ -57,7 +57,7 @@ def gsm8k_row(record: Row, split: str, index: int, *, kind: str) -> Row:
     return {"agent_name": "tool_agent", **row} if kind == "agent_loop" else row
 
 
-def _tool_kwargs(tool: str, ground_truth: str) -> Row:
+def _tool_kwargs(tool: str, ground_truth: str) -> Fields:
     create = {"create_kwargs": {"ground_truth": ground_truth}}
     return {"need_tools_kwargs": True, "tools_kwargs": {tool: create}}
 
@@ -154,7 +154,7 @@ HOLD_OUT_EVERY = 5
 
 def geo3k_row(record: Row, split: str, index: int, *, with_tool: bool) -> Row:
     answer, problem = record["answer"], record["problem"]
-    extra: Row = {"answer": answer, "question": problem}
+    extra: Fields = {"answer": answer, "question": problem}
     if with_tool:
         extra |= _tool_kwargs(GEO3K_TOOL, answer)
     prompt = f"{problem} {GEO3K_INSTRUCTION}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hone.data.preprocess.sources import Source, Splits, Upstream, task_row
 from hone.data.rows import DataError
-from hone.types import Row
+from hone.types import Fields, Row
 
 
 def _upstream(name: str, *folders: str, train: tuple[str, ...] = ()) -> Upstream:
@@ -60,7 +60,7 @@ def qa_row(record: Row, source: str, split: str, index: int, style: str) -> Row:
     question = record["question"].strip()
     question = question if question.endswith("?") else f"{question}?"
     prompt = STYLES[style].format(question=question)
-    truth: Row = {"target": golden_answers(record)}
+    truth: Fields = {"target": golden_answers(record)}
     if style != "tool":
         return task_row(source, prompt, "fact-reasoning", truth, split, index)
     data_source = f"searchR1_{source}"

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from hone.data.hub import hub_splits
-from hone.data.rows import SUFFIXES, BadRows, DataError, read_file
+from hone.data.rows import SUFFIXES, BadRowPolicy, DataError, read_file
 from hone.types import JsonValue, Row
 
 Splits = dict[str, list[Row]]
@@ -44,7 +44,7 @@ class Source:
         """Returns the records of a split, or None if the source has none."""
         if self.folder is not None:
             path = self.path(upstream, split)
-            file = None if path is None else read_file(path, BadRows("raise"))
+            file = None if path is None else read_file(path, BadRowPolicy("raise"))
             return None if file is None else list(file.scan())
         key = (upstream.hub, upstream.config)
         if key not in self._hub:

@@ -33,8 +33,8 @@ from hone.engine.megatron.experts import MicroBatchParams
 from hone.engine.megatron.mesh import join_mesh, process_groups
 from hone.engine.megatron.model import Stage, build_stage, transformer_config
 from hone.engine.megatron.optimizer import ShardedOptimizer
-from hone.engine.megatron.refusals import refuse_role
-from hone.engine.megatron.weights import StageTensors, hf_names
+from hone.engine.megatron.refusals import check_role_supported
+from hone.engine.megatron.weights import StageTensors, parameters_by_hf_name
 from hone.engine.offload import Offload, build_offload
 from hone.models.policy import Model, PolicyModel, ValueModel
 from hone.models.routing import DTYPE, NOT_RECORDED, Routing
@@ -81,11 +81,11 @@ class MegatronEngine(Engine):
 
     @property
     def _lm(self) -> Any:
-        return self._tensors.skeleton.lm
+        return self._tensors.meta_model.lm
 
     @property
     def _routing(self) -> Routing | None:
-        return getattr(self._tensors.skeleton, "routing", None)
+        return getattr(self._tensors.meta_model, "routing", None)
 
     # -- passes -------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class MegatronEngine(Engine):
         if self._stage.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden[:, 0].index_select(0, packed.source)
-        if isinstance(self._tensors.skeleton, ValueModel):
+        if isinstance(self._tensors.meta_model, ValueModel):
             return {"values": packed.unpack(self._stage.value_head(hidden).float().squeeze(-1))}
         out = self._log_probs(hidden, packed, **options)
         if rows.replay is not None:
@@ -284,7 +284,7 @@ class MegatronEngine(Engine):
 
     def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self.present():
-            yield from self._tensors.of_model()
+            yield from self._tensors.gather_model()
 
     @contextmanager
     def lease(self) -> Iterator[Lease]:
@@ -296,7 +296,7 @@ class MegatronEngine(Engine):
             self._decoding = module.eval()
         version = (self.updates, self._load_count)
         if version != self._decoding_version:
-            copies = hf_names(self._decoding)
+            copies = parameters_by_hf_name(self._decoding)
             with torch.no_grad():
                 for name, tensor in self.named_hf_weights():
                     copies[name].copy_(tensor)
@@ -322,7 +322,7 @@ def _on_host(terms: Terms) -> Terms:
 
 def build(spec: EngineSpec) -> MegatronEngine:
     """Builds the engine; all ranks call it together."""
-    _refuse(spec)
+    _check_supported(spec)
     mesh = join_mesh(spec)
     # Every rank reads the whole model on the host and keeps its part.
     module = load_module(replace(spec, device=torch.device("cpu"), optim=None))
@@ -345,7 +345,7 @@ def build(spec: EngineSpec) -> MegatronEngine:
     return engine
 
 
-def _refuse(spec: EngineSpec) -> None:
+def _check_supported(spec: EngineSpec) -> None:
     """Raises, before any model is loaded, for a spec that this engine does not support."""
     if spec.head not in ("policy", "value"):
         raise ValueError(
@@ -365,7 +365,7 @@ def _refuse(spec: EngineSpec) -> None:
             "strategy=megatron replays expert routing only without pipeline parallel; use "
             "megatron.pipeline_model_parallel_size=1 or strategy=fsdp2"
         )
-    refuse_role(spec.model_path, spec.override_config, spec.megatron)
+    check_role_supported(spec.model_path, spec.override_config, spec.megatron)
 
 
 def _stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:

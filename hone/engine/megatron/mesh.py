@@ -15,13 +15,13 @@ from hone.engine.megatron.weights import Groups
 def join_mesh(spec: EngineSpec) -> Mesh:
     """Creates megatron-core's process groups, unless they exist; returns the coordinates of this rank."""
     megatron = spec.megatron
-    if problem := megatron.uneven(spec.world_size):
+    if problem := megatron.divisibility_problem(spec.world_size):
         raise ValueError(f"megatron.{problem}")
     sizes = (
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
         megatron.expert_model_parallel_size,
-        megatron.expert_tensor_ranks,
+        megatron.effective_expert_tensor_parallel_size,
     )
     if not dist.is_initialized():
         backend = "gloo" if spec.device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -33,7 +33,7 @@ def join_mesh(spec: EngineSpec) -> Mesh:
             megatron.tensor_model_parallel_size,
             megatron.pipeline_model_parallel_size,
             expert_model_parallel_size=megatron.expert_model_parallel_size,
-            expert_tensor_parallel_size=megatron.expert_tensor_ranks,
+            expert_tensor_parallel_size=megatron.effective_expert_tensor_parallel_size,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
             order="tp-cp-ep-dp-pp",

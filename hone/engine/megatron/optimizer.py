@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hone.config.engine import OptimConfig
 from hone.engine.optimizer import Optimizer, build_optimizer
 from hone.plugins import PluginError
-from hone.types import Row
+from hone.types import Fields
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -108,7 +108,7 @@ class ShardedOptimizer(Optimizer):
             self.model.start_param_sync(force_sync=True)
         return metrics
 
-    def state_keys(self, device: torch.device | str = "cpu") -> tuple[list[str], Row]:
+    def state_keys(self, device: torch.device | str = "cpu") -> tuple[list[str], Fields]:
         """Returns the names of the optimizer state per element, and the other state (the step count) of a new
         parameter on the device."""
         probe = nn.Parameter(torch.zeros(2, device=device))

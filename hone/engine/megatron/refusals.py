@@ -79,18 +79,18 @@ NO_EFFECT = frozenset((
 """Fields that do not change the numbers and that the engine ignores."""
 
 
-def refuse_role(
+def check_role_supported(
     path: str, override_config: Mapping[str, JsonValue], megatron: MegatronConfig
 ) -> None:
     """Raises, before weights are loaded, for a model or settings that cannot be built."""
     config = load_config(path)
     for name, value in override_config.items():
         setattr(config, name, value)
-    refuse_overrides(megatron)
-    refuse_model(config, path, megatron)
+    check_transformer_overrides(megatron)
+    check_model_supported(config, path, megatron)
 
 
-def refuse_overrides(megatron: MegatronConfig) -> None:
+def check_transformer_overrides(megatron: MegatronConfig) -> None:
     """Raises for overrides that would change the model or its numbers."""
     overrides = _overrides(megatron)
     if refused := sorted(name for name, value in overrides.items() if not is_allowed(name, value)):
@@ -138,7 +138,7 @@ def overrides_without_effect(megatron: MegatronConfig) -> list[str]:
     return []
 
 
-def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
+def check_model_supported(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
     """Raises for a model that cannot be built over this number of ranks."""
     if hf.model_type not in FAMILIES:
         raise UnsupportedModel(
@@ -157,11 +157,11 @@ def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> N
                 f"{path} has {feature}, which strategy=megatron does not compute; use strategy=fsdp2"
             )
     kv_heads, _ = key_shape(hf)
-    _refuse_stages(hf.num_hidden_layers, path, megatron)
+    _check_stages(hf.num_hidden_layers, path, megatron)
     divided = [("key-value heads", kv_heads, "tensor_model_parallel_size")]
     if hf.model_type == "qwen3_moe":
         divided.append(("experts", hf.num_experts, "expert_model_parallel_size"))
-        _refuse_experts(hf, path, megatron)
+        _check_experts(hf, path, megatron)
     for what, count, key in divided:
         if count % megatron[key]:
             raise UnsupportedModel(
@@ -169,7 +169,7 @@ def refuse_model(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> N
             )
 
 
-def _refuse_stages(layers: int, path: str, megatron: MegatronConfig) -> None:
+def _check_stages(layers: int, path: str, megatron: MegatronConfig) -> None:
     """Raises unless the layers divide evenly over the stages, except stages with a configured size."""
     stages, passed = megatron.pipeline_model_parallel_size, passed_overrides(megatron)
     sized = {n: x for n in _STAGE_SIZES if isinstance(x := passed.get(n), int)}
@@ -182,8 +182,8 @@ def _refuse_stages(layers: int, path: str, megatron: MegatronConfig) -> None:
         )
 
 
-def _refuse_experts(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
-    ranks = megatron.expert_tensor_ranks
+def _check_experts(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
+    ranks = megatron.effective_expert_tensor_parallel_size
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         raise UnsupportedModel(
             f"{path} has experts, which need megatron.sequence_parallel=true under "

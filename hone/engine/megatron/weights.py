@@ -1,7 +1,7 @@
 """The map between Hugging Face tensors and the parameters of a megatron-core stage.
 
 A megatron-core matrix contains several Hugging Face tensors, and a tensor-parallel rank holds a shard of it:
-`to_local` returns the shard of one rank, `to_whole` joins the shards of all ranks. `StageTensors` applies
+`to_local` returns the shard of one rank, `to_full` joins the shards of all ranks. `StageTensors` applies
 both to a stage, with the collectives.
 """
 
@@ -30,9 +30,9 @@ class Entry:
     """A parameter of one stage and the Hugging Face tensors that it is made of."""
 
     kind: Kind
-    local: str
+    stage_name: str
     """The name in the stage."""
-    whole: tuple[str, ...]
+    hf_names: tuple[str, ...]
     """The names in the Hugging Face module."""
 
 
@@ -76,14 +76,14 @@ def entries(stage: Stage, *, tied: bool) -> list[Entry]:
         ("same", "value_head.weight", "value_head.weight"),
         ("same", "value_head.bias", "value_head.bias"),
     )
-    mapped = [Entry(kind, local, (whole,)) for kind, local, whole in ends if local in names]
+    mapped = [Entry(kind, name, (hf_name,)) for kind, name, hf_name in ends if name in names]
     for index, layer in enumerate(stage.decoder.layers):
-        for kind, local, wholes in _LAYER:
-            name = f"decoder.layers.{index}.{local}"
+        for kind, suffix, hf_suffixes in _LAYER:
+            name = f"decoder.layers.{index}.{suffix}"
             if name in names:
                 prefix = f"model.layers.{layer.layer_number - 1}."
-                mapped.append(Entry(kind, name, tuple(prefix + whole for whole in wholes)))
-    if missing := names - {entry.local for entry in mapped}:
+                mapped.append(Entry(kind, name, tuple(prefix + x for x in hf_suffixes)))
+    if missing := names - {entry.stage_name for entry in mapped}:
         raise ValueError(f"the weight map does not know {', '.join(sorted(missing))}")
     return mapped
 
@@ -111,12 +111,12 @@ def to_local(kind: Kind, tensors: Sequence[Tensor], shape: Shape, rank: int, ran
     return part(torch.cat(heads, 1), 0).reshape(-1, *rest)
 
 
-def to_whole(kind: Kind, parts: Sequence[Tensor], shape: Shape) -> list[Tensor]:
+def to_full(kind: Kind, parts: Sequence[Tensor], shape: Shape) -> list[Tensor]:
     """Returns Hugging Face tensors from the parameters of all tensor-parallel ranks, in rank order."""
     if kind == "same":
         return [parts[0]]
     if kind in ("experts_gate_up", "experts_down"):
-        return [_experts_to_whole(kind, parts, shape.expert_ranks)]
+        return [_experts_to_full(kind, parts, shape.expert_ranks)]
     if kind == "columns":
         return [torch.cat(list(parts), 1)]
     if kind == "vocabulary":
@@ -144,7 +144,7 @@ def _experts_to_local(
     return torch.cat(halves, 1)
 
 
-def _experts_to_whole(kind: Kind, parts: Sequence[Tensor], expert_ranks: int) -> Tensor:
+def _experts_to_full(kind: Kind, parts: Sequence[Tensor], expert_ranks: int) -> Tensor:
     tensor_ranks = len(parts) // expert_ranks
     joined = []
     for start in range(0, len(parts), tensor_ranks):
@@ -185,14 +185,14 @@ class StageTensors:
         self._shape = Shape(config.vocab_size, *key_shape(config), groups.expert_ranks)
         self.entries = entries(stage, tied=tied)
         for entry in self.entries:  # megatron-core marks only parameters that it initializes itself
-            self.parameters[entry.local].tensor_model_parallel = entry.kind != "same"
-        self.load(hf_names(module))
+            self.parameters[entry.stage_name].tensor_model_parallel = entry.kind != "same"
+        self.load(parameters_by_hf_name(module))
         self.tied = tied
-        self.skeleton = module.to("meta")
+        self.meta_model = module.to("meta")
         """The whole model on the meta device: names, shapes and configs."""
         if tied:
-            self.skeleton.lm.tie_weights()
-        self.whole_shapes = hf_names(self.skeleton)
+            self.meta_model.lm.tie_weights()
+        self._meta_parameters = parameters_by_hf_name(self.meta_model)
         self._by_stage = self._gather_entries()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -204,44 +204,44 @@ class StageTensors:
         """Yields this rank's shards by their names in the stage."""
         for entry in self.entries:
             group = self.groups.of(entry.kind)
-            wholes = [tensors[name].detach() for name in entry.whole]
-            part = to_local(entry.kind, wholes, self._shape, group.rank(), group.size())
-            yield entry.local, part
+            full = [tensors[name].detach() for name in entry.hf_names]
+            part = to_local(entry.kind, full, self._shape, group.rank(), group.size())
+            yield entry.stage_name, part
 
-    def of_stage(self, tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def gather_stage(self, tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the full tensors of this stage; its ranks call it together. `tensor_of` maps the name of a
         parameter to this rank's tensor; it is called for one at a time."""
         for entry in self.entries:
             if not self._is_copy(entry):
-                yield from zip(entry.whole, self._gather(entry, tensor_of), strict=True)
+                yield from zip(entry.hf_names, self._gather(entry, tensor_of), strict=True)
 
-    def of_model(self) -> Iterator[tuple[str, Tensor]]:
+    def gather_model(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all parameters of the model; all ranks call it together."""
         group = self.groups.pipeline
         for owner, entry in self._by_stage:
             if owner == group.rank():
-                wholes = [x.contiguous() for x in self._gather(entry, self.parameters.__getitem__)]
+                full = [x.contiguous() for x in self._gather(entry, self.parameters.__getitem__)]
             else:
                 like = next(iter(self.parameters.values()))
-                sizes = [self.whole_shapes[name].shape for name in entry.whole]
-                wholes = [torch.empty(size, dtype=like.dtype, device=like.device) for size in sizes]
-            for name, whole in zip(entry.whole, wholes, strict=True):
+                sizes = [self._meta_parameters[name].shape for name in entry.hf_names]
+                full = [torch.empty(size, dtype=like.dtype, device=like.device) for size in sizes]
+            for name, tensor in zip(entry.hf_names, full, strict=True):
                 if group.size() > 1:
-                    dist.broadcast(whole, dist.get_global_rank(group, owner), group=group)
-                yield name, whole
+                    dist.broadcast(tensor, dist.get_global_rank(group, owner), group=group)
+                yield name, tensor
 
     def _gather(self, entry: Entry, tensor_of: Callable[[str], Tensor]) -> list[Tensor]:
-        local = tensor_of(entry.local).detach().contiguous()
+        local = tensor_of(entry.stage_name).detach().contiguous()
         group = self.groups.of(entry.kind)
         if group.size() == 1 or entry.kind == "same":
-            return to_whole(entry.kind, [local], self._shape)
+            return to_full(entry.kind, [local], self._shape)
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local, group=group)
-        return to_whole(entry.kind, parts, self._shape)
+        return to_full(entry.kind, parts, self._shape)
 
     def _is_copy(self, entry: Entry) -> bool:
         """Whether the parameter is the last stage's copy of a tied embedding."""
-        return bool(getattr(self.parameters[entry.local], "shared", False))
+        return bool(getattr(self.parameters[entry.stage_name], "shared", False))
 
     def _gather_entries(self) -> list[tuple[int, Entry]]:
         own = [entry for entry in self.entries if not self._is_copy(entry)]
@@ -250,6 +250,6 @@ class StageTensors:
         return [(stage, entry) for stage, entries in enumerate(by_stage) for entry in entries]
 
 
-def hf_names(module: Model) -> dict[str, Tensor]:
+def parameters_by_hf_name(module: Model) -> dict[str, Tensor]:
     """Returns the parameters of a module by the names that `named_hf_weights` yields."""
     return {name.removeprefix("lm."): p for name, p in module.named_parameters()}

@@ -14,7 +14,7 @@ import torch
 from hone.protocol import DataProto
 from hone.rewards.scores.table import default_compute_score
 from hone.tokenizer import Tokenizer
-from hone.types import Function, Row
+from hone.types import Fields, Function
 
 RawRewardFn = Function
 """`(data_source, solution_str, ground_truth, extra_info) -> float | dict | tuple`."""
@@ -38,7 +38,7 @@ class AbstractRewardManager(ABC):
         self.failures: Counter[str] = Counter()
 
     @abstractmethod
-    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
         """Returns rewards [B, T]; with `return_dict`, `{"reward_tensor", "reward_extra_info"}`."""
 
     def pop_metrics(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from hone.protocol import DataProto
 from hone.rewards.outcome import Response
 from hone.rewards.transcript import OBSERVATION, POLICY, policy_text
 from hone.tokenizer import Tokenizer
-from hone.types import Row, Settings
+from hone.types import Fields, Settings
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -110,7 +110,7 @@ def _segments(ids: list[int], is_policy: list[bool], tokenizer: Tokenizer) -> li
     return segments
 
 
-def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Row:
+def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Fields:
     """Returns the row's `extra_info`, other fields of `reward_model`, and rollout statistics."""
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(_dict_at(columns, "extra_info", index))
@@ -124,6 +124,6 @@ def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Row:
     return extra
 
 
-def _dict_at(columns: Settings, name: str, index: int) -> Row:
+def _dict_at(columns: Settings, name: str, index: int) -> Fields:
     value = columns[name][index] if name in columns else None
     return dict(value) if value is not None else {}

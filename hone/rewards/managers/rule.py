@@ -30,7 +30,7 @@ from hone.rewards.outcome import Response
 from hone.rewards.repetition import repeatness
 from hone.rewards.scores import table
 from hone.tokenizer import Tokenizer
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class RuleRewardManager(AbstractRewardManager):
         """Returns rewards and extra columns; `lengths` are the responses' token counts."""
         return scores, {}
 
-    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
         extras: dict[str, Sequence[JsonValue]] = {}
         if "rm_scores" in tensors(data) and "reward_model" not in data.non_tensor_batch:
             # As in verl: without ground truths, the reward model's scores are the rewards.

@@ -28,7 +28,7 @@ from hone.rewards.outcome import read_result
 from hone.rewards.scores.table import default_compute_score
 from hone.text import described
 from hone.tokenizer import Tokenizer
-from hone.types import Function, Row, Settings
+from hone.types import Fields, Function, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         cls._class_initialized = True
 
     @abstractmethod
-    async def run_single(self, data: DataProto) -> Row:
+    async def run_single(self, data: DataProto) -> Fields:
         """Returns `{"reward_score", "reward_extra_info"}` for a batch of one trajectory."""
 
     @classmethod
@@ -74,18 +74,18 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         """Returns rewards [B, T], each on the last policy token of its row."""
         return on_last_policy_token(data, scores)
 
-    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Row:
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
         results = run_coroutine(self._run_all(data))
         rewards = self.assemble_rm_scores(data, [result["reward_score"] for result in results])
         extras = extra_columns([Scored(0.0, r.get("reward_extra_info") or {}) for r in results])
         return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
 
-    async def _run_all(self, data: DataProto) -> list[Row]:
+    async def _run_all(self, data: DataProto) -> list[Fields]:
         self.loop = asyncio.get_running_loop()
         calls = (self._run_one(data[row : row + 1]) for row in range(len(data)))
         return list(await asyncio.gather(*calls))
 
-    async def _run_one(self, data: DataProto) -> Row:
+    async def _run_one(self, data: DataProto) -> Fields:
         """Calls `run_single` under the failure policy of `reward_kwargs`, if there is one."""
         policy = _reward_kwargs(self.config)
         try:
@@ -98,7 +98,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
                 logger.warning("a response could not be scored: %s", described(error))
             return _result(policy["failure_score"], {"reward_failure": "exception"})
 
-    async def _score(self, data: DataProto) -> tuple[float, Row, int]:
+    async def _score(self, data: DataProto) -> tuple[float, Fields, int]:
         """Returns the score, extra information and token count of the batch's last trajectory."""
         data = data[len(data) - 1 : len(data)]
         ids = valid_response_ids(data)
@@ -123,7 +123,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
 class NaiveRewardManager(RewardManagerBase):
     """Calls the score function once per trajectory."""
 
-    async def run_single(self, data: DataProto) -> Row:
+    async def run_single(self, data: DataProto) -> Fields:
         score, extra, _ = await self._score(data)
         return _result(score, extra)
 
@@ -131,7 +131,7 @@ class NaiveRewardManager(RewardManagerBase):
 class DAPORewardManager(RewardManagerBase):
     """`NaiveRewardManager` with DAPO's penalty for responses close to the length limit."""
 
-    async def run_single(self, data: DataProto) -> Row:
+    async def run_single(self, data: DataProto) -> Fields:
         reward, extra, length = await self._score(data)
         settings = _reward_kwargs(self.config)
         buffer = settings.get("overlong_buffer_cfg") or {}
@@ -211,7 +211,7 @@ class RateLimitedRewardManager(RewardManagerBase):
             cls._semaphore_loop = loop
         return cls._semaphore
 
-    async def run_single(self, data: DataProto) -> Row:
+    async def run_single(self, data: DataProto) -> Fields:
         if self._rpm_limiter is not None:
             await self._rpm_limiter.acquire(1.0)
         if self._tpm_limiter is not None:
@@ -229,7 +229,7 @@ class RateLimitedRewardManager(RewardManagerBase):
         return _result(score, extra)
 
 
-def _result(score: float, extra: Row) -> Row:
+def _result(score: float, extra: Fields) -> Fields:
     return {"reward_score": score, "reward_extra_info": extra}
 
 

@@ -10,7 +10,7 @@ from hone.data.preprocess.programs import humaneval_tests
 from hone.rewards import ground_truth as truth
 from hone.rewards.programs import Limits, SourceTest, extract_code, passes, read_tests
 from hone.rewards.scores.prime_code import TEST_TIMEOUT_S
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 
 def compute_score(
@@ -32,7 +32,7 @@ def compute_score(
 
 def _benchmark_assertions(extra_info: Settings) -> list[JsonValue]:
     """Returns the assertions from the fields of MBPP and HumanEval."""
-    info: Row = {name: truth.plain(value) for name, value in extra_info.items()}
+    info: Fields = {name: truth.plain(value) for name, value in extra_info.items()}
     if info.get("test") and info.get("entry_point"):
         return [humaneval_tests(info)]
     if not info.get("test_list"):

@@ -10,7 +10,7 @@ import contextlib
 from threading import Semaphore
 
 from hone.rewards.programs import Limits, count_passed, extract_code, read_tests
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 FIRST_TESTS = 10
 TEST_TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ def compute_score(
     sandbox_fusion_url: str | None = None,
     memory_limit_mb: int | None = None,
     timeout_s: float = TEST_TIMEOUT_S,
-) -> tuple[float, Row]:
+) -> tuple[float, Fields]:
     """Returns verl's (score, metadata); `continuous` gives the share of the first ten tests."""
     url, memory_mb = sandbox_fusion_url, memory_limit_mb
     result = judge(completion, test_cases, None, url, None, memory_mb, continuous, timeout_s)

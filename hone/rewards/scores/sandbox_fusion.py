@@ -6,7 +6,7 @@ import contextlib
 
 from hone.rewards.programs import Limits, extract_code, passes, read_tests
 from hone.rewards.scores.prime_code import FIRST_TESTS
-from hone.types import JsonValue, Row
+from hone.types import Fields, JsonValue
 
 
 def compute_score(
@@ -17,12 +17,12 @@ def compute_score(
     test_cases: JsonValue,
     continuous: bool = False,
     timeout: float = 10,
-) -> tuple[float, list[Row]]:
+) -> tuple[float, list[Fields]]:
     """Returns the share of passed tests and an entry per test; `continuous` runs the first ten."""
     limits = Limits(timeout, memory_limit_mb, sandbox_fusion_url)
     code = extract_code(completion)
     tests = read_tests(test_cases, None)[: FIRST_TESTS if continuous else None]
     with concurrent_semaphore or contextlib.nullcontext():
         results = [passes(code, test, limits) for test in tests]
-    metadata: list[Row] = [{"test": i, "passed": passed} for i, passed in enumerate(results)]
+    metadata: list[Fields] = [{"test": i, "passed": passed} for i, passed in enumerate(results)]
     return sum(results) / len(results), metadata

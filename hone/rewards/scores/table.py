@@ -15,7 +15,7 @@ from hone.plugins import load_object, proposal
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
 from hone.rewards.ground_truth import invalid, is_missing
-from hone.types import Function, JsonValue, Row, Settings
+from hone.types import Fields, Function, JsonValue, Settings
 
 _HERE = "hone.rewards.scores"
 _MATCHES = ("exact", "prefix", "substring")
@@ -159,7 +159,7 @@ def default_compute_score(
     ground_truth: JsonValue,
     extra_info: Settings | None = None,
     **options: Any,
-) -> float | Row:
+) -> float | Fields:
     """Scores one response by the rule of its data source; `options` go to that rule.
 
     Returns a number where verl does; `compute_score_details` also returns the parts.
@@ -176,7 +176,7 @@ def compute_score_details(
     ground_truth: JsonValue,
     extra_info: Settings | None = None,
     **options: JsonValue,
-) -> float | Row:
+) -> float | Fields:
     """Like `default_compute_score`, with the parts of the score if the rule has any."""
     entry, scorer = scorer_of(data_source)
     if entry.needs_ground_truth and is_missing(ground_truth):

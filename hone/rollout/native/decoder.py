@@ -19,7 +19,7 @@ from hone.models.decoder_layer import (
     DecoderLayer,
     LayerModule,
     NormModule,
-    has_shared_layers,
+    fits_decoder_layer,
     read_layer,
     rotary_table,
 )
@@ -45,7 +45,7 @@ class Forward(Protocol):
 
 def decoder_forward(policy: PolicyModel) -> Forward:
     """Returns the fastest forward that gives the results of the policy's modules."""
-    return PlainDecoder(policy) if has_shared_layers(policy) else ModuleDecoder(policy)
+    return PlainDecoder(policy) if fits_decoder_layer(policy) else ModuleDecoder(policy)
 
 
 class ModuleDecoder:
@@ -129,11 +129,11 @@ class PlainDecoder:
             x = layer.down.plus(F.silu(gate).mul_(up), x)
         return self._norm(x)
 
-    def _extend_rotary_table(self, width: int) -> None:
-        if width <= len(self._cos):
+    def _extend_rotary_table(self, num_positions: int) -> None:
+        if num_positions <= len(self._cos):
             return
-        width = max(256, 2 * len(self._cos), width)
-        cos, sin = rotary_table(self._policy.decoder, width)
+        num_positions = max(256, 2 * len(self._cos), num_positions)
+        cos, sin = rotary_table(self._policy.decoder, num_positions)
         self._cos = cos[:, None]
         half = sin.shape[-1] // 2
         self._sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)[:, None]

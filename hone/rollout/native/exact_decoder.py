@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.decoder_layer import has_shared_layers
+from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
 from hone.ops.autograd import Context
 from hone.ops.decoder_halves import Norm
@@ -42,7 +42,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 FAMILIES = ("llama", "qwen2")
 
 
-def refuse_unsupported_exact(config: PreTrainedConfig, path: str) -> None:
+def check_exact_supported(config: PreTrainedConfig, path: str) -> None:
     """Raises if exact mode does not support the model, before it is loaded."""
     family = getattr(config, "model_type", "of unknown family")
     if family not in FAMILIES:
@@ -63,8 +63,8 @@ class ExactDecoder(JoinedDecoder):
 
     def __init__(self, policy: PolicyModel) -> None:
         config = policy.lm.config
-        refuse_unsupported_exact(config, getattr(config, "_name_or_path", "") or "this model")
-        if not (has_shared_layers(policy) and can_join(policy) and policy.plain_head):
+        check_exact_supported(config, getattr(config, "_name_or_path", "") or "this model")
+        if not (fits_decoder_layer(policy) and can_join(policy) and policy.plain_head):
             raise RolloutError(
                 "rollout.exact=true needs a plain model (whole parameters, no adapters, no hooks, "
                 "SiLU, fixed rotary table); use rollout.exact=false"

@@ -52,13 +52,13 @@ class JoinedDecoder:
         self._addresses = self._policy.addresses()
 
     @torch.no_grad()
-    def extend_rotary_table(self, width: int) -> None:
-        """Extends the rotary table to at least `width` positions."""
-        if width <= len(self._cos):
+    def extend_rotary_table(self, num_positions: int) -> None:
+        """Extends the rotary table to at least `num_positions` positions."""
+        if num_positions <= len(self._cos):
             return
         self._old_rotary_tables += [self._cos, self._sin]
         with torch.inference_mode(False):
-            self._cos, self._sin = rotary_table(self._policy.decoder, width)
+            self._cos, self._sin = rotary_table(self._policy.decoder, num_positions)
 
 
 class FusedDecoder(JoinedDecoder):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.models.decoder_layer import has_shared_layers
+from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
 from hone.ops.groups import first_equal
 from hone.ops.transfer import send
@@ -134,7 +134,7 @@ class PagedCore:
         if self._exact is not None:
             self._exact.extend_rotary_table(max_model_len)
             return self._exact
-        if has_shared_layers(self.policy) and can_join(self.policy):
+        if fits_decoder_layer(self.policy) and can_join(self.policy):
             return FusedDecoder(self.policy, self._kernels, max_model_len)
         return ModuleDecoder(self.policy)
 

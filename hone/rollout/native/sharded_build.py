@@ -18,11 +18,11 @@ from hone.rollout.native.leader import LeaderRollout
 from hone.rollout.native.paged_core import PagedCore
 from hone.rollout.native.peers import Peers
 from hone.rollout.native.sharded_decoder import ShardedFusedDecoder, ShardedPlainDecoder
-from hone.rollout.native.sharded_policy import ShardedPolicy, refuse_unshardable
+from hone.rollout.native.sharded_policy import ShardedPolicy, check_shardable
 from hone.rollout.weights import load_weights
 
 
-def refuse_sharding(size: int, world_size: int, model: ModelConfig) -> None:
+def check_sharding(size: int, world_size: int, model: ModelConfig) -> None:
     """Raises if `world_size` ranks cannot decode with `size` ranks per model, before weights are loaded."""
     if world_size % size:
         raise RolloutError(
@@ -30,7 +30,7 @@ def refuse_sharding(size: int, world_size: int, model: ModelConfig) -> None:
             "rank(s); use a divisor of their number"
         )
     lm = empty_causal_lm(model.path, dtype=torch.float32, override_config=model.override_config)
-    refuse_unshardable(lm, size, model.path)
+    check_shardable(lm, size, model.path)
 
 
 def build_sharded(spec: RolloutSpec, peers: Peers) -> RolloutEngine:

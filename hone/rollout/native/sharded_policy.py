@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.decoder_layer import has_shared_layers
+from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.families import UnsupportedModel, key_shape
 from hone.models.policy import PolicyModel
 from hone.rollout.native.peers import Peers
-from hone.rollout.weights import refuse_unknown
+from hone.rollout.weights import check_name_and_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +65,7 @@ class Shard:
         return F.pad(part, padding)
 
 
-def refuse_unshardable(lm: PreTrainedModel, size: int, path: str) -> None:
+def check_shardable(lm: PreTrainedModel, size: int, path: str) -> None:
     """Raises if `size` ranks cannot shard the model, whose parameters are on the meta device."""
     text, key = lm.config.get_text_config(), f"rollout.tensor_model_parallel_size={size}"
     kv_heads, head_dim = key_shape(text)
@@ -118,7 +118,7 @@ class ShardedPolicy(PolicyModel):
         self._shards = {name: self._shard(name, p) for name, p in self._whole.items()}
         self._allocate(device)
         self.lm.to(device)
-        self.uses_plain_decoder = has_shared_layers(self)
+        self.uses_plain_decoder = fits_decoder_layer(self)
         if not self.uses_plain_decoder:
             self._hook()
 
@@ -138,7 +138,7 @@ class ShardedPolicy(PolicyModel):
     def shards(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields this rank's shard of each whole tensor; raises for an unknown name or a wrong shape."""
         for name, tensor in weights:
-            refuse_unknown(name, tensor, self._whole)
+            check_name_and_shape(name, tensor, self._whole)
             yield name, self._local_part(name, tensor)
 
     def _local_part(self, name: str, tensor: Tensor) -> Tensor:

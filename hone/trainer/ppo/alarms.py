@@ -105,7 +105,7 @@ class Alarms:
         self._history: dict[str, list[float]] = {}
         self._raised: list[str] = []
         self._protected: list[int] = []
-        self._stop = ""
+        self._stop_message = ""
 
     def observe(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """Add a step to the history, act on new alarms, and return the alarms as metrics."""
@@ -127,8 +127,8 @@ class Alarms:
 
     def raise_if_due(self) -> None:
         """Stop the run if an alarm was raised and the action is to stop."""
-        if self._stop:
-            raise AlarmsRaised(self._stop)
+        if self._stop_message:
+            raise AlarmsRaised(self._stop_message)
 
     def protected_steps(self, step: int) -> list[int]:
         """Return the steps of checkpoints that must be kept: those from before an alarm, and the one that
@@ -161,7 +161,7 @@ class Alarms:
         if self.config.action != "warn":
             self._protected = sorted({*self._protected, *before})
         if self.config.action == "stop":
-            self._stop = message
+            self._stop_message = message
 
     def _record(self, name: str, value: float | None) -> None:
         if value is not None and math.isfinite(value):
@@ -198,10 +198,10 @@ class Alarms:
         if parts is None:
             return False
         (reference, recent), width = parts, self.config.patience
-        smooth = [median(reference[i : i + width]) for i in range(len(reference) - width + 1)]
+        smoothed = [median(reference[i : i + width]) for i in range(len(reference) - width + 1)]
         changes = [b - a for a, b in pairwise(reference)]
         noise = scaled_mad(changes) / math.sqrt(2)
-        now, highest = median(recent), max(smooth, default=max(reference))
+        now, highest = median(recent), max(smoothed, default=max(reference))
         return now >= median(reference) + MIN_LEARNING_RISE and now >= highest - max(
             noise, SCORE_TOLERANCE
         )

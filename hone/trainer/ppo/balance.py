@@ -20,7 +20,7 @@ from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partition
 from hone.protocol import DataProto
 
 
-def refuse_uneven(config: PPOTrainerConfig, ranks: int) -> None:
+def check_divisible(config: PPOTrainerConfig, ranks: int) -> None:
     """Raise an error if a mini-batch is not divisible by the number of data-parallel ranks."""
     if problems := list(uneven_batches(config, ranks)):
         raise ConfigError(problems)
@@ -35,21 +35,25 @@ def balance(
     lengths = batch.batch["attention_mask"].sum(1)
     if numbers is not None and ranks > 1:
         # A mini-batch is a number of trajectories; its rows go to the ranks in turn, longest first.
-        update = numbers // min(rows_per_update)
-        rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update.numpy())))
+        update_numbers = numbers // min(rows_per_update)
+        rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
         return batch.select_idxs(torch.cat([rows[rank::ranks] for rank in range(ranks)])), {}
     if ranks == 1 or len(batch) % ranks:
         return batch, {}
-    block = math.gcd(len(batch), *rows_per_update)
+    block_rows = math.gcd(len(batch), *rows_per_update)
     rank_rows: list[list[int]] = [[] for _ in range(ranks)]
-    for rows in torch.arange(len(batch)).split(block if block % ranks == 0 else len(batch)):
+    for rows in torch.arange(len(batch)).split(
+        block_rows if block_rows % ranks == 0 else len(batch)
+    ):
         parts = _partition(lengths[rows], ranks, by_length)
         for row_list, part in zip(rank_rows, parts, strict=True):
             row_list += rows[part].tolist()
     order = [row for row_list in rank_rows for row in row_list]
     rows_per_rank = len(batch) // ranks
-    equal = [range(i * rows_per_rank, (i + 1) * rows_per_rank) for i in range(ranks)]
-    before, after = ([float(lengths[list(r)].sum()) for r in parts] for parts in (equal, rank_rows))
+    unbalanced = [range(i * rows_per_rank, (i + 1) * rows_per_rank) for i in range(ranks)]
+    before, after = (
+        [float(lengths[list(r)].sum()) for r in parts] for parts in (unbalanced, rank_rows)
+    )
     metrics = {
         "global_seqlen/min": min(before),
         "global_seqlen/max": max(before),
@@ -64,5 +68,5 @@ def balance(
 def _partition(lengths: torch.Tensor, ranks: int, by_length: bool) -> list[list[int]]:
     if not by_length:
         return [part.tolist() for part in torch.arange(len(lengths)).tensor_split(ranks)]
-    work = calculate_workload(lengths.tolist())
-    return get_seqlen_balanced_partitions(work, ranks, equal_size=len(lengths) % ranks == 0)
+    workloads = calculate_workload(lengths.tolist())
+    return get_seqlen_balanced_partitions(workloads, ranks, equal_size=len(lengths) % ranks == 0)

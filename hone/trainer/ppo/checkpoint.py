@@ -26,7 +26,7 @@ from hone.tracking.atomic import make_folder, rename_folder, sync
 from hone.tracking.console import screen
 from hone.tracking.contract import flatten
 from hone.tracking.lock import require_lock
-from hone.tracking.manifest import MANIFEST, damage, require_files, seal
+from hone.tracking.manifest import MANIFEST, find_damage, require_files, write_manifest
 from hone.tracking.storage import reason, remedy, storage_failure
 from hone.trainer.ppo import remote_checkpoints
 from hone.types import JsonValue, Settings
@@ -79,7 +79,7 @@ def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         require_files(temporary, _shard_files(temporary))
-        seal(temporary)
+        write_manifest(temporary)
         if run.metrics_file.exists():
             sync(run.metrics_file)
         require_lock(run.path)
@@ -148,15 +148,15 @@ def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pat
         return None
     if mode != "auto":
         step, folder = checkpoint_from_path(path)
-        if (problem := damage(folder)) is not None:
+        if (problem := find_damage(folder)) is not None:
             raise CheckpointError(f"{folder} cannot be resumed: {problem}")
         return step, folder
     source = newest_valid(run)
     if source is None and (folders := run.checkpoints()):
         raise NoValidCheckpoint(
             f"{run.path} has {len(folders)} checkpoints, but none can be resumed "
-            f"({folders[-1][1].name}: {damage(folders[-1][1])}); nothing was changed. Restore one from a "
-            "copy, set another trainer.default_local_dir, or start anew here with "
+            f"({folders[-1][1].name}: {find_damage(folders[-1][1])}); nothing was changed. Restore one "
+            "from a copy, set another trainer.default_local_dir, or start anew here with "
             "trainer.resume_mode=disable, which keeps them as global_step_N.earlier and erases the "
             "metrics and rollouts"
         )
@@ -166,7 +166,7 @@ def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pat
 def newest_valid(run: RunFolder) -> tuple[int, Path] | None:
     """Return the latest checkpoint whose files all match its manifest."""
     for step, folder in reversed(run.checkpoints()):
-        problem = damage(folder)
+        problem = find_damage(folder)
         if problem is None:
             return step, folder
         log.warning("checkpoint %s is damaged (%s); trying the one before it", folder, problem)

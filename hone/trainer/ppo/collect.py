@@ -70,7 +70,7 @@ class DynamicSampling:
         self._submit, self._take, self._score = submit, take, score
         self._filters = config.algorithm.filter_groups
         self._metric = self._filters.metric or "reward"
-        self._needed = config.data.train_batch_size
+        self._groups_needed = config.data.train_batch_size
 
     def collect(self) -> DataProto:
         """Return the scored groups of one step."""
@@ -115,7 +115,7 @@ class DynamicSampling:
         informative = sum(group.informative for group in self._groups.values())
         unscored = sum(len(r.numbers) for r in self._rounds) - len(self._groups)
         rate = (informative + 1) / (len(self._groups) + 1)
-        return informative + rate * unscored < self._needed
+        return informative + rate * unscored < self._groups_needed
 
     def _chunk_size(self) -> int | None:
         """Return how many groups to wait for: part of a round, so that the next can start before it ends."""
@@ -150,8 +150,8 @@ class DynamicSampling:
             order = (number for r in self._rounds for number in r.numbers)
             scored = takewhile(self._groups.__contains__, order)
         informative = [number for number in scored if self._groups[number].informative]
-        enough = len(informative) >= self._needed
-        return sorted(informative[: self._needed]) if enough else None
+        has_enough = len(informative) >= self._groups_needed
+        return sorted(informative[: self._groups_needed]) if has_enough else None
 
     def _is_scored(self, prompt_round: _Round) -> bool:
         return all(number in self._groups for number in prompt_round.numbers)
@@ -175,13 +175,13 @@ class DynamicSampling:
         total = sum(informative)
         screen().line(
             f"filter_groups, round {count}: kept {informative[-1]} of {len(rounds[-1])} groups; "
-            f"{min(total, self._needed)} of the {self._needed} needed"
+            f"{min(total, self._groups_needed)} of the {self._groups_needed} needed"
         )
-        empty = len(list(takewhile(lambda n: n == 0, reversed(informative))))
-        limit, most_empty = self._filters.max_num_gen_batches, self._filters.max_empty_gen_batches
-        if total >= self._needed or not (0 < limit <= count or empty >= most_empty):
+        empty_rounds = len(list(takewhile(lambda n: n == 0, reversed(informative))))
+        limit, max_empty = self._filters.max_num_gen_batches, self._filters.max_empty_gen_batches
+        if total >= self._groups_needed or not (0 < limit <= count or empty_rounds >= max_empty):
             return
-        key = f"max_empty_gen_batches={most_empty}"
+        key = f"max_empty_gen_batches={max_empty}"
         if 0 < limit <= count:
             key = f"max_num_gen_batches={limit} (0 is no limit)"
         groups = [group for groups in rounds for group in groups]
@@ -190,10 +190,12 @@ class DynamicSampling:
             f"{value:g} in {100 * n / values.total():.0f} % of the responses"
             for value, n in values.most_common(3)
         ]
-        equal = sum(len(group.values) > 1 and len(set(group.values)) == 1 for group in groups)
+        equal_groups = sum(
+            len(group.values) > 1 and len(set(group.values)) == 1 for group in groups
+        )
         raise NotEnoughSignal(
-            f"{count} generation rounds gave {total} groups with signal, {self._needed} are needed. In "
-            f"{equal} of {len(groups)} groups all responses have the same {self._metric}: "
+            f"{count} generation rounds gave {total} groups with signal, {self._groups_needed} are needed. "
+            f"In {equal_groups} of {len(groups)} groups all responses have the same {self._metric}: "
             f"{', '.join(common)}. Check the reward, use prompts that are neither too easy nor too "
             "hard, a larger actor_rollout_ref.rollout.n or a smaller data.train_batch_size; or raise "
             f"algorithm.filter_groups.{key}"

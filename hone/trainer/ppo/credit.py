@@ -20,7 +20,7 @@ from hone.ops.masked import masked_whiten
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.trainer.ppo.scoring import extra_numbers, has_extra
-from hone.types import Row
+from hone.types import Fields
 
 
 def apply_kl_in_reward(
@@ -87,7 +87,7 @@ def estimate_advantages(
     write(batch, "returns", returns)
 
 
-def run_estimator(batch: DataProto, estimator: Estimator, columns: Row) -> tuple[Tensor, Tensor]:
+def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tuple[Tensor, Tensor]:
     """Return advantages and returns [B, T] from `columns` and the estimator's optional columns."""
     mask = require(batch, "response_mask")
     optional = [c for c in (TRAJECTORY, *estimator.uses) if batch.has_column(c)]

@@ -40,7 +40,7 @@ class EarlierRun:
         if self.checkpoint is None:
             return
         has_actor, has_critic = ((self.checkpoint / name).is_dir() for name in ("actor", "critic"))
-        if plan.critic and has_actor and not has_critic:
+        if plan.needs_critic and has_actor and not has_critic:
             estimator = self._settings.get("algorithm", {}).get("adv_estimator")
             yield (
                 f"{self.checkpoint} has no critic: the run that wrote it"

@@ -42,13 +42,13 @@ def freeze_garbage_collection() -> Iterator[Callable[[], None]]:
     """
     import torch
 
-    enabled = torch.cuda.is_available() and not gc.get_freeze_count()
-    remaining = 2 if enabled else 0
+    is_enabled = torch.cuda.is_available() and not gc.get_freeze_count()
+    remaining_calls = 2 if is_enabled else 0
 
     def freeze() -> None:
-        nonlocal remaining
-        if remaining:
-            remaining -= 1
+        nonlocal remaining_calls
+        if remaining_calls:
+            remaining_calls -= 1
             gc.collect()  # frozen garbage would never free its device memory
             gc.freeze()
 
@@ -56,7 +56,7 @@ def freeze_garbage_collection() -> Iterator[Callable[[], None]]:
     try:
         yield freeze
     finally:
-        if enabled:
+        if is_enabled:
             gc.unfreeze()
 
 

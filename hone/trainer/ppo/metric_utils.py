@@ -18,7 +18,7 @@ from hone.ops.masked import masked_mean, masked_sum
 from hone.protocol import DataProto
 from hone.trainer.ppo.metrics import data_metrics, split_attention, time_per_token
 from hone.trainer.ppo.validation import process_validation_metrics
-from hone.types import Row
+from hone.types import Fields, Row
 
 __all__ = ["process_validation_metrics"]
 
@@ -91,7 +91,7 @@ class Metric:
         return Metric(self.aggregation)
 
 
-def reduce_metrics(metrics: Row) -> dict[str, float]:
+def reduce_metrics(metrics: Fields) -> dict[str, float]:
     """Reduce lists to numbers in place: the maximum if the name contains `max`, the minimum for `min`,
     else the mean; NaN for an empty list. A `Metric` has its own reduction.
     """

@@ -58,8 +58,8 @@ class StepWarnings:
         has_several = groups.sizes > 1
         if not has_several.any():
             return {}
-        equal = (groups.max(scores) == groups.min(scores))[has_several]
-        has_no_signal = bool(equal.all())
+        has_equal_scores = (groups.max(scores) == groups.min(scores))[has_several]
+        has_no_signal = bool(has_equal_scores.all())
         if has_no_signal and not self._had_no_signal and self._compares_groups:
             log.warning(
                 "step %d: in each of the %d groups all responses have the same score, so the step "
@@ -67,10 +67,10 @@ class StepWarnings:
                 "more steps, more responses per prompt (actor_rollout_ref.rollout.n), or "
                 "algorithm.filter_groups.enable=true",
                 step,
-                len(equal),
+                len(has_equal_scores),
             )
         self._had_no_signal = has_no_signal
-        return {GROUPS_WITHOUT_SIGNAL: equal.double().mean().item()}
+        return {GROUPS_WITHOUT_SIGNAL: has_equal_scores.double().mean().item()}
 
 
 def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
@@ -214,9 +214,9 @@ def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
 
     shape = routing_shape(load_config(model_path))
     experts = batch.batch["routed_experts"]
-    width = batch.batch["prompts"].shape[1]
+    prompt_width = batch.batch["prompts"].shape[1]
     mask = batch.batch["response_mask"]
-    return load_metrics(experts[:, width:], mask, shape[0]) if shape is not None else {}
+    return load_metrics(experts[:, prompt_width:], mask, shape[0]) if shape is not None else {}
 
 
 def time_per_token(

@@ -66,57 +66,57 @@ class Plan:
     columns: frozenset[str]
     """All columns that parts of this run read."""
     reward_model: Literal["orm", "prm", "prime", "judge"] | None
-    bypass: bool
+    uses_rollout_log_probs: bool
     """Whether the rollout's log-probs are used as the old log-probs."""
     rows_per_update: tuple[int, ...]
     """Rows per mini-batch, for each trained role."""
-    on_server: bool = False
+    is_on_server: bool = False
     """Whether the reward model runs on a server instead of in workers."""
     records_routing: bool = False
     """Whether the log-prob pass records the experts of each token."""
 
     @property
-    def external_reward_model(self) -> bool:
+    def has_external_reward_model(self) -> bool:
         """Whether a reward manager calls the reward model: one on a server, or a judge."""
-        return self.on_server or self.reward_model == "judge"
+        return self.is_on_server or self.reward_model == "judge"
 
     @property
-    def reference(self) -> bool:
+    def needs_reference(self) -> bool:
         return "ref_log_prob" in self.columns
 
     @property
-    def critic(self) -> bool:
+    def needs_critic(self) -> bool:
         return "values" in self.columns
 
     @property
-    def implicit_rewards(self) -> bool:
+    def needs_implicit_rewards(self) -> bool:
         return "reward/implicit" in self.columns
 
     @property
-    def greedy_baselines(self) -> bool:
+    def needs_greedy_baselines(self) -> bool:
         return "reward_baselines" in self.columns
 
     @property
-    def old_log_probs(self) -> bool:
+    def needs_old_log_probs(self) -> bool:
         """Whether the log-prob pass computes them; with one update per batch, the forward pass of the
         update gives the same values."""
-        return "old_log_probs" in self.columns and not self.bypass
+        return "old_log_probs" in self.columns and not self.uses_rollout_log_probs
 
     @property
-    def sum_pi_squared(self) -> bool:
+    def needs_sum_pi_squared(self) -> bool:
         return "sum_pi_squared" in self.columns
 
     @property
-    def log_prob_pass(self) -> bool:
+    def needs_log_prob_pass(self) -> bool:
         """Whether the actor computes log-probs before the update."""
-        return self.old_log_probs or self.sum_pi_squared or "entropys" in self.columns
+        return self.needs_old_log_probs or self.needs_sum_pi_squared or "entropys" in self.columns
 
     @property
     def log_prob_columns(self) -> tuple[str, ...]:
         """The columns that the log-prob pass writes; entropies are always among them."""
-        old = ("old_log_probs",) if self.old_log_probs else ()
+        old = ("old_log_probs",) if self.needs_old_log_probs else ()
         routing = ("routed_experts",) if self.records_routing else ()
-        squares = ("sum_pi_squared",) if self.sum_pi_squared else ()
+        squares = ("sum_pi_squared",) if self.needs_sum_pi_squared else ()
         return (*old, "entropys", *squares, *routing)
 
     @staticmethod
@@ -202,8 +202,8 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         rows.append(config.critic.sequences_per_update())
     bypass = algorithm.rollout_correction.bypass_mode
     on_server = bool(kind and model.server.url)
-    records = config.actor_rollout_ref.actor.router_replay.mode == "R2"
-    return Plan(estimator, columns, kind, bypass, tuple(rows), on_server, records), problems
+    records_routing = config.actor_rollout_ref.actor.router_replay.mode == "R2"
+    return Plan(estimator, columns, kind, bypass, tuple(rows), on_server, records_routing), problems
 
 
 def _readers(
@@ -238,25 +238,25 @@ def _readers(
 def _missing_columns(config: PPOTrainerConfig) -> dict[str, str]:
     """Return the columns that this run does not write, each with the setting that would write it."""
     model, correction = config.reward_model, config.algorithm.rollout_correction
-    corrects = "algorithm.rollout_correction"
+    correction_key = "algorithm.rollout_correction"
     remedies: dict[str, str] = {}
     if not config.actor_rollout_ref.rollout.calculate_log_probs:
         remedies["rollout_log_probs"] = "actor_rollout_ref.rollout.calculate_log_probs=true"
     if correction.bypass_mode or correction.rollout_is is None:
-        remedies["rollout_is_weights"] = f"{corrects}.rollout_is=token, without bypass_mode"
+        remedies["rollout_is_weights"] = f"{correction_key}.rollout_is=token, without bypass_mode"
     if not correction.narrows_loss:
-        remedies["loss_mask"] = f"{corrects}.rollout_rs, without bypass_mode"
+        remedies["loss_mask"] = f"{correction_key}.rollout_rs, without bypass_mode"
     if config.actor_rollout_ref.actor.router_replay.mode == "disabled":
         remedies["routed_experts"] = "actor_rollout_ref.actor.router_replay.mode=R2"
     if config.critic.enable is False:
         remedies["values"] = "critic.enable=null or true"
-    for kind, also, columns in (
+    for kind, type_setting, columns in (
         ("orm", "", ("rm_scores", "reward/model")),
         ("prm", " and reward_model.type=prm", ("step_mask", "reward/process")),
         ("prime", " and reward_model.type=prime", ("reward/implicit",)),
     ):
         if not (model.enable and model.type in (kind, "judge" if kind == "orm" else kind)):
-            remedy = f"reward_model.enable=true{also} with a reward_model.model.path"
+            remedy = f"reward_model.enable=true{type_setting} with a reward_model.model.path"
             remedies |= dict.fromkeys(columns, remedy)
     return remedies
 
@@ -290,7 +290,7 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
             f"{estimator} compares the responses of one prompt, and "
             "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more"
         )
-    if config.trainer.critic_warmup > 0 and not plan.critic:
+    if config.trainer.critic_warmup > 0 and not plan.needs_critic:
         yield (
             f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic would train nothing; "
             "use 0, or critic.enable=true"
@@ -303,17 +303,17 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
             f"{estimator} does not compute; use algorithm.adv_estimator=rloo_token, or a "
             "temperature such as 0.1"
         )
-    if plan.reward_model == "prime" and not plan.implicit_rewards:
+    if plan.reward_model == "prime" and not plan.needs_implicit_rewards:
         yield (
             f"reward_model.type=prime writes implicit rewards, which {estimator} does not read; use "
             "algorithm.adv_estimator=rloo"
         )
     ref, critic, reward = config.actor_rollout_ref.ref, config.critic, config.reward_model
     critic_block, reward_block = critic.model.fsdp_config, reward.model.fsdp_config
-    on_engine = plan.reward_model in ("prm", "prime") and not plan.on_server
+    on_engine = plan.reward_model in ("prm", "prime") and not plan.is_on_server
     for is_used, key, role, block, ranks in (
-        (plan.reference, "actor_rollout_ref.ref", ref, ref.fsdp_config, 0),
-        (plan.critic, "critic", critic, critic_block, 0),
+        (plan.needs_reference, "actor_rollout_ref.ref", ref, ref.fsdp_config, 0),
+        (plan.needs_critic, "critic", critic, critic_block, 0),
         (on_engine, "reward_model", reward, reward_block, sum(config.reward_pool)),
     ):
         if is_used:
@@ -327,11 +327,11 @@ def _keys_without_effect(
 ) -> Iterator[tuple[str, str]]:
     """Yield each given key that has no effect in this run, with the reason."""
     reasons: dict[str, str] = {}
-    if not plan.critic:
+    if not plan.needs_critic:
         reason = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
         blocks = ("optim", "model", "ppo_micro_batch_size_per_gpu", "cliprange_value")
         reasons |= {f"critic.{block}": reason for block in blocks}
-    if not plan.reference:
+    if not plan.needs_reference:
         reasons["actor_rollout_ref.ref"] = "no KL to the reference policy is configured"
     name = config.algorithm.adv_estimator
     if TABLE.is_built_in(name):

@@ -15,7 +15,7 @@ from typing import TypeVar
 from hone.config import PPOTrainerConfig
 from hone.config.block import SchemaBlock
 from hone.config.engine import FSDPConfig, sequence_parallel
-from hone.data.create import run_dataset
+from hone.data.create import create_run_dataset
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError
@@ -125,7 +125,7 @@ class _Preflight:
             self.warnings += agents.warnings()
         if tokenizer is not None:
             self._add_problems(self._prompt_problems(datasets))
-            if plan is not None and plan.external_reward_model:
+            if plan is not None and plan.has_external_reward_model:
                 manager = attempt(lambda: load_external_reward_model(config, tokenizer, None))
                 if manager is not None and (why := manager.scorer.connection_error()):
                     self.warnings.append(f"the reward model's server cannot be reached ({why})")
@@ -173,28 +173,33 @@ class _Preflight:
         """Check that each model to load has a supported config and complete weights."""
         config = self.config
         paths = [config.actor_rollout_ref.model.path]
-        if plan is not None and plan.critic and config.critic.model.path:
+        if plan is not None and plan.needs_critic and config.critic.model.path:
             paths.append(config.critic.model.path)
         for path in dict.fromkeys(paths):
             self._attempt(partial(check_model, path))
         for engine in _engines(config, plan):
             if engine.strategy in ("fsdp", "fsdp2"):
-                self._attempt(engine.refuse_layout)
+                self._attempt(engine.check_layout)
             elif engine.strategy == "megatron":
-                from hone.engine.megatron.refusals import overrides_without_effect, refuse_role
+                from hone.engine.megatron.refusals import (
+                    check_role_supported,
+                    overrides_without_effect,
+                )
 
                 megatron = engine.role.get("megatron", config.actor_rollout_ref.actor.megatron)
                 notes = overrides_without_effect(megatron)
                 self.warnings += [note for note in notes if note not in self.warnings]
-                self._attempt(partial(refuse_role, engine.path, engine.override_config, megatron))
+                self._attempt(
+                    partial(check_role_supported, engine.path, engine.override_config, megatron)
+                )
         rollout = config.actor_rollout_ref.rollout
         if rollout.name == "native" and (size := rollout.tensor_model_parallel_size) > 1:
-            from hone.rollout.native.sharded_build import refuse_sharding
+            from hone.rollout.native.sharded_build import check_sharding
 
             ranks, model = config.rollout_ranks, config.actor_rollout_ref.model
-            self._attempt(partial(refuse_sharding, size, ranks, model))
+            self._attempt(partial(check_sharding, size, ranks, model))
         scorer = config.reward_model.model.path
-        if plan is not None and plan.reward_model and scorer and not plan.on_server:
+        if plan is not None and plan.reward_model and scorer and not plan.is_on_server:
             is_judge = plan.reward_model == "judge"
             self._attempt(lambda: check_model(scorer, is_decoder=is_judge))
             if plan.reward_model == "orm" and Path(resolve_model_path(scorer)).is_dir():
@@ -206,7 +211,7 @@ class _Preflight:
         data = self.config.data
         if tokenizer is None:
             data = replace(data, filter_overlong_prompts=False)
-        read = partial(run_dataset, None, data, tokenizer)
+        read = partial(create_run_dataset, None, data, tokenizer)
         datasets = {TRAIN: self._attempt(partial(read, is_train=True))}
         if data.val_files:
             datasets[VALIDATION] = self._attempt(partial(read, is_train=False))
@@ -214,7 +219,7 @@ class _Preflight:
 
     def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
         """Yield problems of prompts that exceed `data.max_prompt_length` or the model's positions."""
-        data, positions = self.config.data, self.facts.positions
+        data, max_length = self.config.data, self.facts.max_position_embeddings
         for key, dataset in datasets.items():
             if not isinstance(dataset, RLHFDataset):
                 continue
@@ -234,11 +239,11 @@ class _Preflight:
                 continue
             prompt = min(lengths.longest, data.max_prompt_length)
             response = data.max_response_length
-            if positions and prompt + response > positions:
+            if max_length and prompt + response > max_length:
                 yield (
                     f"a prompt of {prompt:,} tokens ({lengths.where}) and "
-                    f"data.max_response_length={response} exceed the model's {positions:,} positions; "
-                    f"use data.max_response_length={max(1, positions - prompt)} or less"
+                    f"data.max_response_length={response} exceed the model's {max_length:,} positions; "
+                    f"use data.max_response_length={max(1, max_length - prompt)} or less"
                 )
 
     def _try_scorers(self, datasets: dict[str, Dataset]) -> None:
@@ -298,13 +303,13 @@ class _Engine:
     ranks: int
     adapters: bool = False
 
-    def refuse_layout(self) -> None:
+    def check_layout(self) -> None:
         sequence = sequence_parallel(self.role, self.sharding)
         tensor = self.sharding.tensor_parallel_size
         if sequence * tensor > 1:
-            from hone.engine.mesh import refuse_layout
+            from hone.engine.mesh import check_layout
 
-            refuse_layout(
+            check_layout(
                 self.path,
                 self.ranks,
                 sequence=sequence,
@@ -322,13 +327,13 @@ def _engines(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_Engine]:
     yield _Engine(path, changes, actor.strategy, actor, actor.fsdp_config, ranks, lora)
     if plan is None:
         return
-    if plan.reference and not lora:
+    if plan.needs_reference and not lora:
         yield _Engine(path, changes, ref.strategy, ref, ref.fsdp_config, ranks)
-    if plan.critic:
+    if plan.needs_critic:
         model, critic_lora = critic.model, critic.model.lora_rank > 0
         path, changes = model.path or path, model.override_config
         yield _Engine(path, changes, critic.strategy, critic, model.fsdp_config, ranks, critic_lora)
-    if plan.reward_model in ("prm", "prime") and not plan.on_server and reward.model.path:
+    if plan.reward_model in ("prm", "prime") and not plan.is_on_server and reward.model.path:
         strategy = actor.strategy if plan.reward_model == "prime" else "fsdp2"
         ranks = sum(config.reward_pool) or ranks
         changes, sharding = reward.model.override_config, reward.model.fsdp_config

@@ -26,7 +26,7 @@ class ResourceEstimate:
 
     def __init__(self, config: PPOTrainerConfig, plan: Plan, facts: ModelFacts) -> None:
         self.config, self.plan, self.facts = config, plan, facts
-        models = 2 if plan.critic else 1
+        models = 2 if plan.needs_critic else 1
         self.checkpoint_bytes = CHECKPOINT_BYTES * (facts.parameters or 0) * models
         folder = Path(config.trainer.default_local_dir).expanduser().absolute()
         self._disk = next(p for p in (folder, *folder.parents) if p.exists())
@@ -38,14 +38,14 @@ class ResourceEstimate:
         config = self.config
         dtype = config.actor_rollout_ref.actor.fsdp_config.dtype
         on_gpu = uses_gpu(config.trainer.device)
-        half = dtype in ("bf16", "bfloat16", "fp16", "float16") or (dtype == "auto" and on_gpu)
-        width = BYTES_16_BIT if half else BYTES_32_BIT
+        is_16_bit = dtype in ("bf16", "bfloat16", "fp16", "float16") or (dtype == "auto" and on_gpu)
+        weight_bytes = BYTES_16_BIT if is_16_bit else BYTES_32_BIT
         # fp32 weights need no separate master weights.
-        trained_bytes = 2 * width + OPTIMIZER_BYTES - (0 if half else BYTES_32_BIT)
+        trained_bytes = 2 * weight_bytes + OPTIMIZER_BYTES - (0 if is_16_bit else BYTES_32_BIT)
         lora = config.actor_rollout_ref.model.uses_lora
-        actor = width if lora else trained_bytes
-        reference = width if self.plan.reference and not lora else 0
-        critic = trained_bytes if self.plan.critic else 0
+        actor = weight_bytes if lora else trained_bytes
+        reference = weight_bytes if self.plan.needs_reference and not lora else 0
+        critic = trained_bytes if self.plan.needs_critic else 0
         return (actor + reference + critic) * (self.facts.parameters or 0) // config.world_size
 
     def disk_problems(self) -> Iterator[str]:

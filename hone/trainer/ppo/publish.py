@@ -31,8 +31,8 @@ class Publisher:
         self._transport = ""
         if self.path == "streamed":
             self._adapters = rollout.call(RolloutWorker.takes_adapters)
-            sender = trainer.call(ActorWorker.standing)
-            receivers = rollout.call_all(RolloutWorker.standing)
+            sender = trainer.call(ActorWorker.location)
+            receivers = rollout.call_all(RolloutWorker.location)
             self._transport = choose_transport(sender, receivers, config.backend)
 
     def publish(self) -> dict[str, float]:

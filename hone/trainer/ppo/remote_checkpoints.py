@@ -14,7 +14,7 @@ from hone.config import ConfigError
 from hone.data.files import copy, file_system, remote_files, upload
 from hone.tracking import RunFolder
 from hone.tracking.atomic import make_folder, rename_folder
-from hone.tracking.manifest import MANIFEST, damage
+from hone.tracking.manifest import MANIFEST, find_damage
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +70,16 @@ def pull(run: RunFolder) -> None:
     """Download the newest complete checkpoint if it is newer than those of the run folder."""
     if run.remote is None:
         return
-    newest = max((step for step, folder in run.checkpoints() if damage(folder) is None), default=-1)
+    newest = max(
+        (step for step, folder in run.checkpoints() if find_damage(folder) is None), default=-1
+    )
     for step in reversed([step for step in _steps(run.remote) if step > newest]):
         url, final = f"{run.remote}/global_step_{step}", run.checkpoint(step)
         make_folder(run.path)
         temporary = final.with_name(f".{final.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         copy(url, temporary)
-        problem = damage(temporary)
+        problem = find_damage(temporary)
         if problem is None:
             shutil.rmtree(final, ignore_errors=True)
             rename_folder(temporary, final)

@@ -53,8 +53,8 @@ def response_metrics(
         **group_metrics(batch, correct, "retained_batch" if is_filtered else "whole_batch"),
     }
     if scores is not None:
-        answered = totals(batch, scores)[has_rule_score(batch)]
-        metrics |= mean_max_min("instant_rewards/verifiable_reward", answered)
+        rule_scores = totals(batch, scores)[has_rule_score(batch)]
+        metrics |= mean_max_min("instant_rewards/verifiable_reward", rule_scores)
     if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
         is_scored = torch.tensor([has_model_style(style) or not route_by_style for style in styles])
@@ -88,8 +88,8 @@ def filter_metrics(
 def verifiable_rewards(batch: DataProto, config: PPOTrainerConfig) -> Tensor | None:
     """Return the unweighted score [B] of the rule, or of the agent loop that replaces it."""
     for part in (RULE, AGENT):
-        blank = part == RULE and config.reward_manager.name == "blank"
-        if batch.has_column(reward_column(part)) and not blank:
+        is_blank = part == RULE and config.reward_manager.name == "blank"
+        if batch.has_column(reward_column(part)) and not is_blank:
             scores: Tensor = batch.column(reward_column(part))
             return scores.sum(-1)
     return None
@@ -168,14 +168,14 @@ def _text_metrics(
     texts: Sequence[str], parts: dict[str, Tensor], config: RewardModelConfig
 ) -> dict[str, float]:
     prefix = "high_level_scores"
-    repeats = torch.tensor(repeatness(texts))
-    reflections = torch.tensor([reflection_score(text) for text in texts])
-    high = (repeats > config.high_repeat_threshold).float()
+    repeat_scores = torch.tensor(repeatness(texts))
+    reflection_counts = torch.tensor([reflection_score(text) for text in texts])
+    is_repetitive = (repeat_scores > config.high_repeat_threshold).float()
     return {
-        **mean_max_min(f"{prefix}/repeat_score", repeats),
-        **mean_max_min(f"{prefix}/reflection_pattern_score", reflections),
+        **mean_max_min(f"{prefix}/repeat_score", repeat_scores),
+        **mean_max_min(f"{prefix}/reflection_pattern_score", reflection_counts),
         **{
-            f"{prefix}/high_repeatness_ratio/{part}": high[rows].mean().item()
+            f"{prefix}/high_repeatness_ratio/{part}": is_repetitive[rows].mean().item()
             for part, rows in parts.items()
             if rows.any()
         },

@@ -21,7 +21,7 @@ from hone.trainer.command_line import write_traceback
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.threads import uses_gpu
 
-TREE = "ppo_trainer"
+SCHEMA = "ppo_trainer"
 RELEASE_DEADLINE_S = 30.0
 """How long the resources of the lost attempt, or of another run, may take to become free."""
 
@@ -96,12 +96,12 @@ def _config_for_remaining_nodes(
 
     Waits up to `RELEASE_DEADLINE_S` for nodes whose resources are not free. Closing `ray_stack` stops Ray.
     """
-    from hone.controller.ray_placement import answering_nodes, free_of
+    from hone.controller.ray_placement import reachable_nodes, resources_by_node
     from hone.controller.ray_start import start_ray, stop_ray
     from hone.controller.resource_pool import place
 
     try:
-        has_started = start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line)
+        has_started = start_ray(vars(config.ray_kwargs.ray_init), report=screen().line)
     except Exception as error:
         raise failure from error  # the original failure explains more than that Ray cannot start
     if has_started:
@@ -109,11 +109,11 @@ def _config_for_remaining_nodes(
     end_time = time.monotonic() + RELEASE_DEADLINE_S
     smaller = list(_smaller_configs(config))
     while True:
-        nodes = answering_nodes()
+        nodes = reachable_nodes()
         fitting: dict[bool, PPOTrainerConfig] = {}
         for total in (True, False):
             for candidate in smaller:
-                free = free_of(nodes, total=total)
+                free = resources_by_node(nodes, total=total)
                 if all(place(pool, free) is not None for pool in _pools(candidate)):
                     fitting[total] = candidate
                     break
@@ -121,7 +121,7 @@ def _config_for_remaining_nodes(
         if True in fitting and (fitting.get(False) == fitting[True] or is_late):
             return fitting.get(False, fitting[True])
         if is_late:
-            problems = find_problems(TREE, replace(config, "trainer.nnodes", 1))
+            problems = find_problems(SCHEMA, replace(config, "trainer.nnodes", 1))
             raise ConfigError(
                 f"the run cannot restart on the remaining nodes ({joined([str(node) for node in nodes])}): "
                 f"{next(iter(problems), 'its pools need more')}"
@@ -137,11 +137,11 @@ def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
     config = replace(config, "trainer.controller", config.uses_controller)
     for nodes in range(config.trainer.nnodes, 0, -1):
         smaller = replace(config, "trainer.nnodes", nodes)
-        if not list(find_problems(TREE, smaller)):
+        if not list(find_problems(SCHEMA, smaller)):
             yield smaller
-            for others in range(len(config.rollout_pool) - 1, 0, -1):
-                fewer = replace(smaller, "actor_rollout_ref.rollout.nnodes", others)
-                if not list(find_problems(TREE, fewer)):
+            for rollout_nodes in range(len(config.rollout_pool) - 1, 0, -1):
+                fewer = replace(smaller, "actor_rollout_ref.rollout.nnodes", rollout_nodes)
+                if not list(find_problems(SCHEMA, fewer)):
                     yield fewer
 
 

@@ -15,7 +15,7 @@ from hone.controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from hone.controller.waiting import PhaseDeadlines, listening
+from hone.controller.waiting import PhaseDeadlines, on_wait_progress
 from hone.tracking.console import progress, screen
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.threads import uses_gpu
@@ -44,11 +44,11 @@ POOL, ROLLOUT_POOL, REWARD_POOL = "global_pool", "rollout_pool", "reward_pool"
 def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
     """Return the worker class of each role the plan needs; with LoRA the actor is also the reference."""
     roles: dict[Role, type] = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
-    if plan.reference and not lora:
+    if plan.needs_reference and not lora:
         roles[Role.RefPolicy] = ReferenceWorker
-    if plan.critic:
+    if plan.needs_critic:
         roles[Role.Critic] = CriticWorker
-    if plan.reward_model in ("prm", "prime") or (plan.reward_model and not plan.on_server):
+    if plan.reward_model in ("prm", "prime") or (plan.reward_model and not plan.is_on_server):
         roles[Role.RewardModel] = REWARD_WORKERS[plan.reward_model]
     return roles
 
@@ -92,13 +92,13 @@ def start_workers(
         members = pool_members.setdefault(pools.mapping[role], {})
         members[str(role)] = ClassWithInitArgs(cls, config=config, **role_argument)
     if group_cls is not LocalWorkerGroup:
-        from hone.controller.ray_placement import require_room
+        from hone.controller.ray_placement import check_pools_fit
         from hone.controller.ray_start import start_ray, stop_ray
 
         with progress("wait for Ray"):
-            if start_ray(vars(config.ray_kwargs.ray_init), tell=screen().line):
+            if start_ray(vars(config.ray_kwargs.ray_init), report=screen().line):
                 stack.callback(stop_ray, config.ray_kwargs.timeline_json_file)
-        require_room([pools.create_resource_pool()[name] for name in pool_members])
+        check_pools_fit([pools.create_resource_pool()[name] for name in pool_members])
     trainer = config.trainer
     deadlines = PhaseDeadlines(trainer.phase_deadline_floor_s, trainer.phase_deadline_factor)
     groups: dict[Role, AnyGroup] = {}
@@ -140,7 +140,7 @@ def policy_groups(
 def trained_groups(groups: Mapping[Role, AnyGroup], plan: Plan) -> dict[str, AnyGroup]:
     """Return the groups of trained roles, by the name of their checkpoint folder."""
     trained = {"actor": policy_groups(groups)[0], "critic": groups.get(Role.Critic)}
-    if plan.implicit_rewards:
+    if plan.needs_implicit_rewards:
         trained["reward"] = groups[Role.RewardModel]
     return {name: group for name, group in trained.items() if group is not None}
 
@@ -153,7 +153,10 @@ def load_models(groups: Mapping[Role, AnyGroup]) -> None:
 
 
 @contextmanager
-def _rank_progress(what: str, ranks: int) -> Iterator[None]:
+def _rank_progress(description: str, ranks: int) -> Iterator[None]:
     """Show a progress bar that counts finished ranks."""
-    with progress(what, ranks) as bar, listening(lambda done, total: bar.update(done, total=total)):
+    with (
+        progress(description, ranks) as bar,
+        on_wait_progress(lambda done, total: bar.update(done, total=total)),
+    ):
         yield

@@ -23,7 +23,7 @@ from hone.text import clean_text, shown
 from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_path
 from hone.trainer.ppo.metrics import split_attention
-from hone.types import JsonValue, Row
+from hone.types import Fields, JsonValue, Row
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -169,9 +169,9 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
         scores = totals(batch, tensors["token_level_scores"].sum(-1))
         numbers = trajectory_numbers(batch)
         scores = scores if numbers is None else scores[numbers]
-        columns["score"] = pa.array(_array(scores).astype(float))
+        columns["score"] = pa.array(_to_numpy(scores).astype(float))
     if batch.has_column("reward_baselines"):
-        columns["reward_baseline"] = pa.array(_array(tensors["reward_baselines"]).astype(float))
+        columns["reward_baseline"] = pa.array(_to_numpy(tensors["reward_baselines"]).astype(float))
     truths = [(m or {}).get("ground_truth") for m in arrays.get("reward_model", [None] * rows)]
     columns["ground_truth"] = _text_array(map(_as_json, truths))
     parts = sorted(n for n in tensors.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
@@ -211,8 +211,8 @@ def _to_int(value: JsonValue) -> JsonValue:
 
 
 def split_turns(
-    ids: np.ndarray, mask: Sequence[int], spans: Sequence[Row] | None, tokenizer: Tokenizer
-) -> list[Row]:
+    ids: np.ndarray, mask: Sequence[int], spans: Sequence[Fields] | None, tokenizer: Tokenizer
+) -> list[Fields]:
     """Split a response into turns: by the agent loop's spans if they cover it, else by the mask."""
     try:
         turns = [{**s, "role": str(s["role"]), "tokens": int(s["tokens"])} for s in spans or ()]
@@ -249,19 +249,19 @@ def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
         column = CLASH_PREFIX + column if column in names else column
         names.add(column)
         plain = [v.item() if isinstance(v, np.generic) else v for v in arrays[name]]
-        columns[column] = pa.array([_clean(value) for value in _same_type(plain)])
+        columns[column] = pa.array([_clean(value) for value in _to_one_type(plain)])
 
 
-def _list_array(values: Tensor, inside: np.ndarray, name: str) -> pa.ListArray:
-    """Return one Arrow list per row with the values where `inside` [B, T] is true."""
+def _list_array(values: Tensor, is_inside: np.ndarray, name: str) -> pa.ListArray:
+    """Return one Arrow list per row with the values where `is_inside` [B, T] is true."""
     import pyarrow as pa
 
-    items = pa.array(_array(values).reshape(-1).take(np.flatnonzero(inside)))
-    offsets = pa.array(np.concatenate([[0], inside.sum(1).cumsum()]), pa.int32())
+    items = pa.array(_to_numpy(values).reshape(-1).take(np.flatnonzero(is_inside)))
+    offsets = pa.array(np.concatenate([[0], is_inside.sum(1).cumsum()]), pa.int32())
     return pa.ListArray.from_arrays(offsets, items.cast(_arrow_type(name).value_type))
 
 
-def _array(values: Tensor) -> np.ndarray:
+def _to_numpy(values: Tensor) -> np.ndarray:
     values = values.detach().cpu()
     array: np.ndarray = (values.float() if values.is_floating_point() else values.long()).numpy()
     return array
@@ -299,7 +299,7 @@ def _decode_rows(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
     return [texts[key] for key in keys]
 
 
-def _as_json(value: JsonValue | list[Row]) -> str | None:
+def _as_json(value: JsonValue | list[Fields]) -> str | None:
     if value is None:
         return None
     try:
@@ -317,7 +317,7 @@ def _json_default(value: _T) -> JsonValue:
     return plain
 
 
-def _same_type(values: list[JsonValue]) -> list[JsonValue]:
+def _to_one_type(values: list[JsonValue]) -> list[JsonValue]:
     """Return the values of an extra if all are bools, all text or all numbers; else each as JSON."""
     present = [v for v in values if v is not None]
     if all(isinstance(v, bool) for v in present) or all(isinstance(v, str) for v in present):

@@ -24,8 +24,10 @@ class RolloutWriter:
 
     def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Tokenizer) -> None:
         self._run, self._trainer, self._tokenizer = run, trainer, tokenizer
-        self._all_steps = trainer.rollout_data_dir
-        self._folder = RunFolder(self._all_steps).path if self._all_steps else run.rollouts
+        self._all_steps_folder = trainer.rollout_data_dir
+        self._folder = (
+            RunFolder(self._all_steps_folder).path if self._all_steps_folder else run.rollouts
+        )
         self._thread_tokenizer: Tokenizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-file")
         self._pending: Future[None] | None = None
@@ -36,13 +38,13 @@ class RolloutWriter:
 
         Raises the error of the previous file if it could not be written.
         """
-        self._log("train", batch, step, tracking, self._trainer.log_train_generations)
-        if not self._all_steps and self._trainer.rollout_steps_to_keep == 0:
+        self._log_samples("train", batch, step, tracking, self._trainer.log_train_generations)
+        if not self._all_steps_folder and self._trainer.rollout_steps_to_keep == 0:
             return
         self.flush()
         columns = batch.batch.clone(recurse=False)
-        copied = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
-        self._pending = self._thread.submit(self._write, copied, step)
+        batch_copy = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
+        self._pending = self._thread.submit(self._write, batch_copy, step)
 
     def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
         """Write the file of a validation, and log some rows to trackers that show tables."""
@@ -50,9 +52,9 @@ class RolloutWriter:
         file = RunFolder(folder).path / f"step_{step}.parquet" if folder else None
         file = file or self._run.validation_file(step)
         write_rollouts(file, batch, self._tokenizer, step=step)
-        self._log("val", batch, step, tracking, self._trainer.log_val_generations)
+        self._log_samples("val", batch, step, tracking, self._trainer.log_val_generations)
 
-    def _log(
+    def _log_samples(
         self, kind: str, batch: DataProto, step: int, tracking: Tracking | None, count: int
     ) -> None:
         if tracking is not None and count > 0:
@@ -82,7 +84,7 @@ class RolloutWriter:
                 self._thread_tokenizer = copy.deepcopy(self._tokenizer)
             except Exception:  # a user's Python tokenizer is shared by both threads
                 self._thread_tokenizer = self._tokenizer
-        file, temporary = self._folder / f"step_{step}.parquet", not self._all_steps
+        file, temporary = self._folder / f"step_{step}.parquet", not self._all_steps_folder
         write_rollouts(file, batch, self._thread_tokenizer, step=step, temporary=temporary)
         if temporary:
             self._remove_old(step)
@@ -100,5 +102,5 @@ class RolloutWriter:
 
 def steps_to_keep(step: int, keep: int, save_freq: int) -> set[int]:
     """Return the steps whose files are kept: the last `keep`, and the last `keep` before the checkpoint."""
-    saved = (step - 1) // save_freq * save_freq if save_freq > 0 else 0
-    return {*range(step - keep + 1, step + 1), *range(saved - keep + 1, saved + 1)} - {0}
+    last_saved = (step - 1) // save_freq * save_freq if save_freq > 0 else 0
+    return {*range(step - keep + 1, step + 1), *range(last_saved - keep + 1, last_saved + 1)} - {0}

@@ -371,10 +371,10 @@ def get_reward_model(
     config: PPOTrainerConfig, plan: Plan, tokenizer: Tokenizer, groups: Mapping[Role, AnyGroup]
 ) -> RewardModel | None:
     """Return the workers of the reward model, or the manager of an external one (a server or a judge)."""
-    group = None if plan.implicit_rewards else groups.get(Role.RewardModel)
+    group = None if plan.needs_implicit_rewards else groups.get(Role.RewardModel)
     return (
         load_external_reward_model(config, tokenizer, group)
-        if plan.external_reward_model
+        if plan.has_external_reward_model
         else group
     )
 

@@ -69,7 +69,7 @@ class TrajectorySource:
     ) -> None:
         self._workers = workers
         self._run_seed = run_seed
-        self._pad, self._keep_log_probs = pad_token_id, keep_log_probs
+        self._pad_token_id, self._keep_log_probs = pad_token_id, keep_log_probs
         self.path = workers.call(RolloutWorker.weight_path)
         self._leader_ranks = workers.mesh(DATA_PARALLEL).collect_ranks  # the ranks with agent loops
         self._submissions = [0] * workers.world_size  # each rank's runner counts its submissions
@@ -146,7 +146,7 @@ class TrajectorySource:
 
     def _batch(self, groups: Sequence[_Group]) -> DataProto:
         outputs = [output for group in groups for output in group.outputs]
-        trajectories = collate_outputs(outputs, pad_token_id=self._pad)
+        trajectories = collate_outputs(outputs, pad_token_id=self._pad_token_id)
         if not self._keep_log_probs:
             trajectories.batch.pop("rollout_log_probs", None)
         batch = DataProto.concat(fill_object_columns([group.rows for group in groups]))

@@ -17,7 +17,7 @@ from hone.columns import adopt, require, write
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.controller.traffic import traffic_metrics
-from hone.data.create import create_train_loader, create_val_loader, run_dataset
+from hone.data.create import create_run_dataset, create_train_loader, create_val_loader
 from hone.data.loader import Dataset
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
@@ -27,7 +27,7 @@ from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.ppo import checkpoint, credit, metrics, roles, scoring
 from hone.trainer.ppo.alarms import Alarms
-from hone.trainer.ppo.balance import balance, refuse_uneven
+from hone.trainer.ppo.balance import balance, check_divisible
 from hone.trainer.ppo.collect import DynamicSampling, filter_batch
 from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.memory import freeze_garbage_collection
@@ -40,7 +40,7 @@ from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.source import TrajectorySource, unique_prompts
 from hone.trainer.ppo.validation import run_validation
 from hone.trainer.threads import resolve_threads
-from hone.types import Function, Row
+from hone.types import Fields, Function
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.critic import CriticWorker
 from hone.workers.train import TrainWorker
@@ -65,13 +65,14 @@ class PPOTrainer:
         data, trainer = config.data, config.trainer
         self.tokenizer = tokenizer
         self.plan = Plan.of(config)
-        self.train_dataset = run_dataset(train_dataset, data, tokenizer, processor, is_train=True)
+        inputs = data, tokenizer, processor
+        self.train_dataset = create_run_dataset(train_dataset, *inputs, is_train=True)
         self.loader = create_train_loader(
             data, self.train_dataset, data.prompts_per_generation, trainer.seed
         )
         self.val_dataset: Dataset | None = None
         if data.val_files or val_dataset is not None:
-            self.val_dataset = run_dataset(val_dataset, data, tokenizer, processor, is_train=False)
+            self.val_dataset = create_run_dataset(val_dataset, *inputs, is_train=False)
             self.val_loader = create_val_loader(data, self.val_dataset, trainer.seed)
         steps_of_epochs = self.loader.batches_per_epoch * trainer.total_epochs
         self.total_steps = trainer.total_training_steps or steps_of_epochs
@@ -110,7 +111,7 @@ class PPOTrainer:
         self.traffic = [group.traffic for group in groups.values()]
         roles.load_models(groups)
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
-        refuse_uneven(config, self.actor.data_parallel_size)
+        check_divisible(config, self.actor.data_parallel_size)
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
         self.reward_model = scoring.get_reward_model(config, self.plan, self.tokenizer, groups)
         self.trained = roles.trained_groups(groups, self.plan)
@@ -149,7 +150,7 @@ class PPOTrainer:
                 resumed_from=self.global_step or None,
                 prints_everything=trainer.console == "full",
             )
-            status = progress("step", self.total_steps, beside_status=True)
+            status = progress("step", self.total_steps, has_step_line=True)
             frozen = freeze_garbage_collection()
             with graceful_stop() as stop, status as bar, tracking, frozen as freeze, self.rollouts:
                 self.tracking, self.bar = tracking, bar
@@ -198,7 +199,7 @@ class PPOTrainer:
         else:
             self.submit(self.loader.next_batch())
             batch = filter_batch(self.score(self.take()), self.config)
-        if self.plan.greedy_baselines:
+        if self.plan.needs_greedy_baselines:
             self.submit(unique_prompts(batch, self.loader), greedy=True)
             greedy = self.score(self.take(phase="gen_max"))
             write(batch, "reward_baselines", credit.greedy_baselines(batch, greedy))
@@ -230,21 +231,20 @@ class PPOTrainer:
         """Compute the log-probs and values that the algorithm reads."""
         plan = self.plan
         credit.write_derived_columns(batch, plan.columns)
-        if plan.log_prob_pass:
+        if plan.needs_log_prob_pass:
             with self.phase("old_log_prob"):
-                output = self.actor.call(
-                    ActorWorker.compute_log_prob, batch, with_sum_pi_squared=plan.sum_pi_squared
-                )
+                options = {"with_sum_pi_squared": plan.needs_sum_pi_squared}
+                output = self.actor.call(ActorWorker.compute_log_prob, batch, **options)
                 adopt(batch, output, plan.log_prob_columns)
-        if plan.bypass:
+        if plan.uses_rollout_log_probs:
             write(batch, "old_log_probs", require(batch, "rollout_log_probs").clone())
-        if plan.reference:
+        if plan.needs_reference:
             with self.phase("ref"):
                 adopt(batch, self.reference.call(ReferenceWorker.compute_ref_log_prob, batch))
-        if plan.critic and self.critic is not None:
+        if plan.needs_critic and self.critic is not None:
             with self.phase("values"):
                 adopt(batch, self.critic.call(CriticWorker.compute_values, batch))
-        if plan.implicit_rewards:
+        if plan.needs_implicit_rewards:
             with self.phase("update_rm"):
                 train_implicit_reward_model(batch, self.trained["reward"], self.config)
         return batch
@@ -278,7 +278,7 @@ class PPOTrainer:
         """Update the critic, then the actor, and publish the actor's weights."""
         step_metrics: dict[str, float] = {}
         rows = int(batch.batch["step_row"].max()) + 1
-        if self.plan.critic and self.critic is not None:
+        if self.plan.needs_critic and self.critic is not None:
             with self.phase("update_critic"):
                 output = self.critic.call(CriticWorker.update_critic, batch, step_rows=rows)
                 step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
@@ -301,10 +301,10 @@ class PPOTrainer:
         report = {
             "training/global_step": self.global_step,
             "training/epoch": self.loader.epoch,
-            "training/old_log_probs_recomputed": float(self.plan.old_log_probs),
+            "training/old_log_probs_recomputed": float(self.plan.needs_old_log_probs),
             **metrics.data_metrics(batch, data.max_prompt_length, data.max_response_length),
             # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
-            **(metrics.agreement_metrics(batch) if self.plan.old_log_probs else {}),
+            **(metrics.agreement_metrics(batch) if self.plan.needs_old_log_probs else {}),
             **metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path),
             **self.warnings.group_signal(batch, self.global_step),
             **self.publisher.staleness(batch),
@@ -367,7 +367,7 @@ class PPOTrainer:
         with self.phase("save_checkpoint"):
             for role, group in self.trained.items():
                 group.call_all(TrainWorker.save_checkpoint, str(folder / role))
-            state: Row = {"step": self.global_step, "loader": self.loader.state_dict()}
+            state: Fields = {"step": self.global_step, "loader": self.loader.state_dict()}
             state |= {"not_taken": self.source.state_dict(), "alarms": self.alarms.state_dict()}
             state |= {"kl_controller": self.kl_controller.state_dict()}
             checkpoint.write_state(folder, state)

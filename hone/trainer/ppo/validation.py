@@ -71,13 +71,17 @@ def validation_metrics(
     """
     metrics: dict[str, float] = {}
     for source, source_metrics in process_validation_metrics(sources, uids, variables).items():
-        core = "acc" if "acc" in source_metrics else "reward"
+        core_variable = "acc" if "acc" in source_metrics else "reward"
         for name, statistics in source_metrics.items():
             attempts = {s: int(s.split("@")[1].split("/")[0]) for s in statistics}
             max_attempts = max(attempts.values())
             for statistic, value in statistics.items():
-                kind = statistic.split("@")[0] in _CORE_STATISTICS
-                is_core = name == core and kind and attempts[statistic] == max_attempts
+                is_core_statistic = statistic.split("@")[0] in _CORE_STATISTICS
+                is_core = (
+                    name == core_variable
+                    and is_core_statistic
+                    and attempts[statistic] == max_attempts
+                )
                 prefix = "val-core" if is_core else "val-aux"
                 metrics[f"{prefix}/{source}/{name}/{statistic}"] = value
     return metrics

@@ -32,7 +32,7 @@ from hone.tracking.markers import DistProfiler
 from hone.trainer.ppo import credit
 from hone.trainer.ppo.metrics import split_attention
 from hone.trainer.ppo.plan import Plan
-from hone.types import JsonValue, Row, Settings
+from hone.types import Fields, JsonValue, Settings
 
 __all__ = ["create_rl_dataset"]
 
@@ -77,7 +77,7 @@ def compute_advantage(
         "grpo": {"norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo},
     }
     estimator = advantages.get_estimator(name, config, **options.get(name, {}))
-    columns: Row = {"non_tensor_batch": data.non_tensor_batch}
+    columns: Fields = {"non_tensor_batch": data.non_tensor_batch}
     for column in estimator.requires:
         # A reward part may also be one number per row from the score function.
         if data.has_column(column) or not column.startswith(REWARD_PREFIX):
@@ -117,12 +117,12 @@ def create_rl_sampler(data_config: DataConfig | Settings, dataset: Dataset) -> S
 
 def need_critic(config: PPOTrainerConfig | Settings) -> bool:
     """Return whether the algorithm reads values, or the critic is enabled."""
-    return Plan.of(compose_config(config).config).critic
+    return Plan.of(compose_config(config).config).needs_critic
 
 
 def need_reference_policy(config: PPOTrainerConfig | Settings) -> bool:
     """Return whether the algorithm reads the reference policy's log-probs."""
-    return Plan.of(compose_config(config).config).reference
+    return Plan.of(compose_config(config).config).needs_reference
 
 
 def need_reward_model(config: PPOTrainerConfig | Settings) -> bool:
@@ -163,7 +163,7 @@ class DistProfilerExtension:
         self.profiler.stop()
 
 
-def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -> Row:
+def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -> Fields:
     """Return an empty Ray runtime environment, since workers set the variables they need."""
     return {"env_vars": {}}
 

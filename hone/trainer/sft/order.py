@@ -20,7 +20,7 @@ _MUST_BE_EQUAL = {
 }
 
 
-def refuse_uneven(rows: int, ranks: int) -> None:
+def check_divisible(rows: int, ranks: int) -> None:
     """Raise an error unless every rank gets the same number of rows of a batch."""
     if rows % ranks:
         raise ConfigError(

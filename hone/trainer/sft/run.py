@@ -77,22 +77,26 @@ class SFTRun:
             task=self._task,
         )
 
-    def _encode(self, what: str, files: tuple[str, ...], max_samples: int) -> Dataset:
+    def _encode(self, description: str, files: tuple[str, ...], max_samples: int) -> Dataset:
         """Return the encoded rows of the files; a bad row stops the run before its first step."""
         rows = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(rows, EncodedDataset):
             return rows  # a user's dataset class encodes its rows itself
-        with self._progress(f"encode {what}", len(rows)) as bar:
+        with self._progress(f"encode {description}", len(rows)) as bar:
             rows.encode_all(bar.advance)
         bad = rows.bad_rows
         if self.ranks.is_first and bad.total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in sorted(bad.counts.items()))
             example = bad.examples[0]
-            log.warning("left out %d bad %s (%s), such as: %s", bad.total, what, reasons, example)
+            log.warning(
+                "left out %d bad %s (%s), such as: %s", bad.total, description, reasons, example
+            )
         return rows
 
-    def _progress(self, what: str, total: int) -> AbstractContextManager[Bar]:
-        return progress(what, total) if self.ranks.is_first else nullcontext(silent_bar(what))
+    def _progress(self, description: str, total: int) -> AbstractContextManager[Bar]:
+        if not self.ranks.is_first:
+            return nullcontext(silent_bar(description))
+        return progress(description, total)
 
     def fit(self) -> None:
         """Train to the last step, resuming from a checkpoint if there is one."""
@@ -125,9 +129,9 @@ class SFTRun:
         if self.ranks.is_first and "console" in self.config.trainer.logger:
             checkpoint.print_result(self.folder, self.trainer.step_number)
 
-    def _is_due(self, every: int | Literal["after_each_epoch"]) -> bool:
+    def _is_due(self, frequency: int | Literal["after_each_epoch"]) -> bool:
         step = self.trainer.step_number
-        steps = self.epoch_steps if every == "after_each_epoch" else every
+        steps = self.epoch_steps if frequency == "after_each_epoch" else frequency
         return step >= self.total_steps or (steps > 0 and step % steps == 0)
 
     def validate(self) -> Metrics:
@@ -254,7 +258,7 @@ def build_engine(
 
     spec = EngineSpec(
         head=task.head,
-        trains=task.trains,
+        trained_part=task.trained_part,
         label_tokens=task.label_tokens,
         model_path=model.path,
         device=device,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
-from hone.data.create import class_of, create_sft_dataset
+from hone.data.create import create_sft_dataset, custom_dataset_class
 from hone.data.encoded import EncodedRow
 from hone.data.loader import Dataset
 from hone.data.rows import Files
@@ -32,7 +32,7 @@ class Task(Protocol):
     def head(self) -> Literal["policy", "steps", "score"]: ...
 
     @property
-    def trains(self) -> Literal["all", "head"]: ...
+    def trained_part(self) -> Literal["all", "head"]: ...
 
     @property
     def label_tokens(self) -> tuple[int, int] | None:
@@ -47,19 +47,19 @@ class Task(Protocol):
 
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset: ...
 
-    def tokens(self, row: EncodedRow) -> int:
+    def num_tokens(self, row: EncodedRow) -> int:
         """Return the number of tokens of a row."""
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto: ...
 
-    def validation(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums: ...
+    def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums: ...
 
 
 class SupervisedTask:
     """Next-token prediction on the tokens of the loss mask."""
 
     head: Literal["policy"] = "policy"
-    trains: Literal["all"] = "all"
+    trained_part: Literal["all"] = "all"
     label_tokens = None
     sequences_per_row = 1
 
@@ -69,7 +69,7 @@ class SupervisedTask:
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset:
         return create_sft_dataset(files, config, tokenizer, count)
 
-    def tokens(self, row: EncodedRow) -> int:
+    def num_tokens(self, row: EncodedRow) -> int:
         return len(row["input_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
@@ -85,7 +85,7 @@ class SupervisedTask:
             outputs.append(AgentLoopOutput(ids[:start], ids[start:], mask[start:]))
         return collate_outputs(outputs, pad_token_id=pad_token_id)
 
-    def validation(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
+    def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
         mask = batch.batch["response_mask"]
         loss = -float((outputs["log_probs"].double() * mask).sum())
         return {"loss": (loss, float(mask.sum()))}
@@ -120,16 +120,16 @@ def collate_scored(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto
 
 
 class StepTask:
-    """Trains a process reward model on labelled steps; `trains` is PURE's stage."""
+    """Trains a process reward model on labelled steps; `trained_part` is PURE's stage."""
 
     head: Literal["steps"] = "steps"
     sequences_per_row = 1
     label_tokens: tuple[int, int] | None = None
 
-    def __init__(self, trains: Literal["all", "head"] = "all") -> None:
+    def __init__(self, trained_part: Literal["all", "head"] = "all") -> None:
         from hone.workers.reward_objectives import StepObjective
 
-        self.trains = trains
+        self.trained_part = trained_part
         self.objective = StepObjective()
         self._datasets: dict[tuple[str, int], Dataset] = {}
 
@@ -144,11 +144,11 @@ class StepTask:
 
         key = (str(files), count)
         if key not in self._datasets:
-            cls = class_of(config, StepDataset)
+            cls = custom_dataset_class(config, StepDataset)
             self._datasets[key] = cls(files, tokenizer, config, count)
         return self._datasets[key]
 
-    def tokens(self, row: EncodedRow) -> int:
+    def num_tokens(self, row: EncodedRow) -> int:
         return len(row["input_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
@@ -164,7 +164,7 @@ class StepTask:
         batch.batch["labels"] = labels
         return batch
 
-    def validation(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
+    def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
         mask = batch.batch["response_mask"].bool()
         scores, labels = outputs["scores"][mask].double(), batch.batch["labels"][mask].double()
         loss = F.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
@@ -180,7 +180,7 @@ class PairTask:
     """Trains an outcome reward model on pairs of responses (Bradley–Terry)."""
 
     head: Literal["score"] = "score"
-    trains: Literal["all"] = "all"
+    trained_part: Literal["all"] = "all"
     label_tokens = None
     sequences_per_row = 2
 
@@ -192,9 +192,9 @@ class PairTask:
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset:
         from hone.data.pairs import PairDataset
 
-        return class_of(config, PairDataset)(files, tokenizer, config, count)
+        return custom_dataset_class(config, PairDataset)(files, tokenizer, config, count)
 
-    def tokens(self, row: EncodedRow) -> int:
+    def num_tokens(self, row: EncodedRow) -> int:
         return len(row["input_ids"]) + len(row["rejected_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
@@ -208,7 +208,7 @@ class PairTask:
         batch.batch["margin"] = torch.tensor(margins).repeat_interleave(2)
         return batch
 
-    def validation(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
+    def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
         from hone.workers.reward_objectives import score_gaps
 
         gaps = score_gaps(outputs["scores"].double(), batch.batch["response_mask"])

@@ -12,7 +12,7 @@ from hone.data.encoded import EncodedRow
 from hone.engine.contract import TrainEngine
 from hone.ops.balancing import get_seqlen_balanced_partitions
 from hone.trainer.ranks import sum_over_ranks
-from hone.trainer.sft.order import RowOrder, refuse_uneven
+from hone.trainer.sft.order import RowOrder, check_divisible
 from hone.trainer.sft.tasks import SupervisedTask, Task
 
 
@@ -39,19 +39,19 @@ class SFTTrainer:
         balance_tokens: bool = True,
         task: Task | None = None,
     ) -> None:
-        refuse_uneven(batch_rows, engine.mesh.data_parallel_size)
+        check_divisible(batch_rows, engine.mesh.data_parallel_size)
         self.engine = engine
         self._task = task or SupervisedTask()
         self._rows = rows
-        self._pad = pad_token_id
-        self._balance = balance_tokens
+        self._pad_token_id = pad_token_id
+        self._balance_tokens = balance_tokens
         self.order = RowOrder(len(rows), batch_rows, seed=seed, shuffle=shuffle)
         self.step_number = 0
 
     def step(self) -> dict[str, float]:
         rows = [self._rows[number] for number in self.order.next_batch()]
-        tokens = sum(map(self._task.tokens, rows))
-        batch = self._task.collate(self._rank_rows(rows), self._pad)
+        tokens = sum(map(self._task.num_tokens, rows))
+        batch = self._task.collate(self._rank_rows(rows), self._pad_token_id)
         metrics = self.engine.train_minibatch(batch, self._task.objective)
         self.engine.advance_schedule()
         self.step_number += 1
@@ -73,10 +73,12 @@ class SFTTrainer:
             numbers = range(start, min(start + batch_rows, len(rows)))
             # A rank without rows computes an uncounted one, since every rank must join each collective.
             rank_numbers = list(numbers[rank::ranks])
-            batch = self._task.collate([rows[i] for i in rank_numbers or [start]], self._pad)
+            batch = self._task.collate(
+                [rows[i] for i in rank_numbers or [start]], self._pad_token_id
+            )
             outputs = self.engine.infer(batch, **self._task.objective.options)
             is_counted = bool(rank_numbers and mesh.collects)
-            for name, sum_and_count in self._task.validation(outputs, batch).items():
+            for name, sum_and_count in self._task.validation_sums(outputs, batch).items():
                 total = totals.setdefault(name, [0.0, 0.0])
                 for i, value in enumerate(sum_and_count):
                     total[i] += value * is_counted
@@ -91,8 +93,8 @@ class SFTTrainer:
         rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         if ranks == 1:
             return rows
-        if not self._balance:
+        if not self._balance_tokens:
             return rows[rank::ranks]
-        lengths = [self._task.tokens(row) for row in rows]
+        lengths = [self._task.num_tokens(row) for row in rows]
         parts = get_seqlen_balanced_partitions(lengths, ranks, equal_size=True)
         return [rows[i] for i in parts[rank]]

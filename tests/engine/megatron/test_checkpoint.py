@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from hone.config.engine import OptimConfig
-from hone.engine.megatron.checkpoint import _aliases, _load_moments, _optimizer_name, save_stage
+from hone.engine.megatron.checkpoint import _aliases, _load_moments, _optimizer_key, save_stage
 from hone.engine.optimizer import build_optimizer
 from tests.engine.megatron.test_optimizer import make_optimizer
 
 
 def test_names_are_those_of_the_checkpoints_of_fsdp2():
-    assert _optimizer_name("model.norm.weight") == "lm/model/norm/weight"
-    assert _optimizer_name("value_head.bias") == "value_head/bias"
+    assert _optimizer_key("model.norm.weight") == "lm/model/norm/weight"
+    assert _optimizer_key("value_head.bias") == "value_head/bias"
     tied, untied = SimpleNamespace(tied=True), SimpleNamespace(tied=False)
     embedding = "model.embed_tokens.weight"
     assert _aliases(tied, embedding) == ["lm.model.embed_tokens.weight", "lm.lm_head.weight"]
@@ -73,7 +73,7 @@ def test_every_rank_writes_the_checksums_of_its_shards(one_rank, tmp_path):
     tensors = SimpleNamespace(
         groups=SimpleNamespace(data=one_rank, tensor=one_rank),
         parameters={"norm": torch.ones(3)},
-        of_stage=lambda tensor_of: [("model.norm.weight", tensor_of("norm"))],
+        gather_stage=lambda tensor_of: [("model.norm.weight", tensor_of("norm"))],
         tied=False,
     )
     save_stage(tmp_path, tensors, None, ("model",))

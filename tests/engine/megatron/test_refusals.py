@@ -12,10 +12,10 @@ from hone.config.engine import MegatronConfig
 from hone.config.errors import ConfigError
 from hone.engine.megatron import refusals
 from hone.engine.megatron.refusals import (
+    check_model_supported,
+    check_transformer_overrides,
     overrides_without_effect,
     passed_overrides,
-    refuse_model,
-    refuse_overrides,
 )
 from hone.models.families import UnsupportedModel
 
@@ -54,7 +54,7 @@ from hone.models.families import UnsupportedModel
 def test_an_unsupported_model_is_refused(family, changes, megatron, message):
     config = AutoConfig.for_model(family, **changes)
     with pytest.raises(UnsupportedModel, match=message):
-        refuse_model(config, "m", MegatronConfig(**megatron))
+        check_model_supported(config, "m", MegatronConfig(**megatron))
 
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
@@ -79,11 +79,11 @@ def test_first_and_last_stage_may_have_other_numbers_of_layers(stages, ends, fit
     sizes = {"pipeline_model_parallel_size": stages, "override_transformer_config": ends}
     megatron = MegatronConfig(**sizes)
     if fits:
-        refuse_model(config, "m", megatron)
+        check_model_supported(config, "m", megatron)
         assert passed_overrides(megatron) == (ends if stages > 1 else {})
         return
     with pytest.raises(UnsupportedModel, match=f"5 layers, .*_size={stages} with num_layers_in_"):
-        refuse_model(config, "m", megatron)
+        check_model_supported(config, "m", megatron)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_first_and_last_stage_may_have_other_numbers_of_layers(stages, ends, fit
 def test_an_override_that_would_train_another_model_is_refused(name, value):
     megatron = MegatronConfig(override_transformer_config={name: value, "recompute_num_layers": 2})
     with pytest.raises(ConfigError, match=f"has {name}, which hone sets"):
-        refuse_overrides(megatron)
+        check_transformer_overrides(megatron)
 
 
 def test_recomputation_and_the_values_that_hone_uses_are_accepted():
@@ -129,7 +129,7 @@ def test_recomputation_and_the_values_that_hone_uses_are_accepted():
     same |= {"rotary_interleaved": False}
     same |= dict.fromkeys(("fp8", "recompute_method", "attention_backend"))  # null
     megatron = MegatronConfig(override_transformer_config=read | same)
-    refuse_overrides(megatron)
+    check_transformer_overrides(megatron)
     assert passed_overrides(megatron) == read
     assert overrides_without_effect(megatron) == []
 
@@ -138,7 +138,7 @@ def test_overrides_without_effect_are_named_and_dropped():
     fast = {"moe_permute_fusion": True, "moe_token_dispatcher_type": "flex", "use_flash_attn": True}
     modules = {"recompute_modules": ["moe", "layernorm"]}
     megatron = MegatronConfig(override_transformer_config=fast | modules)
-    refuse_overrides(megatron)
+    check_transformer_overrides(megatron)
     assert passed_overrides(megatron) == {"recompute_modules": ["moe"]}
     (note,) = overrides_without_effect(megatron)
     assert f"has {', '.join(fast)}, layernorm in recompute_modules, which has no effect" in note

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hone.engine.megatron.weights import Shape, to_local, to_whole
+from hone.engine.megatron.weights import Shape, to_full, to_local
 
 SHAPE = Shape(vocabulary=41, kv_heads=2, head_dim=4)
 WIDTH = 8
@@ -25,7 +25,7 @@ WHOLE = {
 def test_the_parts_of_all_ranks_join_to_the_whole(kind, ranks):
     tensors = [torch.randn(shape) for shape in WHOLE[kind]]
     parts = [to_local(kind, tensors, SHAPE, rank, ranks) for rank in range(ranks)]
-    joined = to_whole(kind, parts, SHAPE)
+    joined = to_full(kind, parts, SHAPE)
     assert [x.shape for x in joined] == [x.shape for x in tensors]
     assert all(torch.equal(x, y) for x, y in zip(joined, tensors, strict=True))
 
@@ -41,7 +41,7 @@ def test_the_parts_of_experts_join_to_the_whole(kind, size, expert_ranks, ranks)
     experts = torch.randn(4, *size)
     parts = [to_local(kind, [experts], shape, rank, ranks) for rank in range(ranks)]
     assert {len(part) for part in parts} == {4 // expert_ranks}
-    (joined,) = to_whole(kind, parts, shape)
+    (joined,) = to_full(kind, parts, shape)
     assert torch.equal(joined, experts)
 
 
@@ -55,7 +55,7 @@ def test_a_rank_of_an_expert_holds_the_same_rows_of_gate_and_up():
 def test_a_bias_of_the_attention_is_mapped_like_its_weight():
     tensors = [torch.randn(n) for n in (16, 8, 8)]
     parts = [to_local("qkv", tensors, SHAPE, rank, 2) for rank in range(2)]
-    assert all(map(torch.equal, to_whole("qkv", parts, SHAPE), tensors))
+    assert all(map(torch.equal, to_full("qkv", parts, SHAPE), tensors))
 
 
 def test_the_queries_of_a_key_value_head_precede_its_key_and_value():

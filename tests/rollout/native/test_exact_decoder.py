@@ -14,7 +14,7 @@ from hone.models.tiny import tiny_lm
 from hone.ops.packing import pack_rows
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.native.engine import NativeRollout
-from hone.rollout.native.exact_decoder import ExactDecoder, refuse_unsupported_exact
+from hone.rollout.native.exact_decoder import ExactDecoder, check_exact_supported
 from hone.rollout.native.paged_core import PagedCore
 
 from ..engine_contract import ask_all, play, update
@@ -179,14 +179,14 @@ def test_new_weights_are_seen_by_both_sides() -> None:
 def test_other_families_are_refused_by_name() -> None:
     lm = tiny_lm(VOCABULARY, family="qwen3")
     with pytest.raises(RolloutError, match="llama and qwen2, and some/model is qwen3"):
-        refuse_unsupported_exact(lm.config, "some/model")
+        check_exact_supported(lm.config, "some/model")
 
 
 def test_a_sliding_window_is_refused() -> None:
     lm = tiny_lm(VOCABULARY, family="qwen2")
     lm.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(RolloutError, match="sliding_attention"):
-        refuse_unsupported_exact(lm.config, "some/model")
+        check_exact_supported(lm.config, "some/model")
 
 
 def test_half_precision_on_a_cpu_is_refused() -> None:

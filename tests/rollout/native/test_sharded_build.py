@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from hone.controller.worker import free_port
 from hone.models.families import UnsupportedModel
 from hone.rollout.contract import RolloutError
-from hone.rollout.native.sharded_build import refuse_sharding
+from hone.rollout.native.sharded_build import check_sharding
 from tests.workers.tasks import config_of, write_model
 
 from .law_ranks import NEAR, REQUESTS, run_rank
@@ -39,8 +39,8 @@ def test_what_ranks_cannot_share_is_refused_before_weights_are_read(tmp_path: Pa
     for weights in tmp_path.glob("*.safetensors"):
         weights.unlink()
     config = config_of(model).actor_rollout_ref.model
-    refuse_sharding(2, 4, config)
+    check_sharding(2, 4, config)
     with pytest.raises(RolloutError, match="=3 does not divide the 4 rollout rank"):
-        refuse_sharding(3, 4, config)
+        check_sharding(3, 4, config)
     with pytest.raises(UnsupportedModel, match="has 4 attention heads"):
-        refuse_sharding(3, 3, config)
+        check_sharding(3, 3, config)

@@ -8,7 +8,7 @@ import torch
 from hone.models.families import UnsupportedModel
 from hone.models.tiny import tiny_lm
 from hone.rollout.contract import RolloutError
-from hone.rollout.native.sharded_policy import Shard, refuse_unshardable
+from hone.rollout.native.sharded_policy import Shard, check_shardable
 
 from ..models import policy
 from .slot import hollow, peers_of, shards_of
@@ -45,7 +45,7 @@ def test_a_model_that_ranks_cannot_share_is_refused_by_name(
 ) -> None:
     lm = tiny_lm(25, hidden=32, mlp=48, family=family, max_positions=64)
     with pytest.raises(UnsupportedModel, match=sentence):
-        refuse_unshardable(hollow(lm), size, "the model")
+        check_shardable(hollow(lm), size, "the model")
 
 
 def test_a_variant_with_a_norm_over_all_heads_is_refused() -> None:
@@ -54,4 +54,4 @@ def test_a_variant_with_a_norm_over_all_heads_is_refused() -> None:
     with pytest.raises(
         UnsupportedModel, match=r"because its layers have self_attn\.q_norm\.weight"
     ):
-        refuse_unshardable(hollow(lm), 2, "the model")
+        check_shardable(hollow(lm), 2, "the model")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hone.engine.saved_state import no_single_process_warning
 from hone.tracking import RunFolder
-from hone.tracking.manifest import NotShared, damage, seal
+from hone.tracking.manifest import FolderNotShared, find_damage, write_manifest
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.checkpoint import CheckpointError
 
@@ -158,7 +158,7 @@ def test_another_model_over_a_run_is_a_sentence_and_exit_code_2(
         capsys.readouterr()
         assert cli.main(["train", *overrides]) == 2
         output = capsys.readouterr().err
-        assert f"AnotherModel: {run.checkpoint(2)}/actor holds another model" in output
+        assert f"ModelMismatch: {run.checkpoint(2)}/actor holds another model" in output
         assert (run.folder / "config.yaml").read_text() == written
 
 
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         run = train(*FOUR)
     assert any("global_step_2 is damaged" in r.getMessage() for r in caplog.records)
     assert run.numbers == uninterrupted.numbers
-    assert damage(run.checkpoint(2)) is None  # written again
+    assert find_damage(run.checkpoint(2)) is None  # written again
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -228,7 +228,7 @@ def test_a_resealed_state_of_another_kind_is_a_sentence(train: Callable[..., Run
     run = train(*TWO)
     for text in ("[]", "{}", "5", "[" * 100_000):
         (run.checkpoint(2) / "trainer_state.json").write_text(text)
-        seal(run.checkpoint(2))
+        write_manifest(run.checkpoint(2))
         with pytest.raises(CheckpointError, match="is not the state of a run"):
             train(*FOUR)
 
@@ -248,7 +248,7 @@ def test_pruning_leaves_a_link_and_what_it_leads_to_alone(
     assert contents(archive) == before
     train(*TWO, "trainer.resume_mode=disable")  # set aside, then written again in its place
     assert contents(archive) == before
-    assert damage(archive) is None
+    assert find_damage(archive) is None
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_others_go(
@@ -305,12 +305,12 @@ def test_a_resealed_checkpoint_of_others_runs_nothing(
     run = train(*TWO)
     for file in ("actor/.metadata", "actor/__0_0.distcp"):
         (run.checkpoint(2) / file).write_bytes(pickle.dumps(Command(tmp_path / "ran")))
-        seal(run.checkpoint(2))
+        write_manifest(run.checkpoint(2))
         if file == "actor/.metadata":
             assert cli.main(["train", *task.overrides(run.folder, *FOUR)]) == 2
             assert "nothing of it was run" in capsys.readouterr().err
             shutil.rmtree(run.checkpoint(2) / "actor" / "huggingface")
-            seal(run.checkpoint(2))
+            write_manifest(run.checkpoint(2))
             assert cli.main(["export", str(run.folder), str(tmp_path / "out")]) == 2
             assert "nothing of it was run" in capsys.readouterr().err
     assert cli.main(["export", str(run.checkpoint(2)), str(tmp_path / "out")]) == 2
@@ -335,7 +335,7 @@ def test_a_damaged_checkpoint_takes_no_place_among_the_kept(train: Callable[...,
         "trainer.save_freq=-1", "trainer.total_training_steps=3", "trainer.max_actor_ckpt_to_keep=1"
     )
     assert [n for n in run.checkpoints() if not n.endswith(".earlier")] == ["global_step_3"]
-    assert damage(run.checkpoint(3)) is None
+    assert find_damage(run.checkpoint(3)) is None
 
 
 def test_disable_starts_anew_and_forgets_the_run_before(
@@ -478,6 +478,8 @@ def test_a_checkpoint_whose_shards_lie_on_another_disk_is_not_kept(tmp_path: Pat
                 save({"x": torch.ones(2)}, checkpoint_id=str(folder / role), no_dist=True)
             (folder / "critic" / "__0_0.distcp").unlink()  # as if its rank were on another machine
 
-    with pytest.raises(NotShared, match=r"critic/__0_0\.distcp \(the shard of rank 0\) .* same"):
+    with pytest.raises(
+        FolderNotShared, match=r"critic/__0_0\.distcp \(the shard of rank 0\) .* same"
+    ):
         write()
     assert run.checkpoints() == []

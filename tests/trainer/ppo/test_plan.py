@@ -46,12 +46,12 @@ def planned(*overrides: str) -> Plan:
 
 
 STARTED = {
-    "ref_log_prob": "reference",
-    "entropys": "log_prob_pass",
-    "values": "critic",
-    "old_log_probs": "old_log_probs",
-    "sum_pi_squared": "sum_pi_squared",
-    "reward_baselines": "greedy_baselines",
+    "ref_log_prob": "needs_reference",
+    "entropys": "needs_log_prob_pass",
+    "values": "needs_critic",
+    "old_log_probs": "needs_old_log_probs",
+    "sum_pi_squared": "needs_sum_pi_squared",
+    "reward_baselines": "needs_greedy_baselines",
 }
 
 
@@ -60,7 +60,7 @@ def test_what_an_estimator_of_ones_own_reads_starts_its_writer_and_no_other(
     needs: Callable[..., list[str]], column: str
 ) -> None:
     started = {name for name in STARTED.values() if getattr(planned(*needs(column)), name)}
-    assert started - {"log_prob_pass"} == {STARTED[column]} - {"log_prob_pass"}
+    assert started - {"needs_log_prob_pass"} == {STARTED[column]} - {"needs_log_prob_pass"}
     assert not any(getattr(planned(*needs()), name) for name in STARTED.values())
 
 
@@ -91,7 +91,7 @@ def test_every_column_an_estimator_reads_is_in_the_batch_or_refused_before_model
 def test_a_warm_up_follows_from_the_columns_not_from_a_name(
     needs: Callable[..., list[str]],
 ) -> None:
-    assert planned("trainer.critic_warmup=5", *needs("values")).critic
+    assert planned("trainer.critic_warmup=5", *needs("values")).needs_critic
     with pytest.raises(ConfigError, match="critic_warmup=5 without a critic"):
         planned("trainer.critic_warmup=5", *needs())
 
@@ -99,7 +99,7 @@ def test_a_warm_up_follows_from_the_columns_not_from_a_name(
 def test_a_loss_declares_what_it_reads_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads_nothing, "needs", {"ref_log_prob", "advantages"}, raising=False)
     loss = f"{ACTOR}.policy_loss.loss_mode={__name__}:reads_nothing"
-    assert planned(loss, "algorithm.adv_estimator=grpo").reference
+    assert planned(loss, "algorithm.adv_estimator=grpo").needs_reference
     monkeypatch.setattr(reads_nothing, "needs", {"rm_scores"})
     with pytest.raises(ConfigError, match=r"loss_mode=.*reads rm_scores, which this run does not"):
         planned(loss, "algorithm.adv_estimator=grpo")
@@ -133,9 +133,9 @@ def test_what_an_external_library_registers_is_known_to_the_checks(
     named = "algorithm.adv_estimator=of_the_library"
     library = "actor_rollout_ref.model.external_lib=registers_for_the_plan"
     with pytest.raises(ConfigError, match="unknown advantage estimator 'of_the_library'"):
-        compose([named], further=plan_checks)
-    compose([named, library], further=plan_checks)
-    assert planned(named, library).critic
+        compose([named], extra_checks=plan_checks)
+    compose([named, library], extra_checks=plan_checks)
+    assert planned(named, library).needs_critic
 
 
 def test_a_typo_in_what_is_read_is_told(needs: Callable[..., list[str]]) -> None:
@@ -155,7 +155,7 @@ def test_a_typo_in_what_is_read_is_told(needs: Callable[..., list[str]]) -> None
     ],
 )
 def test_the_reference_is_used_when_a_kl_is_asked_for(overrides: list[str], expected: bool) -> None:
-    assert planned(*overrides).reference is expected
+    assert planned(*overrides).needs_reference is expected
 
 
 STRICT = [
@@ -188,7 +188,7 @@ def test_rloo_with_the_strict_minimum_compares_returns_of_tokens() -> None:
 )
 def test_an_unknown_name_is_told_with_its_key(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose([override], further=plan_checks)
+        compose([override], extra_checks=plan_checks)
     assert f"{override}: {sentence}" in str(caught.value)
 
 
@@ -206,7 +206,7 @@ def test_an_option_that_the_estimator_does_not_declare_is_noted(
     override: str, estimator: str, noted: bool
 ) -> None:
     overrides = [f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=2"]
-    notes = compose([override, *overrides], further=plan_checks).notes
+    notes = compose([override, *overrides], extra_checks=plan_checks).notes
     assert any(override.partition("=")[0] in note for note in notes) is noted
 
 
@@ -281,7 +281,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_tree_that_cannot_run_is_refused_with_values_that_work(name: str) -> None:
     overrides, sentence, repair = CASES[name]
-    for refuse in (planned, lambda *o: compose(o, further=plan_checks)):
+    for refuse in (planned, lambda *o: compose(o, extra_checks=plan_checks)):
         with pytest.raises(ConfigError) as caught:
             refuse(*overrides)
         assert caught.value.problems == [sentence]
@@ -295,7 +295,7 @@ def test_problems_of_the_tree_and_of_its_plan_are_told_at_once() -> None:
         "trainer.n_gpus_per_node=8",
     ]
     with pytest.raises(ConfigError) as caught:
-        compose(overrides, further=plan_checks)
+        compose(overrides, extra_checks=plan_checks)
     assert len(caught.value.problems) == 2
 
 
@@ -307,7 +307,7 @@ def test_problems_of_the_tree_and_of_its_plan_are_told_at_once() -> None:
     ],
 )
 def test_a_key_that_the_plan_makes_idle_is_noted(overrides: list[str], key: str, why: str) -> None:
-    (note,) = compose(overrides, further=plan_checks).notes
+    (note,) = compose(overrides, extra_checks=plan_checks).notes
     assert note.startswith(key)
     assert why in note
 

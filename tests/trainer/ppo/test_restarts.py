@@ -35,8 +35,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
             for number, (free, total) in enumerate(cluster_.cpus)
         ]
 
-    monkeypatch.setattr(ray_placement, "answering_nodes", nodes)
-    monkeypatch.setattr(ray_start, "start_ray", lambda options, tell: False)
+    monkeypatch.setattr(ray_placement, "reachable_nodes", nodes)
+    monkeypatch.setattr(ray_start, "start_ray", lambda options, report: False)
     monkeypatch.setattr(restarts, "screen", lambda: SimpleNamespace(line=cluster_.lines.append))
     clock = SimpleNamespace(
         monotonic=lambda: cluster_.now, sleep=lambda s: setattr(cluster_, "now", cluster_.now + s)
@@ -215,7 +215,7 @@ def test_a_restart_goes_on_from_what_this_run_saved_whatever_it_started_from(
 def test_a_run_that_finds_no_ray_any_more_ends_with_what_was_lost(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start_ray(options: Any, tell: Any) -> bool:
+    def start_ray(options: Any, report: Any) -> bool:
         raise ConnectionError("nothing answers there")
 
     monkeypatch.setattr(ray_start, "start_ray", start_ray)

@@ -64,8 +64,8 @@ def test_the_start_of_ray_and_of_the_processes_is_said(
     bar_descriptions: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ray_start = pytest.importorskip("hone.controller.ray_start")
-    monkeypatch.setattr(ray_start, "start_ray", lambda options, tell: tell("starting Ray"))
-    monkeypatch.setattr("hone.controller.ray_placement.require_room", lambda pools: None)
+    monkeypatch.setattr(ray_start, "start_ray", lambda options, report: report("starting Ray"))
+    monkeypatch.setattr("hone.controller.ray_placement.check_pools_fit", lambda pools: None)
     config = load_config(["trainer.n_gpus_per_node=2", "trainer.device=cpu"])
     workers: Any = {Role.ActorRollout: LocalWorkerGroup}
     pools = roles.default_pools(config, workers)

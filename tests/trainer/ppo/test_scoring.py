@@ -16,7 +16,7 @@ from rewards.scoring_server import ScoringServer, by_length, digits_judge
 from hone.config import load_config
 from hone.config.reward import RewardModelConfig
 from hone.data.dataset import RLHFDataset
-from hone.data.rows import BadRows, DataError, read_rows, write_parquet
+from hone.data.rows import BadRowPolicy, DataError, read_rows, write_parquet
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
@@ -229,7 +229,7 @@ def test_a_row_may_not_bring_a_column_that_a_step_writes(tmp_path: Path, name: s
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=rf"rows\.jsonl, row 1: column '{name}'.*rename it"):
-        check_columns(read_rows(str(file), BadRows("raise")), "prompt")
+        check_columns(read_rows(str(file), BadRowPolicy("raise")), "prompt")
 
 
 def test_such_a_column_stops_the_run_before_its_first_step(
@@ -255,9 +255,9 @@ def test_what_data_sets_bring_is_not_refused(tmp_path: Path) -> None:
     ]  # fmt: skip
     brought = dict.fromkeys(names)
     write_parquet([task_row(0, 0) | brought], tmp_path / "rows.parquet")
-    check_columns(read_rows(str(tmp_path / "rows.parquet"), BadRows("raise")), "prompt")
+    check_columns(read_rows(str(tmp_path / "rows.parquet"), BadRowPolicy("raise")), "prompt")
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompts": "1+1="}) + "\n")
-    check_columns(read_rows(str(tmp_path / "own.jsonl"), BadRows("raise")), "prompts")
+    check_columns(read_rows(str(tmp_path / "own.jsonl"), BadRowPolicy("raise")), "prompts")
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "responses", "advantages", "uid", "reward/rule"])

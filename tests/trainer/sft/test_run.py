@@ -13,7 +13,7 @@ from hone.data.rows import DataError
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking import read_metrics
 from hone.trainer import main_sft
-from hone.trainer.command_line import finish
+from hone.trainer.command_line import run_program
 from hone.trainer.ranks import Ranks
 from hone.trainer.sft.run import SFTRun
 
@@ -108,7 +108,7 @@ def test_a_model_that_was_not_named_is_asked_for_by_its_key(
 ) -> None:
     monkeypatch.setenv("HOME", "/nowhere")
     unnamed = [setting for setting in settings if not setting.startswith("model.path=")]
-    assert finish(lambda: main_sft.main(unnamed)) == 2
+    assert run_program(lambda: main_sft.main(unnamed)) == 2
     assert "model.path=~/models/deepseek-llm-7b-chat: " in capsys.readouterr().err
 
 
