@@ -62,7 +62,7 @@ def test_weights_and_rejection_mask_from_a_log_ratio():
     assert metrics["rollout_rs_masked_fraction"] == pytest.approx(2 / 5)
     with pytest.raises(ValueError, match="has 0 bounds"):
         functions.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, "token_k1")
-    with pytest.raises(ValueError, match="names no rejection option"):
+    with pytest.raises(ValueError, match="rollout_rs is empty"):
         functions.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, "", 2.0)
 
 

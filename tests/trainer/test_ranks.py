@@ -17,13 +17,13 @@ from hone.trainer.ranks import LAUNCHER_PID, launch
 
 from .around_fixtures import sft_settings, tiny_model
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from hone.trainer.command_line import run_program
 from hone.trainer.interrupt import GracefulStop
-
-pytestmark = pytest.mark.slow
 
 def main():
     folder, mode = Path(sys.argv[1]), sys.argv[2]
