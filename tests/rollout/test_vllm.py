@@ -83,23 +83,23 @@ def test_only_clauses_that_look_into_the_engine_are_left_out() -> None:
 
 
 class SeedIgnored(SharedVLLM):
-    def _parameters_of(self, sampling: Sampling) -> Any:
-        return super()._parameters_of(sampling) | {"extra_args": {"hone_seed": 0}}
+    def _sampling_params(self, sampling: Sampling) -> Any:
+        return super()._sampling_params(sampling) | {"extra_args": {"hone_seed": 0}}
 
 
 class TopKIgnored(SharedVLLM):
-    def _parameters_of(self, sampling: Sampling) -> Any:
-        return super()._parameters_of(sampling) | {"top_k": -1}
+    def _sampling_params(self, sampling: Sampling) -> Any:
+        return super()._sampling_params(sampling) | {"top_k": -1}
 
 
 class MinPIgnored(SharedVLLM):
-    def _parameters_of(self, sampling: Sampling) -> Any:
-        return super()._parameters_of(sampling) | {"min_p": 0.0}
+    def _sampling_params(self, sampling: Sampling) -> Any:
+        return super()._sampling_params(sampling) | {"min_p": 0.0}
 
 
 class TemperatureIgnored(SharedVLLM):
-    def _parameters_of(self, sampling: Sampling) -> Any:
-        return super()._parameters_of(sampling) | {"temperature": 1.0}
+    def _sampling_params(self, sampling: Sampling) -> Any:
+        return super()._sampling_params(sampling) | {"temperature": 1.0}
 
 
 class PauseOfThisSideOnly(SharedVLLM):
