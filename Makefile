@@ -9,8 +9,6 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 # A test file runs in one process; one more than there are cores, because some tests wait.
 PARALLEL := --dist loadfile -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-# Slow tests wait longer, for Ray and for ranks.
-PARALLEL_SLOW := --dist loadfile -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 
 .PHONY: setup setup-s3 setup-vllm quickstart test test-slow test-vllm learn-vllm check docs bench references bench-gpu families storm storm-ray storm-nodes storm-sandbox soak system clean
 
@@ -46,7 +44,7 @@ test: setup
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: setup setup-s3
-	$(BIN)/python -m pytest $(PARALLEL_SLOW) -m 'slow and not gpu' --timeout 1500 --durations=40
+	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not gpu' --timeout 1500 --durations=40
 
 check: setup
 	$(BIN)/ruff format --check .
