@@ -46,6 +46,19 @@ class Watched:
         self.deltas.append(delta)
         self._some.set()
 
+    @property
+    def drawn(self) -> int:
+        return sum(len(delta.token_ids) for delta in self.deltas)
+
+    async def settled(self) -> None:
+        """What was drawn before a pause may still be on its way."""
+        seen = -1
+        for _ in range(20):
+            if seen == self.drawn:
+                return
+            seen = self.drawn
+            await asyncio.sleep(0.05)
+
     async def in_progress(self) -> None:
         await asyncio.wait_for(self._some.wait(), engine_contract.DEADLINE_S)
 
@@ -77,10 +90,11 @@ def tokens_are_streamed_as_they_are_drawn(factory: Factory) -> None:
     with factory.engine(policy()) as engine:
 
         async def streamed() -> tuple[TokenOutput, list[TokenDelta], int]:
-            watched = Watched(engine, PROMPT, sampling, "streamed")
-            beside = asyncio.create_task(engine.generate(OTHERS[0], SHORT, "beside"))
-            await watched.in_progress()
-            early = sum(len(delta.token_ids) for delta in watched.deltas)
+            with factory.slow_motion():
+                watched = Watched(engine, PROMPT, sampling, "streamed")
+                beside = asyncio.create_task(engine.generate(OTHERS[0], SHORT, "beside"))
+                await watched.in_progress()
+                early = watched.drawn
             await beside
             return await watched.job, watched.deltas, early
 
@@ -120,14 +134,15 @@ def abort_ends_the_named_requests_alone(factory: Factory) -> None:
         alone = ask_all(engine, OTHERS, [SHORT] * 3)
 
         async def interrupted() -> tuple[TokenOutput, TokenOutput, list[TokenOutput]]:
-            first = Watched(engine, PROMPT, sampling, "first")
-            others = [
-                asyncio.create_task(engine.generate(p, SHORT, f"other {i}"))
-                for i, p in enumerate(OTHERS)
-            ]
-            waits = asyncio.create_task(engine.generate(PROMPT, SHORT, "waits for a slot"))
-            await first.in_progress()
-            await engine.abort({"first", "waits for a slot", "nobody"})
+            with factory.slow_motion():
+                first = Watched(engine, PROMPT, sampling, "first")
+                others = [
+                    asyncio.create_task(engine.generate(p, SHORT, f"other {i}"))
+                    for i, p in enumerate(OTHERS)
+                ]
+                waits = asyncio.create_task(engine.generate(PROMPT, sampling, "waits for a slot"))
+                await first.in_progress()
+                await engine.abort({"first", "waits for a slot", "nobody"})
             return await first.job, await waits, list(await asyncio.gather(*others))
 
         ended, waited, others = play(interrupted())
@@ -147,11 +162,12 @@ def abort_of_all_leaves_the_engine_open(factory: Factory) -> None:
     with factory.engine(policy()) as engine:
 
         async def interrupted() -> list[TokenOutput]:
-            first = Watched(engine, PROMPT, sampling, "first")
-            await first.in_progress()
-            just_asked = asyncio.create_task(engine.generate(PROMPT, sampling, "just asked"))
-            await asyncio.sleep(0)
-            await engine.abort()
+            with factory.slow_motion():
+                first = Watched(engine, PROMPT, sampling, "first")
+                await first.in_progress()
+                just_asked = asyncio.create_task(engine.generate(PROMPT, sampling, "just asked"))
+                await asyncio.sleep(0)
+                await engine.abort()
             later = await engine.generate(PROMPT, SHORT, "later")
             return [await first.job, await just_asked, later]
 
@@ -161,21 +177,23 @@ def abort_of_all_leaves_the_engine_open(factory: Factory) -> None:
 
 
 async def _while_paused(
+    factory: Factory,
     engine: RolloutEngine,
     sampling: Sampling,
     keep: bool,
     change: Callable[[], Coroutine[Any, Any, None]],
 ) -> tuple[TokenOutput, int, TokenOutput]:
     """Pause under way, look whether anything moves, change something, resume."""
-    running = Watched(engine, PROMPT, sampling, "running")
-    await running.in_progress()
-    await engine.pause(keep)
+    with factory.slow_motion():
+        running = Watched(engine, PROMPT, sampling, "running")
+        await running.in_progress()
+        await engine.pause(keep)
     late = asyncio.create_task(engine.generate(PROMPT, SHORT, "late"))
-    await asyncio.sleep(0.02)  # what was drawn before is on its way
-    drawn = sum(len(delta.token_ids) for delta in running.deltas)
+    await running.settled()
+    drawn = running.drawn
     done, _ = await asyncio.wait([late], timeout=engine_contract.HOLD_S)
     assert not done, "a request was answered between pause and resume"
-    assert drawn == sum(len(delta.token_ids) for delta in running.deltas), "tokens were drawn"
+    assert drawn == running.drawn, "tokens were drawn"
     assert running.job.done() == (not keep)
     await change()
     await engine.resume()
@@ -190,7 +208,7 @@ def pause_ends_what_runs_and_holds_what_comes(factory: Factory) -> None:
     sampling = long(factory)
     with factory.engine(policy()) as engine:
         whole = ask(engine, PROMPT, sampling)
-        out, _, late = play(_while_paused(engine, sampling, False, _nothing))
+        out, _, late = play(_while_paused(factory, engine, sampling, False, _nothing))
     assert out.stop_reason is StopReason.ABORT
     assert 0 < len(out.token_ids) == len(out.log_probs) == len(out.versions) < sampling.max_tokens
     matches(factory, out, whole, until=len(out.token_ids))
@@ -203,7 +221,7 @@ def pause_with_keep_goes_on_where_it_stood(factory: Factory) -> None:
     sampling = long(factory)
     with factory.engine(policy()) as engine:
         whole = ask(engine, PROMPT, sampling)
-        out, drawn, late = play(_while_paused(engine, sampling, True, _nothing))
+        out, drawn, late = play(_while_paused(factory, engine, sampling, True, _nothing))
     assert out.stop_reason is StopReason.LENGTH
     assert len(out.token_ids) == sampling.max_tokens
     matches(factory, out, whole, until=None if "positional" in factory.traits else drawn)
@@ -219,7 +237,7 @@ def a_kept_request_takes_new_weights_from_its_next_token(factory: Factory) -> No
         async def change() -> None:
             await update(engine, policy(seed=1).lm.named_parameters(), 3)
 
-        out, drawn, late = play(_while_paused(engine, sampling, True, change))
+        out, drawn, late = play(_while_paused(factory, engine, sampling, True, change))
     assert out.versions == [0] * drawn + [3] * (sampling.max_tokens - drawn)
     assert 0 < drawn < sampling.max_tokens
     matches(factory, out, whole, until=drawn)
@@ -258,10 +276,11 @@ def an_update_waits_for_requests_that_are_not_paused(factory: Factory) -> None:
     with factory.engine(policy()) as engine:
 
         async def beside() -> TokenOutput:
-            running = Watched(engine, PROMPT, sampling, "running")
-            await running.in_progress()
-            with pytest.raises(RolloutError, match="begin_update while 1 requests run"):
-                await engine.begin_update()
+            with factory.slow_motion():
+                running = Watched(engine, PROMPT, sampling, "running")
+                await running.in_progress()
+                with pytest.raises(RolloutError, match="begin_update while 1 requests run"):
+                    await engine.begin_update()
             return await running.job
 
         assert play(beside()).versions == [0] * sampling.max_tokens

@@ -137,9 +137,10 @@ def closing_leaves_nobody_waiting(factory: Factory) -> None:
     engine = factory.build(policy())
 
     async def closed_under() -> list[TokenOutput | BaseException]:
-        jobs = [asyncio.create_task(engine.generate(PROMPT, LONG, f"c{i}")) for i in range(2)]
-        await asyncio.sleep(0.02)
-        await engine.close()
+        with factory.slow_motion():
+            jobs = [asyncio.create_task(engine.generate(PROMPT, LONG, f"c{i}")) for i in range(2)]
+            await asyncio.sleep(0.02)
+            await engine.close()
         jobs.append(asyncio.create_task(engine.generate(PROMPT, Sampling(2, 1.0, 0), "late")))
         return list(await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 60))
 

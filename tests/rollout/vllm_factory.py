@@ -6,8 +6,8 @@ import asyncio
 import os
 import tempfile
 import threading
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ if (python := vllm_python()) is not None:
     # What vLLM finds out about a model, in a process that imports it, stays for later test sessions.
     os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(python).absolute().parents[1] / "cache"))
 
+SLOW_MOTION = "slow_motion:SlowMotion"
+
 needs_vllm = [
     pytest.mark.vllm,
     pytest.mark.timeout(1500),
@@ -46,6 +48,34 @@ needs_vllm = [
         vllm_python() is None, reason="no vLLM: `make setup-vllm` builds .venv-vllm"
     ),
 ]
+
+
+@cache
+def slow_motion_file() -> Path:
+    """While it exists, every vLLM of this test session draws slowly."""
+    return Path(tempfile.mkdtemp(prefix="hone-test-slow-")) / "on"
+
+
+@cache
+def slow_motion_python() -> str:
+    """vLLM's interpreter, with the logits processor of `SLOW_MOTION` on its path."""
+    python = slow_motion_file().with_name("python")
+    folder = Path(__file__).with_name("slow_motion")
+    python.write_text(
+        f"#!/bin/sh\nexport HONE_SLOW_MOTION={slow_motion_file()}\n"
+        f'export PYTHONPATH="{folder}${{PYTHONPATH:+:$PYTHONPATH}}"\nexec {vllm_python()} "$@"\n'
+    )
+    python.chmod(0o755)
+    return str(python)
+
+
+@contextmanager
+def slow_motion() -> Iterator[None]:
+    slow_motion_file().touch()
+    try:
+        yield
+    finally:
+        slow_motion_file().unlink()
 
 
 def vllm(test: Any) -> Any:
@@ -68,8 +98,6 @@ def process(tensor: int = 1, pipeline: int = 1, weights: str = "auto") -> Engine
     """One process per layout of its workers."""
     from hone.rollout.vllm_build import make_environment
 
-    python = vllm_python()
-    assert python is not None
     folder = tempfile.mkdtemp(prefix="hone-test-vllm-")
     policy(seed=9).lm.save_pretrained(folder)  # other weights than any test's
     arguments = {
@@ -88,8 +116,9 @@ def process(tensor: int = 1, pipeline: int = 1, weights: str = "auto") -> Engine
         "logprobs_mode": "raw_logprobs",
         "async_scheduling": False,
         "seed": 0,
+        "logits_processors": [SLOW_MOTION],
     }
-    launch = Launch(python, arguments, make_environment(False, None), weights=weights)
+    launch = Launch(slow_motion_python(), arguments, make_environment(False, None), weights=weights)
     started = EngineProcess(launch)
     asyncio.run_coroutine_threadsafe(started.start(), loop()).result()
     started.serving = True
@@ -151,6 +180,7 @@ class VLLMFactory(Factory):
     draws = 400
     long_tokens = 600
     engine_class: type[SharedVLLM] = SharedVLLM
+    slow_motion = staticmethod(slow_motion)
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         engine = self.engine_class(policy, max_num_seqs)

@@ -26,7 +26,7 @@ from hone.rollout.vllm_openai import VLLMServer
 
 from .engine_contract import Factory, Place
 from .models import EOS, POSITIONS, TOKENIZER, policy
-from .vllm_factory import SHAPE, vllm_python
+from .vllm_factory import SHAPE, SLOW_MOTION, slow_motion, slow_motion_python
 
 UNTIED = {**SHAPE, "tie_embeddings": False}
 """A running server on a CPU takes no updates of tied heads."""
@@ -39,18 +39,23 @@ def server_url() -> str:
     save_pretrained(policy(seed=9).lm, TOKENIZER, folder / "model")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    python = vllm_python()
-    assert python is not None
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     environment |= {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+    command = [
+        slow_motion_python(),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        "127.0.0.1",
+    ]
     command += ["--port", str(port), "--model", str(folder / "model"), "--dtype", "float32"]
     command += ["--max-model-len", str(POSITIONS), "--logprobs-mode", "processed_logprobs"]
     command += ["--enforce-eager", "--max-num-seqs", "64", "--generation-config", "vllm"]
+    command += ["--logits-processors", SLOW_MOTION]
     with (folder / "log").open("wb") as file:
         child = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True
@@ -85,6 +90,7 @@ class VLLMServerFactory(Factory):
     probes = frozenset({"model"})
     draws = 300
     long_tokens = 600
+    slow_motion = staticmethod(slow_motion)
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         lm: Any = policy.lm
