@@ -114,6 +114,7 @@ def test_the_page_shows_every_kind() -> None:
     assert CALLED.keys() == SEAMS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", SEAMS)
 def test_a_part_of_ones_own_trains_as_the_page_names_it(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, title: str

@@ -142,6 +142,7 @@ def test_a_scorer_that_cannot_be_called_stops_the_run_before_models_load(
         train(files, tmp_path, f"custom_reward_function.path={tmp_path / 'mine.py'}")
 
 
+@pytest.mark.slow
 def test_failures_are_counted_by_reason_and_the_other_rows_are_used(
     files: Path, tmp_path: Path
 ) -> None:

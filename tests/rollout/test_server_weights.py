@@ -83,6 +83,7 @@ def test_the_models_parameters_come_from_its_config_alone(tmp_path: Path) -> Non
     assert shapes == {n: p.shape for n, p in lm.named_parameters(remove_duplicate=False)}
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_killed_process_is_deleted_and_that_of_a_living_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ time.sleep(100)
     assert result.status is Status.MEMORY, result
 
 
+@pytest.mark.slow
 def test_endless_loop_ends_at_the_wall_limit(run: RunPython) -> None:
     result = run("print('started', flush=True)\nwhile True: pass", timeout_s=2.0)
     assert (result.status, result.exit_code) == (Status.TIMEOUT, None)
@@ -148,6 +149,7 @@ def test_limits_and_texts_may_be_numpy_values(bwrap: None) -> None:
     assert result.stdout == "a\n", result
 
 
+@pytest.mark.slow
 def test_cpu_limit_ends_a_busy_program(run: RunPython) -> None:
     result = run("while True: pass", cpu_s=1, timeout_s=60.0)
     assert result.status is Status.TIMEOUT, result

@@ -28,6 +28,7 @@ def captured() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line.startswith(CHECKED)]
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resumption_print_the_lines_of_the_page(
     train: Callable[..., Run], task: Task, capsys: pytest.CaptureFixture[str]
 ) -> None:

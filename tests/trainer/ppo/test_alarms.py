@@ -187,6 +187,7 @@ def warnings_of(run: Run) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k.startswith("alarms/")} for line in run.steps]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_checkpoint_and_a_resumed_run_raises_the_same_alarms(
     train: Callable[..., Run],
 ) -> None:

@@ -36,21 +36,31 @@ def uninterrupted(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder).train(task.overrides(folder, *FOUR))
 
 
+RESUMED = {
+    "grpo": [],
+    "critic": ["algorithm.adv_estimator=gae"],
+    "adaptive-kl-epochs": [
+        "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=20", "algorithm.kl_ctrl.target_kl=0.001",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.shuffle=true",
+    ],
+    "cosine-lora": [
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", FIXED_SCHEDULE,
+        "actor_rollout_ref.model.lora_rank=4",
+    ],
+    "bf16-pf-ppo": ["actor_rollout_ref.actor.fsdp_config.dtype=bf16", "algorithm.use_pf_ppo=true"],
+}  # fmt: skip
+SLOW = [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
-        [],
-        ["algorithm.adv_estimator=gae"],
-        ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
-         "algorithm.kl_ctrl.horizon=20", "algorithm.kl_ctrl.target_kl=0.001",
-         "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2",
-         "actor_rollout_ref.actor.shuffle=true"],
-        ["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", FIXED_SCHEDULE,
-         "actor_rollout_ref.model.lora_rank=4"],
-        ["actor_rollout_ref.actor.fsdp_config.dtype=bf16", "algorithm.use_pf_ppo=true"],
+        pytest.param(overrides, id=name, marks=[] if name in ("grpo", "critic") else SLOW)
+        for name, overrides in RESUMED.items()
     ],
-    ids=["grpo", "critic", "adaptive-kl-epochs", "cosine-lora", "bf16-pf-ppo"],
-)  # fmt: skip
+)
 def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(
     train: Callable[..., Run], overrides: list[str]
 ) -> None:

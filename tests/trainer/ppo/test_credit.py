@@ -33,6 +33,7 @@ ESTIMATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_an_estimator_trains_by_its_name(train: Callable[..., Run], name: str) -> None:
     run = train(f"algorithm.adv_estimator={name}", *ESTIMATORS[name])

@@ -77,6 +77,7 @@ def test_a_score_that_fails_may_stop_the_run(train: Callable[..., Run]) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_score_that_hangs_is_killed_and_counted(train: Callable[..., Run]) -> None:
     run = train(
         "custom_reward_function.name=hangs_on_row_0",
