@@ -131,13 +131,13 @@ def abort_ends_the_named_requests_alone(factory: Factory) -> None:
     """The others go on to the same bits, and new ones are served at once."""
     sampling = long(factory)
     with factory.engine(policy(), max_num_seqs=3) as engine:
-        alone = ask_all(engine, OTHERS, [SHORT] * 3)
+        alone = ask_all(engine, OTHERS, [sampling] * 3)
 
         async def interrupted() -> tuple[TokenOutput, TokenOutput, list[TokenOutput]]:
             with factory.slow_motion():
                 first = Watched(engine, PROMPT, sampling, "first")
                 others = [
-                    asyncio.create_task(engine.generate(p, SHORT, f"other {i}"))
+                    asyncio.create_task(engine.generate(p, sampling, f"other {i}"))
                     for i, p in enumerate(OTHERS)
                 ]
                 waits = asyncio.create_task(engine.generate(PROMPT, sampling, "waits for a slot"))

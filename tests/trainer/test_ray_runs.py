@@ -69,8 +69,16 @@ def test_one_rank_on_ray_has_the_metrics_of_one_process(
         assert here["traffic/actor/update_actor_bytes"] > 0
 
 
-@pytest.mark.parametrize("name", sorted(SHARED_OUT))
-@pytest.mark.parametrize("balanced", ["true", "false"])
+@pytest.mark.parametrize(
+    ("balanced", "name"),
+    [
+        ("true", "grpo"),
+        ("false", "ppo"),
+        ("true", "shuffled"),
+        ("false", "shuffled"),
+        ("true", "another mini-batch for the critic"),
+    ],
+)
 def test_two_ranks_have_the_metrics_of_one(
     train: Callable[..., Run], name: str, balanced: str
 ) -> None:
@@ -147,10 +155,9 @@ def test_two_ranks_continue_what_one_began(train: Callable[..., Run]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_it_learns_on_two_ranks(train: Callable[..., Run], name: str) -> None:
+def test_it_learns_on_two_ranks(train: Callable[..., Run]) -> None:
     run = train(
-        *ALGORITHMS[name],
+        *ALGORITHMS["ppo"],
         *TWO_RANKS,
         "actor_rollout_ref.rollout.n=8",
         "algorithm.kl_ctrl.kl_coef=0",

@@ -89,7 +89,7 @@ def by_transformers(lm: Any, prompt: list[int], device: str) -> list[int]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_greedy_equals_transformers_alone_and_in_a_batch(device: str, folder: str) -> None:
     tokenizer = load_tokenizer(folder)
-    prompts = mixed_prompts(tokenizer, 10 if device == "cpu" else 64)
+    prompts = mixed_prompts(tokenizer, 6 if device == "cpu" else 64)
     lm: Any = load_causal_lm(folder, dtype=torch.float32).to(device)
     engine = engine_on(device, lm, (tokenizer.eos_token_id,))
     batched = greedy(engine, prompts)
