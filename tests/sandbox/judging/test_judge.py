@@ -12,7 +12,7 @@ import pytest
 
 from hone.sandbox import client
 from hone.sandbox.judging import judge
-from hone.sandbox.judging.judge import _boxes
+from hone.sandbox.judging.judge import _judge_boxes
 
 pytestmark = pytest.mark.usefixtures("bwrap")
 
@@ -221,8 +221,8 @@ def test_a_lost_judge_or_warden_is_replaced() -> None:
     assert judge(program, tests).passed
     client.close()
     assert judge(program, tests).passed
-    for box in _boxes.values():
-        box.drop()
+    for box in _judge_boxes.values():
+        box.close()
     assert judge(program, tests).passed
 
 
@@ -232,7 +232,7 @@ def test_a_judgement_is_repeated_if_the_judge_is_killed() -> None:
     results: list[bool] = []
     thread = threading.Thread(target=lambda: results.append(judge(slow, "assert f() == 1").passed))
     thread.start()
-    (box,) = _boxes.values()
+    (box,) = _judge_boxes.values()
     assert box._run is not None
     signal.pidfd_send_signal(box._run._descriptors[0], signal.SIGKILL)
     thread.join(60)

@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.sandbox.judging.plain_data import ABSENT, Malformed, Match, Reader, Writer, update
+from hone.sandbox.judging.plain_data import (
+    ABSENT,
+    AnswerReader,
+    MalformedAnswer,
+    Match,
+    RequestWriter,
+    update_in_place,
+)
 from hone.sandbox.judging.program_server import ProgramSession, Request
 
 
@@ -39,8 +46,10 @@ PLAIN = (
 )
 
 
-def reader(known: tuple[Any, ...] = ()) -> Reader:
-    return Reader({"Node": Node}, [*known], lambda kind, number: Handle(), lambda names: ValueError)
+def reader(known: tuple[Any, ...] = ()) -> AnswerReader:
+    return AnswerReader(
+        {"Node": Node}, [*known], lambda kind, number: Handle(), lambda names: ValueError
+    )
 
 
 def read(value: Any, table: Any = (), known: tuple[Any, ...] = ()) -> Any:
@@ -97,7 +106,7 @@ def test_tags_become_their_types(sent: Any, value: Any) -> None:
     ],
 )
 def test_tags_with_invalid_content_are_refused(sent: Any) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedAnswer):
         read(sent)
 
 
@@ -106,7 +115,7 @@ def test_tags_with_invalid_content_are_refused(sent: Any) -> None:
     [b"", b"[", b"[" * 100_000, b"9" * 10_000, b"\xff\xfe", b"{}", b"[1,2,3,4]", b'["v",0,0,0]'],
 )
 def test_invalid_messages_are_refused(data: bytes) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedAnswer):
         reader().read(data)
 
 
@@ -116,7 +125,7 @@ def test_shared_objects_are_filled_and_no_method_is_replaced() -> None:
     assert read({"o": [0, "Node"]}, [row, [1, "Node", ["val", 5]]], (node,)) is node
     assert node.val.val == 5
     for name in ("total", "__class__", "__eq__", "__dict__"):
-        with pytest.raises(Malformed):
+        with pytest.raises(MalformedAnswer):
             read(None, [[0, "Node", [name, 1]]], (node,))
 
 
@@ -141,14 +150,14 @@ def types_of(value: Any) -> set[type]:
 @settings(max_examples=50)
 @given(ANYTHING, st.lists(st.tuples(st.integers(0, 2), st.just("Node"), ANYTHING), max_size=2))
 def test_any_message_is_plain_data_or_refused(value: Any, table: list[Any]) -> None:
-    with contextlib.suppress(Malformed):
+    with contextlib.suppress(MalformedAnswer):
         assert types_of(read(value, table)) <= set(PLAIN)
 
 
 @settings(max_examples=50)
 @given(st.binary(max_size=40))
 def test_any_bytes_are_refused_or_read(data: bytes) -> None:
-    with contextlib.suppress(Malformed):
+    with contextlib.suppress(MalformedAnswer):
         reader().read(data)
 
 
@@ -156,7 +165,9 @@ def sent(value: Any) -> Any:
     """Returns the value that the program's box gets for a value of the tests."""
     session = ProgramSession(0, {"Node": Node})
     session.handles.append("an object of the program")
-    writer = Writer({"Node": Node}, lambda v: 0 if type(v) is Handle else None, lambda function: 0)
+    writer = RequestWriter(
+        {"Node": Node}, lambda v: 0 if type(v) is Handle else None, lambda function: 0
+    )
     return Request(session, writer.write(("call", 0, [value], {}))).fields[2][0]
 
 
@@ -200,8 +211,8 @@ def test_an_error_names_the_type_that_cannot_be_sent() -> None:
 def test_changes_are_made_to_the_tests_own_objects() -> None:
     inner: list[int] = [1]
     local = {"a": inner, "b": {2}}
-    assert update(local, {"a": [1, 3], "b": {4}, "c": ()}) is local
+    assert update_in_place(local, {"a": [1, 3], "b": {4}, "c": ()}) is local
     assert local == {"a": [1, 3], "b": {4}, "c": ()}
     assert local["a"] is inner
-    assert update(inner, "other") == "other"
+    assert update_in_place(inner, "other") == "other"
     assert inner == [1, 3]
