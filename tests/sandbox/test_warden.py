@@ -99,7 +99,7 @@ def wait_until(condition: Any, seconds: float = 60.0) -> bool:
     return True
 
 
-def descriptors(pid: int) -> int:
+def count_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -107,14 +107,14 @@ def attack(count: int, cpu_bound_every: int) -> None:
     plan_for(DEFAULT_MINIMUM)  # the probe runs a program
     client.close()
     pid = warden_pid()  # one run builds no spare, so only the warden's own descriptors are open
-    open_before = descriptors(pid)
+    open_before = count_descriptors(pid)
     jobs = [Job(**job) for job in hostile_jobs(count, cpu_bound_every)]
     statuses = Counter(result.status for result in run_many(jobs, max_concurrent=4))
     assert set(statuses) >= {Status.TIMEOUT, Status.MEMORY, Status.OUTPUT, Status.ERROR}, statuses
     assert warden_pid() == pid
     assert wait_until(lambda: descendants(pid) == [])
     assert wait_until(lambda: leftovers(pid) == [])
-    assert wait_until(lambda: descriptors(pid) == open_before)
+    assert wait_until(lambda: count_descriptors(pid) == open_before)
     assert run_python("print('works')").stdout == "works\n"
 
 

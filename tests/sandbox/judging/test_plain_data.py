@@ -46,14 +46,15 @@ PLAIN = (
 )
 
 
-def reader(known: tuple[Any, ...] = ()) -> AnswerReader:
+def make_reader(sent_objects: tuple[Any, ...] = ()) -> AnswerReader:
     return AnswerReader(
-        {"Node": Node}, [*known], lambda kind, number: Handle(), lambda names: ValueError
+        {"Node": Node}, [*sent_objects], lambda kind, number: Handle(), lambda names: ValueError
     )
 
 
-def read(value: Any, table: Any = (), known: tuple[Any, ...] = ()) -> Any:
-    return reader(known).read(json.dumps(["v", value, [*table], []]).encode())[1]
+def read(value: Any, object_rows: Any = (), sent_objects: tuple[Any, ...] = ()) -> Any:
+    answer = json.dumps(["v", value, [*object_rows], []])
+    return make_reader(sent_objects).read(answer.encode())[1]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_tags_with_invalid_content_are_refused(sent: Any) -> None:
 )
 def test_invalid_messages_are_refused(data: bytes) -> None:
     with pytest.raises(MalformedAnswer):
-        reader().read(data)
+        make_reader().read(data)
 
 
 def test_shared_objects_are_filled_and_no_method_is_replaced() -> None:
@@ -149,19 +150,19 @@ def types_of(value: Any) -> set[type]:
 
 @settings(max_examples=50)
 @given(ANYTHING, st.lists(st.tuples(st.integers(0, 2), st.just("Node"), ANYTHING), max_size=2))
-def test_any_message_is_plain_data_or_refused(value: Any, table: list[Any]) -> None:
+def test_any_message_is_plain_data_or_refused(value: Any, object_rows: list[Any]) -> None:
     with contextlib.suppress(MalformedAnswer):
-        assert types_of(read(value, table)) <= set(PLAIN)
+        assert types_of(read(value, object_rows)) <= set(PLAIN)
 
 
 @settings(max_examples=50)
 @given(st.binary(max_size=40))
 def test_any_bytes_are_refused_or_read(data: bytes) -> None:
     with contextlib.suppress(MalformedAnswer):
-        reader().read(data)
+        make_reader().read(data)
 
 
-def sent(value: Any) -> Any:
+def send_to_program(value: Any) -> Any:
     """Returns the value that the program's box gets for a value of the tests."""
     session = ProgramSession(0, {"Node": Node})
     session.handles.append("an object of the program")
@@ -182,30 +183,30 @@ def sent(value: Any) -> Any:
     ],
 )
 def test_plain_data_of_the_tests_arrives_unchanged(value: Any) -> None:
-    assert sent(value) == value
-    assert [*map(type, sent(value))] == [*map(type, value)]
+    assert send_to_program(value) == value
+    assert [*map(type, send_to_program(value))] == [*map(type, value)]
 
 
 def test_a_list_that_occurs_twice_stays_one_list() -> None:
     row: list[Any] = [0]
     for shared in ([row, row], [row, row, Handle()]):
-        copy = sent(shared)
+        copy = send_to_program(shared)
         assert copy[0] is copy[1]
 
 
 def test_objects_and_functions_are_sent_by_number() -> None:
     node = Node(1)
     node.val = [node, Handle()]
-    copy = sent(node)
+    copy = send_to_program(node)
     assert type(copy) is Node
     assert copy.val == [copy, "an object of the program"]
-    assert callable(sent(lambda x: x))
-    assert sent(iter([1, 2])) == [1, 2]
+    assert callable(send_to_program(lambda x: x))
+    assert send_to_program(iter([1, 2])) == [1, 2]
 
 
 def test_an_error_names_the_type_that_cannot_be_sent() -> None:
     with pytest.raises(TypeError, match="Absent is not plain data"):
-        sent([ABSENT])
+        send_to_program([ABSENT])
 
 
 def test_changes_are_made_to_the_tests_own_objects() -> None:
