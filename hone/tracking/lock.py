@@ -129,7 +129,7 @@ class FolderLock:
 
     def _acquire(self) -> None:
         self.holder = Holder.of_this_process()
-        draft = self._sibling(self.holder.token)
+        draft = self._sibling(self.holder.token)  # complete before a link makes it the lock
         try:
             self._write_draft(draft, self.holder)
             self._claim(draft, self.file)

@@ -103,7 +103,7 @@ class ProgramSession:
     """The connection to the judge, the program's names, and the objects of which it has handles."""
 
     def __init__(self, channel: int, scope: dict[str, Value]) -> None:
-        self.scope = scope
+        self.scope = scope  # the program's global names
         self.shared_classes: frozenset[str] = frozenset()  # names of the preamble's classes
         self.handles: list[Value] = []
         self._channel = channel
