@@ -1,6 +1,7 @@
 """Runs untrusted code in a box without network or host files, under hard limits.
 
-`run_python(code)` runs one program, `run_many(jobs)` runs many, `layers()` lists the active layers.
+`run_python(code)` runs one program and `run_many(jobs)` runs many. `layers()` returns the isolation
+layers and whether each is active.
 """
 
 from __future__ import annotations

@@ -20,15 +20,16 @@ def run_python(
     *,
     minimum: Collection[str] = DEFAULT_MINIMUM,
     interpreter: str | None = None,
-    caller: socket.socket | None = None,
-    **limits: Unpack[JobFields],
+    caller_socket: socket.socket | None = None,
+    **job_fields: Unpack[JobFields],
 ) -> SandboxResult:
-    """Runs untrusted Python and returns the result. Keyword arguments are the fields of Job.
+    """Runs untrusted Python and returns the result. Other keyword arguments are fields of Job.
 
-    Raises SandboxUnavailable, before anything runs, if a layer named in minimum is missing.
-    caller: the run ends if this connection closes.
+    minimum: guarantees or layers (`layers.GUARANTEES`, `layers.LAYERS`) that must be active;
+    otherwise SandboxUnavailable is raised and nothing runs.
+    caller_socket: the run ends if this connection closes.
     """
-    return run_job(Job(code, **limits), plan_for(minimum, interpreter), caller)
+    return run_job(Job(code, **job_fields), plan_for(minimum, interpreter), caller_socket)
 
 
 def run_many(

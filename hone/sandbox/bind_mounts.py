@@ -13,48 +13,59 @@ from collections.abc import Sequence
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_MOUNT_NAMESPACE = 0x00020000
 _BIND, _RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEV = 4096, 16384, 1 << 18, 2, 4
-_DIRECTORIES = ("/mnt", "/media", "/srv", "/opt", "/run")
+_CANDIDATE_DIRECTORIES = ("/mnt", "/media", "/srv", "/opt", "/run")
 
 
 class BindMounts:
-    """The mounts made so far; the first one creates the mount namespace."""
+    """The bind mounts of this process; the first one creates the mount namespace."""
 
     def __init__(self) -> None:
         self._directory: str | None = None
-        self._targets: dict[str, str] = {}
+        self._mount_points: dict[str, str] = {}
 
     def bind(self, paths: Sequence[str]) -> dict[str, str]:
-        """Returns path → its mount point. Raises OSError if this process may not mount."""
+        """Mounts each new path and returns the mount point of every path.
+
+        Raises OSError if this process may not mount.
+        """
         for path in paths:
-            if path not in self._targets:
+            if path not in self._mount_points:
                 self._directory = self._directory or _mount_directory(paths)
-                target = os.path.join(self._directory, str(len(self._targets)))
+                mount_point = os.path.join(self._directory, str(len(self._mount_points)))
                 if os.path.isdir(path):
-                    os.mkdir(target)
+                    os.mkdir(mount_point)
                 else:
-                    os.close(os.open(target, os.O_CREAT | os.O_CLOEXEC, 0o755))
-                _mount(path, target, None, _BIND)
-                self._targets[path] = target
-        return {path: self._targets[path] for path in paths}
+                    os.close(os.open(mount_point, os.O_CREAT | os.O_CLOEXEC, 0o755))
+                _mount(path, mount_point, None, _BIND)
+                self._mount_points[path] = mount_point
+        return {path: self._mount_points[path] for path in paths}
 
 
 def _mount_directory(paths: Sequence[str]) -> str:
-    """Mounts a tmpfs in a new mount namespace, on a directory that contains no path; returns it."""
-    for directory in _DIRECTORIES:
+    """Mounts a tmpfs in a new mount namespace and returns the directory that it is mounted on.
+
+    The tmpfs hides what the directory contains, so none of the paths may be in it.
+    """
+    for directory in _CANDIDATE_DIRECTORIES:
         if os.path.isdir(directory) and not any(p.startswith(directory + "/") for p in paths):
             if _LIBC.unshare(_NEW_MOUNT_NAMESPACE) != 0:
-                code = ctypes.get_errno()
-                raise OSError(code, f"no mount namespace for the interpreter: {os.strerror(code)}")
+                error_number = ctypes.get_errno()
+                raise OSError(
+                    error_number,
+                    f"no mount namespace for the interpreter: {os.strerror(error_number)}",
+                )
             _mount(None, "/", None, _RECURSIVE | _PRIVATE)
             _mount("hone", directory, "tmpfs", _NO_SUID | _NO_DEV, "size=64k,mode=0755")
             return directory
-    raise OSError(f"no directory of {_DIRECTORIES} is free to bind the interpreter to")
+    names = ", ".join(_CANDIDATE_DIRECTORIES)
+    raise OSError(f"the interpreter cannot be mounted: {names} are missing or contain it")
 
 
 def _mount(
-    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+    source: str | None, target: str, filesystem: str | None, flags: int, data: str | None = None
 ) -> None:
-    texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
-    if _LIBC.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot mount on {target}: {os.strerror(code)}")
+    strings = (source, target, filesystem, data)
+    *names, options = [None if text is None else text.encode() for text in strings]
+    if _LIBC.mount(*names, ctypes.c_ulong(flags), options) != 0:
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, f"cannot mount on {target}: {os.strerror(error_number)}")

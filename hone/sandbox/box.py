@@ -1,6 +1,6 @@
 """One run from start to result, as callbacks for the warden's event loop.
 
-A box owns the run's descriptors, cgroup and deadline, and releases them. It never blocks.
+A box owns the descriptors and the cgroup of its run, and releases them. It never blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 
 from hone.sandbox import bubblewrap, landlock, memfd, seccomp
-from hone.sandbox.cgroups import Cgroup, cgroup_name, resident_bytes
-from hone.sandbox.descriptors import Descriptors
+from hone.sandbox.cgroups import Cgroup, cgroup_name, private_memory_bytes
+from hone.sandbox.descriptors import DescriptorOwner
 from hone.sandbox.plan import RunRequest
 from hone.sandbox.privileges import as_root
 from hone.sandbox.result import NotStarted, SandboxError, SandboxResult, Status
@@ -27,75 +27,76 @@ from hone.sandbox.spawn import StandardFds, set_rlimits, spawn
 
 SETUP_S = 30.0  # limit from fork to the program's start
 CHECK_INTERVAL_S = 0.05  # interval between two memory checks
-_CHUNK = 1 << 16
+_CHUNK_BYTES = 1 << 16
 _BUBBLEWRAP_PROCESSES = 2  # one outside the box, and the first process inside it
-_BUBBLEWRAP_MEMORY = 8 << 20
+_BUBBLEWRAP_MEMORY_BYTES = 8 << 20
 
 
-class Box(Descriptors):
+class Box(DescriptorOwner):
     """One run: the state of its processes, limits and output."""
 
-    def __init__(self, request: RunRequest, number: int, selector: selectors.BaseSelector) -> None:
+    def __init__(self, request: RunRequest, box_id: int, selector: selectors.BaseSelector) -> None:
         super().__init__(selector)
         self.request = request
         self.pid = 0
         self.send_to_caller: Callable[[list[int]], None] | None = None  # takes descriptors
-        self._number = number
+        self._box_id = box_id
         self._deadline = time.monotonic() + SETUP_S
         self._next_check = time.monotonic() + CHECK_INTERVAL_S
-        self._is_spare = False  # True until the spare gets its request
-        self._kill_status: Status | None = None  # the limit for which the run was killed
+        self._is_spare = False  # whether this is a spare that has no request yet
+        self._kill_status: Status | None = None  # the status of a run that was killed
         self._error: str | None = None
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        self._events: set[str] = set()  # events that must occur before the run is done
+        self._pending_events: set[str] = set()  # the run is done when this is empty
         self._cgroup: Cgroup | None = None
         self._home: str | None = None
-        self._status_text = b""
-        self._process_fd: int | None = None
-        self._init_fd: int | None = None  # the first process of the box's PID namespace
+        self._partial_status_line = b""  # of bubblewrap's JSON status
+        self._pidfd: int | None = None  # of bubblewrap, or of the program if there is no bubblewrap
+        self._init_pidfd: int | None = None  # of the first process of the box's PID namespace
         self._init_pid = 0
-        self._channel: int | None = None  # the caller's end, until it is sent
-        self._block_pipe: int | None = None  # bubblewrap waits for a byte before the program
+        self._channel: int | None = None  # the caller's end of stdin, until it is sent
+        self._block_pipe: int | None = None  # a byte lets bubblewrap start the program
         self._error_pipe: int | None = None  # setup errors of a child without bubblewrap
-        self._empty_stdin: int | None = None  # standard input of a spare, filled later
-        self._program = memoryview(b"")
-        self._program_pipe: int | None = None  # through which the program's text enters the box
-        self._has_exit_code = False  # bubblewrap reported the program's exit code
+        self._spare_stdin: int | None = None  # filled when the spare gets its request
+        self._unwritten_program = memoryview(b"")
+        self._program_pipe: int | None = None  # bubblewrap reads the program's text from it
+        self._has_exit_code = False  # whether bubblewrap reported the program's exit code
         self._start_time: float | None = None
         self._end_time: float | None = None
         self._exit_code: int | None = None
 
     # ---- start ----
 
-    def start(self, stdin: int, files: list[int], mount_points: dict[str, str]) -> None:
+    def start(self, stdin_fd: int, file_fds: list[int], mount_points: dict[str, str]) -> None:
         """Starts the processes. mount_points: see BindMounts.bind."""
         self._set_cgroup_limits()
-        stdin = self._open_channel() if self.request.channel else stdin
-        if self.request.plan.bwrap is None:
-            self._launch(stdin, files, mount_points)
+        stdin_fd = self._open_channel() if self.request.has_channel else stdin_fd
+        if self.request.plan.bwrap_path is None:
+            self._launch(stdin_fd, file_fds, mount_points)
         else:
-            self._program = memoryview(memfd.read_all(files[0]))
-            self._launch(stdin, [self._open_program_pipe(), *files[1:]], mount_points)
+            self._unwritten_program = memoryview(memfd.read_all(file_fds[0]))
+            program_and_files = [self._open_program_pipe(), *file_fds[1:]]
+            self._launch(stdin_fd, program_and_files, mount_points)
 
     def prepare(self, mount_points: dict[str, str]) -> None:
-        """Builds a spare for requests of the same kind as `request`."""
+        """Starts this box as a spare for a request of the same kind as `self.request`."""
         self._set_cgroup_limits()
         self._is_spare, self._deadline = True, math.inf
-        if self.request.channel:
-            stdin = self._open_channel()
+        if self.request.has_channel:
+            stdin_fd = self._open_channel()
         else:
-            stdin = self._empty_stdin = self._track(memfd.create())
-        self._launch(stdin, [self._open_program_pipe()], mount_points)
+            stdin_fd = self._spare_stdin = self._track(memfd.create())
+        self._launch(stdin_fd, [self._open_program_pipe()], mount_points)
 
-    def assign(self, request: RunRequest, stdin: int, program: int) -> None:
+    def assign(self, request: RunRequest, stdin_fd: int, program_fd: int) -> None:
         """Gives a spare its request: limits, standard input and program."""
         self._is_spare = False
         self.request, self._deadline = request, time.monotonic() + SETUP_S
         self._set_cgroup_limits()
-        if self._empty_stdin is not None:
-            memfd.fill_and_seal(self._empty_stdin, stdin)
-            self._close(self._empty_stdin)
-        self._program = memoryview(memfd.read_all(program))
+        if self._spare_stdin is not None:
+            memfd.fill_and_seal(self._spare_stdin, stdin_fd)
+            self._close(self._spare_stdin)
+        self._unwritten_program = memoryview(memfd.read_all(program_fd))
         if self._init_pid:
             self._start_program()
 
@@ -106,74 +107,78 @@ class Box(Descriptors):
         return self._track(theirs.detach())
 
     def _open_program_pipe(self) -> int:
-        read, self._program_pipe = self._pipe()
+        read_fd, self._program_pipe = self._pipe()
         os.set_blocking(self._program_pipe, False)
-        return read
+        return read_fd
 
     @property
-    def ready(self) -> bool:
-        """Whether the box is a living spare."""
-        if not self._is_spare or "process" not in self._events:
+    def is_live_spare(self) -> bool:
+        """Whether the box is a spare whose processes are alive."""
+        if not self._is_spare or "process" not in self._pending_events:
             return False
         poll = select.poll()
-        for descriptor in (self._process_fd, self._init_fd):
+        for descriptor in (self._pidfd, self._init_pidfd):
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)
         return not poll.poll(0)
 
     def _set_cgroup_limits(self) -> None:
-        parents, job = self.request.plan.cgroup, self.request.job
+        """Sets the job's limits on the cgroup, which the first call creates."""
+        parents, job = self.request.plan.parent_cgroups, self.request.job
         if parents is None:
             return
-        memory_bytes = (job.memory_mb << 20) + _BUBBLEWRAP_MEMORY
-        processes = job.processes + _BUBBLEWRAP_PROCESSES
+        memory_bytes = (job.memory_mb << 20) + _BUBBLEWRAP_MEMORY_BYTES
+        max_processes = job.processes + _BUBBLEWRAP_PROCESSES
         with as_root():
             if self._cgroup is None:
-                name = cgroup_name(self._number)
-                self._cgroup = Cgroup.create(parents, name, memory_bytes, processes)
+                name = cgroup_name(self._box_id)
+                self._cgroup = Cgroup.create(parents, name, memory_bytes, max_processes)
             else:
-                self._cgroup.limit(memory_bytes, processes)
+                self._cgroup.set_limits(memory_bytes, max_processes)
 
-    def _launch(self, stdin: int, files: list[int], mount_points: dict[str, str]) -> None:
+    def _launch(self, stdin_fd: int, file_fds: list[int], mount_points: dict[str, str]) -> None:
+        """Starts bubblewrap, or without it the program, and watches its output and its exit."""
         out_read, out_write = self._pipe()
         err_read, err_write = self._pipe()
-        standard = (stdin, out_write, err_write)
-        if self.request.plan.bwrap is not None:
-            to_close = self._spawn_bubblewrap(standard, files, mount_points)
+        standard_fds = (stdin_fd, out_write, err_write)
+        if self.request.plan.bwrap_path is not None:
+            to_close = self._spawn_bubblewrap(standard_fds, file_fds, mount_points)
         else:
-            self._home = landlock.make_home(self.request, files)
+            self._home = landlock.make_home(self.request, file_fds)
             self._error_pipe, error_write = self._pipe()
-            self.pid = landlock.fork(self.request, self._home, self._cgroup, standard, error_write)
+            self.pid = landlock.fork_program(
+                self.request, self._home, self._cgroup, standard_fds, error_write
+            )
             self._send_descriptors()
             self._start_clock()
             to_close = [error_write]
-        if self.request.channel:
-            to_close.append(stdin)
+        if self.request.has_channel:
+            to_close.append(stdin_fd)
         for descriptor in (out_write, err_write, *to_close):
             self._close(descriptor)
         self._watch("stdout", out_read, lambda: self._on_output("stdout", out_read))
         self._watch("stderr", err_read, lambda: self._on_output("stderr", err_read))
-        self._process_fd = self._track(os.pidfd_open(self.pid))
-        self._watch("process", self._process_fd, self._on_exit)
+        self._pidfd = self._track(os.pidfd_open(self.pid))
+        self._watch("process", self._pidfd, self._on_exit)
 
     def _spawn_bubblewrap(
-        self, standard: StandardFds, files: list[int], mount_points: dict[str, str]
+        self, standard_fds: StandardFds, file_fds: list[int], mount_points: dict[str, str]
     ) -> list[int]:
-        """Starts bubblewrap and returns the descriptors that only bubblewrap needs."""
+        """Starts bubblewrap and returns the descriptors to close, which only bubblewrap needs."""
         status_read, status_write = self._pipe()
         block_read, self._block_pipe = self._pipe()
-        pass_fds = [*files, status_write, block_read]
-        options = bubblewrap.options(self.request, mount_points, files)
+        pass_fds = [*file_fds, status_write, block_read]
+        options = bubblewrap.build_options(self.request, mount_points, file_fds)
         options += ["--json-status-fd", str(status_write), "--block-fd", str(block_read)]
-        if self.request.plan.seccomp:
+        if self.request.plan.use_seccomp:
             pass_fds.append(self._memfd(seccomp.build_filter()))
             options += ["--seccomp", str(pass_fds[-1])]
         # Options are passed through a descriptor, so that the process list shows no path.
         pass_fds.append(self._memfd("\0".join(options).encode() + b"\0"))
-        command = bubblewrap.command(self.request, pass_fds[-1])
+        command = bubblewrap.build_command(self.request, pass_fds[-1])
         # The environment is empty because /proc/1/environ inside the box is that of bubblewrap.
         with self._cgroup.thread_inside() if self._cgroup is not None else contextlib.nullcontext():
-            self.pid = spawn(command, standard=standard, pass_fds=pass_fds)
+            self.pid = spawn(command, standard_fds=standard_fds, pass_fds=pass_fds)
         self._watch("status", status_read, lambda: self._on_status(status_read))
         return pass_fds
 
@@ -184,26 +189,26 @@ class Box(Descriptors):
     # ---- events ----
 
     def _watch(self, event: str, descriptor: int, callback: Callable[[], None]) -> None:
-        self._events.add(event)
+        self._pending_events.add(event)
         self._selector.register(descriptor, selectors.EVENT_READ, lambda: self.guard(callback))
 
     def _end_event(self, event: str, descriptor: int) -> None:
         self._unwatch_and_close(descriptor)
-        self._events.discard(event)
+        self._pending_events.discard(event)
 
     def _on_status(self, descriptor: int) -> None:
         """Reads the pid of the box's first process, which waits until the limits are set."""
-        data = os.read(descriptor, _CHUNK)
+        data = os.read(descriptor, _CHUNK_BYTES)
         if not data:
             self._end_event("status", descriptor)
             return
-        *lines, self._status_text = (self._status_text + data).split(b"\n")
+        *lines, self._partial_status_line = (self._partial_status_line + data).split(b"\n")
         for line in lines:
             status = json.loads(line)
             self._has_exit_code |= "exit-code" in status
             pid = status.get("child-pid")
             if pid is not None and self._block_pipe is not None:
-                self._init_fd = self._track(os.pidfd_open(pid))
+                self._init_pidfd = self._track(os.pidfd_open(pid))
                 self._init_pid = pid
                 if not self._is_spare:
                     self._start_program()
@@ -226,7 +231,7 @@ class Box(Descriptors):
         self._write_program()
 
     def _send_descriptors(self) -> None:
-        descriptors = [fd for fd in (self._init_fd, self._channel) if fd is not None]
+        descriptors = [fd for fd in (self._init_pidfd, self._channel) if fd is not None]
         if self.send_to_caller is not None and descriptors:
             self.send_to_caller(descriptors)
         if self._channel is not None:
@@ -234,12 +239,13 @@ class Box(Descriptors):
             self._channel = None
 
     def _write_program(self) -> None:
-        """Writes the program into the box. Until then, a box that lost its warden runs nothing."""
+        """Writes the program into the box. A box whose warden dies earlier has nothing to run."""
         pipe = self._program_pipe
         assert pipe is not None
         try:
-            while self._program:
-                self._program = self._program[os.write(pipe, self._program) :]
+            while self._unwritten_program:
+                written = os.write(pipe, self._unwritten_program)
+                self._unwritten_program = self._unwritten_program[written:]
         except BlockingIOError:
             with contextlib.suppress(KeyError):
                 retry = functools.partial(self.guard, self._write_program)
@@ -254,7 +260,7 @@ class Box(Descriptors):
         self.kill()
 
     def _on_output(self, name: str, descriptor: int) -> None:
-        data = os.read(descriptor, _CHUNK)
+        data = os.read(descriptor, _CHUNK_BYTES)
         if not data:
             self._end_event(name, descriptor)
             return
@@ -264,20 +270,20 @@ class Box(Descriptors):
             self.kill(Status.OUTPUT)
 
     def _on_exit(self) -> None:
-        assert self._process_fd is not None
+        assert self._pidfd is not None
         _, status = os.waitpid(self.pid, 0)
         self._end_time = time.monotonic()
         self._exit_code = os.waitstatus_to_exitcode(status)
-        self._end_event("process", self._process_fd)
-        self.pid = 0 if self.request.plan.bwrap is not None else self.pid
-        self._kill_all()  # the program may have left child processes
-        if self._init_fd is not None:
-            self._watch("namespace", self._init_fd, self._on_namespace_end)
+        self._end_event("process", self._pidfd)
+        self.pid = 0 if self.request.plan.bwrap_path is not None else self.pid
+        self._kill_program()  # the program may have left child processes
+        if self._init_pidfd is not None:
+            self._watch("namespace", self._init_pidfd, self._on_namespace_end)
 
     def _on_namespace_end(self) -> None:
-        assert self._init_fd is not None
-        self._end_event("namespace", self._init_fd)
-        self._init_fd = None
+        assert self._init_pidfd is not None
+        self._end_event("namespace", self._init_pidfd)
+        self._init_pidfd = None
 
     # ---- limits ----
 
@@ -291,12 +297,12 @@ class Box(Descriptors):
             self.kill(Status.TIMEOUT)
             return
         self._next_check = now + CHECK_INTERVAL_S
-        # After the kernel killed one process for memory, the others might wait for it for ever.
+        # If the kernel killed one process for memory, the others might wait for it forever.
         if self._cgroup is not None and "memory" in self._cgroup.directories:
             over_limit = self._cgroup.out_of_memory()
         else:
-            resident = resident_bytes(self._init_pid) if self._init_pid else 0
-            over_limit = resident > self.request.job.memory_mb << 20
+            memory_bytes = private_memory_bytes(self._init_pid) if self._init_pid else 0
+            over_limit = memory_bytes > self.request.job.memory_mb << 20
         if over_limit:
             self.kill(Status.MEMORY)
 
@@ -308,17 +314,19 @@ class Box(Descriptors):
         return min(self._deadline, self._next_check)
 
     def kill(self, status: Status | None = None) -> None:
+        """Kills all processes of the box; the first status given is that of the result."""
         self._kill_status = self._kill_status or status
-        self._kill_all()
-        if self.pid and "process" in self._events:
+        self._kill_program()
+        if self.pid and "process" in self._pending_events:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def _kill_all(self) -> None:
-        if self._init_fd is not None:
+    def _kill_program(self) -> None:
+        """Kills all processes of the program, but not bubblewrap outside the box."""
+        if self._init_pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
-        if self.request.plan.bwrap is None and self.pid:
+                signal.pidfd_send_signal(self._init_pidfd, signal.SIGKILL)
+        if self.request.plan.bwrap_path is None and self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         if self._cgroup is not None:
@@ -329,7 +337,7 @@ class Box(Descriptors):
 
     @property
     def done(self) -> bool:
-        return not self._events
+        return not self._pending_events
 
     def reply(self) -> SandboxResult | SandboxError:
         """Returns the result, or the error of the box."""
@@ -338,29 +346,30 @@ class Box(Descriptors):
             self._error = self._setup_error(stderr)
         if self._error:
             killed_early = self._start_time is None and (self._exit_code or 0) < 0
-            kind = NotStarted if killed_early else SandboxError
-            return kind(f"sandbox: the box could not be built: {self._error}")
-        code = None if self._kill_status is not None else self._exit_code
-        code = 128 - code if code is not None and code < 0 else code
-        started = self._start_time or 0.0
+            error_class = NotStarted if killed_early else SandboxError
+            return error_class(f"sandbox: the box could not be built: {self._error}")
+        exit_code = None if self._kill_status is not None else self._exit_code
+        if exit_code is not None and exit_code < 0:
+            exit_code = 128 - exit_code  # killed by a signal
+        start_time = self._start_time or 0.0
         return SandboxResult(
-            status=self._status(code, stderr),
-            exit_code=code,
+            status=self._status(exit_code, stderr),
+            exit_code=exit_code,
             stdout=stdout.decode(errors="replace"),
             stderr=stderr.decode(errors="replace"),
-            wall_s=(self._end_time or started) - started,
+            wall_s=(self._end_time or start_time) - start_time,
         )
 
-    def _status(self, code: int | None, stderr: bytes) -> Status:
+    def _status(self, exit_code: int | None, stderr: bytes) -> Status:
         if self._cgroup is not None and self._cgroup.out_of_memory():
             return Status.MEMORY
         if self._kill_status is not None:
             return self._kill_status
-        if code == 0:
+        if exit_code == 0:
             return Status.OK
-        if code == 128 + signal.SIGXCPU:
+        if exit_code == 128 + signal.SIGXCPU:
             return Status.TIMEOUT
-        if code in (None, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
+        if exit_code in (None, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
             return Status.KILLED
         last_line = stderr.rstrip().rpartition(b"\n")[2]
         return Status.MEMORY if last_line.startswith(b"MemoryError") else Status.ERROR
@@ -368,7 +377,7 @@ class Box(Descriptors):
     def _setup_error(self, stderr: bytes) -> str | None:
         """Returns the reason why the program did not start, or None if it started."""
         if self._error_pipe is not None:  # without bubblewrap, the child reports errors before exec
-            return os.read(self._error_pipe, _CHUNK).decode(errors="replace").strip() or None
+            return os.read(self._error_pipe, _CHUNK_BYTES).decode(errors="replace").strip() or None
         if self._start_time is not None and (self._has_exit_code or (self._exit_code or 0) <= 0):
             return None
         return stderr.decode(errors="replace") or f"exit {self._exit_code}"

@@ -12,15 +12,16 @@ import shutil
 import subprocess
 
 from hone.sandbox.interpreter import SYSTEM_PATHS
-from hone.sandbox.plan import BOX, DEVICES, NOBODY, RunRequest, box_environment
+from hone.sandbox.plan import BOX_HOME, DEVICES, NOBODY, RunRequest, box_environment
 
 INSTALL = "apt-get install -y bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
-_LINKS = {
+_NEWER_OPTIONS = ("disable-userns",)  # used only if this bubblewrap supports them
+_SYMLINKS = {  # target → link
     "/proc/self/fd": "/dev/fd",
     "/proc/self/fd/0": "/dev/stdin",
     "/proc/self/fd/1": "/dev/stdout",
     "/proc/self/fd/2": "/dev/stderr",
-    BOX: "/tmp",  # temporary files count against the box's disk
+    BOX_HOME: "/tmp",  # temporary files count against the box's disk
 }
 
 
@@ -31,53 +32,57 @@ def find() -> tuple[str | None, tuple[str, ...]]:
     if path is None:
         return None, ()
     try:
-        text = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=30).stdout
+        help_text = subprocess.run(
+            [path, "--help"], capture_output=True, text=True, timeout=30
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None, ()
-    return path, tuple(n for n in ("disable-userns",) if f"--{n} " in text)
+    return path, tuple(name for name in _NEWER_OPTIONS if f"--{name} " in help_text)
 
 
-def options(request: RunRequest, mount_points: dict[str, str], files: list[int]) -> list[str]:
+def build_options(
+    request: RunRequest, mount_points: dict[str, str], file_fds: list[int]
+) -> list[str]:
     """Returns bubblewrap's options for one run. mount_points: see BindMounts.bind."""
     plan, read_paths = request.plan, request.plan.interpreter.read_paths
-    arguments = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
-    arguments += ["--cap-drop", "ALL", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-    arguments += ["--hostname", "box", "--clearenv"]
-    for name, value in box_environment(BOX).items():
-        arguments += ["--setenv", name, value]
-    arguments += _system_mounts()
+    options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    options += ["--cap-drop", "ALL", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    options += ["--hostname", "box", "--clearenv"]
+    for name, value in box_environment(BOX_HOME).items():
+        options += ["--setenv", name, value]
+    options += _system_mount_options()
     for path in read_paths:
-        arguments += ["--ro-bind", mount_points.get(path, path), path]
+        options += ["--ro-bind", mount_points.get(path, path), path]
     for path in plan.interpreter.masked_paths:
-        arguments += ["--tmpfs", path, "--remount-ro", path]
-    arguments += ["--proc", "/proc"] if plan.proc else []
-    arguments += ["--dir", "/dev"]
+        options += ["--tmpfs", path, "--remount-ro", path]
+    options += ["--proc", "/proc"] if plan.mount_proc else []
+    options += ["--dir", "/dev"]
     for path in DEVICES:
-        arguments += ["--dev-bind", path, path]
-    for target, path in _LINKS.items():
-        if not any(read.startswith(path + "/") for read in read_paths):
-            arguments += ["--symlink", target, path]
-    arguments += ["--perms", "0700", "--size", str(request.job.disk_mb << 20), "--tmpfs", BOX]
-    arguments += ["--symlink", BOX, "/dev/shm", "--remount-ro", "/", "--chdir", BOX]
-    # Files come last: a spare makes all mounts, then blocks here until its program arrives.
-    for name, descriptor in zip(request.files, files, strict=True):
-        arguments += ["--perms", "0600", "--file", str(descriptor), f"{BOX}/{name}"]
-    return arguments + (["--disable-userns"] if "disable-userns" in plan.bwrap_options else [])
+        options += ["--dev-bind", path, path]
+    for target, link in _SYMLINKS.items():
+        if not any(path.startswith(link + "/") for path in read_paths):
+            options += ["--symlink", target, link]
+    options += ["--perms", "0700", "--size", str(request.job.disk_mb << 20), "--tmpfs", BOX_HOME]
+    options += ["--symlink", BOX_HOME, "/dev/shm", "--remount-ro", "/", "--chdir", BOX_HOME]
+    # Files come last: bubblewrap makes all mounts of a spare, then waits here for its program.
+    for name, descriptor in zip(request.file_names, file_fds, strict=True):
+        options += ["--perms", "0600", "--file", str(descriptor), f"{BOX_HOME}/{name}"]
+    return options + (["--disable-userns"] if "disable-userns" in plan.bwrap_options else [])
 
 
-def command(request: RunRequest, options_fd: int) -> list[str]:
-    """Returns the command line; bubblewrap reads its options from a descriptor."""
-    assert request.plan.bwrap is not None
-    program = [request.plan.interpreter.executable, f"{BOX}/main.py", *request.job.argv]
-    return [request.plan.bwrap, "--args", str(options_fd), "--", *program]
+def build_command(request: RunRequest, options_fd: int) -> list[str]:
+    """Returns the command line; bubblewrap reads its options from `options_fd`."""
+    assert request.plan.bwrap_path is not None
+    program = [request.plan.interpreter.executable, f"{BOX_HOME}/main.py", *request.job.argv]
+    return [request.plan.bwrap_path, "--args", str(options_fd), "--", *program]
 
 
 @functools.lru_cache(maxsize=1)
-def _system_mounts() -> list[str]:
-    arguments = []
+def _system_mount_options() -> list[str]:
+    options = []
     for path in SYSTEM_PATHS:
         if os.path.islink(path):
-            arguments += ["--symlink", os.readlink(path), path]
+            options += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
-            arguments += ["--ro-bind", path, path]
-    return arguments
+            options += ["--ro-bind", path, path]
+    return options

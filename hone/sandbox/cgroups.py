@@ -1,6 +1,6 @@
-"""Cgroups: one per run limits its total memory and number of processes, and lists its members.
+"""The cgroup of a run, which limits its total memory and number of processes and lists its members.
 
-They are created below the cgroup of this process, so a run stays within the limits of this process.
+It is created below the cgroup of this process, so a run stays within the limits of this process.
 CPU shares are not set: the CPU limit is an rlimit.
 """
 
@@ -26,12 +26,15 @@ class ParentCgroups:
     directories: Mapping[str, str]
 
     @property
-    def unique(self) -> list[str]:
+    def unique_directories(self) -> list[str]:
         return sorted(set(self.directories.values()))
 
 
 def find_parents(proc: Path = Path("/proc/self")) -> tuple[ParentCgroups | None, str]:
-    """Returns the parent directories or None, and a sentence with the controllers or the reason."""
+    """Returns the parents of new cgroups and the names of their controllers.
+
+    Returns None and the reason if no cgroup can be created.
+    """
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()
@@ -55,17 +58,17 @@ def _find_v1(memberships: list[str], mounts: list[str]) -> ParentCgroups:
         _, controllers, path = line.split(":", 2)
         own_paths.update(dict.fromkeys(controllers.split(","), path))
     directories = {}
-    for mount_point, kind, options in map(_parse_mount, mounts):
-        for controller in {"memory", "pids"} & set(options) if kind == "cgroup" else ():
+    for mount_point, filesystem, options in map(_parse_mount, mounts):
+        for controller in {"memory", "pids"} & set(options) if filesystem == "cgroup" else ():
             directories[controller] = _own_directory(mount_point, own_paths.get(controller, "/"))
     return ParentCgroups(1, directories)
 
 
 def _find_v2(memberships: list[str], mounts: list[str]) -> ParentCgroups:
-    """Returns the controllers that child cgroups have or that can be enabled here."""
+    """Enables the memory and pids controllers for child cgroups and returns our own cgroup."""
     own_path = next((line.split(":", 2)[2] for line in memberships if line.startswith("0::")), "/")
-    for mount_point, kind, _ in map(_parse_mount, mounts):
-        if kind == "cgroup2":
+    for mount_point, filesystem, _ in map(_parse_mount, mounts):
+        if filesystem == "cgroup2":
             directory = _own_directory(mount_point, own_path)
             control = Path(directory, "cgroup.subtree_control")
             with contextlib.suppress(OSError):  # not permitted, or the cgroup itself has processes
@@ -79,58 +82,63 @@ def _find_v2(memberships: list[str], mounts: list[str]) -> ParentCgroups:
 
 
 def _parse_mount(line: str) -> tuple[str, str, list[str]]:
-    before, _, after = line.partition(" - ")
-    kind, _, options = after.split(" ", 2)
-    return before.split(" ")[4], kind, options.split(",")
+    """Returns the mount point, filesystem type and options in a line of /proc/self/mountinfo."""
+    mount_fields, _, filesystem_fields = line.partition(" - ")
+    filesystem, _, options = filesystem_fields.split(" ", 2)
+    return mount_fields.split(" ")[4], filesystem, options.split(",")
 
 
 def _own_directory(mount_point: str, own_path: str) -> str:
-    """Returns the directory of our cgroup; in a container, that is the root of the mount."""
+    """Returns the directory of our own cgroup; a container may see only the mount's root."""
     directory = os.path.join(mount_point, own_path.lstrip("/"))
     return directory if os.path.isdir(directory) else mount_point
 
 
 class Cgroup:
-    """The cgroups of one run, one directory per controller hierarchy."""
+    """The cgroup of one run; in version 1, each controller can have a directory of its own."""
 
     def __init__(self, version: int, directories: Mapping[str, Path]) -> None:
         self.version = version
         self.directories = dict(directories)
-        self._unique = sorted(set(directories.values()))
+        self._unique_directories = sorted(set(directories.values()))
         self._limits: tuple[int, int] | None = None
         self._members_start_inside = False
 
     @classmethod
-    def create(cls, parents: ParentCgroups, name: str, memory_bytes: int, processes: int) -> Cgroup:
-        directories = {kind: Path(base) / name for kind, base in parents.directories.items()}
-        group = cls(parents.version, directories)
+    def create(
+        cls, parents: ParentCgroups, name: str, memory_bytes: int, max_processes: int
+    ) -> Cgroup:
+        directories = {
+            controller: Path(parent) / name for controller, parent in parents.directories.items()
+        }
+        cgroup = cls(parents.version, directories)
         try:
-            for directory in group._unique:
+            for directory in cgroup._unique_directories:
                 directory.mkdir()
-            group.limit(memory_bytes, processes)
+            cgroup.set_limits(memory_bytes, max_processes)
         except OSError:
-            group.remove()
+            cgroup.remove()
             raise
-        return group
+        return cgroup
 
-    def limit(self, memory_bytes: int, processes: int) -> None:
-        """Sets or changes both limits."""
-        if self._limits == (memory_bytes, processes):
+    def set_limits(self, memory_bytes: int, max_processes: int) -> None:
+        if self._limits == (memory_bytes, max_processes):
             return
         if "memory" in self.directories:
-            self._limit_memory(str(memory_bytes))
+            self._set_memory_limit(str(memory_bytes))
         if "pids" in self.directories:
-            (self.directories["pids"] / "pids.max").write_text(str(processes))
-        self._limits = (memory_bytes, processes)
+            (self.directories["pids"] / "pids.max").write_text(str(max_processes))
+        self._limits = (memory_bytes, max_processes)
 
-    def _limit_memory(self, size: str) -> None:
+    def _set_memory_limit(self, limit_bytes: str) -> None:
         if self.version == 2:
             required = "memory.max"
-            files = [(required, size), ("memory.swap.max", "0"), ("memory.oom.group", "1")]
+            files = [(required, limit_bytes), ("memory.swap.max", "0"), ("memory.oom.group", "1")]
         else:
-            required, with_swap = "memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", size)
-            # The limit with swap must never be below the other one: raise it first, lower it last.
-            files = [with_swap, (required, size), with_swap, ("memory.swappiness", "0")]
+            required = "memory.limit_in_bytes"
+            with_swap = ("memory.memsw.limit_in_bytes", limit_bytes)
+            # The limit with swap may never be below the other: raise it first, lower it last.
+            files = [with_swap, (required, limit_bytes), with_swap, ("memory.swappiness", "0")]
         for name, value in files:
             try:
                 (self.directories["memory"] / name).write_text(value)
@@ -140,18 +148,18 @@ class Cgroup:
 
     @contextlib.contextmanager
     def thread_inside(self) -> Iterator[None]:
-        """Moves this thread into the cgroup, so that processes it starts are members (version 1).
+        """Moves this thread into a version 1 cgroup, so that processes that it starts are members.
 
         A thread moves itself at no cost. Moving another process blocks forks on the whole machine
         for an RCU grace period, which takes many milliseconds under load.
         """
-        parent_fds = self._open_parents() if self.version == 1 else []
+        parent_fds = self._open_parent_tasks() if self.version == 1 else []
         if not parent_fds:
             yield
             return
         try:
             with as_root():
-                for directory in self._unique:
+                for directory in self._unique_directories:
                     (directory / "tasks").write_text("0")
             yield
             self._members_start_inside = True
@@ -161,12 +169,12 @@ class Cgroup:
                     os.write(descriptor, b"0")
                     os.close(descriptor)
 
-    def _open_parents(self) -> list[int]:
-        """Opens the task lists of the parent cgroups; returns [] if one cannot be opened."""
+    def _open_parent_tasks(self) -> list[int]:
+        """Opens the `tasks` files of the parent cgroups; returns [] if one cannot be opened."""
         parent_fds: list[int] = []
         try:
             with as_root():
-                for directory in self._unique:
+                for directory in self._unique_directories:
                     path = directory.parent / "tasks"
                     parent_fds.append(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         except OSError:
@@ -176,7 +184,7 @@ class Cgroup:
 
     def add_process(self, pid: int) -> None:
         """Moves a process into the cgroup, unless it was started there."""
-        for directory in () if self._members_start_inside else self._unique:
+        for directory in () if self._members_start_inside else self._unique_directories:
             (directory / "cgroup.procs").write_text(str(pid))
 
     def out_of_memory(self) -> bool:
@@ -191,7 +199,7 @@ class Cgroup:
 
     def kill(self) -> None:
         """Sends SIGKILL to every member."""
-        for directory in self._unique:
+        for directory in self._unique_directories:
             with contextlib.suppress(OSError):
                 if self.version == 2:
                     (directory / "cgroup.kill").write_text("1")
@@ -203,7 +211,7 @@ class Cgroup:
     def remove(self) -> bool:
         """Removes the directories; returns False while a member is still exiting."""
         all_removed = True
-        for directory in self._unique:
+        for directory in self._unique_directories:
             try:
                 directory.rmdir()
             except FileNotFoundError:
@@ -213,26 +221,26 @@ class Cgroup:
         return all_removed
 
 
-def cgroup_name(number: int) -> str:
-    return f"{_PREFIX}{os.getpid()}-{number}"
+def cgroup_name(box_id: int) -> str:
+    return f"{_PREFIX}{os.getpid()}-{box_id}"
 
 
 def remove_stale_cgroups(parents: ParentCgroups) -> None:
     """Removes empty cgroups whose creator was killed before it could remove them."""
-    for base in parents.unique:
-        for directory in Path(base).glob(f"{_PREFIX}[0-9]*-*"):
-            creator = directory.name[len(_PREFIX) :].split("-")[0]
-            if not os.path.exists(f"/proc/{creator}"):
+    for parent in parents.unique_directories:
+        for directory in Path(parent).glob(f"{_PREFIX}[0-9]*-*"):
+            creator_pid = directory.name[len(_PREFIX) :].split("-")[0]
+            if not os.path.exists(f"/proc/{creator_pid}"):
                 with contextlib.suppress(OSError):
                     directory.rmdir()
 
 
-def resident_bytes(root: int) -> int:
+def private_memory_bytes(root_pid: int) -> int:
     """Returns the private memory of a process and its descendants.
 
     It is for runs without a memory cgroup, which can exceed their limit between two checks.
     """
-    pages, queue = 0, [root]
+    pages, queue = 0, [root_pid]
     while queue:
         pid = queue.pop()
         with contextlib.suppress(OSError, ValueError, IndexError):

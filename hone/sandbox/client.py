@@ -1,4 +1,4 @@
-"""The warden's client: sends a program to a box and waits for the result.
+"""The warden's client: sends it requests and waits for their results.
 
 Each process has one warden, which starts on first use and is replaced if it is killed.
 """
@@ -23,13 +23,13 @@ from hone.sandbox.cgroups import remove_stale_cgroups
 from hone.sandbox.plan import Plan, RunRequest
 from hone.sandbox.result import Job, NotStarted, SandboxError, SandboxResult
 from hone.sandbox.spares import SPARE_LIFETIME_S
-from hone.sandbox.warden import DESCRIPTORS_MARK, MAX_MESSAGE
+from hone.sandbox.warden import DESCRIPTORS_MARK, MAX_MESSAGE_BYTES
 
 DISCONNECT_EVENTS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
-_ATTEMPTS = 3  # for a box that is killed before its program starts
-_GRACE_S = 30.0  # time beyond the run's deadline before the warden counts as stuck
-_EXIT_TIMEOUT_S = 5.0  # from a warden's last closed socket to its exit, on a busy machine
-_START_WARDEN = (
+_MAX_ATTEMPTS = 3  # if the warden or the box is killed before the program starts
+_GRACE_S = 30.0  # time after a run's deadline before the warden counts as stuck
+_EXIT_TIMEOUT_S = 5.0  # a warden's sockets close before the process has exited
+_WARDEN_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hone.sandbox.warden import main;"
     " main(int(sys.argv[2]), float(sys.argv[3]))"
 )
@@ -39,16 +39,18 @@ class CallerDisconnected(SandboxError):
     """The caller of the run closed its connection."""
 
 
-def wait_for(connection: socket.socket, timeout_s: float, caller: socket.socket | None) -> None:
+def wait_for_data(
+    connection: socket.socket, timeout_s: float, caller_socket: socket.socket | None
+) -> None:
     """Waits for data on the connection; raises CallerDisconnected or TimeoutError if none comes."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    if caller is not None:
-        poll.register(caller, DISCONNECT_EVENTS)
-    ready = [descriptor for descriptor, _ in poll.poll(1000 * timeout_s)]
-    if connection.fileno() in ready:
+    if caller_socket is not None:
+        poll.register(caller_socket, DISCONNECT_EVENTS)
+    ready_fds = [descriptor for descriptor, _ in poll.poll(1000 * timeout_s)]
+    if connection.fileno() in ready_fds:
         return
-    if ready:
+    if ready_fds:
         raise CallerDisconnected("sandbox: the caller disconnected; the run was ended")
     raise TimeoutError
 
@@ -59,19 +61,19 @@ class WardenClient:
     def __init__(self, spare_lifetime_s: float) -> None:
         self.spare_lifetime_s = spare_lifetime_s  # read when a warden starts
         self._lock = threading.Lock()
-        self._control: socket.socket | None = None
+        self._control_socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def send(self, message: bytes, descriptors: Sequence[int]) -> None:
         with self._lock:
-            for attempt in range(1, _ATTEMPTS + 1):
-                control = self._control or self._start()
+            for attempt in range(1, _MAX_ATTEMPTS + 1):
+                control = self._control_socket or self._start()
                 try:
                     socket.send_fds(control, [message], descriptors)
                     return
                 except (BrokenPipeError, ConnectionResetError) as error:
-                    self._drop()
-                    if attempt == _ATTEMPTS:
+                    self._close_warden()
+                    if attempt == _MAX_ATTEMPTS:
                         raise SandboxError(
                             f"sandbox: the warden ended {attempt} times while it started; find"
                             " out what kills it (memory, a supervisor)"
@@ -80,15 +82,15 @@ class WardenClient:
     def close(self) -> None:
         """Ends the warden and all of its boxes."""
         with self._lock:
-            self._drop()
+            self._close_warden()
 
-    def drop_if_dead(self) -> None:
-        """Kills the boxes that a dead warden was building; does nothing if the warden lives."""
+    def clean_up_if_dead(self) -> None:
+        """If the warden is dead, kills the boxes that it was building; otherwise does nothing."""
         with self._lock:
             if self._process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=_EXIT_TIMEOUT_S)
-                    self._drop()
+                    self._close_warden()
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,7 +98,7 @@ class WardenClient:
             root = str(Path(__file__).resolve().parents[2])
             arguments = [root, str(theirs.fileno()), str(self.spare_lifetime_s)]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START_WARDEN, *arguments],
+                [sys.executable, "-I", "-S", "-c", _WARDEN_PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -104,30 +106,32 @@ class WardenClient:
                 cwd="/",
                 start_new_session=True,
             )
-        self._control = ours
+        self._control_socket = ours
         return ours
 
-    def _drop(self) -> None:
-        if self._control is not None:
-            self._control.close()
+    def _close_warden(self) -> None:
+        """Closes the control socket, which ends the warden, and waits until it has exited."""
+        if self._control_socket is not None:
+            self._control_socket.close()
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if self._process.wait(timeout=_GRACE_S) != 0:
                     _kill_session(self._process.pid)
-        self._control = self._process = None
+        self._control_socket = self._process = None
 
 
-def _kill_session(session: int) -> None:
-    """Kills the processes of a dead warden's session, which bubblewrap may not have tied to it yet.
+def _kill_session(session_id: int) -> None:
+    """Kills all processes in the session of a dead warden.
 
-    The kernel does not reuse the session's number while a member is left.
+    A bubblewrap that has just started does not die with its parent yet. The kernel does not reuse
+    a session's id while it has a member.
     """
     has_members = True
     while has_members:
         has_members = False
         for name in os.listdir("/proc"):
             with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
-                if os.getsid(int(name)) == session and os.path.exists(f"/proc/{name}/exe"):
+                if os.getsid(int(name)) == session_id and os.path.exists(f"/proc/{name}/exe"):
                     os.kill(int(name), signal.SIGKILL)  # zombies have no exe
                     has_members = True
 
@@ -135,12 +139,12 @@ def _kill_session(session: int) -> None:
 _warden = WardenClient(SPARE_LIFETIME_S)
 
 
-def run_job(job: Job, plan: Plan, caller: socket.socket | None = None) -> SandboxResult:
-    """Runs one job. Raises SandboxError if the box failed, not the program.
+def run_job(job: Job, plan: Plan, caller_socket: socket.socket | None = None) -> SandboxResult:
+    """Runs one job. Raises SandboxError if the box fails; a program that fails is a result.
 
-    caller: the run ends with CallerDisconnected if this connection closes.
+    caller_socket: the run ends with CallerDisconnected if this connection closes.
     """
-    with Run(job, plan, caller=caller) as run:
+    with Run(job, plan, caller_socket=caller_socket) as run:
         return run.result()
 
 
@@ -150,14 +154,19 @@ def close() -> None:
 
 
 class Run:
-    """A run, ended by leaving the `with` block. A box that fails to start is retried."""
+    """A run in a box; leaving the `with` block ends it. A box that does not start is retried."""
 
     def __init__(
-        self, job: Job, plan: Plan, *, channel: bool = False, caller: socket.socket | None = None
+        self,
+        job: Job,
+        plan: Plan,
+        *,
+        has_channel: bool = False,
+        caller_socket: socket.socket | None = None,
     ) -> None:
-        self._job, self._plan, self._caller = job, plan, caller
-        self._message = pickle.dumps(RunRequest.from_job(job, plan, channel=channel))
-        if len(self._message) > MAX_MESSAGE:
+        self._job, self._plan, self._caller_socket = job, plan, caller_socket
+        self._message = pickle.dumps(RunRequest.from_job(job, plan, has_channel=has_channel))
+        if len(self._message) > MAX_MESSAGE_BYTES:
             size = len(self._message)
             raise ValueError(f"sandbox: argv is too long ({size} bytes); pass it by stdin")
         self._attempt = 0
@@ -175,12 +184,12 @@ class Run:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def channel(self) -> int:
-        """Returns our end of the program's standard input. Call it once; the caller closes it."""
+    def take_channel(self) -> int:
+        """Returns our end of the program's standard input. Call it once, and close the result."""
         while True:
-            while not self._started and self._receive():
+            while not self._program_started and self._receive():
                 pass
-            if self._started:
+            if self._program_started:
                 return self._descriptors.pop()
             self._result_or_restart()
 
@@ -195,9 +204,9 @@ class Run:
 
     def _start(self) -> None:
         self._attempt += 1
-        self._started = False
+        self._program_started = False
         self._descriptors: list[int] = []
-        self._chunks: list[bytes] = []
+        self._reply_chunks: list[bytes] = []
         self._connection, theirs = socket.socketpair()
         descriptors = [theirs.detach()]
         try:
@@ -212,49 +221,51 @@ class Run:
                 os.close(descriptor)
 
     def _receive(self) -> bool:
-        """Receives a part of the reply; returns False at its end.
+        """Receives a chunk of the reply; returns False at the end of the reply.
 
         The kernel kills a box when its warden dies, except while the box is being built. Before the
         program starts, the warden therefore sends a pidfd of the box's first process.
         """
         try:
-            wait_for(self._connection, SETUP_S + self._job.timeout_s + _GRACE_S, self._caller)
+            wait_for_data(
+                self._connection, SETUP_S + self._job.timeout_s + _GRACE_S, self._caller_socket
+            )
             chunk, descriptors, _, _ = socket.recv_fds(self._connection, 1 << 16, 2)
         except TimeoutError as error:
-            raise SandboxError("sandbox: the warden did not answer before its deadline") from error
+            raise SandboxError("sandbox: the warden did not answer in time") from error
         except ConnectionResetError:
             return False
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         self._descriptors += descriptors
-        self._started |= bool(descriptors)
-        self._chunks.append(chunk.removeprefix(DESCRIPTORS_MARK) if descriptors else chunk)
+        self._program_started |= bool(descriptors)
+        self._reply_chunks.append(chunk.removeprefix(DESCRIPTORS_MARK) if descriptors else chunk)
         return bool(chunk)
 
     def _result_or_restart(self) -> SandboxResult | None:
         """Returns the result in the reply, or None if the run was restarted."""
-        reply = b"".join(self._chunks)
+        data = b"".join(self._reply_chunks)
         try:
-            answer = pickle.loads(reply) if reply else self._clean_up()
+            reply = pickle.loads(data) if data else self._clean_up_after_warden()
         except (pickle.UnpicklingError, EOFError):  # the warden died while it wrote
-            answer = self._clean_up()
-        if isinstance(answer, NotStarted) and self._attempt < _ATTEMPTS:
+            reply = self._clean_up_after_warden()
+        if isinstance(reply, NotStarted) and self._attempt < _MAX_ATTEMPTS:
             self.close()
             self._start()
             return None
-        if isinstance(answer, SandboxError):
-            raise answer
-        result: SandboxResult = answer
+        if isinstance(reply, SandboxError):
+            raise reply
+        result: SandboxResult = reply
         return result
 
-    def _clean_up(self) -> SandboxError:
-        """Kills the box of a dead warden; returns NotStarted if its program had not started."""
-        for process in self._descriptors[:1]:
+    def _clean_up_after_warden(self) -> SandboxError:
+        """Kills the box of a dead warden and returns the error of the run."""
+        for pidfd in self._descriptors[:1]:
             with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-        _warden.drop_if_dead()
-        if self._plan.cgroup is not None:
-            remove_stale_cgroups(self._plan.cgroup)
-        if self._started or self._plan.bwrap is None:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        _warden.clean_up_if_dead()
+        if self._plan.parent_cgroups is not None:
+            remove_stale_cgroups(self._plan.parent_cgroups)
+        if self._program_started or self._plan.bwrap_path is None:
             return SandboxError("sandbox: the warden ended before the run did; run it again")
         return NotStarted("sandbox: the warden was killed while it built the box; try again")

@@ -1,4 +1,4 @@
-"""The file descriptors of one box: opened close-on-exec, watched, and closed with the box."""
+"""The file descriptors of one box, which are close-on-exec and are closed with the box."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 
-class Descriptors(ABC):
-    """The open descriptors of one run, and their callbacks in the warden's event loop."""
+class DescriptorOwner(ABC):
+    """Owns the open descriptors of one run and their callbacks in the warden's event loop."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -21,8 +21,9 @@ class Descriptors(ABC):
         return descriptor
 
     def _pipe(self) -> tuple[int, int]:
-        read, write = os.pipe2(os.O_CLOEXEC)
-        return self._track(read), self._track(write)
+        """Returns the read end and the write end of a new pipe."""
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        return self._track(read_fd), self._track(write_fd)
 
     def _memfd(self, data: bytes) -> int:
         descriptor = self._track(os.memfd_create("hone", os.MFD_CLOEXEC))

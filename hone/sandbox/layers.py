@@ -1,6 +1,6 @@
-"""Probes which layers work on this machine, and checks them against the configured minimum.
+"""Probes which isolation layers work on this machine, and compares them with the minimum of a run.
 
-It fails closed: if the minimum names a missing layer, the run does not start.
+It fails closed: if no layer provides a guarantee that the minimum names, the run does not start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hone.sandbox.plan import NOBODY, Plan
 from hone.sandbox.result import Job, SandboxError, SandboxUnavailable
 
 DEFAULT_MINIMUM = frozenset({"filesystem", "network", "processes"})
-# Guarantee → layers; any one of them provides it.
+# Guarantee → the layers that provide it; one of them is enough.
 GUARANTEES: dict[str, tuple[str, ...]] = {
     "filesystem": ("bubblewrap", "landlock"),
     "network": ("bubblewrap", "seccomp"),
@@ -50,7 +50,7 @@ class LayerState:
 
 
 @dataclass(frozen=True)
-class _Machine:
+class _ProbeResult:
     plan: Plan | None
     layers: dict[str, LayerState]
 
@@ -61,35 +61,38 @@ def layers() -> dict[str, LayerState]:
 
 
 def plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> Plan:
-    """Returns a plan that meets the minimum; raises SandboxUnavailable if a layer is missing."""
-    machine = _probe_machine(interpreter_path)
+    """Returns this machine's plan; raises SandboxUnavailable if the minimum is not met."""
+    probe = _probe_machine(interpreter_path)
     unknown = sorted(set(minimum) - set(GUARANTEES) - set(LAYERS))
     if unknown:
         names = ", ".join([*GUARANTEES, *LAYERS])
         raise ValueError(f"sandbox: minimum names {unknown[0]!r}, which is unknown; known: {names}")
     for name in sorted(minimum):
         providers = GUARANTEES.get(name, (name,))
-        if not any(machine.layers[layer].active for layer in providers):
-            problem = f"the configured minimum asks for {name!r}, which no layer here provides"
-            raise _unavailable(problem, machine, providers)
-    if machine.plan is None:
-        raise _unavailable("no box can be built here", machine, LAYERS)
-    return machine.plan
+        if not any(probe.layers[layer].active for layer in providers):
+            problem = f"the configured minimum asks for {name!r}, which no layer provides"
+            raise _unavailable_error(problem, probe, providers)
+    if probe.plan is None:
+        raise _unavailable_error("no box can be built on this machine", probe, LAYERS)
+    return probe.plan
 
 
-def _unavailable(problem: str, machine: _Machine, names: Collection[str]) -> SandboxUnavailable:
-    reasons = "; ".join(f"{name}: {machine.layers[name].detail}" for name in names)
+def _unavailable_error(
+    problem: str, probe: _ProbeResult, names: Collection[str]
+) -> SandboxUnavailable:
+    reasons = "; ".join(f"{name}: {probe.layers[name].detail}" for name in names)
     return SandboxUnavailable(f"sandbox: {problem} ({reasons}). Install: {bubblewrap.INSTALL}")
 
 
 @functools.lru_cache(maxsize=8)
-def _probe_machine(interpreter_path: str | None) -> _Machine:
+def _probe_machine(interpreter_path: str | None) -> _ProbeResult:
+    """Runs a probe in the strongest box that can be built here."""
     parents, cgroup_detail = cgroups.find_parents()
     box_uid = NOBODY if os.geteuid() == 0 else None
     errors: list[str] = []
     plan: Plan | None = None
-    facts: dict[str, str | int] = {}
-    for bwrap, proc, bind_interpreter in _variants(root=box_uid is not None):
+    probe_output: dict[str, str | int] = {}
+    for bwrap_path, mount_proc, bind_interpreter in _variants(is_root=box_uid is not None):
         try:
             python = interpreter.choose(
                 interpreter_path,
@@ -98,57 +101,63 @@ def _probe_machine(interpreter_path: str | None) -> _Machine:
                 bind_interpreter=bind_interpreter,
             )
             plan = Plan(
-                bwrap=bwrap,
+                bwrap_path=bwrap_path,
                 bwrap_options=bubblewrap.find()[1],
-                proc=proc,
+                mount_proc=mount_proc,
                 box_uid=box_uid,
-                seccomp=seccomp.supported(),
+                use_seccomp=seccomp.is_supported(),
                 interpreter=python,
                 bind_interpreter=bind_interpreter and bool(python.read_paths),
-                cgroup=parents,
+                parent_cgroups=parents,
             )
             result = run_job(Job(_PROBE, timeout_s=30.0), plan)
             if result.ok:
-                facts = json.loads(result.stdout)
+                probe_output = json.loads(result.stdout)
                 break
             errors.append(f"the probe ended with {result.status.value}: {result.stderr}")
         except SandboxError as error:
             errors.append(str(error))
         plan = None
-    states = _states(plan, facts, errors)
-    states["cgroup"] = LayerState(plan is not None and plan.cgroup is not None, cgroup_detail)
-    return _Machine(plan, states)
+    states = _layer_states(plan, probe_output, errors)
+    states["cgroup"] = LayerState(
+        plan is not None and plan.parent_cgroups is not None, cgroup_detail
+    )
+    return _ProbeResult(plan, states)
 
 
-def _variants(root: bool) -> Iterator[tuple[str | None, bool, bool]]:
-    """Yields (bubblewrap, fresh /proc, bind_interpreter), the strongest box first."""
-    bwrap, _ = bubblewrap.find()
-    if bwrap is not None:
-        for proc in (True, False):
-            if root:
-                yield bwrap, proc, True
-            yield bwrap, proc, False
-    if landlock.abi_version() > 0 and seccomp.supported():
+def _variants(is_root: bool) -> Iterator[tuple[str | None, bool, bool]]:
+    """Yields (bwrap_path, mount_proc, bind_interpreter), the strongest box first."""
+    bwrap_path, _ = bubblewrap.find()
+    if bwrap_path is not None:
+        for mount_proc in (True, False):
+            if is_root:
+                yield bwrap_path, mount_proc, True
+            yield bwrap_path, mount_proc, False
+    if landlock.abi_version() > 0 and seccomp.is_supported():
         yield None, False, False
 
 
-def _states(
-    plan: Plan | None, facts: dict[str, str | int], errors: list[str]
+def _layer_states(
+    plan: Plan | None, probe_output: dict[str, str | int], errors: list[str]
 ) -> dict[str, LayerState]:
-    has_bwrap = plan is not None and plan.bwrap is not None
-    has_landlock = plan is not None and plan.bwrap is None
-    has_seccomp = plan is not None and plan.seccomp and facts.get("seccomp") in ("2", "")
-    missing = errors[0] if errors else f"not found; install it: {bubblewrap.INSTALL}"
-    namespaces = f"{bubblewrap.find()[0]}: own namespaces, uid {facts.get('uid')}"
-    denied = f"{len(seccomp.DENIED['x86_64'])} system calls denied"
+    has_bwrap = plan is not None and plan.bwrap_path is not None
+    has_landlock = plan is not None and plan.bwrap_path is None
+    seccomp_mode = probe_output.get("seccomp")
+    has_seccomp = plan is not None and plan.use_seccomp and seccomp_mode in ("2", "")
+    bwrap_problem = errors[0] if errors else f"not found; install it: {bubblewrap.INSTALL}"
+    bwrap_detail = f"{bubblewrap.find()[0]}: own namespaces, uid {probe_output.get('uid')}"
+    seccomp_detail = f"{len(seccomp.DENIED_CALLS['x86_64'])} system calls denied"
     abi = landlock.abi_version()
-    detail = f"ABI {abi}" if has_landlock else f"ABI {abi}, not needed: bubblewrap hides the files"
+    unused = "" if has_landlock else ", not needed: bubblewrap hides the files"
+    landlock_detail = f"ABI {abi}{unused}" if abi else "this kernel does not support it"
     return {
-        "bubblewrap": LayerState(has_bwrap, namespaces if has_bwrap else missing),
+        "bubblewrap": LayerState(has_bwrap, bwrap_detail if has_bwrap else bwrap_problem),
         "rlimits": LayerState(
-            facts.get("address_space") == Job("").memory_mb << 20,
+            probe_output.get("address_space") == Job("").memory_mb << 20,
             "address space, CPU, file size, open files, processes",
         ),
-        "seccomp": LayerState(has_seccomp, denied if has_seccomp else "no filter is active"),
-        "landlock": LayerState(has_landlock, detail if abi else "this kernel has none"),
+        "seccomp": LayerState(
+            has_seccomp, seccomp_detail if has_seccomp else "no filter is active"
+        ),
+        "landlock": LayerState(has_landlock, landlock_detail),
     }

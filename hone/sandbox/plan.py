@@ -9,53 +9,59 @@ from hone.sandbox.interpreter import Interpreter
 from hone.sandbox.result import RANGES, Job
 from hone.types import Fields
 
-NOBODY = 65534
-BOX = "/box"
+NOBODY = 65534  # the user and group id of untrusted code
+BOX_HOME = "/box"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings that all runs share."""
+    """How boxes are built on this machine; all runs share it."""
 
-    bwrap: str | None
-    """Path of bubblewrap; None builds the box from Landlock and seccomp alone."""
+    bwrap_path: str | None
+    """None if boxes are built from Landlock and seccomp alone."""
     bwrap_options: tuple[str, ...]
-    """Newer options that this bubblewrap supports: 'disable-userns'."""
-    proc: bool
-    """Whether a fresh /proc can be mounted (some containers forbid it)."""
+    """Newer options that this bubblewrap supports; see bubblewrap.find."""
+    mount_proc: bool
+    """Whether the box gets a /proc of its own, which some containers forbid."""
     box_uid: int | None
-    """The user id of untrusted code; None if this process is already unprivileged."""
-    seccomp: bool
+    """The user id of the warden and its boxes; None if this process is already unprivileged."""
+    use_seccomp: bool
     interpreter: Interpreter
     bind_interpreter: bool
     """Whether the warden bind-mounts the interpreter because box_uid cannot reach it."""
-    cgroup: ParentCgroups | None
+    parent_cgroups: ParentCgroups | None
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The warden's message for one run; the job's texts are sent as descriptors."""
+    """The message to the warden for one run; code, stdin and files are sent as descriptors."""
 
     plan: Plan
     job: Job
-    channel: bool
+    has_channel: bool
     """Whether standard input is a socket whose other end the caller receives."""
 
     @classmethod
-    def from_job(cls, job: Job, plan: Plan, *, channel: bool = False) -> RunRequest:
-        # The warden cannot import NumPy, whose floats and strings a job may contain.
-        exact: Fields = {name: type(most)(getattr(job, name)) for name, (_, most) in RANGES.items()}
-        exact |= {"cpu_s": None if job.cpu_s is None else float(job.cpu_s), "code": "", "stdin": ""}
-        exact |= {
+    def from_job(cls, job: Job, plan: Plan, *, has_channel: bool = False) -> RunRequest:
+        # The warden cannot import NumPy, so NumPy's floats and strings become Python's.
+        fields: Fields = {
+            name: type(highest)(getattr(job, name)) for name, (_, highest) in RANGES.items()
+        }
+        fields |= {
+            "cpu_s": None if job.cpu_s is None else float(job.cpu_s),
+            "code": "",
+            "stdin": "",
+        }
+        fields |= {
             "files": dict.fromkeys(map(str, job.files), ""),
             "argv": tuple(map(str, job.argv)),
         }
-        return cls(plan, Job(**exact), channel)
+        return cls(plan, Job(**fields), has_channel)
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files whose descriptors are sent, in this order."""
+    def file_names(self) -> tuple[str, ...]:
+        """The names of the files in the box, in the order of their descriptors."""
         return ("main.py", *self.job.files)
 
 

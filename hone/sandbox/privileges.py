@@ -19,22 +19,22 @@ def lower_privileges(uid: int) -> None:
 
 @contextmanager
 def as_root() -> Iterator[None]:
-    """Makes root the effective user inside the block, if root is the saved user id."""
-    effective, saved = os.getresuid()[1:]
-    if saved != 0 or effective == 0:
+    """Makes root the effective user inside the block, if root is the saved user."""
+    effective_uid, saved_uid = os.getresuid()[1:]
+    if saved_uid != 0 or effective_uid == 0:
         yield
         return
     os.seteuid(0)
     try:
         yield
     finally:
-        os.seteuid(effective)
+        os.seteuid(effective_uid)
 
 
 def drop_root() -> None:
     """Removes the saved root id for good; called in a child before untrusted code runs."""
-    effective, saved = os.getresuid()[1:]
-    if saved == 0 and effective != 0:
-        group = os.getegid()
-        os.setresgid(group, group, group)
-        os.setresuid(effective, effective, effective)
+    effective_uid, saved_uid = os.getresuid()[1:]
+    if saved_uid == 0 and effective_uid != 0:
+        gid = os.getegid()
+        os.setresgid(gid, gid, gid)
+        os.setresuid(effective_uid, effective_uid, effective_uid)

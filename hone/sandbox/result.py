@@ -20,11 +20,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "open_files": (16, 1 << 16),
 }
 """The range of every limit of a run; the upper bounds are finite, so that every run ends."""
-_CPU_MARGIN_S = 5  # the wall limit then applies first, even if a busy warden checks late
+_CPU_MARGIN_S = 5  # so that timeout_s ends a run first, even if a busy warden checks late
 
 
 class SandboxError(RuntimeError):
-    """The box failed, not the program."""
+    """The box failed; this says nothing about the program."""
 
 
 class SandboxUnavailable(SandboxError):
@@ -92,9 +92,9 @@ class Job:
     timeout_s: float = 10.0
     """Wall time, measured from the start of the program."""
     cpu_s: float | None = None
-    """CPU seconds per process, rounded up; None is the wall time plus a margin."""
+    """CPU seconds per process, rounded up; None means timeout_s plus a margin."""
     memory_mb: int = 512
-    """Address space of each process; with a memory cgroup also the total of all processes."""
+    """Address space of each process, and with a memory cgroup the memory of all together."""
     output_bytes: int = 1 << 20
     """Total size of stdout and stderr."""
     processes: int = 32
@@ -109,8 +109,8 @@ class Job:
     """The program's sys.argv[1:]."""
 
     def __post_init__(self) -> None:
-        for name, limits in RANGES.items():
-            check_number(name, getattr(self, name), *limits)
+        for name, bounds in RANGES.items():
+            check_number(name, getattr(self, name), *bounds)
         if self.cpu_s is not None:
             check_number("cpu_s", self.cpu_s, 0.0, MAX_TIMEOUT_S)
         texts = {"code": self.code, "stdin": self.stdin}
@@ -119,7 +119,9 @@ class Job:
             if not isinstance(text, str):
                 raise ValueError(f"sandbox: {name} must be text, not {type(text).__name__}")
         if len(self.files) > MAX_FILES:
-            raise ValueError(f"sandbox: {len(self.files)} files given; at most {MAX_FILES} fit")
+            raise ValueError(
+                f"sandbox: {len(self.files)} files given; at most {MAX_FILES} are allowed"
+            )
         for path in self.files:
             _check_text("a file name", path)
             parts = PurePosixPath(path).parts
@@ -138,14 +140,16 @@ class Job:
 
 
 def check_number(name: str, value: float, lowest: float, highest: float) -> None:
-    """Raises ValueError unless the value is in the range, and an integer if `highest` is one."""
+    """Raises ValueError unless the value is in the range, and an int if `highest` is an int."""
     is_integer = isinstance(highest, int)
     if isinstance(value, bool) or not isinstance(value, int if is_integer else (int, float)):
-        kind = "an integer" if is_integer else "a number"
-        raise ValueError(f"sandbox: {name}={value!r:.80} must be {kind}")
+        expected = "an integer" if is_integer else "a number"
+        raise ValueError(f"sandbox: {name}={value!r:.80} must be {expected}")
     if not (value > 0 and lowest <= value <= highest):
-        low = "above 0" if lowest <= 0 else f"at least {lowest}"
-        raise ValueError(f"sandbox: {name}={value!r:.80} must be {low} and at most {highest}")
+        lower_bound = "above 0" if lowest <= 0 else f"at least {lowest}"
+        raise ValueError(
+            f"sandbox: {name}={value!r:.80} must be {lower_bound} and at most {highest}"
+        )
 
 
 def _check_text(name: str, text: str) -> None:

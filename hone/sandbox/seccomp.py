@@ -1,7 +1,7 @@
 """The seccomp filter: a BPF program that denies system calls to a program in the box.
 
 Namespaces isolate the box; this deny list removes kernel interfaces that no ordinary Python program
-uses. There are no 32-bit tables: every call of a foreign ABI is refused.
+uses. There are no 32-bit tables: every call of another ABI is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import struct
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data, low words
+# Offsets in struct seccomp_data; those of the arguments are offsets of their low words.
+_CALL_NUMBER, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of clone(2)
 _TERMINAL_IOCTLS = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type into the parent's terminal
@@ -25,13 +26,13 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # Call numbers on x86_64 and on aarch64; "-" where the architecture has no such call.
 _TABLE = """
-network (`socketpair` stays: it reaches no other process, and asyncio needs it):
+network (`socketpair` is allowed: it reaches no other process, and asyncio needs it):
   socket 41 198, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427
 other processes:
   ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440,
   kcmp 312 272, pidfd_getfd 438 438, pidfd_open 434 434, process_mrelease 448 448,
   migrate_pages 256 238, move_pages 279 239
-namespaces and mounts (inotify: host files below /usr could be watched):
+namespaces and mounts (inotify could watch host files below /usr):
   unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51,
   open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432,
   fspick 433 433, mount_setattr 442 442, name_to_handle_at 303 264, open_by_handle_at 304 265,
@@ -50,19 +51,19 @@ memory that no address-space limit counts:
   mq_open 240 180
 """
 _CALLS = re.findall(r"(\w+) (\d+) (\d+|-)", _TABLE)
-DENIED: dict[str, dict[str, int]] = {
+DENIED_CALLS: dict[str, dict[str, int]] = {
     "x86_64": {name: int(number) for name, number, _ in _CALLS},
     "aarch64": {name: int(number) for name, _, number in _CALLS if number != "-"},
 }
-"""Machine → name of a denied call → its number."""
+"""Machine → name of the denied call → number of the call."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _IOCTL = {"x86_64": 16, "aarch64": 29}
-# Without a PID namespace a run is killed by its process group, so no process may leave the group.
+# Without a PID namespace, a run is ended by killing its process group, so no process may leave it.
 _LEAVE_GROUP_CALLS = {"x86_64": (112, 109), "aarch64": (157, 154)}  # setsid, setpgid
 
 
-def supported(machine: str | None = None) -> bool:
+def is_supported(machine: str | None = None) -> bool:
     """Whether this machine's system call table is defined here."""
     return (machine or platform.machine()) in _AUDIT_ARCH
 
@@ -75,30 +76,37 @@ def build_filter(machine: str | None = None, *, deny_leaving_group: bool = False
         raise ValueError(
             f"seccomp: no system-call table for {machine!r}; known: {sorted(_AUDIT_ARCH)}"
         )
-    numbers = [*DENIED[machine].values()]
+    numbers = [*DENIED_CALLS[machine].values()]
     if deny_leaving_group:
         numbers += _LEAVE_GROUP_CALLS[machine]
 
     permission_error, not_implemented = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
-    program = [_op(_LOAD, _ARCH), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL)]
-    program.append(_op(_LOAD, _NR))
-    if machine == "x86_64":
-        program += [_op(_AT_LEAST, _X32_BIT, 0, 1), _op(_RETURN, not_implemented)]
-    for number in sorted(numbers):
-        program += [_op(_EQUAL, number, 0, 1), _op(_RETURN, permission_error)]
-    # clone3 passes its flags by pointer, which a filter cannot read; libc falls back to clone.
-    program += [_op(_EQUAL, _CLONE3, 0, 1), _op(_RETURN, not_implemented)]
-    program += [
-        _op(_EQUAL, _CLONE[machine], 0, 4),
-        _op(_LOAD, _ARG0),
-        _op(_ANY_BIT, _NEW_NAMESPACES, 0, 1),
-        _op(_RETURN, permission_error),
-        _op(_RETURN, _ALLOW),
+    program = [
+        _instruction(_LOAD, _ARCH),
+        _instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0),
+        _instruction(_RETURN, _KILL),
     ]
-    program += [_op(_EQUAL, _IOCTL[machine], 0, 2 + 2 * len(_TERMINAL_IOCTLS)), _op(_LOAD, _ARG1)]
+    program.append(_instruction(_LOAD, _CALL_NUMBER))
+    if machine == "x86_64":
+        program += [_instruction(_AT_LEAST, _X32_BIT, 0, 1), _instruction(_RETURN, not_implemented)]
+    for number in sorted(numbers):
+        program += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, permission_error)]
+    # clone3 passes its flags by pointer, which a filter cannot read; libc falls back to clone.
+    program += [_instruction(_EQUAL, _CLONE3, 0, 1), _instruction(_RETURN, not_implemented)]
+    program += [
+        _instruction(_EQUAL, _CLONE[machine], 0, 4),
+        _instruction(_LOAD, _ARG0),
+        _instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1),
+        _instruction(_RETURN, permission_error),
+        _instruction(_RETURN, _ALLOW),
+    ]
+    program += [
+        _instruction(_EQUAL, _IOCTL[machine], 0, 2 + 2 * len(_TERMINAL_IOCTLS)),
+        _instruction(_LOAD, _ARG1),
+    ]
     for request in _TERMINAL_IOCTLS:
-        program += [_op(_EQUAL, request, 0, 1), _op(_RETURN, permission_error)]
-    program += [_op(_RETURN, _ALLOW), _op(_RETURN, _ALLOW)]
+        program += [_instruction(_EQUAL, request, 0, 1), _instruction(_RETURN, permission_error)]
+    program += [_instruction(_RETURN, _ALLOW), _instruction(_RETURN, _ALLOW)]
     return b"".join(program)
 
 
@@ -106,14 +114,16 @@ def install(program: bytes) -> None:
     """Applies the filter to this thread and its future children; it cannot be removed."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+    sock_fprog = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
     no_new_privs, set_seccomp, filter_mode = 38, 22, 2
     if libc.prctl(no_new_privs, 1, 0, 0, 0) != 0 or libc.prctl(
-        set_seccomp, filter_mode, ctypes.create_string_buffer(header, len(header)), 0, 0
+        set_seccomp, filter_mode, ctypes.create_string_buffer(sock_fprog, len(sock_fprog)), 0, 0
     ):
-        code = ctypes.get_errno()
-        raise OSError(code, f"seccomp: the kernel refused the filter: {os.strerror(code)}")
+        error_number = ctypes.get_errno()
+        reason = os.strerror(error_number)
+        raise OSError(error_number, f"seccomp: the kernel refused the filter: {reason}")
 
 
-def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """Returns one BPF instruction; if_true and if_false are how many instructions to skip."""
     return struct.pack("HBBI", code, if_true, if_false, value)

@@ -1,7 +1,7 @@
 """Serves the local sandbox over HTTP: SandboxFusion's `run_code`, and `judge_code` for assertions.
 
 There is no authentication: bind it to loopback or to a trusted network. Requests from web pages and
-requests that are not plain JSON are refused before anything runs.
+requests that are not JSON are refused before anything runs.
 `python -m hone.sandbox.server --port 8080 --max-concurrent 8 --max-memory-mb 1024`
 """
 
@@ -31,10 +31,14 @@ from hone.types import JsonObject, JsonValue
 log = logging.getLogger(__name__)
 
 RUN_PATH, JUDGE_PATH = "/run_code", "/judge_code"
-MAX_BODY = 64 << 20
-_CHECK_INTERVAL_S = 0.2  # how often a queued request checks that its client is connected
+MAX_BODY_BYTES = 64 << 20
+_CHECK_INTERVAL_S = 0.2  # between two checks that the client of a waiting request is connected
 _LANGUAGES = ("python", "python3")
-_STATUSES = {Status.OK: "Finished", Status.ERROR: "Finished", Status.TIMEOUT: "TimeLimitExceeded"}
+_SANDBOX_FUSION_STATUSES = {
+    Status.OK: "Finished",
+    Status.ERROR: "Finished",
+    Status.TIMEOUT: "TimeLimitExceeded",
+}
 
 
 class SandboxServer(ThreadingHTTPServer):
@@ -51,7 +55,7 @@ class SandboxServer(ThreadingHTTPServer):
         max_concurrent: int,
         max_memory_mb: int,
         max_timeout_s: float = 300.0,
-        names: Sequence[str] = (),
+        host_names: Sequence[str] = (),
     ) -> None:
         check_number("max_concurrent", max_concurrent, 1, 1 << 15)
         check_number("max_memory_mb", max_memory_mb, *RANGES["memory_mb"])
@@ -59,26 +63,26 @@ class SandboxServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
         self.slots = threading.BoundedSemaphore(max_concurrent)
         self.max_memory_mb, self.max_timeout_s = max_memory_mb, max_timeout_s
-        self.names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
+        self.host_names = {"localhost", socket.gethostname().lower(), *map(str.lower, host_names)}
 
     @property
     def url(self) -> str:
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}{RUN_PATH}"
 
-    def is_own_name(self, host: str) -> bool:
-        """Whether the host is an address or our name, which DNS rebinding cannot forge."""
+    def is_own_host(self, host: str) -> bool:
+        """Whether the host is an IP address or one of our names, so DNS rebinding cannot set it."""
         with contextlib.suppress(ValueError):
             ipaddress.ip_address(host)
             return True
-        return host in self.names
+        return host in self.host_names
 
     def handle_error(
         self,
         request: socket.socket | tuple[bytes, socket.socket],
         client_address: tuple[str, int] | str,
     ) -> None:
-        log.warning("sandbox service: a request of %s failed", client_address, exc_info=True)
+        log.warning("sandbox service: a request from %s failed", client_address, exc_info=True)
 
 
 class HttpError(Exception):
@@ -96,82 +100,86 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            run = self._parse_request()
+            run_request = self._parse_request()
         except HttpError as error:
             self.close_connection = True  # the body has not been read
-            self._answer(error.status, {"detail": str(error)})
+            self._send_json(error.status, {"detail": str(error)})
             return
         try:
-            with self._slot():
-                answer = run()
+            with self._hold_slot():
+                answer = run_request()
         except CallerDisconnected:
             self.close_connection = True
             return
         except (SandboxError, ValueError) as error:
             answer = {"status": "SandboxError", "message": str(error), "run_result": None}
-        self._answer(HTTPStatus.OK, answer)
+        self._send_json(HTTPStatus.OK, answer)
 
     def _parse_request(self) -> Callable[[], JsonObject]:
-        """Returns a function that does the requested run; raises HttpError if malformed."""
+        """Returns a function that runs the request; raises HttpError for a malformed request."""
         if self.path not in (RUN_PATH, JUDGE_PATH):
             raise HttpError(HTTPStatus.NOT_FOUND, f"only {RUN_PATH} and {JUDGE_PATH} are served")
         self._check_sender()
-        request = self._body()
+        request = self._read_body()
         try:
             if not isinstance(request, dict):
                 raise ValueError(f"the body must be a JSON object, not {type(request).__name__}")
-            limits = self._limits(request)
+            limits = self._parse_limits(request)
             if self.path == JUDGE_PATH:
-                program, tests = _text(request, "program"), _text(request, "tests")
-                preamble = _text(request, "preamble", "")
+                program, tests = _text_field(request, "program"), _text_field(request, "tests")
+                preamble = _text_field(request, "preamble", "")
                 return lambda: _judge_response(program, tests, preamble, limits, self.connection)
             language = request.get("language", "python")
             if language not in _LANGUAGES:
-                raise ValueError(f"language {language!r:.80} is not served; only {_LANGUAGES}")
-            code, stdin = _text(request, "code"), _text(request, "stdin", "")
+                raise ValueError(f"language {language!r:.80} is not one of {_LANGUAGES}")
+            code, stdin = _text_field(request, "code"), _text_field(request, "stdin", "")
             return lambda: _run_response(
-                run_python(code=code, stdin=stdin, caller=self.connection, **limits)
+                run_python(code=code, stdin=stdin, caller_socket=self.connection, **limits)
             )
         except ValueError as error:
             raise HttpError(HTTPStatus.BAD_REQUEST, str(error)) from None
 
-    def _limits(self, request: JsonObject) -> _Limits:
+    def _parse_limits(self, request: JsonObject) -> _Limits:
         limits: _Limits = {"memory_mb": self.server.max_memory_mb}
         if request.get("memory_limit_MB") != -1:  # -1 means no limit in SandboxFusion
-            memory_mb = _number(request, "memory_limit_MB", RANGES["memory_mb"][1])
+            memory_mb = _number_field(request, "memory_limit_MB", RANGES["memory_mb"][1])
             if memory_mb is not None:  # larger requests get the server's maximum
                 limits["memory_mb"] = min(max(1, int(memory_mb)), self.server.max_memory_mb)
-        timeout_s = _number(request, "run_timeout", self.server.max_timeout_s)
+        timeout_s = _number_field(request, "run_timeout", self.server.max_timeout_s)
         if timeout_s is not None:
             limits["timeout_s"] = float(timeout_s)
         return limits
 
     def _check_sender(self) -> None:
-        """Refuses what a web page can send: a wrong Host, a foreign Origin, a body without JSON."""
+        """Refuses requests from web pages by their Host, Origin and Content-Type."""
         header = self.headers.get("Host", "")
         host = header.strip().lower()
         host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if not self.server.is_own_name(host):
-            detail = f"Host {host!r:.80} is not this server's; start it with --name {host:.80}"
+        if not self.server.is_own_host(host):
+            detail = (
+                f"Host {host!r:.80} is not a name of this server; start it with --name {host:.80}"
+            )
             raise HttpError(HTTPStatus.FORBIDDEN, detail)
         origin = self.headers.get("Origin")
         if origin is not None and origin != f"http://{header}":
-            raise HttpError(HTTPStatus.FORBIDDEN, f"Origin {origin!r:.80} is foreign")
-        kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            detail = f"Content-Type must be application/json, not {kind!r:.80}"
+            raise HttpError(HTTPStatus.FORBIDDEN, f"Origin {origin!r:.80} is not this server")
+        content_type = (self.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            detail = f"Content-Type must be application/json, not {content_type!r:.80}"
             raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, detail)
 
-    def _body(self) -> JsonValue:
+    def _read_body(self) -> JsonValue:
         text = self.headers.get("Content-Length")
         if text is None or self.headers.get("Transfer-Encoding") is not None:
-            raise HttpError(HTTPStatus.LENGTH_REQUIRED, "a Content-Length is required, not chunks")
-        single = len(self.headers.get_all("Content-Length", [])) == 1
-        if not (single and text.isascii() and text.isdigit()) or len(text) > 20:
+            raise HttpError(
+                HTTPStatus.LENGTH_REQUIRED, "Content-Length is required; chunked bodies are refused"
+            )
+        is_single = len(self.headers.get_all("Content-Length", [])) == 1
+        if not (is_single and text.isascii() and text.isdigit()) or len(text) > 20:
             raise HttpError(HTTPStatus.BAD_REQUEST, f"Content-Length {text!r:.80} is not a length")
         length = int(text)
-        if length > MAX_BODY:
-            detail = f"a body of {length} bytes; at most {MAX_BODY} are read"
+        if length > MAX_BODY_BYTES:
+            detail = f"the body has {length} bytes; at most {MAX_BODY_BYTES} are allowed"
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail)
         data = self.rfile.read(length)
         if len(data) != length:
@@ -184,7 +192,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise HttpError(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
 
     @contextlib.contextmanager
-    def _slot(self) -> Iterator[None]:
+    def _hold_slot(self) -> Iterator[None]:
+        """Waits for a slot and holds it; raises CallerDisconnected if the client disconnects."""
         poll = select.poll()
         poll.register(self.connection, DISCONNECT_EVENTS)
         while not self.server.slots.acquire(timeout=_CHECK_INTERVAL_S):
@@ -195,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             self.server.slots.release()
 
-    def _answer(self, status: HTTPStatus, content: JsonObject) -> None:
+    def _send_json(self, status: HTTPStatus, content: JsonObject) -> None:
         body = json.dumps(content).encode()
         with contextlib.suppress(ConnectionError):  # the client has disconnected
             self.send_response(status)
@@ -213,7 +222,7 @@ class _Limits(TypedDict, total=False):
     memory_mb: int
 
 
-def _text(request: JsonObject, name: str, default: str | None = None) -> str:
+def _text_field(request: JsonObject, name: str, default: str | None = None) -> str:
     value = request.get(name)
     value = default if value is None else value
     if not isinstance(value, str):
@@ -221,7 +230,7 @@ def _text(request: JsonObject, name: str, default: str | None = None) -> str:
     return value
 
 
-def _number(request: JsonObject, name: str, highest: float) -> float | None:
+def _number_field(request: JsonObject, name: str, highest: float) -> float | None:
     """Returns a positive finite number, or None if the request does not set it."""
     value = request.get(name)
     if value is None:
@@ -234,9 +243,9 @@ def _number(request: JsonObject, name: str, highest: float) -> float | None:
 
 
 def _judge_response(
-    program: str, tests: str, preamble: str, limits: _Limits, caller: socket.socket
+    program: str, tests: str, preamble: str, limits: _Limits, caller_socket: socket.socket
 ) -> JsonObject:
-    judgement = judge(program, tests, preamble=preamble, caller=caller, **limits)
+    judgement = judge(program, tests, preamble=preamble, caller_socket=caller_socket, **limits)
     return {"status": "Success", "judgement": dataclasses.asdict(judgement)}
 
 
@@ -247,7 +256,7 @@ def _run_response(result: SandboxResult) -> JsonObject:
         "message": "" if result.ok else f"the program ended with {result.status.value}",
         "compile_result": None,
         "run_result": {
-            "status": _STATUSES.get(result.status, "Error"),
+            "status": _SANDBOX_FUSION_STATUSES.get(result.status, "Error"),
             "execution_time": result.wall_s,
             "return_code": result.exit_code,
             "stdout": result.stdout,
@@ -267,7 +276,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-memory-mb", type=int, required=True)
     parser.add_argument("--max-timeout-s", type=float, default=300.0)
     parser.add_argument(
-        "--name", action="append", default=[], dest="names", help="a name clients call it by"
+        "--name",
+        action="append",
+        default=[],
+        dest="host_names",
+        help="a host name that clients use for this server; can be repeated",
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)

@@ -1,7 +1,7 @@
 """A client for code execution services with SandboxFusion's `run_code` API.
 
-It is for clusters whose trainer nodes may not run untrusted code. The service is responsible for
-isolation; a failure of the service raises an error and is never a result of the program.
+It is for clusters whose trainer nodes may not run untrusted code. The service isolates the program.
+A failure of the service raises an error and is never a result of the program.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _RETRY_CODES = frozenset({429, 502, 503, 504})
 _NOT_SERVED_CODES = frozenset({404, 405, 501})
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.25
-_QUEUE_S = 30.0  # for the service's queue, beyond the program's limits
+_QUEUE_TIMEOUT_S = 30.0  # for the service's queue, in addition to the program's time limits
 
 
 class SandboxServiceError(SandboxError):
     """The service could not be reached, or sent an invalid answer."""
 
-    def __init__(self, message: str, code: int | None = None) -> None:
+    def __init__(self, message: str, http_status: int | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.http_status = http_status
 
 
 class SandboxService:
-    """One service with a limit on concurrent requests."""
+    """The client of one service; it limits the number of concurrent requests."""
 
     def __init__(self, url: str, *, max_concurrent: int, memory_limit_mb: int) -> None:
         if not url.startswith(("http://", "https://")):
@@ -55,9 +55,9 @@ class SandboxService:
         self._memory_limit_mb = memory_limit_mb
 
     def run(self, job: Job) -> SandboxResult:
-        """Runs one job on the service, with the smaller of the two memory limits."""
+        """Runs one job on the service; the smaller memory limit of job and service applies."""
         if job.files or job.argv:
-            raise ValueError("sandbox service: files and argv are not part of its interface")
+            raise ValueError("sandbox service: files and argv are not part of its API")
         request: JsonObject = {
             "code": job.code,
             "stdin": job.stdin,
@@ -73,7 +73,7 @@ class SandboxService:
     def judge(
         self, program: str, tests: str, *, preamble: str, timeout_s: float, memory_mb: int
     ) -> Judgement:
-        """Runs hone.sandbox.judging.judge on the service; only our own server supports it."""
+        """Runs hone.sandbox.judging.judge on the service; only hone.sandbox.server supports it."""
         url = self._url.rpartition("/")[0] + "/judge_code"
         request: JsonObject = {"program": program, "tests": tests, "preamble": preamble}
         try:
@@ -81,38 +81,38 @@ class SandboxService:
         except (KeyError, TypeError) as error:
             raise SandboxServiceError(f"sandbox service {url} sent no judgement") from error
         except SandboxServiceError as error:
-            if error.code not in _NOT_SERVED_CODES:
+            if error.http_status not in _NOT_SERVED_CODES:
                 raise
             raise SandboxUnavailable(
-                f"the service {self._url} cannot run tests apart from the program (it has no"
+                f"the service {self._url} cannot run the tests in a box of their own (it has no"
                 " judge_code). Run `python -m hone.sandbox.server` as the service, or leave"
                 " reward_model.sandbox_fusion.url empty to judge assertions on this machine"
             ) from error
 
-    def run_python(self, code: str, **limits: Unpack[JobFields]) -> SandboxResult:
+    def run_python(self, code: str, **job_fields: Unpack[JobFields]) -> SandboxResult:
         """Runs hone.sandbox.run_python on the service."""
-        return self.run(Job(code, **limits))
+        return self.run(Job(code, **job_fields))
 
-    def _post(self, url: str, request: JsonObject, timeout_s: float, memory_mb: int) -> Fields:
-        """Returns the answer to a request; retries if the service is busy or unreachable."""
+    def _post(self, url: str, fields: JsonObject, timeout_s: float, memory_mb: int) -> Fields:
+        """Sends a request and returns the answer; retries if the service is busy or unreachable."""
         limits = {"run_timeout": timeout_s}
         limits["memory_limit_MB"] = min(memory_mb, self._memory_limit_mb)
-        body = json.dumps({**request, **limits}).encode()
+        body = json.dumps({**fields, **limits}).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        message = urllib.request.Request(url, body, headers, method="POST")
+        request = urllib.request.Request(url, body, headers, method="POST")
         with self._slots:
             for attempt in range(_ATTEMPTS):
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) if attempt else 0.0)
                 try:
-                    timeout = 2 * timeout_s + _QUEUE_S
-                    with urllib.request.urlopen(message, timeout=timeout) as answer:
-                        return _decode(answer.read(), url)
+                    timeout = 2 * timeout_s + _QUEUE_TIMEOUT_S
+                    with urllib.request.urlopen(request, timeout=timeout) as response:
+                        return _decode(response.read(), url)
                 except urllib.error.HTTPError as error:
                     with error:
                         reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
                     if error.code not in _RETRY_CODES:
                         raise SandboxServiceError(
-                            f"sandbox service {url} refused: {reason}", error.code
+                            f"sandbox service {url} refused the request: {reason}", error.code
                         ) from error
                 except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
                     reason = str(error)
@@ -138,15 +138,15 @@ def _to_result(answer: Fields, output_bytes: int) -> SandboxResult:
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, dict):
         raise SandboxServiceError(
-            f"sandbox service: neither run_result nor compile_result: {answer}"
+            f"sandbox service: the answer has neither run_result nor compile_result: {answer}"
         )
     stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
-    code = result.get("return_code")
+    return_code = result.get("return_code")
     if result.get("status") == "TimeLimitExceeded":
         status = Status.TIMEOUT
     elif len(stdout) + len(stderr) > output_bytes:
         status = Status.OUTPUT
-    elif result.get("status") == "Finished" and code == 0:
+    elif result.get("status") == "Finished" and return_code == 0:
         status = Status.OK
     elif stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         status = Status.MEMORY
@@ -154,7 +154,7 @@ def _to_result(answer: Fields, output_bytes: int) -> SandboxResult:
         status = Status.ERROR
     return SandboxResult(
         status=status,
-        exit_code=None if status is Status.TIMEOUT else code,
+        exit_code=None if status is Status.TIMEOUT else return_code,
         stdout=stdout[:output_bytes],
         stderr=stderr[: max(0, output_bytes - len(stdout))],
         wall_s=float(result.get("execution_time") or 0.0),

@@ -15,16 +15,19 @@ from hone.sandbox.plan import Plan, RunRequest
 
 SPARE_LIFETIME_S = 1.0  # runs further apart than this build no spare
 
-Kind = tuple[Plan, int, bool]
+Kind = tuple[Plan, int, bool]  # plan, disk_mb, has_channel
 
 
-class Spares:
+class SpareSlot:
     """Holds at most one spare, of the kind that was requested twice in a row."""
 
     def __init__(
-        self, build: Callable[[RunRequest], Box], discard: Callable[[Box], None], lifetime_s: float
+        self,
+        build_box: Callable[[RunRequest], Box],
+        discard_box: Callable[[Box], None],
+        lifetime_s: float,
     ) -> None:
-        self._build, self._discard, self._lifetime_s = build, discard, lifetime_s
+        self._build_box, self._discard_box, self._lifetime_s = build_box, discard_box, lifetime_s
         self._box: Box | None = None
         self._last_kind: Kind | None = None
         self._last_time = -math.inf
@@ -34,47 +37,49 @@ class Spares:
         return set() if self._box is None else {self._box.pid}
 
     @property
-    def due(self) -> float:
+    def discard_time(self) -> float:
         """The time at which the spare is discarded."""
         return math.inf if self._box is None else self._last_time + self._lifetime_s
 
     def take(self, request: RunRequest) -> Box | None:
         """Removes and returns the spare if it fits this request, else returns None."""
         box = self._box
-        if box is None or not box.ready or _kind(request) != _kind(box.request):
+        if box is None or not box.is_live_spare or _kind(request) != _kind(box.request):
             return None
         self._box = None
         return box
 
     def restock(self, request: RunRequest) -> None:
-        """Builds the next spare after a request has started, if a similar request is likely."""
+        """Builds a spare if this request follows another of its kind within the lifetime."""
         kind, now = _kind(request), time.monotonic()
-        is_likely = (
+        is_repeated = (
             kind is not None
             and kind == self._last_kind
             and now - self._last_time <= self._lifetime_s
         )
         self._last_kind, self._last_time = kind, now
-        if not is_likely:
+        if not is_repeated:
             return
         if self._box is not None and _kind(self._box.request) != kind:
-            self.drop()
+            self.discard()
         if self._box is None:
-            self._box = self._build(request)
+            self._box = self._build_box(request)
 
     def check(self, now: float) -> None:
         """Discards a spare that is too old or dead."""
-        if self._box is not None and (not self._box.ready or now >= self.due):
-            self.drop()
+        if self._box is not None and (not self._box.is_live_spare or now >= self.discard_time):
+            self.discard()
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         box, self._box = self._box, None
         if box is not None:
-            self._discard(box)
+            self._discard_box(box)
 
 
 def _kind(request: RunRequest) -> Kind | None:
-    """Returns what a spare and its request must share; None if no spare can fit the request."""
-    # Arguments and files besides the program are fixed when a box is built.
-    fits_spare = request.plan.bwrap is not None and not request.job.argv and not request.job.files
-    return (request.plan, request.job.disk_mb, request.channel) if fits_spare else None
+    """Returns what must be equal for a spare and its request; None if no spare can fit it."""
+    # Arguments, and files other than the program, are fixed when a box is built.
+    fits_spare = (
+        request.plan.bwrap_path is not None and not request.job.argv and not request.job.files
+    )
+    return (request.plan, request.job.disk_mb, request.has_channel) if fits_spare else None

@@ -9,27 +9,28 @@ from collections.abc import Sequence
 
 from hone.sandbox.result import Job
 
-# Python or the warden ignores these signals; ordinary programs expect the default handlers.
-ORDINARY_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Python or the warden ignores these signals; programs expect the default handlers.
+SIGNALS_TO_RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 StandardFds = tuple[int, int, int]
+"""The descriptors that become stdin, stdout and stderr."""
 
 
-def spawn(argv: list[str], *, standard: StandardFds, pass_fds: Sequence[int]) -> int:
-    """Starts argv with an empty environment and returns its pid. It inherits `pass_fds`.
+def spawn(argv: list[str], *, standard_fds: StandardFds, pass_fds: Sequence[int]) -> int:
+    """Starts a process with an empty environment and returns its pid; it inherits `pass_fds`.
 
-    The caller must close `pass_fds` at once, because any other child would inherit them too.
+    The caller must close `pass_fds` at once, because the next child would inherit them too.
     """
     for descriptor in pass_fds:
         os.set_inheritable(descriptor, True)
-    actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(standard)]
-    return os.posix_spawn(argv[0], argv, {}, file_actions=actions, setsigdef=ORDINARY_SIGNALS)
+    actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(standard_fds)]
+    return os.posix_spawn(argv[0], argv, {}, file_actions=actions, setsigdef=SIGNALS_TO_RESET)
 
 
 def set_rlimits(pid: int, job: Job) -> None:
     """Sets the rlimits of a process that has not started the program; pid 0 is this process.
 
-    In a new user namespace the process limit counts only the processes of the box, including the
-    first. Otherwise the kernel counts all processes of this user, also those outside the box.
+    In a new user namespace, the process limit counts only the processes of the box, including its
+    first process. Otherwise, the kernel counts all processes of this user.
     """
     cpu_s = job.cpu_limit_s
     limits = {
@@ -40,8 +41,8 @@ def set_rlimits(pid: int, job: Job) -> None:
         resource.RLIMIT_NOFILE: (job.open_files, job.open_files),
         resource.RLIMIT_NPROC: (job.processes + 1, job.processes + 1),
     }
-    for kind, (soft, hard) in limits.items():
-        current = resource.prlimit(pid, kind)[1]
-        if current != resource.RLIM_INFINITY:  # a stricter existing limit is kept
-            soft, hard = min(soft, current), min(hard, current)
-        resource.prlimit(pid, kind, (soft, hard))
+    for limit, (soft, hard) in limits.items():
+        current_hard = resource.prlimit(pid, limit)[1]
+        if current_hard != resource.RLIM_INFINITY:  # a stricter existing limit is kept
+            soft, hard = min(soft, current_hard), min(hard, current_hard)
+        resource.prlimit(pid, limit, (soft, hard))

@@ -1,7 +1,7 @@
-"""The small process that starts, watches and ends all boxes of one program.
+"""The warden: a small process that starts, watches and ends all boxes of the process it serves.
 
-Forking a trainer with many gigabytes and threads is slow and unsafe, so this process forks instead.
-It outlives a killed trainer long enough to kill its boxes. It has a single thread.
+Forking a trainer with many gigabytes and threads is slow and unsafe, so the warden forks instead.
+If the trainer is killed, the warden kills the boxes and exits. It has a single thread.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from hone.sandbox.cgroups import remove_stale_cgroups
 from hone.sandbox.plan import NOBODY, RunRequest
 from hone.sandbox.privileges import as_root, lower_privileges
 from hone.sandbox.result import MAX_FILES, SandboxError, SandboxResult, Status
-from hone.sandbox.spares import Spares
+from hone.sandbox.spares import SpareSlot
 
-MAX_MESSAGE = 1 << 17
-DESCRIPTORS_MARK = b"+"  # the message that carries the descriptors, before the reply
-_RETRY_S = 0.005  # a cgroup stays busy until its last member has exited
-_LONGEST_WAIT_S = 3600.0  # the selector rejects timeouts that a timespec cannot hold
+MAX_MESSAGE_BYTES = 1 << 17
+DESCRIPTORS_MARK = b"+"  # sent with the descriptors, before the reply
+_CGROUP_RETRY_S = 0.005  # a cgroup stays busy until its last member has exited
+_MAX_WAIT_S = 3600.0  # the selector rejects timeouts that a timespec cannot hold
 _SET_CHILD_SUBREAPER = 36
 
 
-class Caller:
-    """The connection to the caller of one run. A disconnect ends the run."""
+class CallerConnection:
+    """The connection to the caller of one run."""
 
     def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         self._connection = connection
         self._selector = selector
-        self._unsent = memoryview(b"")
+        self._unsent_reply = memoryview(b"")
         connection.setblocking(False)
 
-    def watch(self, box: Box) -> None:
+    def kill_on_disconnect(self, box: Box) -> None:
         def on_disconnect() -> None:
             self._unwatch()
             box.kill(Status.KILLED)
@@ -61,15 +61,15 @@ class Caller:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # see on_disconnect
             socket.send_fds(self._connection, [DESCRIPTORS_MARK], descriptors)
 
-    def answer(self, reply: SandboxResult | SandboxError) -> None:
+    def send_reply(self, reply: SandboxResult | SandboxError) -> None:
         self._unwatch()
-        self._unsent = memoryview(pickle.dumps(reply))
+        self._unsent_reply = memoryview(pickle.dumps(reply))
         self._send()
 
     def _send(self) -> None:
         try:
-            while self._unsent:
-                self._unsent = self._unsent[self._connection.send(self._unsent) :]
+            while self._unsent_reply:
+                self._unsent_reply = self._unsent_reply[self._connection.send(self._unsent_reply) :]
         except BlockingIOError:
             with contextlib.suppress(KeyError):
                 self._selector.register(self._connection, selectors.EVENT_WRITE, self._send)
@@ -81,22 +81,22 @@ class Caller:
 
 
 class Warden:
-    """Serves requests from one socket until it closes."""
+    """Serves requests from the control socket until it closes, and then kills its boxes."""
 
     def __init__(self, control: socket.socket, spare_lifetime_s: float) -> None:
         self._control = control
         self._selector = selectors.DefaultSelector()
-        self._boxes: dict[Box, Caller | None] = {}  # None: a discarded spare
+        self._boxes: dict[Box, CallerConnection | None] = {}  # None: a discarded spare
         self._exiting: list[Box] = []  # boxes whose cgroup still has a member
         self._cleaned_parents: set[str] = set()
-        self._number = 0
+        self._last_box_id = 0
         self._mounts = BindMounts()
-        self._spares = Spares(self._build_spare, self._discard, spare_lifetime_s)
-        self._closed = False
+        self._spare_slot = SpareSlot(self._build_spare, self._discard, spare_lifetime_s)
+        self._control_closed = False
 
     def serve(self) -> None:
         self._selector.register(self._control, selectors.EVENT_READ, self._on_request)
-        while not (self._closed and not self._boxes and not self._exiting):
+        while not (self._control_closed and not self._boxes and not self._exiting):
             for key, _ in self._selector.select(self._wait_s()):
                 if key.fileobj in self._selector.get_map():  # an earlier event may have removed it
                     key.data()
@@ -105,74 +105,82 @@ class Warden:
                 box.guard(functools.partial(box.check, now))
                 if box.done:
                     self._finish(box)
-            self._spares.check(now)
+            self._spare_slot.check(now)
             self._exiting = [box for box in self._exiting if not box.release()]
             self._reap()
 
     def _wait_s(self) -> float | None:
-        due = min([box.wake_at for box in self._boxes] + [self._spares.due])
+        """Returns the longest time to wait for an event; None is no limit."""
+        wake_time = min([box.wake_at for box in self._boxes] + [self._spare_slot.discard_time])
         if self._exiting:
-            due = min(due, time.monotonic() + _RETRY_S)
-        return None if due == math.inf else min(_LONGEST_WAIT_S, max(0.0, due - time.monotonic()))
+            wake_time = min(wake_time, time.monotonic() + _CGROUP_RETRY_S)
+        if wake_time == math.inf:
+            return None
+        return min(_MAX_WAIT_S, max(0.0, wake_time - time.monotonic()))
 
     def _on_request(self) -> None:
-        data, descriptors, flags, _ = socket.recv_fds(self._control, MAX_MESSAGE, MAX_FILES + 3)
+        data, descriptors, flags, _ = socket.recv_fds(
+            self._control, MAX_MESSAGE_BYTES, MAX_FILES + 3
+        )
         for descriptor in descriptors:  # recv_fds ignores MSG_CMSG_CLOEXEC
             os.set_inheritable(descriptor, False)
         if not data:
-            self._closed = True
+            self._control_closed = True
             self._selector.unregister(self._control)
-            self._spares.drop()
+            self._spare_slot.discard()
             for running in self._boxes:
                 running.kill(Status.KILLED)
             return
         if len(descriptors) < 3 or flags & socket.MSG_CTRUNC:
-            for descriptor in descriptors:  # out of descriptors; the caller sees a disconnect
+            for descriptor in descriptors:  # too many are open; the caller sees a disconnect
                 os.close(descriptor)
             return
-        connection, *texts = descriptors
-        caller = Caller(socket.socket(fileno=connection), self._selector)
+        connection_fd, *text_fds = descriptors
+        caller = CallerConnection(socket.socket(fileno=connection_fd), self._selector)
         try:
             request: RunRequest = pickle.loads(data)
-            box = self._start(request, caller, *texts)
+            box = self._start(request, caller, *text_fds)
             self._boxes[box] = caller
-            caller.watch(box)
+            caller.kill_on_disconnect(box)
         except Exception as error:  # no error of a request may end the warden
             reason = f"{type(error).__name__}: {error}"
-            caller.answer(SandboxError(f"sandbox: the box could not be built: {reason}"))
+            caller.send_reply(SandboxError(f"sandbox: the box could not be built: {reason}"))
             return
         finally:
-            for descriptor in texts:
+            for descriptor in text_fds:
                 os.close(descriptor)
         with contextlib.suppress(Exception):  # if this fails, the next request reports the error
-            self._spares.restock(request)
+            self._spare_slot.restock(request)
 
-    def _start(self, request: RunRequest, caller: Caller, stdin: int, *files: int) -> Box:
-        parents = request.plan.cgroup
-        if parents is not None and not self._cleaned_parents.issuperset(parents.unique):
-            self._cleaned_parents.update(parents.unique)
+    def _start(
+        self, request: RunRequest, caller: CallerConnection, stdin_fd: int, *file_fds: int
+    ) -> Box:
+        parents = request.plan.parent_cgroups
+        if parents is not None and not self._cleaned_parents.issuperset(parents.unique_directories):
+            self._cleaned_parents.update(parents.unique_directories)
             with as_root():
                 remove_stale_cgroups(parents)
-        spare = self._spares.take(request)
+        spare = self._spare_slot.take(request)
         if spare is not None:
             spare.send_to_caller = caller.send_descriptors
             with contextlib.suppress(OSError):  # the spare died while it waited
-                assign = functools.partial(spare.assign, request, stdin, files[0])
+                assign = functools.partial(spare.assign, request, stdin_fd, file_fds[0])
                 return self._kill_on_error(spare, assign)
-        box, mount_points = self._new(request)
+        box, mount_points = self._create_box(request)
         box.send_to_caller = caller.send_descriptors
-        return self._kill_on_error(box, functools.partial(box.start, stdin, [*files], mount_points))
+        start = functools.partial(box.start, stdin_fd, [*file_fds], mount_points)
+        return self._kill_on_error(box, start)
 
     def _build_spare(self, request: RunRequest) -> Box:
-        box, mount_points = self._new(request)
+        box, mount_points = self._create_box(request)
         return self._kill_on_error(box, functools.partial(box.prepare, mount_points))
 
-    def _new(self, request: RunRequest) -> tuple[Box, dict[str, str]]:
-        self._number += 1
+    def _create_box(self, request: RunRequest) -> tuple[Box, dict[str, str]]:
+        self._last_box_id += 1
         paths = request.plan.interpreter.read_paths if request.plan.bind_interpreter else ()
         with as_root():
             mount_points = self._mounts.bind(paths)
-        return Box(request, self._number, self._selector), mount_points
+        return Box(request, self._last_box_id, self._selector), mount_points
 
     def _kill_on_error(self, box: Box, action: Callable[[], None]) -> Box:
         """Runs the action and returns the box; kills the box if the action fails."""
@@ -193,7 +201,7 @@ class Warden:
         reply = box.reply() if caller is not None else None
         self._release(box)
         if caller is not None and reply is not None:
-            caller.answer(reply)
+            caller.send_reply(reply)
 
     def _release(self, box: Box) -> None:
         if not box.release():
@@ -201,7 +209,7 @@ class Warden:
 
     def _reap(self) -> None:
         """Reaps orphans of boxes, which become children of the warden, but not the boxes."""
-        box_pids = {box.pid for box in self._boxes} | self._spares.pids
+        box_pids = {box.pid for box in self._boxes} | self._spare_slot.pids
         while True:
             try:
                 child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -212,17 +220,17 @@ class Warden:
             os.waitpid(child.si_pid, 0)
 
 
-def main(descriptor: int, spare_lifetime_s: float) -> None:
-    """Serves requests from this descriptor."""
+def main(control_fd: int, spare_lifetime_s: float) -> None:
+    """Serves requests from the control socket until it closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only closing the control socket ends the warden
-    os.set_inheritable(descriptor, False)
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    os.set_inheritable(control_fd, False)
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.umask(0o022)
     if os.geteuid() == 0:
         lower_privileges(NOBODY)
     gc.disable()
     gc.freeze()
-    Warden(socket.socket(fileno=descriptor), spare_lifetime_s).serve()
+    Warden(socket.socket(fileno=control_fd), spare_lifetime_s).serve()

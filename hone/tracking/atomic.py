@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hone.tracking.storage import add_file_name_to_errors
 
-LEFTOVER_SUFFIX = ".tmp"
+TEMPORARY_SUFFIX = ".tmp"
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path that replaces `path` on success and is removed on failure."""
     target = Path(path)
     make_folder(target.parent)
-    temporary = target.parent / f".{target.name}.{os.getpid()}{LEFTOVER_SUFFIX}"
+    temporary = target.parent / f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}"
     try:
         with add_file_name_to_errors(target):
             yield temporary
@@ -43,27 +43,27 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
-    """Deletes the files that killed writers left directly in `folder`; no writer may be running."""
-    leftovers = sorted(p for p in Path(folder).glob(f".*{LEFTOVER_SUFFIX}") if p.is_file())
+    """Deletes temporary files that killed writers left in `folder`; no writer may be running."""
+    leftovers = sorted(p for p in Path(folder).glob(f".*{TEMPORARY_SUFFIX}") if p.is_file())
     for file in leftovers:
         file.unlink(missing_ok=True)
     return leftovers
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Creates and syncs a folder and its missing parents; returns them, deepest first."""
-    created = []
+    """Creates and syncs a folder and its missing parents; returns them, the deepest first."""
+    missing_folders = []
     while not folder.is_dir():
-        created.append(folder)
+        missing_folders.append(folder)
         folder = folder.parent
-    for path in reversed(created):
+    for path in reversed(missing_folders):
         path.mkdir(exist_ok=True)
         sync(path.parent)
-    return created
+    return missing_folders
 
 
 def rename_folder(source: Path, target: Path) -> None:
-    """Renames a folder; its content is synced before, and its new name after."""
+    """Syncs the content of a folder, renames the folder, and syncs the new name."""
     grant_by_umask(source)
     for parent, _, files in os.walk(source, topdown=False):
         for file in (Path(parent, name) for name in files):
@@ -75,10 +75,11 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def grant_by_umask(folder: Path) -> None:
-    """Gives every file below the permissions of the umask, because safetensors writes 0600."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".mode") as probe:
-        (Path(probe) / "file").touch()  # the umask itself cannot be read without setting it
-        umask_mode = (Path(probe) / "file").stat().st_mode & 0o666
+    """Gives every file in the folder the permissions of a new file; safetensors writes 0600."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".mode") as probe_folder:
+        probe_file = Path(probe_folder) / "file"
+        probe_file.touch()  # the umask itself cannot be read without setting it
+        umask_mode = probe_file.stat().st_mode & 0o666
     for file in folder.rglob("*"):
         mode = file.lstat().st_mode
         if file.is_file() and not file.is_symlink() and mode & umask_mode != umask_mode:
@@ -88,12 +89,12 @@ def grant_by_umask(folder: Path) -> None:
 
 def sync(path: Path) -> None:
     """Syncs a file, or the entries of a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     except OSError:
         # Some network file systems cannot sync a folder; the rename is valid nevertheless.
         if not path.is_dir():
             raise
     finally:
-        os.close(handle)
+        os.close(descriptor)

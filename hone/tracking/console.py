@@ -1,7 +1,7 @@
 """Terminal output during a run: a live line, progress bars and plain text.
 
 On a terminal, all output shares one live region at the bottom. Elsewhere (a file, a pipe, CI), a
-step is one short line (with `trainer.console=full` every metric), and long waits are reported.
+step is one short line (`trainer.console=full`: every metric), and long waits are reported.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_PLAIN_REPORTS = 15.0
 STEPS_FOR_ETA = 20
 
-# label -> metrics; the first one that a step has is shown
-LIVE_LINE = {
+# label → names of its metric, of which the first that a step has is shown
+LIVE_LINE_METRICS = {
     "reward": ("reward/mean", "critic/rewards/mean", "critic/score/mean"),
     "accuracy": ("accuracy",),
     "loss": ("train/loss",),
@@ -34,7 +34,8 @@ LIVE_LINE = {
     "length": ("response_length/mean",),
     "tokens/s": ("perf/throughput", "train/throughput"),
 }
-PERMANENT_PREFIXES = ("val-core/", "val/")  # results that stay on the terminal above the live line
+# Metrics with these prefixes get a line of their own, which stays above the live line.
+PERMANENT_PREFIXES = ("val-core/", "val/")
 
 
 class Bar:
@@ -128,13 +129,13 @@ class Screen:
 
     def _throttled_reporter(self) -> Callable[[Bar], None]:
         """Returns a function that writes a line at most every SECONDS_BETWEEN_PLAIN_REPORTS."""
-        start = last = self.clock()
+        start = last_report = self.clock()
 
         def show(bar: Bar) -> None:
-            nonlocal last
+            nonlocal last_report
             now = self.clock()
-            if now - last >= SECONDS_BETWEEN_PLAIN_REPORTS:
-                last = now
+            if now - last_report >= SECONDS_BETWEEN_PLAIN_REPORTS:
+                last_report = now
                 self.line(_plain_report(bar, now - start))
 
         return show
@@ -142,7 +143,7 @@ class Screen:
     def _update_live_region(self) -> Progress | None:
         is_needed = self.is_terminal and (self._open_bars > 0 or self._status is not None)
         if is_needed and self._live is None:
-            self._live = _live_region(self)
+            self._live = _create_live_region(self)
             self._live.start()
             atexit.register(self._live.stop)  # restores the terminal's cursor
         elif not is_needed and self._live is not None:
@@ -154,7 +155,7 @@ class Screen:
         return self._live
 
 
-def _live_region(screen: Screen) -> Progress:
+def _create_live_region(screen: Screen) -> Progress:
     from rich import progress as rich_progress
     from rich.text import Text
 
@@ -223,8 +224,8 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def plain_line(metrics: Mapping[str, Number], step: int) -> str:
-    """Formats verl's log line, with keys in the order of the metrics."""
+def full_line(metrics: Mapping[str, Number], step: int) -> str:
+    """Formats all metrics of a step as verl's log line."""
     return " - ".join([f"step:{step}", *(f"{key}:{value:.6g}" for key, value in metrics.items())])
 
 
@@ -235,34 +236,34 @@ class ConsoleTracker(Tracker):
         super().__init__(run)
         self.screen = output or screen()
         start = (run.resumed_from or 0, self.screen.clock())
-        self._steps: deque[tuple[int, float]] = deque([start], maxlen=STEPS_FOR_ETA)
+        self._step_times: deque[tuple[int, float]] = deque([start], maxlen=STEPS_FOR_ETA)
         self._live_values: dict[str, Number] = {}
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
-        if step > self._steps[-1][0]:
-            self._steps.append((step, self.screen.clock()))
-        permanent = {
+        if step > self._step_times[-1][0]:
+            self._step_times.append((step, self.screen.clock()))
+        permanent_values = {
             key: value
             for key, value in metrics.items()
             if key.startswith(PERMANENT_PREFIXES) and not key.endswith("/std")
         }
-        live: dict[str, Number] = {}
-        for label, keys in LIVE_LINE.items():
+        live_values: dict[str, Number] = {}
+        for label, keys in LIVE_LINE_METRICS.items():
             if key := next((key for key in keys if key in metrics), None):
-                live[label] = metrics[key]
+                live_values[label] = metrics[key]
         if self.run.prints_everything:
-            self.screen.line(plain_line(metrics, step))
+            self.screen.line(full_line(metrics, step))
         elif not self.screen.is_terminal:
-            self.screen.line(self._short_line(step, live | permanent))
-        elif permanent:
-            self.screen.line(self._short_line(step, permanent, with_eta=False))
-        self._live_values |= live  # a validation has no reward or length, so the last ones stay
+            self.screen.line(self._short_line(step, live_values | permanent_values))
+        elif permanent_values:
+            self.screen.line(self._short_line(step, permanent_values, with_eta=False))
+        self._live_values |= live_values  # a validation step keeps the last reward and length
         if self.screen.is_terminal:
             self.screen.status(self._short_line(step, self._live_values))
 
     def finish(self) -> None:
         if self.screen.is_terminal and self._live_values:
-            self.screen.line(self._short_line(self._steps[-1][0], self._live_values))
+            self.screen.line(self._short_line(self._step_times[-1][0], self._live_values))
             self.screen.status(None)
 
     def _short_line(self, step: int, values: Mapping[str, Number], *, with_eta: bool = True) -> str:
@@ -270,7 +271,8 @@ class ConsoleTracker(Tracker):
         parts = [f"step {step}/{total}" if total else f"step {step}"]
         for label, value in values.items():
             parts.append(f"{label} {value:,.0f}" if abs(value) >= 1000 else f"{label} {value:.3g}")
-        (first, since), (last, now) = self._steps[0], self._steps[-1]
-        if with_eta and total and first < last < total and now > since:
-            parts.append(f"ETA {duration((total - last) * (now - since) / (last - first))}")
+        (first_step, first_time), (last_step, last_time) = self._step_times[0], self._step_times[-1]
+        if with_eta and total and first_step < last_step < total and last_time > first_time:
+            elapsed_s, elapsed_steps = last_time - first_time, last_step - first_step
+            parts.append(f"ETA {duration((total - last_step) * elapsed_s / elapsed_steps)}")
         return " · ".join(parts)

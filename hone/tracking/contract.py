@@ -1,4 +1,4 @@
-"""The tracker interface: a tracker receives the metrics of a step, and optionally sample rows."""
+"""The tracker interface: a tracker receives the metrics of each step, and rows of samples."""
 
 from __future__ import annotations
 
@@ -68,36 +68,36 @@ def as_numbers(metrics: Mapping[str, Number | Scalar]) -> dict[str, Number]:
 
 
 def _as_number(key: str, value: Number | Scalar) -> Number:
-    plain: Number | Scalar = value
+    number: Number | Scalar = value
     if hasattr(value, "item") and not isinstance(value, int | float):
         with contextlib.suppress(ValueError, TypeError, RuntimeError):  # more than one element
-            plain = value.item()
-    if isinstance(plain, int):
-        return int(plain)
-    if isinstance(plain, float):
-        return float(plain)
+            number = value.item()
+    if isinstance(number, int):
+        return int(number)
+    if isinstance(number, float):
+        return float(number)
     raise TrackerError(
         f"metric {key!r} is {type(value).__name__} {str(value)[:60]!r}, not a number; "
         "reduce it to one number before logging"
     )
 
 
-def flatten(tree: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
-    """Flattens `{"a": {"b": 1}}` to `("a.b", 1)`; lists are leaves."""
-    for key, value in tree.items():
-        dotted = f"{prefix}{key}"
+def flatten(config: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
+    """Yields `("a.b", 1)` for `{"a": {"b": 1}}`; lists are not flattened."""
+    for key, value in config.items():
+        dotted_key = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{dotted}.")
+            yield from flatten(value, f"{dotted_key}.")
         else:
-            yield dotted, value
+            yield dotted_key, value
 
 
-def require(package: str, extra: str) -> ModuleType:
-    """Imports an optional package; TrackerError names the install command if it is missing."""
+def import_optional(package: str, tracker: str) -> ModuleType:
+    """Imports the package of a tracker; if it is missing, TrackerError has the install command."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise TrackerError(
-            f"tracker {extra!r} needs the package {package!r} ({error}): "
-            f"pip install 'hone-rl[{extra}]', or remove {extra!r} from trainer.logger"
+            f"tracker {tracker!r} needs the package {package!r} ({error}): "
+            f"pip install 'hone-rl[{tracker}]', or remove {tracker!r} from trainer.logger"
         ) from error

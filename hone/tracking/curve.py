@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from hone.tracking.atomic import atomic_path
 from hone.tracking.metrics_file import read_metrics, series
-from hone.tracking.run_folder import labels_of
+from hone.tracking.run_folder import unique_labels
 
 PathLike = str | os.PathLike[str]
-DEFAULT_WEIGHT = 0.6
-FEW_POINTS = 12
+DEFAULT_SMOOTHING = 0.6
+MAX_UNSMOOTHED_POINTS = 12
 """Curves with at most this many points are drawn unsmoothed, with markers."""
 HELD_OUT_PREFIXES = ("val-core/", "val-aux/", "val/")
 """Prefixes of held-out metrics, which are never smoothed."""
@@ -34,34 +34,38 @@ def draw_curve(
     out_png: PathLike,
     title: str,
     *,
-    smoothing: float = DEFAULT_WEIGHT,
+    smoothing: float = DEFAULT_SMOOTHING,
 ) -> Path:
-    """Draws `keys` of runs (`metrics.jsonl` files or run folders); a mapping sets labels."""
+    """Draws the metrics `keys` of one or more runs.
+
+    metrics_path: `metrics.jsonl` files or run folders; the keys of a mapping label the runs.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     if isinstance(metrics_path, str | os.PathLike):
         metrics_path = [metrics_path]
     if not isinstance(metrics_path, Mapping):
-        metrics_path = dict(zip(labels_of(metrics_path), metrics_path, strict=True))
+        metrics_path = dict(zip(unique_labels(metrics_path), metrics_path, strict=True))
     runs = {label: read_metrics(path) for label, path in metrics_path.items()}
-    names = sorted({key for rows in runs.values() for row in rows for key in row})
+    metric_names = sorted({key for rows in runs.values() for row in rows for key in row})
     for key in keys:
-        if key not in names:
-            similar = ", ".join(difflib.get_close_matches(key, names, n=3) or names[:20])
-            raise ValueError(f"no run has the metric {key!r}; close: {similar or 'none at all'}")
+        if key not in metric_names:
+            similar = difflib.get_close_matches(key, metric_names, n=3) or metric_names[:20]
+            hint = f"similar: {', '.join(similar)}" if similar else "the runs have no metrics"
+            raise ValueError(f"no run has the metric {key!r}; {hint}")
     # An explicit canvas, unlike pyplot, needs no display and leaves no global state.
     figure = Figure(figsize=(7.0, 1.0 + 2.6 * len(keys)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(keys), 1, squeeze=False, sharex=True)[:, 0]
     for panel, key in zip(panels, keys, strict=True):
-        for number, (label, rows) in enumerate(runs.items()):
+        for index, (label, rows) in enumerate(runs.items()):
             steps, values = series(rows, key)
-            style = {"color": f"C{number}", "label": label}
+            style = {"color": f"C{index}", "label": label}
             if steps and is_unsmoothed(key, len(steps)):
                 panel.plot(steps, values, **style, marker="o", markersize=3.5)
             elif steps:
-                panel.plot(steps, values, color=f"C{number}", alpha=0.25, linewidth=0.8)
+                panel.plot(steps, values, color=f"C{index}", alpha=0.25, linewidth=0.8)
                 panel.plot(steps, smooth(values, smoothing), **style, linewidth=1.8)
         panel.set_ylabel(key)
         panel.grid(alpha=0.3)
@@ -75,9 +79,9 @@ def draw_curve(
     return Path(out_png)
 
 
-def is_unsmoothed(key: str, points: int) -> bool:
+def is_unsmoothed(key: str, num_points: int) -> bool:
     """Whether a curve is drawn without smoothing."""
-    return points <= FEW_POINTS or key.startswith(HELD_OUT_PREFIXES)
+    return num_points <= MAX_UNSMOOTHED_POINTS or key.startswith(HELD_OUT_PREFIXES)
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
@@ -85,17 +89,17 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
     if not 0 <= weight < 1:
         raise ValueError(f"smoothing weight must be in [0, 1), got {weight}")
     smoothed: list[float] = []
-    total = mass = 0.0
+    weighted_sum = weight_sum = 0.0
     for value in values:
         if math.isfinite(value):
-            total = weight * total + (1 - weight) * value
-            mass = weight * mass + (1 - weight)
-            value = total / mass
+            weighted_sum = weight * weighted_sum + (1 - weight) * value
+            weight_sum = weight * weight_sum + (1 - weight)
+            value = weighted_sum / weight_sum
         smoothed.append(value)
     return smoothed
 
 
-class Means(NamedTuple):
+class BucketMeans(NamedTuple):
     """A bucketed curve: the middle step, the mean and the number of values per bucket."""
 
     steps: list[int]
@@ -103,12 +107,12 @@ class Means(NamedTuple):
     counts: list[int]
 
 
-def bucket_means(steps: Steps, values: Values, buckets: int) -> Means:
-    """Averages the finite values of each bucket; a bucket without any is NaN."""
-    numbers = np.asarray(values, np.float64)
-    means = Means([], [], [])
-    for start, stop in _buckets(len(numbers), buckets):
-        bucket = numbers[start:stop]
+def bucket_means(steps: Steps, values: Values, num_buckets: int) -> BucketMeans:
+    """Averages the finite values of each bucket; the mean of a bucket without any is NaN."""
+    value_array = np.asarray(values, np.float64)
+    means = BucketMeans([], [], [])
+    for start, stop in _bucket_bounds(len(value_array), num_buckets):
+        bucket = value_array[start:stop]
         finite = bucket[np.isfinite(bucket)]
         means.steps.append(int(steps[(start + stop) // 2]))
         means.values.append(float(finite.mean()) if len(finite) else math.nan)
@@ -116,18 +120,18 @@ def bucket_means(steps: Steps, values: Values, buckets: int) -> Means:
     return means
 
 
-def envelope(steps: Steps, values: Values, buckets: int) -> tuple[list[int], list[float]]:
-    """Returns the first and last point and the extremes of each bucket, which keeps peaks."""
-    numbers, step_array = np.asarray(values, np.float64), np.asarray(steps)
-    points = {0, len(numbers) - 1}
-    for start, stop in _buckets(len(numbers), buckets):
-        bucket = numbers[start:stop]
+def envelope(steps: Steps, values: Values, num_buckets: int) -> tuple[list[int], list[float]]:
+    """Returns the first point, the last point and the extremes of each bucket, so peaks remain."""
+    value_array, step_array = np.asarray(values, np.float64), np.asarray(steps)
+    indices = {0, len(value_array) - 1}
+    for start, stop in _bucket_bounds(len(value_array), num_buckets):
+        bucket = value_array[start:stop]
         finite = np.flatnonzero(np.isfinite(bucket))
         extremes = (bucket[finite].argmin(), bucket[finite].argmax()) if len(finite) else ()
-        points |= {start + finite[i] for i in extremes} or {start}
-    order = sorted(points)
-    return step_array[order].tolist(), numbers[order].tolist()
+        indices |= {start + finite[i] for i in extremes} or {start}
+    sorted_indices = sorted(indices)
+    return step_array[sorted_indices].tolist(), value_array[sorted_indices].tolist()
 
 
-def _buckets(count: int, buckets: int) -> Iterator[tuple[int, int]]:
-    return itertools.pairwise(i * count // buckets for i in range(buckets + 1))
+def _bucket_bounds(num_values: int, num_buckets: int) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise(i * num_values // num_buckets for i in range(num_buckets + 1))

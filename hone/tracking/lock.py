@@ -1,7 +1,8 @@
-"""Allows one process per folder, also on shared file systems: a lock file names its holder.
+"""A lock that lets one process use a folder, on local and shared file systems.
 
-The file is created by a hard link, which is atomic on NFS, where `flock` may not work. A holder on
-this machine is live while its process runs, one on another machine while it touches the file.
+The lock file names its holder. It is created by a hard link, which is atomic on NFS, where `flock`
+may not work. A holder on this machine is alive while its process runs; a holder on another machine
+is alive while it touches the file.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from hone.tracking.atomic import make_folder
 
 log = logging.getLogger(__name__)
 
-LOCK = ".lock"
+LOCK_NAME = ".lock"
 HEARTBEAT_S = 5.0
 DEAD_AFTER_S = 60.0
-"""A holder on another machine counts as dead after this many seconds without a touch."""
-_UNKNOWN = "unknown"
-"""The start time if only the existence of the process is visible."""
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""A holder on another machine counts as dead if it has not touched the file for so long."""
+_UNKNOWN_START_TIME = "unknown"
+"""The start time of a process of which only the existence is visible."""
+_HARD_LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class FolderLocked(RuntimeError):
@@ -51,7 +52,7 @@ class Holder:
     token: str
     host: str = ""
     boot: str = ""
-    """Identifies one boot of one machine."""
+    """The id of the machine's current boot."""
     process_space: str = ""
     """The PID namespace, because containers reuse PIDs."""
     pid: int = 0
@@ -61,28 +62,28 @@ class Holder:
     since: str = ""
 
     @staticmethod
-    def here() -> Holder:
-        program = [Path(sys.argv[0]).name, *sys.argv[1:2]] if sys.argv else ["python"]
-        host, boot, process_space = _machine()
+    def of_this_process() -> Holder:
+        command = [Path(sys.argv[0]).name, *sys.argv[1:2]] if sys.argv else ["python"]
+        host, boot, process_space = _machine_identity()
         return Holder(
             token=uuid.uuid4().hex,
             host=host,
             boot=boot,
             process_space=process_space,
             pid=os.getpid(),
-            started=_started(os.getpid()) or "",
-            command=" ".join(word for word in program if "=" not in word),
+            started=_start_time(os.getpid()) or "",
+            command=" ".join(word for word in command if "=" not in word),
             since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         )
 
     @property
     def is_on_this_machine(self) -> bool:
-        return self.pid > 0 and (self.host, self.boot, self.process_space) == _machine()
+        return self.pid > 0 and (self.host, self.boot, self.process_space) == _machine_identity()
 
     @property
     def is_running(self) -> bool:
         """Whether the process exists; valid only for a holder on this machine."""
-        return _started(self.pid) in (self.started, _UNKNOWN)
+        return _start_time(self.pid) in (self.started, _UNKNOWN_START_TIME)
 
     def __str__(self) -> str:
         if not self.pid:
@@ -97,7 +98,7 @@ class FolderLock:
         self.file, self.locked_path = file, locked_path
         self.holder: Holder | None = None
         self.is_lost = False
-        self._depth = 0
+        self._depth = 0  # number of `with` blocks inside this process
         self._created_folders: list[Path] = []
         self._released = threading.Event()
 
@@ -127,8 +128,8 @@ class FolderLock:
                 lock._remove_created_folders()
 
     def _acquire(self) -> None:
-        self.holder = Holder.here()
-        draft = self._sibling(self.holder.token)
+        self.holder = Holder.of_this_process()
+        draft = self._sibling(self.holder.token)  # complete before a link makes it the lock
         try:
             self._write_draft(draft, self.holder)
             self._claim(draft, self.file)
@@ -155,12 +156,15 @@ class FolderLock:
                     raise
 
     def _claim(self, draft: Path, target: Path) -> None:
-        """Links `target` to the draft in place of a dead holder's lock; a live one is an error."""
+        """Links `target` to the draft, and replaces the lock of a dead holder.
+
+        Raises FolderLocked if the holder is alive.
+        """
         while not _link(draft, target):
             other, _ = _read(target)
             if other is None:
                 continue
-            if _is_live(other, target, draft):
+            if _is_alive(other, target, draft):
                 raise FolderLocked(
                     f"{self.locked_path} is in use by {other}; nothing was changed. Wait until it "
                     "ends, stop it, or name another folder"
@@ -193,7 +197,7 @@ class FolderLock:
     def _lost_message(self) -> str:
         return (
             f"the lock of {self.locked_path} was taken over: this process did not run for "
-            f"{DEAD_AFTER_S:.0f} s and was considered dead. It writes nothing more there"
+            f"{DEAD_AFTER_S:.0f} s and was considered dead. It writes nothing more to the folder"
         )
 
     def raise_if_lost(self) -> None:
@@ -214,29 +218,29 @@ os.register_at_fork(after_in_child=_locks.clear)
 
 def lock_folder(folder: str | os.PathLike[str]) -> FolderLock:
     """Returns the lock of a folder; the lock file is inside it."""
-    return FolderLock(Path(folder).expanduser().resolve() / LOCK, Path(folder))
+    return FolderLock(Path(folder).expanduser().resolve() / LOCK_NAME, Path(folder))
 
 
 def lock_target(target: str | os.PathLike[str]) -> FolderLock:
-    """Returns the lock of a file or folder that a rename replaces; the lock is beside it."""
+    """Returns the lock of a file or folder that a rename replaces; the lock file is beside it."""
     path = Path(target).expanduser().resolve()
-    return FolderLock(path.with_name(f".{path.name}{LOCK}"), Path(target))
+    return FolderLock(path.with_name(f".{path.name}{LOCK_NAME}"), Path(target))
 
 
 def require_lock(folder: str | os.PathLike[str]) -> None:
     """Raises LockLost if this process held the folder's lock and lost it."""
-    lock = _locks.get(Path(folder).expanduser().resolve() / LOCK)
+    lock = _locks.get(Path(folder).expanduser().resolve() / LOCK_NAME)
     if lock is not None:
         lock.raise_if_lost()
 
 
 def _link(draft: Path, target: Path) -> bool:
-    """Links `target` to the draft unless it exists; only one of many callers gets True."""
+    """Links `target` to the draft unless `target` exists; only one of many callers gets True."""
     try:
         try:
             os.link(draft, target)
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in _HARD_LINKS_UNSUPPORTED:
                 raise
             with target.open("xb") as file:
                 file.write(draft.read_bytes())
@@ -246,29 +250,32 @@ def _link(draft: Path, target: Path) -> bool:
 
 
 def _read(path: Path) -> tuple[Holder | None, int]:
-    """Returns the holder and its last touch in nanoseconds; (None, 0) without a file."""
+    """Returns the holder and the file's mtime in nanoseconds; (None, 0) without a file."""
     try:
         with path.open("rb") as file:  # opening revalidates the attributes that NFS caches
-            content, last_touch = file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns
+            content, mtime_ns = file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None, 0
     with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
         holder = Holder(**json.loads(content))
         if holder.token.isalnum() and isinstance(holder.pid, int):
-            return holder, last_touch
+            return holder, mtime_ns
     # A partly written or invalid file is identified by a checksum of its content.
-    return Holder(token=f"unreadable{zlib.crc32(content):x}"), last_touch
+    return Holder(token=f"unreadable{zlib.crc32(content):x}"), mtime_ns
 
 
-def _is_live(holder: Holder, path: Path, draft: Path) -> bool:
-    """Whether the holder runs or, on another machine, touches its file."""
+def _is_alive(holder: Holder, path: Path, draft: Path) -> bool:
+    """Whether the holder's process runs or, on another machine, touches the lock file `path`.
+
+    The draft is touched to read the file server's clock.
+    """
     if holder.is_on_this_machine:
         return holder.is_running
-    (current, last_touch), start = _read(path), time.monotonic()
+    (current, mtime_ns), start = _read(path), time.monotonic()
     has_warned = False
     while current == holder:
         os.utime(draft)
-        age_s = (draft.stat().st_mtime_ns - last_touch) / 1e9  # by the file server's clock
+        age_s = (draft.stat().st_mtime_ns - mtime_ns) / 1e9  # by that clock
         if age_s > DEAD_AFTER_S or time.monotonic() - start > DEAD_AFTER_S:
             return False
         if not has_warned:
@@ -278,13 +285,13 @@ def _is_live(holder: Holder, path: Path, draft: Path) -> bool:
             )  # fmt: skip
         has_warned = True
         time.sleep(HEARTBEAT_S / 5)
-        previous_touch, (current, last_touch) = last_touch, _read(path)
-        if current == holder and last_touch != previous_touch:
+        previous_mtime_ns, (current, mtime_ns) = mtime_ns, _read(path)
+        if current == holder and mtime_ns != previous_mtime_ns:
             return True
-    return False  # released or taken by another holder: the caller reads it again
+    return False  # released, or taken by another process: the caller reads the file again
 
 
-def _machine() -> tuple[str, str, str]:
+def _machine_identity() -> tuple[str, str, str]:
     """Returns the host name, boot ID and PID namespace of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -296,7 +303,7 @@ def _machine() -> tuple[str, str, str]:
         return platform.node(), boot, ""
 
 
-def _started(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Returns the start time of a local process in kernel ticks; None if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -307,4 +314,4 @@ def _started(pid: int) -> str | None:
                 os.kill(pid, 0)
             except (ProcessLookupError, OverflowError):
                 return None
-        return _UNKNOWN
+        return _UNKNOWN_START_TIME

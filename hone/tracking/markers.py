@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from hone.types import Function, JsonValue, Settings
 
-TIMING = "timing_s/"
+TIMING_PREFIX = "timing_s/"
 F = TypeVar("F", bound=Function)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,7 +26,7 @@ def simple_timer(
     timing_raw: MutableMapping[str, float],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[None]:
-    """Adds the elapsed seconds of the block to `timing_raw[name]`, also on an exception."""
+    """Adds the elapsed seconds of the block to `timing_raw[name]`, even if the block raises."""
     start = clock()
     try:
         yield
@@ -45,8 +45,8 @@ class Timers:
         return simple_timer(name, self._seconds, self._clock)
 
     def drain(self) -> dict[str, float]:
-        """Returns the metrics and resets the timers."""
-        metrics = {TIMING + name: seconds for name, seconds in self._seconds.items()}
+        """Returns the seconds of each timer as metrics, and resets the timers."""
+        metrics = {TIMING_PREFIX + name: seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return metrics
 
@@ -124,7 +124,7 @@ class DistProfiler:
 
 
 class RolloutTraceConfig:
-    """verl's trace backend; traces are not sent anywhere, and `init` warns about that."""
+    """verl's trace backend; it sends no traces, and `init` logs a warning about that."""
 
     @classmethod
     def init(
@@ -164,8 +164,8 @@ class LocalLogger:
 
     def log(self, data: Mapping[str, JsonValue], step: int) -> None:
         if self.print_to_console:
-            numbers = [f"{k}:{v}" for k, v in data.items() if isinstance(v, int | float)]
-            _print(" - ".join([f"step:{step}", *numbers]))
+            parts = [f"{k}:{v}" for k, v in data.items() if isinstance(v, int | float)]
+            _print(" - ".join([f"step:{step}", *parts]))
 
 
 def print_rank_0(message: str) -> None:
@@ -204,9 +204,9 @@ def log_gpu_memory_usage(
 
     if torch.cuda.is_available():
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        sizes = allocated / 2**30, reserved / 2**30
+        sizes_gib = allocated / 2**30, reserved / 2**30
         message = "%s, memory allocated (GB): %.2f, reserved: %.2f"
-        (logger or logging.getLogger(__name__)).log(level, message, head, *sizes)
+        (logger or logging.getLogger(__name__)).log(level, message, head, *sizes_gib)
 
 
 class GPUMemoryLogger:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, the record of a run: one JSON object per line, with "step" and sorted keys."""
+"""`metrics.jsonl`, the metrics of a run: one JSON object per line, with "step" and sorted keys."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from hone.tracking.atomic import atomic_write_bytes
 from hone.tracking.contract import Number, RunInfo, Scalar, Tracker, TrackerError, as_numbers
 from hone.tracking.lock import require_lock
-from hone.types import JsonObject, Row
+from hone.types import Fields, JsonObject
 
 log = logging.getLogger(__name__)
 
-STEP = "step"
-NONFINITE = "_nonfinite"
+STEP_KEY = "step"
+NONFINITE_KEY = "_nonfinite"
+
+MetricsRow: TypeAlias = Fields
+"""The metrics of one line by name, and its step."""
 
 
 def encode_line(metrics: Mapping[str, Number], step: int) -> str:
@@ -26,20 +30,20 @@ def encode_line(metrics: Mapping[str, Number], step: int) -> str:
     nonfinite: JsonObject = {k: repr(v) for k, v in metrics.items() if not math.isfinite(v)}
     line: JsonObject = {k: None if k in nonfinite else v for k, v in metrics.items()}
     if nonfinite:
-        line[NONFINITE] = nonfinite
-    line[STEP] = step
+        line[NONFINITE_KEY] = nonfinite
+    line[STEP_KEY] = step
     return json.dumps(line, sort_keys=True, allow_nan=False)
 
 
-def decode_line(line: str | bytes) -> Row | None:
+def decode_line(line: str | bytes) -> MetricsRow | None:
     """Decodes a line and restores NaN and infinities; returns None for an incomplete line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or not isinstance(row.get(STEP), int):
+    if not isinstance(row, dict) or not isinstance(row.get(STEP_KEY), int):
         return None
-    nonfinite = row.pop(NONFINITE, None)
+    nonfinite = row.pop(NONFINITE_KEY, None)
     for key, value in nonfinite.items() if isinstance(nonfinite, dict) else ():
         with contextlib.suppress(ValueError, TypeError):  # an invalid entry: the value stays null
             row[key] = float(value)
@@ -47,16 +51,18 @@ def decode_line(line: str | bytes) -> Row | None:
 
 
 class MetricsFile:
-    """Appends metrics, reads them, and truncates them to a step."""
+    """Appends lines of metrics, reads them, and removes those after a step."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def append(self, metrics: Mapping[str, Number | Scalar], step: int) -> None:
-        """Writes one line without buffering."""
+        """Appends one line, without buffering."""
         numbers = as_numbers(metrics)
-        if STEP in numbers and numbers.pop(STEP) != step:
-            raise ValueError(f"metrics contain step={metrics[STEP]} but are logged at step={step}")
+        if STEP_KEY in numbers and numbers.pop(STEP_KEY) != step:
+            raise ValueError(
+                f"metrics contain step={metrics[STEP_KEY]} but are logged at step={step}"
+            )
         line = (encode_line(numbers, step) + "\n").encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -64,19 +70,21 @@ class MetricsFile:
                 # Start a new line after the partial line of a killed writer.
                 file.write(b"\n" + line if self._ends_mid_line() else line)
         except OSError as error:
-            reason = f"cannot append step {step} ({error.strerror}): free space or fix access"
+            reason = (
+                f"cannot append step {step} ({error.strerror}): free space or fix the permissions"
+            )
             raise OSError(error.errno, reason, str(self.path)) from error
 
-    def rows(self) -> Iterator[Row]:
-        """Yields every line in order; skips and logs incomplete ones."""
+    def rows(self) -> Iterator[MetricsRow]:
+        """Yields the metrics of every line; skips incomplete lines and logs a warning for each."""
         for number, row in self.lines():
             if row is not None:
                 yield row
             else:
                 log.warning("%s:%d is not a metrics line; skipped", self.path, number)
 
-    def lines(self) -> Iterator[tuple[int, Row | None]]:
-        """Yields the number and metrics of every non-blank line; None for an incomplete one."""
+    def lines(self) -> Iterator[tuple[int, MetricsRow | None]]:
+        """Yields the number and the metrics of every non-blank line; None if it is incomplete."""
         if not self.path.exists():
             return
         with open(self.path, "rb") as file:
@@ -85,11 +93,11 @@ class MetricsFile:
                     yield number, decode_line(line)
 
     def truncate_after(self, step: int) -> int:
-        """Removes lines after `step` and incomplete ones in one atomic write; returns how many."""
+        """Removes lines after `step` and incomplete lines in one atomic write; returns how many."""
         if not self.path.exists():
             return 0
         lines = [line for line in self.path.read_bytes().split(b"\n") if line.strip()]
-        remaining = [line for line in lines if (row := decode_line(line)) and row[STEP] <= step]
+        remaining = [line for line in lines if (row := decode_line(line)) and row[STEP_KEY] <= step]
         if len(remaining) < len(lines) or self._ends_mid_line():
             atomic_write_bytes(self.path, b"".join(line + b"\n" for line in remaining))
         return len(lines) - len(remaining)
@@ -102,12 +110,12 @@ class MetricsFile:
             return file.read(1) != b"\n"
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
+def read_metrics(path: str | os.PathLike[str]) -> list[MetricsRow]:
     """Reads the lines of a `metrics.jsonl`, or of the one in a run folder."""
-    return list(MetricsFile(metrics_at(path)).rows())
+    return list(MetricsFile(find_metrics_file(path)).rows())
 
 
-def metrics_at(path: str | os.PathLike[str]) -> Path:
+def find_metrics_file(path: str | os.PathLike[str]) -> Path:
     """Returns the `metrics.jsonl` for a path to the file or to its run folder."""
     file = Path(path)
     if file.is_dir():
@@ -119,11 +127,11 @@ def metrics_at(path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def series(rows: list[Row], key: str) -> tuple[list[int], list[float]]:
-    """Returns steps and values of a key, by step; the last value of a repeated step counts."""
-    by_step = {row[STEP]: float(row[key]) for row in rows if row.get(key) is not None}
-    steps = sorted(by_step)
-    return steps, [by_step[step] for step in steps]
+def series(rows: list[MetricsRow], key: str) -> tuple[list[int], list[float]]:
+    """Returns the steps and values of a key in order; a repeated step has its last value."""
+    value_by_step = {row[STEP_KEY]: float(row[key]) for row in rows if row.get(key) is not None}
+    steps = sorted(value_by_step)
+    return steps, [value_by_step[step] for step in steps]
 
 
 class JsonlTracker(Tracker):

@@ -7,19 +7,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PURE_METRIC = "high_level_scores/repeat_score/mean"
-"""A run that has it logs PURE's metrics (`trainer.response_metrics`)."""
+"""Only runs with PURE's metrics (`trainer.response_metrics`) have it."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: a title and a metric, or the pattern of metrics that share the chart."""
+    """One chart of one metric, or of all metrics that match a pattern."""
 
     title: str
     metric: str
     is_pattern: bool = False
-    """The pattern is in RE2's syntax, since the tracker's server applies it."""
+    """Whether `metric` is a pattern; its syntax is RE2's, as the tracker's server applies it."""
     y_min: float | None = None
-    """Lowest value of the axis; None fits it to the data."""
+    """The lowest value of the y axis; None fits the axis to the data."""
     expression: str | None = None
     """The expression that a tracker draws instead of the metric."""
 
@@ -43,10 +43,10 @@ class Section:
 
 
 def _mean_panels(prefix: str, *names: str) -> tuple[Panel, ...]:
-    return tuple(Panel(n.replace("/", " "), f"{prefix}/{n}/mean") for n in names)
+    return tuple(Panel(name.replace("/", " "), f"{prefix}/{name}/mean") for name in names)
 
 
-_PARTS = ("whole", "correct", "incorrect")
+_SUBSETS = ("whole", "correct", "incorrect")
 SECTIONS = (
     Section(
         "Validation ACC",
@@ -68,7 +68,10 @@ SECTIONS = (
         "High-Level Pattern",
         (
             *_mean_panels("high_level_scores", "repeat_score", "reflection_pattern_score"),
-            *(Panel(f"response length, {p}", f"response_length/{p}/mean") for p in _PARTS),
+            *(
+                Panel(f"response length, {subset}", f"response_length/{subset}/mean")
+                for subset in _SUBSETS
+            ),
         ),
     ),
     Section(
@@ -82,10 +85,16 @@ SECTIONS = (
     Section(
         "Stability",
         (
-            *(Panel(f"clip ratio, {p}", f"response_length/{p}/clip_ratio") for p in _PARTS),
             *(
-                Panel(f"high repeatness, {p}", f"high_level_scores/high_repeatness_ratio/{p}")
-                for p in _PARTS
+                Panel(f"clip ratio, {subset}", f"response_length/{subset}/clip_ratio")
+                for subset in _SUBSETS
+            ),
+            *(
+                Panel(
+                    f"high repeatness, {subset}",
+                    f"high_level_scores/high_repeatness_ratio/{subset}",
+                )
+                for subset in _SUBSETS
             ),
             Panel("alarms", "alarms/raised"),
         ),

@@ -1,5 +1,5 @@
 "use strict";
-const box = {left: 52, top: 10, width: 318, height: 176, total: 380};
+const plotArea = {left: 52, top: 10, width: 318, height: 176, total: 380};
 function smooth(values, weight, counts) {
   let total = 0, mass = 0;
   return values.map((value, i) => {
@@ -10,7 +10,7 @@ function smooth(values, weight, counts) {
     return total / mass;
   });
 }
-function spread(numbers) {  // a constant curve is drawn through the middle
+function dataRange(numbers) {  // a constant curve is drawn through the middle
   const low = numbers.reduce((a, b) => Math.min(a, b)), high = numbers.reduce((a, b) => Math.max(a, b));
   if (high - low > Math.max(1e-300, 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) return [low, high];
   const half = 0.1 * Math.abs(low) > 1e-300 ? 0.1 * Math.abs(low) : 0.5;
@@ -19,13 +19,13 @@ function spread(numbers) {  // a constant curve is drawn through the middle
 function scaleOf(curves) {
   const raw = curves.map(curve => curve.raw || curve);
   const values = raw.flatMap(points => points.values.filter(value => value !== null));
-  const [x0, x1] = spread(raw.flatMap(points => points.steps));
-  const [low, high] = spread(values.length ? values : [0]), air = 0.05 * (high - low);
-  const y0 = low - air, y1 = high + air;
+  const [x0, x1] = dataRange(raw.flatMap(points => points.steps));
+  const [low, high] = dataRange(values.length ? values : [0]), padding = 0.05 * (high - low);
+  const y0 = low - padding, y1 = high + padding;
   return {
     x0, x1, y0, y1,
-    x: step => (box.left + (step - x0) / (x1 - x0) * box.width).toFixed(1),
-    y: value => (box.top + (1 - (value - y0) / (y1 - y0)) * box.height).toFixed(1),
+    x: step => (plotArea.left + (step - x0) / (x1 - x0) * plotArea.width).toFixed(1),
+    y: value => (plotArea.top + (1 - (value - y0) / (y1 - y0)) * plotArea.height).toFixed(1),
   };
 }
 function pathOf(scale, steps, values) {  // null leaves a gap
@@ -36,9 +36,9 @@ function pathOf(scale, steps, values) {  // null leaves a gap
 function ticks(low, high) {  // multiples of 1, 2 or 5 times a power of ten
   const rough = (high - low) / 4, power = Math.pow(10, Math.floor(Math.log10(rough)));
   const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough * 0.999);
-  const out = [];
-  for (let n = Math.ceil(low / step); n <= Math.floor(high / step); n++) out.push(n * step);
-  return out;
+  const values = [];
+  for (let n = Math.ceil(low / step); n <= Math.floor(high / step); n++) values.push(n * step);
+  return values;
 }
 function tickText(value) {
   for (const [least, unit, letter] of [[1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]]) {
@@ -47,18 +47,18 @@ function tickText(value) {
   return String(Number(value.toPrecision(4)));
 }
 function element(name, attributes, text = "") {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const key in attributes) made.setAttribute(key, attributes[key]);
-  made.textContent = text;
-  return made;
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const key in attributes) node.setAttribute(key, attributes[key]);
+  node.textContent = text;
+  return node;
 }
 function axes(scale) {
   const y = ticks(scale.y0, scale.y1).flatMap(value => [
-    element("path", {class: "grid", d: "M" + box.left + " " + scale.y(value) + "h" + box.width}),
-    element("text", {class: "y", x: box.left - 6, y: scale.y(value), dy: 3}, tickText(value)),
+    element("path", {class: "grid", d: "M" + plotArea.left + " " + scale.y(value) + "h" + plotArea.width}),
+    element("text", {class: "y", x: plotArea.left - 6, y: scale.y(value), dy: 3}, tickText(value)),
   ]);
   const x = ticks(scale.x0, scale.x1).map(step => element(
-    "text", {class: "x", x: scale.x(step), y: box.top + box.height + 16}, Number(step.toPrecision(6))));
+    "text", {class: "x", x: scale.x(step), y: plotArea.top + plotArea.height + 16}, Number(step.toPrecision(6))));
   return [...y, ...x];
 }
 function lines(scale, curve, weight) {
@@ -71,23 +71,23 @@ function lines(scale, curve, weight) {
       "circle", {class: "r" + curve.run, cx: scale.x(step), cy: scale.y(value), r: 2.5})),
   ];
 }
-function nearest(steps, at) {
-  return steps.reduce((best, step, i) => Math.abs(step - at) < Math.abs(steps[best] - at) ? i : best, 0);
+function nearestIndex(steps, target) {
+  return steps.reduce((best, step, i) => Math.abs(step - target) < Math.abs(steps[best] - target) ? i : best, 0);
 }
-function follow(chart, runs) {  // the values under the mouse
+function showValuesUnderMouse(chart, runs) {
   const svg = chart.figure.querySelector("svg"), readout = chart.figure.querySelector("output");
   svg.addEventListener("mousemove", event => {
     const area = svg.getBoundingClientRect(), {x0, x1} = chart.scale;
-    const x = (event.clientX - area.left) / area.width * box.total;
-    const at = x0 + (x - box.left) / box.width * (x1 - x0);
+    const x = (event.clientX - area.left) / area.width * plotArea.total;
+    const step = x0 + (x - plotArea.left) / plotArea.width * (x1 - x0);
     readout.textContent = chart.visible.map(curve => {
-      const i = nearest(curve.steps, at), value = curve.values[i];
+      const i = nearestIndex(curve.steps, step), value = curve.values[i];
       const label = runs.length > 1 ? runs[curve.run] + " " : "";
-      const many = curve.counts && value !== null ? " (mean of " + curve.counts[i] + ")" : "";
-      return label + curve.steps[i] + ": " + (value === null ? "not finite" : Number(value.toPrecision(5))) + many;
+      const meanNote = curve.counts && value !== null ? " (mean of " + curve.counts[i] + ")" : "";
+      return label + curve.steps[i] + ": " + (value === null ? "not finite" : Number(value.toPrecision(5))) + meanNote;
     }).join("\n");
     readout.hidden = false;
-    chart.cursor.setAttribute("d", "M" + x.toFixed(1) + " " + box.top + "v" + box.height);
+    chart.cursor.setAttribute("d", "M" + x.toFixed(1) + " " + plotArea.top + "v" + plotArea.height);
   });
   svg.addEventListener("mouseleave", () => {
     readout.hidden = true;
@@ -124,18 +124,18 @@ function start() {
   }));
   document.querySelectorAll("input[data-filter]").forEach(input => input.addEventListener("input", () => {
     const words = input.value.toLowerCase().split(" ").filter(Boolean);
-    const fits = item => words.every(word => item.dataset.name.toLowerCase().includes(word));
+    const matchesWords = item => words.every(word => item.dataset.name.toLowerCase().includes(word));
     if (input.dataset.filter === "settings") {
       const items = [...document.querySelectorAll(".setting")];
-      items.forEach(item => { item.hidden = !fits(item); });
-      document.getElementById("no-settings").hidden = items.some(fits);
+      items.forEach(item => { item.hidden = !matchesWords(item); });
+      document.getElementById("no-settings").hidden = items.some(matchesWords);
       return;
     }
-    charts.forEach(chart => { chart.matches = fits(chart.figure); });
+    charts.forEach(chart => { chart.matches = matchesWords(chart.figure); });
     if (words.length) document.querySelectorAll(".curves details").forEach(d => { d.open = true; });
     refresh();
   }));
-  charts.forEach(chart => follow(chart, data.runs));
+  charts.forEach(chart => showValuesUnderMouse(chart, data.runs));
   refresh();
 }
 if (typeof document !== "undefined") start();

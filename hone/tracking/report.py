@@ -17,22 +17,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hone.tracking.atomic import atomic_write_text
-from hone.tracking.curve import DEFAULT_WEIGHT, bucket_means, envelope, is_unsmoothed
-from hone.tracking.markers import TIMING
+from hone.tracking.curve import DEFAULT_SMOOTHING, bucket_means, envelope, is_unsmoothed
+from hone.tracking.markers import TIMING_PREFIX
 from hone.tracking.panels import PURE_METRIC, SECTIONS
 from hone.tracking.report_data import RunData, load_run
-from hone.tracking.run_folder import labels_of
+from hone.tracking.run_folder import unique_labels
 from hone.types import JsonObject, JsonValue
 
 CHARACTERS_SHOWN = 4000
 POINTS_DRAWN = 500
-OVERVIEW = re.compile(
+OVERVIEW_METRICS = re.compile(
     r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/(score|rewards)/mean|critic/vf_explained_var"
     r"|actor/(kl_loss|ppo_kl|entropy|pg_loss|grad_norm)|response_length/(mean|clip_ratio)"
     r"|perf/throughput|(train|val)/loss"
 )
-"""Charts that are open at first; the others are grouped by the first part of their name."""
-SUMMARY = re.compile(r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/score/mean|val/loss")
+"""Metrics whose charts are open at first; others are grouped by the first part of their name."""
+SUMMARY_METRICS = re.compile(
+    r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/score/mean|val/loss"
+)
 TIMERS_OUTSIDE_STEP = ("testing", "save_checkpoint")
 """Timers that `timing_s/step` does not include."""
 RUN_COLOURS = (
@@ -41,7 +43,7 @@ RUN_COLOURS = (
 )
 PART_COLOURS = (*RUN_COLOURS, "#a16207", "#94a3b8")
 GOLDEN_ANGLE = 137.508
-"""Degrees of hue between the colours of further runs."""
+"""Degrees of hue between the colours of two runs that RUN_COLOURS has no colour for."""
 
 # Control characters, and Unicode marks that reverse or hide text.
 _INVISIBLE = re.compile(
@@ -53,7 +55,9 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     """Reads the run folders and writes the page to `out`."""
     if not runs:
         raise ValueError("a report needs at least one run folder")
-    run_data = [load_run(path, label) for path, label in zip(runs, labels_of(runs), strict=True)]
+    run_data = [
+        load_run(path, label) for path, label in zip(runs, unique_labels(runs), strict=True)
+    ]
     return atomic_write_text(out, render(run_data))
 
 
@@ -62,23 +66,23 @@ def render(runs: Sequence[RunData]) -> str:
     from jinja2 import Environment, FileSystemLoader
 
     folder = Path(__file__).parent
-    pages = Environment(
+    environment = Environment(
         loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    pages.filters |= {"visible": visible, "number": number}
+    environment.filters |= {"excerpt": excerpt, "number": format_number}
     css = (folder / "report.css").read_text(encoding="utf-8") + _colours(len(runs))
     script = (folder / "report.js").read_text(encoding="utf-8")
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
         f"style-src '{_csp_hash(css)}'; script-src '{_csp_hash(script)}'"
     )
-    names = sorted({key for run in runs for key in run.metric_names()})
-    summary = [key for key in names if SUMMARY.fullmatch(key)]
-    groups = _groups(runs, names)
+    metric_names = sorted({key for run in runs for key in run.metric_names()})
+    summary_keys = [key for key in metric_names if SUMMARY_METRICS.fullmatch(key)]
+    groups = _group_metrics(runs, metric_names)
     charts = [_curves(key, runs) for keys in groups.values() for key in keys]
     data = json.dumps({"runs": [run.label for run in runs], "charts": charts}, allow_nan=False)
     *others, last = (run.label for run in runs)
-    return pages.get_template("report.html").render(
+    return environment.get_template("report.html").render(
         runs=runs,
         title=f"{', '.join(others)} and {last}" if others else last,
         policy=policy,
@@ -86,26 +90,26 @@ def render(runs: Sequence[RunData]) -> str:
         script=script,
         # Inside a script element only `<` can end the element or open a comment.
         chart_data=data.replace("<", "\\u003c"),
-        weight=DEFAULT_WEIGHT,
-        summary_keys=summary,
-        result_of=result_of,
-        headline=lambda run: _headline(run, summary),
+        weight=DEFAULT_SMOOTHING,
+        summary_keys=summary_keys,
+        metric_result=metric_result,
+        headline=lambda run: _headline(run, summary_keys),
         curve_groups=groups,
         open_groups=["overview", *(section.name for section in SECTIONS if section.is_open)],
-        time_of=time_of,
-        settings=_settings(runs),
+        time_breakdown=time_breakdown,
+        config_rows=_config_rows(runs),
     )
 
 
-def visible(text: str, limit: int = CHARACTERS_SHOWN) -> str:
-    """Escapes invisible characters and truncates at `limit`; the template escapes HTML."""
+def excerpt(text: str, limit: int = CHARACTERS_SHOWN) -> str:
+    """Truncates the text at `limit` and escapes invisible characters; the template escapes HTML."""
     content = text.replace("\r\n", "\n")
     printable = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", content[:limit])
     excess = len(content) - limit
     return printable + (f" … {excess:,} more characters" if excess > 0 else "")
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
@@ -127,8 +131,8 @@ def _colours(run_count: int) -> str:
     return runs + "".join(parts)
 
 
-class Result(NamedTuple):
-    """First, last and best value of a metric in a run."""
+class MetricResult(NamedTuple):
+    """The first, last and best value of a metric in a run."""
 
     key: str
     first: float
@@ -137,30 +141,35 @@ class Result(NamedTuple):
     best_step: int
 
 
-def result_of(run: RunData, key: str) -> Result | None:
-    """Returns the result of a run for a metric; None if it has no finite value."""
-    steps, values = run.metrics.of(key).finite()
+def metric_result(run: RunData, key: str) -> MetricResult | None:
+    """Returns None if the metric has no finite value in this run."""
+    steps, values = run.metrics.get(key).finite_points()
     if not len(values):
         return None
     best = values.argmin() if key.endswith("loss") else values.argmax()
-    return Result(key, values[0], values[-1], values[best], steps[best])
+    return MetricResult(key, values[0], values[-1], values[best], steps[best])
 
 
-def _headline(run: RunData, keys: Sequence[str]) -> Result | None:
-    """Returns the main result, which is a held-out one if there is one."""
-    by_rank = sorted(keys, key=lambda key: (not key.startswith("val"), key))
-    return next(filter(None, (result_of(run, key) for key in by_rank)), None)
+def _headline(run: RunData, keys: Sequence[str]) -> MetricResult | None:
+    """Returns the main result, preferably of a held-out metric."""
+    ordered_keys = sorted(keys, key=lambda key: (not key.startswith("val"), key))
+    return next(filter(None, (metric_result(run, key) for key in ordered_keys)), None)
 
 
-def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str]]:
-    """Groups metric names: overview (without duplicates), PURE's panels, and the others."""
-    overview = [key for key in names if OVERVIEW.fullmatch(key)]
-    overview.sort(key=lambda key: (not key.startswith("val-core/"), not SUMMARY.fullmatch(key)))
-    by_values: dict[tuple[bytes, ...], str] = {}
+def _group_metrics(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str]]:
+    """Returns metric names by group: the overview, PURE's sections, and one group per prefix.
+
+    The overview has only one of several metrics with equal values.
+    """
+    overview = [key for key in names if OVERVIEW_METRICS.fullmatch(key)]
+    overview.sort(
+        key=lambda key: (not key.startswith("val-core/"), not SUMMARY_METRICS.fullmatch(key))
+    )
+    key_by_values: dict[tuple[bytes, ...], str] = {}
     for key in overview:
-        values = tuple(numbers.tobytes() for run in runs for numbers in run.metrics.of(key))
-        by_values.setdefault(values, key)
-    groups = {"overview": list(by_values.values())}
+        values = tuple(numbers.tobytes() for run in runs for numbers in run.metrics.get(key))
+        key_by_values.setdefault(values, key)
+    groups = {"overview": list(key_by_values.values())}
     if PURE_METRIC in names:
         sections = {section.name: section.metrics_among(names) for section in SECTIONS}
         groups |= {name: keys for name, keys in sections.items() if keys}
@@ -172,17 +181,17 @@ def _groups(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str
 
 
 def _curves(key: str, runs: Sequence[RunData]) -> list[JsonObject]:
-    """Returns the curves of a metric; long ones have bucket means, and extremes in `raw`."""
+    """Returns the curve of each run; long curves have bucket means, and in `raw` the extremes."""
     curves: list[JsonObject] = []
     for index, run in enumerate(runs):
-        steps, values = run.metrics.of(key)
+        steps, values = run.metrics.get(key)
         if not len(steps):
             continue
         curve: JsonObject = {"run": index, "as_is": is_unsmoothed(key, len(steps))}
         if len(steps) > POINTS_DRAWN:
-            buckets = POINTS_DRAWN // 2
-            curve["raw"] = _points(*envelope(steps, values, buckets - 1))
-            means = bucket_means(steps, values, buckets)
+            num_buckets = POINTS_DRAWN // 2
+            curve["raw"] = _points(*envelope(steps, values, num_buckets - 1))
+            means = bucket_means(steps, values, num_buckets)
             curve |= {"counts": list(means.counts), **_points(means.steps, means.values)}
         else:
             curve |= _points(steps.tolist(), values.tolist())
@@ -196,49 +205,59 @@ def _points(steps: list[int], values: list[float]) -> dict[str, JsonValue]:
 
 
 class TimePart(NamedTuple):
-    """Seconds of a timer, its share of the total, its number of calls, and the start of its bar."""
+    """The total seconds of a timer, and its place in the bar of the run."""
 
     name: str
     seconds: float
     share: float
-    times: int
-    start: float
+    """Fraction of the run's total."""
+    num_steps: int
+    """Number of steps that have the timer."""
+    bar_start: float
+    """From 0 to 1000."""
 
 
-def time_of(run: RunData) -> tuple[list[TimePart], bool]:
-    """Returns the timers of a run, the rest of the step as "other", and whether timers overlap."""
+def time_breakdown(run: RunData) -> tuple[list[TimePart], bool]:
+    """Returns the timers of a run, with the rest as "other", and whether timers overlap."""
     # Nested names (`timing_s/agent_loop/…`) and `gen_max` are parts of timers that are counted.
-    timers = [key for key in run.metric_names() if re.fullmatch(f"{TIMING}[^/]+", key)]
-    timer_values = {key.removeprefix(TIMING): run.metrics.of(key).finite().values for key in timers}
+    timers = [key for key in run.metric_names() if re.fullmatch(f"{TIMING_PREFIX}[^/]+", key)]
+    timer_values = {
+        key.removeprefix(TIMING_PREFIX): run.metrics.get(key).finite_points().values
+        for key in timers
+    }
     timer_values.pop("gen_max", None)
     step_seconds = float(sum(timer_values.pop("step", [])))
     if step_seconds:
         step_seconds += sum(float(sum(timer_values.get(name, []))) for name in TIMERS_OUTSIDE_STEP)
     totals = {name: float(sum(values)) for name, values in timer_values.items() if len(values)}
-    ordered = sorted(totals, key=lambda name: (totals[name], name), reverse=True)
+    ordered_names = sorted(totals, key=lambda name: (totals[name], name), reverse=True)
     timed_seconds = sum(totals.values())
     if totals and step_seconds > timed_seconds:
         totals["other"] = step_seconds - timed_seconds
-        ordered.append("other")
+        ordered_names.append("other")
     total_seconds = max(step_seconds, timed_seconds) or 1.0
     parts: list[TimePart] = []
-    for name in ordered:
-        start = parts[-1].start + 1000 * parts[-1].share if parts else 0.0
-        share, times = totals[name] / total_seconds, len(timer_values.get(name, ()))
-        parts.append(TimePart(name, totals[name], share, times, start))
+    for name in ordered_names:
+        bar_start = parts[-1].bar_start + 1000 * parts[-1].share if parts else 0.0
+        share, num_steps = totals[name] / total_seconds, len(timer_values.get(name, ()))
+        parts.append(TimePart(name, totals[name], share, num_steps, bar_start))
     return parts, bool(step_seconds) and timed_seconds > step_seconds * 1.02
 
 
-def _settings(runs: Sequence[RunData]) -> list[tuple[str, bool, list[tuple[str, str]]]]:
+def _config_rows(runs: Sequence[RunData]) -> list[tuple[str, bool, list[tuple[str, str]]]]:
     """Returns every config key, whether the runs differ in it, and its value and origin per run."""
 
-    def cell(run: RunData, key: str) -> tuple[str, str]:
+    def value_and_origin(run: RunData, key: str) -> tuple[str, str]:
         if key not in run.config:
             return "–", ""
         return run.config[key], "" if run.origins is None else str(run.origins.get(key, "default"))
 
     keys = dict.fromkeys(key for run in runs for key in run.config)
     return [
-        (key, len({run.config.get(key) for run in runs}) > 1, [cell(run, key) for run in runs])
+        (
+            key,
+            len({run.config.get(key) for run in runs}) > 1,
+            [value_and_origin(run, key) for run in runs],
+        )
         for key in keys
     ]

@@ -15,31 +15,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.tracking.contract import flatten
-from hone.tracking.metrics_file import STEP, MetricsFile, metrics_at
+from hone.tracking.metrics_file import STEP_KEY, MetricsFile, MetricsRow, find_metrics_file
 from hone.tracking.report_samples import Sample, StepFiles, best_and_worst, read_samples
 from hone.tracking.run_folder import RunFolder, step_files
-from hone.types import Fields, Row
+from hone.types import Fields
 
 PROMPTS_SHOWN = 6
 VALIDATIONS_SHOWN = 12
 HUGE = 1e300
-"""Larger values are shown as infinite, because their sums and differences could overflow."""
-LARGEST_STEP = 2**62
-NO_ROLLOUTS = (
-    "no responses of training steps are here (rollouts/step_N.parquet): "
-    "trainer.rollout_steps_to_keep or trainer.rollout_data_dir keeps them"
+"""Larger values are treated as infinite, because their sums and differences could overflow."""
+MAX_STEP = 2**62
+NO_ROLLOUTS_NOTE = (
+    "no responses of training steps were kept (rollouts/step_N.parquet); "
+    "set trainer.rollout_steps_to_keep or trainer.rollout_data_dir"
 )
 
 
 class Series(NamedTuple):
-    """The values of one key, ordered by step; the last value of a repeated step counts."""
+    """The values of one key, ordered by step; a repeated step has its last value."""
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
 
-    def finite(self) -> Series:
-        finite = np.isfinite(self.values)
-        return Series(self.steps[finite], self.values[finite])
+    def finite_points(self) -> Series:
+        is_finite = np.isfinite(self.values)
+        return Series(self.steps[is_finite], self.values[is_finite])
 
 
 EMPTY_SERIES = Series(np.empty(0, np.int64), np.empty(0))
@@ -47,13 +47,14 @@ EMPTY_SERIES = Series(np.empty(0, np.int64), np.empty(0))
 
 @dataclass
 class RunMetrics:
-    """All series of a run by key, and the first and last step of any line."""
+    """All series of a run by key."""
 
     series: dict[str, Series] = field(default_factory=dict)
-    steps: tuple[int, int] | None = None
+    step_range: tuple[int, int] | None = None
+    """The first and last step of any line; None without lines."""
     notes: list[str] = field(default_factory=list)
 
-    def of(self, key: str) -> Series:
+    def get(self, key: str) -> Series:
         return self.series.get(key, EMPTY_SERIES)
 
 
@@ -64,11 +65,11 @@ class RunData:
     label: str
     metrics: RunMetrics
     config: dict[str, str] = field(default_factory=dict)
-    """Dotted key -> value as JSON text."""
+    """Dotted key → value as JSON text."""
     origins: Fields | None = None
-    """Dotted key -> where it was set; other keys have their default. None if not recorded."""
+    """Dotted key → where it was set; other keys have their default. None if not recorded."""
     validation: dict[str, list[Sample]] = field(default_factory=dict)
-    """Prompt -> its response at each validation, oldest first."""
+    """Prompt → its response at each validation, oldest first."""
     best: list[Sample] = field(default_factory=list)
     worst: list[Sample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -79,63 +80,68 @@ class RunData:
 
 def load_run(path: str | os.PathLike[str], label: str) -> RunData:
     """Loads a run from its folder or its `metrics.jsonl`."""
-    file = metrics_at(path)
+    file = find_metrics_file(path)
     folder = RunFolder(file.parent)
     metrics = load_metrics(file)
     run = RunData(label, metrics, notes=list(metrics.notes))
-    if metrics.steps is None:
-        run.notes.append("metrics.jsonl has no step: the run has not finished a step")
-    run.notes += _alarms(metrics)
+    if metrics.step_range is None:
+        run.notes.append("metrics.jsonl has no line: the run has not finished a step")
+    run.notes += _alarm_notes(metrics)
     if not folder.config_file.exists():
         run.notes.append(f"no {folder.config_file.name}")
-    run.config = _read_keys(folder.config_file, folder.read_config, _flat, run.notes) or {}
-    run.origins = _read_keys(folder.origins_file, folder.read_origins, dict, run.notes)
-    validations = _samples(folder.validation, run, "trainer.validation_data_dir")
+    run.config = (
+        _read_settings(folder.config_file, folder.read_config, _flatten_to_json, run.notes) or {}
+    )
+    run.origins = _read_settings(folder.origins_file, folder.read_origins, dict, run.notes)
+    validations = _find_sample_files(folder.validation, run, "trainer.validation_data_dir")
     run.validation = _validation_by_prompt(validations, run.notes)
-    rollouts = _samples(folder.rollouts, run, "trainer.rollout_data_dir")
+    rollouts = _find_sample_files(folder.rollouts, run, "trainer.rollout_data_dir")
     run.best, run.worst = best_and_worst(rollouts, run.notes)
     if not rollouts:
-        run.notes.append(NO_ROLLOUTS)
+        run.notes.append(NO_ROLLOUTS_NOTE)
     return run
 
 
-def _alarms(metrics: RunMetrics) -> list[str]:
+def _alarm_notes(metrics: RunMetrics) -> list[str]:
     """Returns a note for each alarm that the run raised (`trainer.alarms`)."""
     notes = []
     for key in sorted(metrics.series):
         name = key.removeprefix("alarms/")
-        steps = metrics.of(key).steps[metrics.of(key).values > 0]
+        steps = metrics.get(key).steps[metrics.get(key).values > 0]
         if name not in (key, "raised") and len(steps):
             notes.append(f"alarm {name} in {len(steps)} steps, first in step {steps[0]}")
     return notes
 
 
-def _flat(config: Fields) -> Fields:
+def _flatten_to_json(config: Fields) -> Fields:
     return {key: json.dumps(value, default=str) for key, value in flatten(config)}
 
 
-def _read_keys(
+def _read_settings(
     file: Path, read: Callable[[], Fields], convert: Callable[[Fields], Fields], notes: list[str]
 ) -> Fields | None:
-    """Returns the keys of a file, or None if it is missing or (with a note) unreadable."""
+    """Returns the settings in a file, or None if it is missing or unreadable.
+
+    An unreadable file adds a note.
+    """
     import yaml
 
     if not file.exists():
         return None
     try:
-        keys = read()
-        if isinstance(keys, dict):
-            return convert(keys)
+        settings = read()
+        if isinstance(settings, dict):
+            return convert(settings)
         notes.append(f"{file.name} is skipped: it has no keys")
     except (yaml.YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
         notes.append(f"{file.name} cannot be read and is skipped: {_one_line(error)}")
     return None
 
 
-def _samples(default: Path, run: RunData, key: str) -> StepFiles:
-    """Returns the sample files in the run folder, or in the folder set by the run's config."""
-    setting = json.loads(run.config.get(key, "null"))
-    folders = [default, Path(setting)] if isinstance(setting, str) else [default]
+def _find_sample_files(default_folder: Path, run: RunData, folder_key: str) -> StepFiles:
+    """Returns the sample files in the default folder, or in the one that the config key sets."""
+    setting = json.loads(run.config.get(folder_key, "null"))
+    folders = [default_folder, Path(setting)] if isinstance(setting, str) else [default_folder]
     for folder in folders:
         try:
             if files := step_files(folder):
@@ -146,17 +152,20 @@ def _samples(default: Path, run: RunData, key: str) -> StepFiles:
 
 
 def _validation_by_prompt(files: StepFiles, notes: list[str]) -> dict[str, list[Sample]]:
-    """Returns prompts of the last validation, with samples of evenly spaced validations."""
+    """Returns samples of evenly spaced validations, by prompt of the last validation."""
     if len(files) > VALIDATIONS_SHOWN:
-        gap = (len(files) - 1) / (VALIDATIONS_SHOWN - 1)
-        files = [files[round(i * gap)] for i in range(VALIDATIONS_SHOWN)]
+        spacing = (len(files) - 1) / (VALIDATIONS_SHOWN - 1)
+        files = [files[round(i * spacing)] for i in range(VALIDATIONS_SHOWN)]
     by_file = [read_samples(step, path, notes) for step, path in files]
     if not by_file:
         return {}
     prompts = list(dict.fromkeys(sample.prompt for sample in by_file[-1]))[:PROMPTS_SHOWN]
     # The first of several responses to a prompt is shown.
-    firsts = [{sample.prompt: sample for sample in reversed(samples)} for samples in by_file]
-    return {prompt: [first[prompt] for first in firsts if prompt in first] for prompt in prompts}
+    first_samples = [{sample.prompt: sample for sample in reversed(samples)} for samples in by_file]
+    return {
+        prompt: [by_prompt[prompt] for by_prompt in first_samples if prompt in by_prompt]
+        for prompt in prompts
+    }
 
 
 def _one_line(error: Exception) -> str:
@@ -164,66 +173,66 @@ def _one_line(error: Exception) -> str:
 
 
 def load_metrics(file: Path) -> RunMetrics:
-    """Reads a `metrics.jsonl` line by line, which needs less memory than all dictionaries."""
-    bad_lines: list[int] = []
+    """Reads a `metrics.jsonl` line by line, which needs less memory than a list of its rows."""
+    bad_lines: list[int] = []  # line numbers
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[MetricsRow]:
         for number, row in MetricsFile(file).lines():
             if row is None:
                 bad_lines.append(number)
             else:
                 yield row
 
-    metrics = metrics_of(rows())
+    metrics = collect_series(rows())
     if bad_lines:
-        amount = f"{_lines(len(bad_lines))}, the first being line {bad_lines[0]}"
-        metrics.notes.append(f"{file.name}: skipped lines that are not metrics ({amount})")
+        count = f"{_count_text(len(bad_lines))}, the first being line {bad_lines[0]}"
+        metrics.notes.append(f"{file.name}: skipped lines that are not metrics ({count})")
     return metrics
 
 
-def metrics_of(rows: Iterable[Row]) -> RunMetrics:
+def collect_series(rows: Iterable[MetricsRow]) -> RunMetrics:
     """Builds the series from the rows of `decode_line`."""
-    steps_of: dict[str, array[int]] = defaultdict(lambda: array("q"))
-    values_of: dict[str, array[float]] = defaultdict(lambda: array("d"))
-    invalid: Counter[str] = Counter()
-    metrics, dropped_lines = RunMetrics(), 0
+    steps_by_key: dict[str, array[int]] = defaultdict(lambda: array("q"))
+    values_by_key: dict[str, array[float]] = defaultdict(lambda: array("d"))
+    invalid_counts: Counter[str] = Counter()
+    metrics, num_skipped_lines = RunMetrics(), 0
     for row in rows:
-        step = row[STEP]
-        if abs(step) > LARGEST_STEP:
-            dropped_lines += 1
+        step = row[STEP_KEY]
+        if abs(step) > MAX_STEP:
+            num_skipped_lines += 1
             continue
-        first, last = metrics.steps or (step, step)
-        metrics.steps = min(first, step), max(last, step)
+        first, last = metrics.step_range or (step, step)
+        metrics.step_range = min(first, step), max(last, step)
         for key, value in row.items():
-            if key == STEP:
+            if key == STEP_KEY:
                 continue
             try:
-                values_of[key].append(value)
+                values_by_key[key].append(value)
             except (TypeError, OverflowError):  # null, text, a list; an integer beyond floats
-                invalid[key] += 1
+                invalid_counts[key] += 1
             else:
-                steps_of[key].append(step)
-    if dropped_lines:
-        metrics.notes.append(f"{_lines(dropped_lines)} skipped: the step is beyond ±2^62")
-    for key in sorted(values_of):
-        if invalid[key]:
+                steps_by_key[key].append(step)
+    if num_skipped_lines:
+        metrics.notes.append(f"{_count_text(num_skipped_lines)} skipped: the step is beyond ±2^62")
+    for key in sorted(values_by_key):
+        if invalid_counts[key]:
             metrics.notes.append(
-                f"{key}: skipped where it is not a number ({_lines(invalid[key])})"
+                f"{key}: skipped where it is not a number ({_count_text(invalid_counts[key])})"
             )
-        if values_of[key]:
-            values = np.array(values_of.pop(key))
-            huge = np.isfinite(values) & (np.abs(values) > HUGE)
-            if huge.any():
-                values[huge] = np.copysign(np.inf, values[huge])
-                amount = _lines(int(huge.sum()))
-                metrics.notes.append(f"{key}: not drawn where it is beyond ±{HUGE:.0e} ({amount})")
-            steps = np.array(steps_of.pop(key))
+        if values_by_key[key]:
+            values = np.array(values_by_key.pop(key))
+            is_huge = np.isfinite(values) & (np.abs(values) > HUGE)
+            if is_huge.any():
+                values[is_huge] = np.copysign(np.inf, values[is_huge])
+                count = _count_text(int(is_huge.sum()))
+                metrics.notes.append(f"{key}: not drawn where it is beyond ±{HUGE:.0e} ({count})")
+            steps = np.array(steps_by_key.pop(key))
             order = np.argsort(steps, kind="stable")
             steps, values = steps[order], values[order]
-            last = np.append(steps[1:] != steps[:-1], True)
-            metrics.series[key] = Series(steps[last], values[last])
+            is_last_of_step = np.append(steps[1:] != steps[:-1], True)
+            metrics.series[key] = Series(steps[is_last_of_step], values[is_last_of_step])
     return metrics
 
 
-def _lines(count: int) -> str:
+def _count_text(count: int) -> str:
     return "1 line" if count == 1 else f"{count:,} lines"

@@ -13,18 +13,19 @@ from pathlib import Path
 from hone.types import JsonObject, JsonValue
 
 EXTREMES_SHOWN = 5
-LARGEST = 1e300
-"""Larger numbers of a turn or tool, and NaN, are treated as missing."""
+MAX_NUMBER = 1e300
+"""A larger number or NaN in a turn or tool call counts as missing."""
 StepFiles = list[tuple[int, Path]]
+"""Step and path of each file."""
 Rank = tuple[float, int, int, int]
-"""Signed score, negated step, row index and file index of a response; the lowest comes first."""
+"""Signed score, negated step, row index and file index of a response; the lowest rank is first."""
 JSON_COLUMNS = ("turns", "tool_outputs", "reward_scores")
 COLUMNS = ("uid", "prompt_text", "response_text", "score", *JSON_COLUMNS)
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call of the model: its name with arguments, and its reward."""
+    """A tool call of the model: the tool's name with the arguments, and the reward of the call."""
 
     text: str
     reward: float | None
@@ -32,7 +33,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a response of several turns."""
+    """One turn of a response that has several."""
 
     role: str
     text: str
@@ -41,8 +42,8 @@ class Turn:
     reward: float | None = None
     """Reward of the turn from tools and interactions."""
     tokens: float | None = None
-    is_learned: bool = True
-    """Whether its tokens have loss mask 1."""
+    is_trained_on: bool = True
+    """Whether the loss mask of its tokens is 1."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,7 @@ class Sample:
     prompt: str
     response: str
     score: float | None
-    parts: dict[str, float] = field(default_factory=dict)
-    """Reward parts by name."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
     turns: tuple[Turn, ...] = ()
     """Empty for a response of one turn."""
     trajectory_scores: dict[str, float] = field(default_factory=dict)
@@ -63,59 +63,68 @@ class Sample:
 
 
 def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
-    """Reads every row of a file; a missing column is empty."""
-    table = _columns(path, COLUMNS, notes, "reward/")
+    """Reads every row of a file; values of missing columns are empty."""
+    table = _read_columns(path, COLUMNS, notes, "reward/")
     count = max(map(len, table.values()), default=0)
-    scores = _scores(table.get("score", [None] * count), path, notes)
+    scores = _parse_scores(table.get("score", [None] * count), path, notes)
     samples = []
-    for number in range(count):
-        row = {name: column[number] for name, column in table.items()}
-        turns, outputs, rewards = (_parse(row.get(name)) for name in JSON_COLUMNS)
+    for index in range(count):
+        row = {name: column[index] for name, column in table.items()}
+        turns, tool_outputs, trajectory_scores = (
+            _parse_json(row.get(name)) for name in JSON_COLUMNS
+        )
         texts = ["" if row.get(name) is None else str(row[name]) for name in COLUMNS[:3]]
-        parts = {n.removeprefix("reward/"): _total(v) for n, v in row.items() if n[:7] == "reward/"}
+        reward_parts = {
+            name.removeprefix("reward/"): _total(value)
+            for name, value in row.items()
+            if name.startswith("reward/")
+        }
         samples.append(
             Sample(
                 step=step,
                 uid=texts[0],
                 prompt=texts[1],
                 response=texts[2],
-                score=scores[number],
-                parts=_numbers(parts),
-                turns=_turns(turns, outputs),
-                trajectory_scores=_numbers(rewards),
+                score=scores[index],
+                reward_parts=_numbers(reward_parts),
+                turns=_parse_turns(turns, tool_outputs),
+                trajectory_scores=_numbers(trajectory_scores),
             )
         )
     return samples
 
 
-def _turns(turns: JsonValue, outputs: JsonValue) -> tuple[Turn, ...]:
+def _parse_turns(turns: JsonValue, tool_outputs: JsonValue) -> tuple[Turn, ...]:
     """Parses the turns of a response with their tool calls; malformed values are skipped."""
-    tool_calls = [_call(output) for output in _objects(outputs)]
-    calls = iter(tool_calls)
+    tool_calls = [_parse_tool_call(output) for output in _objects(tool_outputs)]
+    remaining_calls = iter(tool_calls)
     return tuple(
         Turn(
             role=str(turn.get("role", "")),
             text=str(turn.get("text", "")),
             score=_number(turn.get("score")),
             calls=tuple(
-                islice(calls, int(min(max(_number(turn.get("calls")) or 0, 0), len(tool_calls))))
+                islice(
+                    remaining_calls,
+                    int(min(max(_number(turn.get("calls")) or 0, 0), len(tool_calls))),
+                )
             ),
             reward=_number(turn.get("reward")),
             tokens=_number(turn.get("tokens")),
-            is_learned=turn.get("mask", turn.get("role") == "assistant") in (1, True),
+            is_trained_on=turn.get("mask", turn.get("role") == "assistant") in (1, True),
         )
         for turn in _objects(turns)
     )
 
 
-def _call(output: JsonObject) -> ToolCall:
+def _parse_tool_call(output: JsonObject) -> ToolCall:
     arguments = output.get("arguments")
     items = arguments.items() if isinstance(arguments, dict) else ()
     arguments_text = ", ".join(f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in items)
     return ToolCall(f"{output.get('name', '')}({arguments_text})", _number(output.get("reward")))
 
 
-def _parse(text: JsonValue) -> JsonValue:
+def _parse_json(text: JsonValue) -> JsonValue:
     try:
         return json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
@@ -132,7 +141,7 @@ def _numbers(value: JsonValue | dict[str, float | None]) -> dict[str, float]:
 
 
 def _number(value: JsonValue) -> float | None:
-    return float(value) if isinstance(value, int | float) and abs(value) <= LARGEST else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= MAX_NUMBER else None
 
 
 def _total(part: JsonValue) -> float | None:
@@ -143,54 +152,60 @@ def _total(part: JsonValue) -> float | None:
 
 
 def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:
-    """Returns the best and worst responses of a run, one per prompt; the latest of equal scores."""
+    """Returns the best and the worst responses of a run, one per prompt.
+
+    Of equal scores, the latest counts.
+    """
     best: dict[int, Rank] = {}
     worst: dict[int, Rank] = {}
-    for number, (step, path) in enumerate(files):
-        table = _columns(path, ("score", "prompt_text", "uid"), notes)
-        scores = _scores(table.get("score", []), path, notes)
-        # The key is the text, because a `uid` changes with every epoch.
+    for file_index, (step, path) in enumerate(files):
+        table = _read_columns(path, ("score", "prompt_text", "uid"), notes)
+        scores = _parse_scores(table.get("score", []), path, notes)
+        # Prompts are compared by their text, because a `uid` changes with every epoch.
         prompts = table.get("prompt_text") or table.get("uid") or [None] * len(scores)
-        for row, (score, prompt) in enumerate(zip(scores, prompts, strict=True)):
+        for row_index, (score, prompt) in enumerate(zip(scores, prompts, strict=True)):
             if score is None or not math.isfinite(score):
                 continue
-            key = hash((number, row) if prompt is None else prompt)
+            key = hash((file_index, row_index) if prompt is None else prompt)
             for ranks, sign in ((best, -1), (worst, 1)):
-                rank = (sign * score, -step, row, number)
+                rank = (sign * score, -step, row_index, file_index)
                 ranks[key] = min(ranks.get(key, rank), rank)
     extremes = [heapq.nsmallest(EXTREMES_SHOWN, ranks.values()) for ranks in (best, worst)]
-    file_numbers = {number for ranks in extremes for *_, number in ranks}
-    samples = {number: read_samples(*files[number], notes) for number in file_numbers}
+    file_indices = {file_index for ranks in extremes for *_, file_index in ranks}
+    samples = {index: read_samples(*files[index], notes) for index in file_indices}
     best_samples, worst_samples = (
-        [samples[number][row] for *_, row, number in ranks] for ranks in extremes
+        [samples[file_index][row_index] for *_, row_index, file_index in ranks]
+        for ranks in extremes
     )
     return best_samples, worst_samples
 
 
-def _scores(column: Sequence[JsonValue], path: Path, notes: list[str]) -> list[float | None]:
+def _parse_scores(column: Sequence[JsonValue], path: Path, notes: list[str]) -> list[float | None]:
     scores = [float(value) if isinstance(value, int | float) else None for value in column]
     if scores.count(None) > list(column).count(None):
-        _note(notes, f"{path.parent.name}/{path.name}: 'score' is skipped where it is not a number")
+        _add_note(
+            notes, f"{path.parent.name}/{path.name}: 'score' is skipped where it is not a number"
+        )
     return scores
 
 
-def _columns(
+def _read_columns(
     path: Path, names: Sequence[str], notes: list[str], prefix: str | None = None
 ) -> dict[str, list[JsonValue]]:
-    """Returns the columns of a file by name or prefix; none if the file is unreadable."""
+    """Returns the columns with one of these names or this prefix; {} if the file is unreadable."""
     import pyarrow
     import pyarrow.parquet as parquet
 
     try:
         file = parquet.ParquetFile(path)
-        present = dict.fromkeys(file.schema_arrow.names)
-        columns = [n for n in present if n in names or (prefix and n.startswith(prefix))]
+        all_names = dict.fromkeys(file.schema_arrow.names)
+        columns = [n for n in all_names if n in names or (prefix and n.startswith(prefix))]
         return file.read(columns=columns).to_pydict() if columns else {}
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        _note(notes, f"{path.parent.name}/{path.name} cannot be read and is skipped: {error}")
+        _add_note(notes, f"{path.parent.name}/{path.name} cannot be read and is skipped: {error}")
         return {}
 
 
-def _note(notes: list[str], note: str) -> None:
+def _add_note(notes: list[str], note: str) -> None:
     if note not in notes:
         notes.append(note)

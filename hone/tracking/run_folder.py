@@ -31,7 +31,7 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
 class RunFolder:
     """The paths inside a run folder, which is created by the first write.
 
-    `remote` is the folder of a store for copies of its checkpoints (`trainer.default_hdfs_dir`).
+    Copies of the checkpoints go to the folder `remote` (`trainer.default_hdfs_dir`).
     """
 
     def __init__(self, path: str | os.PathLike[str], remote: str | None = None) -> None:
@@ -60,8 +60,8 @@ class RunFolder:
         return self.path / f"global_step_{step}"
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """Returns step and folder of every finished checkpoint, oldest first."""
-        entries = _numbered(self.path, r"global_step_(\d+)")
+        """Returns the step and folder of every finished checkpoint, oldest first."""
+        entries = _list_numbered(self.path, r"global_step_(\d+)")
         return [(step, path) for step, path in entries if path.is_dir()]
 
     def write_config(self, config: Settings, origins: Mapping[str, str] | None = None) -> None:
@@ -69,9 +69,12 @@ class RunFolder:
         import yaml
 
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        if self.config_file.exists() and (old := self.config_file.read_bytes()) != text.encode():
+        if (
+            self.config_file.exists()
+            and (old_bytes := self.config_file.read_bytes()) != text.encode()
+        ):
             number = len(list(self.path.glob("config.*.yaml"))) + 1
-            atomic_write_bytes(self.path / f"config.{number}.yaml", old)
+            atomic_write_bytes(self.path / f"config.{number}.yaml", old_bytes)
         atomic_write_text(self.config_file, text)
         if origins is not None:
             atomic_write_text(self.origins_file, json.dumps(dict(origins), indent=1))
@@ -109,7 +112,7 @@ class RunFolder:
                 file.unlink(missing_ok=True)
 
     def tracker_id(self, tracker: str) -> str | None:
-        """Returns the id of this run in a remote tracker, for a resumed process; or None."""
+        """Returns the tracker's id of this run, or None if none was saved."""
         return self._tracker_ids().get(tracker)
 
     def save_tracker_id(self, tracker: str, run_id: str) -> None:
@@ -124,37 +127,38 @@ class RunFolder:
         return {}
 
 
-def resumed_id(run: RunInfo, tracker: str) -> str | None:
-    """Returns the id of the remote run that this run continues; None for a fresh run."""
+def resumed_run_id(run: RunInfo, tracker: str) -> str | None:
+    """Returns the tracker's id of the run that this process resumes; None for a fresh run."""
     if run.folder is None or run.resumed_from is None:
         return None
     return RunFolder(run.folder).tracker_id(tracker)
 
 
 def save_run_id(run: RunInfo, tracker: str, run_id: str) -> None:
-    """Saves the id of the remote run if there is a run folder."""
+    """Saves the tracker's id of the run if there is a run folder."""
     if run.folder is not None:
         RunFolder(run.folder).save_tracker_id(tracker, run_id)
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """Returns step and path of every `step_N.parquet` in a folder, ordered by step."""
-    return _numbered(folder, r"step_(\d+)\.parquet")
+    """Returns the step and path of every `step_N.parquet` in a folder, ordered by step."""
+    return _list_numbered(folder, r"step_(\d+)\.parquet")
 
 
-def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+def _list_numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+    """Returns the number and path of every entry that matches the pattern, ordered by number."""
     entries = folder.iterdir() if folder.is_dir() else ()
     matches = ((re.fullmatch(pattern, path.name), path) for path in entries)
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def labels_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Returns folder names, with parents if two are equal."""
+def unique_labels(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Returns a label for each run: its folder's name, with the parent's if two are equal."""
     resolved = [Path(path).resolve() for path in paths]
-    resolved = [path.parent if path.is_file() else path for path in resolved]
-    labels = [path.name for path in resolved]
+    folders = [path.parent if path.is_file() else path for path in resolved]
+    labels = [folder.name for folder in folders]
     if len(set(labels)) < len(labels):
-        labels = [f"{path.parent.name}/{path.name}" for path in resolved]
+        labels = [f"{folder.parent.name}/{folder.name}" for folder in folders]
     if len(set(labels)) < len(labels):
         labels = [f"{label} ({number})" for number, label in enumerate(labels, start=1)]
     return labels

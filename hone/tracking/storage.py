@@ -1,4 +1,4 @@
-"""Explains failed writes, even if a library wrapped the system error."""
+"""Explains failed writes, even if a library wrapped the OSError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_FAILURES = {
+_STORAGE_ERRORS = {
     errno.ENOSPC: ("the disk is full", "free space"),
     errno.EDQUOT: ("the disk quota is used up", "free space or raise the quota"),
     errno.EFBIG: (
@@ -19,7 +19,7 @@ _FAILURES = {
     errno.EROFS: ("the file system is read-only", "mount it writable or name another folder"),
     errno.ESTALE: ("the network file system lost the file (stale file handle)", "check the mount"),
 }
-"""System error -> cause and remedy."""
+"""errno → cause and remedy."""
 
 
 def storage_failure(error: BaseException | None) -> int | None:
@@ -27,16 +27,19 @@ def storage_failure(error: BaseException | None) -> int | None:
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
         visited.add(id(error))
-        if isinstance(error, OSError) and error.errno in _FAILURES:
+        if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
             return error.errno
         failures = getattr(error, "failures", None)  # torch.distributed.checkpoint: one per rank
         for failure in failures.values() if isinstance(failures, dict) else ():
             cause = failure[0] if isinstance(failure, tuple) else failure
-            if isinstance(cause, BaseException) and (number := storage_failure(cause)) is not None:
-                return number
-        for number in _FAILURES:
-            if os.strerror(number) in str(error):
-                return number
+            if (
+                isinstance(cause, BaseException)
+                and (error_number := storage_failure(cause)) is not None
+            ):
+                return error_number
+        for error_number in _STORAGE_ERRORS:
+            if os.strerror(error_number) in str(error):
+                return error_number
         error = error.__cause__ or error.__context__
     return None
 
@@ -52,23 +55,23 @@ def add_file_name_to_errors(file: Path) -> Iterator[None]:
         raise
 
 
-def reason(number: int) -> str:
-    """Returns the cause, as the beginning of a sentence."""
-    return _FAILURES[number][0]
+def reason(error_number: int) -> str:
+    """Returns the cause of an error of `storage_failure`, as a clause."""
+    return _STORAGE_ERRORS[error_number][0]
 
 
-def remedy(number: int) -> str:
-    """Returns the remedy."""
-    return _FAILURES[number][1]
+def remedy(error_number: int) -> str:
+    """Returns the remedy for an error of `storage_failure`, as an imperative."""
+    return _STORAGE_ERRORS[error_number][1]
 
 
 def storage_error_message(error: BaseException) -> str | None:
     """Returns the message for a failed write; None if storage is not the cause."""
-    number = storage_failure(error)
-    if number is None:
+    error_number = storage_failure(error)
+    if error_number is None:
         return None
     file = getattr(error, "filename", None) or "a file"
     return (
-        f"{reason(number)}: {file} could not be written. Earlier files are unchanged; "
-        f"{remedy(number)} and start the same command again"
+        f"{reason(error_number)}: {file} could not be written. Earlier files are unchanged; "
+        f"{remedy(error_number)} and start the same command again"
     )

@@ -6,17 +6,17 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
-from hone.tracking.contract import Number, RunInfo, Tracker, require
-from hone.tracking.run_folder import resumed_id, save_run_id
+from hone.tracking.contract import Number, RunInfo, Tracker, import_optional
+from hone.tracking.run_folder import resumed_run_id, save_run_id
 from hone.types import Row
 
 
 class SwanlabTracker(Tracker):
     def __init__(self, run: RunInfo) -> None:
         super().__init__(run)
-        self.swanlab = require("swanlab", "swanlab")
+        self.swanlab = import_optional("swanlab", "swanlab")
         options: dict[str, str] = {}
-        if earlier_id := resumed_id(run, "swanlab"):
+        if earlier_id := resumed_run_id(run, "swanlab"):
             options |= {"id": earlier_id, "resume": "allow"}
         if run.folder is not None:
             options["logdir"] = str(run.folder / "swanlab")

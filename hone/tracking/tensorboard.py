@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import indent
 
 from hone.tracking.console import screen
-from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, require
+from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, import_optional
 from hone.types import Row
 
 
@@ -18,7 +18,7 @@ class TensorboardTracker(Tracker):
         folder = os.environ.get("TENSORBOARD_DIR") or (run.folder and run.folder / "tensorboard")
         if not folder:
             raise TrackerError("tracker 'tensorboard' needs a run folder or $TENSORBOARD_DIR")
-        require("tensorboard", "tensorboard")
+        import_optional("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         # A resumed run repeats the steps after its checkpoint; `purge_step` hides the old values.

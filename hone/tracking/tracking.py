@@ -30,8 +30,8 @@ TRACKERS: Table[Callable[[RunInfo], Tracker]] = Table(
 )
 
 
-def _names(backend: str | Sequence[str]) -> list[str]:
-    """Normalizes tracker names; `file` is verl's name of `jsonl`."""
+def _tracker_names(backend: str | Sequence[str]) -> list[str]:
+    """Returns the names as a list; `file` is verl's name for `jsonl`."""
     names = [backend] if isinstance(backend, str) else backend
     return ["jsonl" if name == "file" else name for name in names]
 
@@ -67,8 +67,8 @@ class Tracking:
             resumed_from,
             prints_everything,
         )
-        # metrics.jsonl is written first, so that a failing tracker cannot lose the step.
-        names = [*(["jsonl"] if folder is not None else []), *_names(default_backend)]
+        # metrics.jsonl is written first, so that it has the step even if another tracker fails.
+        names = [*(["jsonl"] if folder is not None else []), *_tracker_names(default_backend)]
         self.trackers = {name: TRACKERS.get(name)(run) for name in dict.fromkeys(names)}
         self.failures: dict[str, int] = {}
 
@@ -80,8 +80,8 @@ class Tracking:
     ) -> None:
         """Sends the metrics of one step to all trackers, or to those named in `backend`."""
         numbers = as_numbers(data)
-        numbers |= {f"tracking/failures/{name}": n for name, n in self.failures.items()}
-        names = list(self.trackers) if backend is None else _names(backend)
+        numbers |= {f"tracking/failures/{name}": count for name, count in self.failures.items()}
+        names = list(self.trackers) if backend is None else _tracker_names(backend)
         for name in names:
             if name not in self.trackers:
                 raise TrackerError(
@@ -89,18 +89,19 @@ class Tracking:
                 )
         for name in names:
             tracker = self.trackers[name]
-            self._guarded(name, tracker, partial(tracker.log, numbers, step))
+            self._call_tracker(name, tracker, partial(tracker.log, numbers, step))
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         """Shows sample rows, such as validation generations, in the trackers that have tables."""
-        for key, tracker in self.trackers.items():
-            self._guarded(key, tracker, partial(tracker.log_samples, name, rows, step))
+        for tracker_name, tracker in self.trackers.items():
+            action = partial(tracker.log_samples, name, rows, step)
+            self._call_tracker(tracker_name, tracker, action)
 
     def finish(self) -> None:
         """Flushes and closes every tracker; a second call does nothing."""
         trackers, self.trackers = self.trackers, {}
         for name, tracker in trackers.items():
-            self._guarded(name, tracker, tracker.finish)
+            self._call_tracker(name, tracker, tracker.finish)
         for name, count in self.failures.items():
             log.warning("tracker %r failed %d times; metrics.jsonl is complete", name, count)
 
@@ -110,7 +111,8 @@ class Tracking:
     def __exit__(self, *exc: object) -> None:
         self.finish()
 
-    def _guarded(self, name: str, tracker: Tracker, action: Callable[[], None]) -> None:
+    def _call_tracker(self, name: str, tracker: Tracker, action: Callable[[], None]) -> None:
+        """Calls the action; counts its failure unless failures of this tracker stop the run."""
         try:
             action()
         except Exception as error:
@@ -128,16 +130,16 @@ class ValidationGenerationsLogger:
     """Shows validation generations in the trackers that have tables; the name is verl's."""
 
     def __init__(self, project_name: str | None = None, experiment_name: str | None = None) -> None:
-        self._names = (project_name or "project", experiment_name or "experiment")
+        self._run_names = (project_name or "project", experiment_name or "experiment")
         self._tracking: dict[tuple[str, ...], Tracking] = {}
 
     def log(
         self, loggers: str | Sequence[str], samples: Sequence[Sequence[JsonValue]], step: int
     ) -> None:
-        """Logs `samples`, which are (input, output, score)."""
+        """Logs the samples; each is (input, output, score)."""
         names = (loggers,) if isinstance(loggers, str) else tuple(loggers)
         if names not in self._tracking:
-            self._tracking[names] = Tracking(*self._names, names)
+            self._tracking[names] = Tracking(*self._run_names, names)
         columns = ("input", "output", "score")
         rows = [dict(zip(columns, sample, strict=False)) for sample in samples]
         self._tracking[names].log_samples("val/generations", rows, step)

@@ -69,11 +69,14 @@ def other_rows(root: Path) -> None:
 
 def in_use(root: Path) -> None:
     """The lock of another process that lives: the one that started this."""
-    from hone.tracking.lock import Holder, _started
+    from hone.tracking.lock import Holder, _start_time
 
     parent = os.getppid()
     holder = replace(
-        Holder.here(), pid=parent, started=_started(parent) or "", command="hone train"
+        Holder.of_this_process(),
+        pid=parent,
+        started=_start_time(parent) or "",
+        command="hone train",
     )
     (root / "run").mkdir()
     (root / "run" / ".lock").write_text(json.dumps(asdict(holder)))

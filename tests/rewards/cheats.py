@@ -351,7 +351,8 @@ SOURCE = {
     "a NUL": _LATER + "\n\0",
     "a class around it": "class A:\n    def add(*_): return 0\nadd = A",
     "a module that answers all names": "def __getattr__(name): return lambda *_: 3\ndef __missing__(name): return 3",
-    "names of the judge's": "TestsFailed = Session = TestNamespace = Remote = object\n" + _LATER,
+    "names of the judge's": "TestsFailed = Session = TestNamespace = RemoteObject = object\n"
+    + _LATER,
     "a future that does not exist": "from __future__ import equality\n" + _LATER,
     "a decorator": "import functools\n@functools.partial\ndef add(*_): return 0",
     "nothing at all": "",

@@ -77,7 +77,9 @@ def test_cheats_patch_attributes_that_exist() -> None:
 
     assert callable(program_server.Encoder.encode)
     assert callable(program_server.ProgramSession._execute)
-    assert all(map(proxies.__dict__.get, ("TestsFailed", "Session", "TestNamespace", "Remote")))
+    assert all(
+        map(proxies.__dict__.get, ("TestsFailed", "Session", "TestNamespace", "RemoteObject"))
+    )
 
 
 def test_there_are_at_least_ten_cheats_of_each_kind() -> None:

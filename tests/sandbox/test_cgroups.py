@@ -53,7 +53,7 @@ def test_limits_are_written_to_the_files_of_each_version(tmp_path: Path) -> None
         base = tmp_path / str(version)
         base.mkdir()
         parents = ParentCgroups(version, {"memory": str(base), "pids": str(base)})
-        cgroup = Cgroup.create(parents, "hone-1-1", memory_bytes=1 << 20, processes=7)
+        cgroup = Cgroup.create(parents, "hone-1-1", memory_bytes=1 << 20, max_processes=7)
         assert (base / "hone-1-1" / name).read_text() == str(1 << 20)
         assert (base / "hone-1-1" / "pids.max").read_text() == "7"
         events = "memory.oom_control" if version == 1 else "memory.events"
@@ -85,14 +85,19 @@ def test_a_real_cgroup_has_members_kills_them_and_is_removed() -> None:
     parents, reason = cgroups.find_parents()
     if parents is None:
         pytest.skip(f"no cgroup can be created here: {reason}")
-    cgroup = Cgroup.create(parents, cgroups.cgroup_name(999), memory_bytes=64 << 20, processes=4)
+    cgroup = Cgroup.create(
+        parents, cgroups.cgroup_name(999), memory_bytes=64 << 20, max_processes=4
+    )
     pid = os.fork()
     if pid == 0:
         cgroup.add_process(os.getpid())
         time.sleep(100)
         os._exit(0)
     try:
-        members = [Path(base, cgroups.cgroup_name(999), "cgroup.procs") for base in parents.unique]
+        members = [
+            Path(base, cgroups.cgroup_name(999), "cgroup.procs")
+            for base in parents.unique_directories
+        ]
         deadline = time.monotonic() + 20
         while not all(str(pid) in m.read_text().split() for m in members):
             assert time.monotonic() < deadline
@@ -112,10 +117,12 @@ def test_limits_can_be_raised_and_lowered() -> None:
     parents, reason = cgroups.find_parents()
     if parents is None:
         pytest.skip(f"no cgroup can be created here: {reason}")
-    cgroup = Cgroup.create(parents, cgroups.cgroup_name(998), memory_bytes=64 << 20, processes=4)
+    cgroup = Cgroup.create(
+        parents, cgroups.cgroup_name(998), memory_bytes=64 << 20, max_processes=4
+    )
     try:
         for size, processes in ((256 << 20, 9), (32 << 20, 3)):
-            cgroup.limit(memory_bytes=size, processes=processes)
+            cgroup.set_limits(memory_bytes=size, max_processes=processes)
             name = "memory.max" if parents.version == 2 else "memory.limit_in_bytes"
             if "memory" in cgroup.directories:
                 assert (cgroup.directories["memory"] / name).read_text().strip() == str(size)
@@ -131,7 +138,9 @@ def test_a_process_started_by_a_thread_inside_is_a_member_and_the_thread_returns
     parents, reason = cgroups.find_parents()
     if parents is None or parents.version != 1:
         pytest.skip(f"needs cgroups of version 1: {reason}")
-    cgroup = Cgroup.create(parents, cgroups.cgroup_name(997), memory_bytes=64 << 20, processes=8)
+    cgroup = Cgroup.create(
+        parents, cgroups.cgroup_name(997), memory_bytes=64 << 20, max_processes=8
+    )
     before = Path("/proc/thread-self/cgroup").read_text()
     with cgroup.thread_inside():
         child = subprocess.Popen(["sleep", "100"])

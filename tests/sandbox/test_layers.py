@@ -86,7 +86,7 @@ def test_a_required_layer_that_is_missing_is_named(without_bwrap: None) -> None:
 
 
 def test_namespaces_alone_stop_the_network(bwrap: None) -> None:
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), seccomp=False)
+    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), use_seccomp=False)
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
@@ -101,7 +101,7 @@ def test_namespaces_alone_stop_the_network(bwrap: None) -> None:
 
 
 def test_without_a_cgroup_total_memory_is_still_limited(bwrap: None) -> None:
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), cgroup=None)
+    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), parent_cgroups=None)
     code = "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n"
     code += "        x = bytearray(b'x') * (80 << 20); time.sleep(99)\ntime.sleep(99)"
     result = run_job(Job(code, memory_mb=256, timeout_s=60.0), plan)
@@ -109,7 +109,7 @@ def test_without_a_cgroup_total_memory_is_still_limited(bwrap: None) -> None:
 
 
 def test_without_proc_the_box_still_works(bwrap: None) -> None:
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), proc=False)
+    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), mount_proc=False)
     result = run_job(Job("import os; print(os.path.exists('/proc/self'))"), plan)
     assert result.stdout == "False\n"
 
@@ -127,7 +127,7 @@ def landlock_plan(without_bwrap: None) -> Plan:
 def test_landlock_and_seccomp_isolate_without_bubblewrap(
     landlock_plan: Plan, tmp_path: Path
 ) -> None:
-    assert landlock_plan.bwrap is None
+    assert landlock_plan.bwrap_path is None
     result = run_job(Job("print(input())", stdin="hello\n"), landlock_plan)
     assert (result.status, result.stdout) == (Status.OK, "hello\n"), result
     tmp_path.chmod(0o777)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hone.sandbox import SandboxUnavailable, server
-from hone.sandbox.server import JUDGE_PATH, MAX_BODY, RUN_PATH, SandboxServer
+from hone.sandbox.server import JUDGE_PATH, MAX_BODY_BYTES, RUN_PATH, SandboxServer
 
 from .attacks import processes_that_mention
 from .test_warden import wait_until
@@ -21,7 +21,12 @@ from .test_warden import wait_until
 @pytest.fixture(scope="module")
 def running() -> Iterator[SandboxServer]:
     with SandboxServer(
-        "127.0.0.1", 0, max_concurrent=1, max_memory_mb=128, max_timeout_s=60.0, names=["box.test"]
+        "127.0.0.1",
+        0,
+        max_concurrent=1,
+        max_memory_mb=128,
+        max_timeout_s=60.0,
+        host_names=["box.test"],
     ) as instance:
         thread = threading.Thread(target=instance.serve_forever)
         thread.start()
@@ -108,7 +113,7 @@ def test_malformed_requests_and_limits_are_refused_with_a_message(
         ({"Content_Length": "many"}, 400),
         ({"Content_Length": "1_0"}, 400),
         ({"Content_Length": "9" * 30}, 400),
-        ({"Content_Length": MAX_BODY + 1}, 413),
+        ({"Content_Length": MAX_BODY_BYTES + 1}, 413),
         ({"Content_Length": None}, 411),
         ({"Transfer_Encoding": "chunked"}, 411),
         ({"Content_Length": None, "Transfer_Encoding": "chunked"}, 411),

@@ -78,7 +78,7 @@ def descendants(pid: int) -> list[int]:
 def leftovers(warden: int) -> list[str]:
     """Returns the files and cgroups that a warden's boxes left on this machine."""
     parents, _ = cgroups.find_parents()
-    folders = [*(parents.unique if parents else ()), "/tmp"]
+    folders = [*(parents.unique_directories if parents else ()), "/tmp"]
     names = [str(p) for folder in folders for p in Path(folder).glob(f"hone-*{warden}-*")]
     return names + [name for name in ("/usr/x", "/box") if os.path.exists(name)]
 
@@ -99,7 +99,7 @@ def wait_until(condition: Any, seconds: float = 60.0) -> bool:
     return True
 
 
-def descriptors(pid: int) -> int:
+def count_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -107,14 +107,14 @@ def attack(count: int, cpu_bound_every: int) -> None:
     plan_for(DEFAULT_MINIMUM)  # the probe runs a program
     client.close()
     pid = warden_pid()  # one run builds no spare, so only the warden's own descriptors are open
-    open_before = descriptors(pid)
+    open_before = count_descriptors(pid)
     jobs = [Job(**job) for job in hostile_jobs(count, cpu_bound_every)]
     statuses = Counter(result.status for result in run_many(jobs, max_concurrent=4))
     assert set(statuses) >= {Status.TIMEOUT, Status.MEMORY, Status.OUTPUT, Status.ERROR}, statuses
     assert warden_pid() == pid
     assert wait_until(lambda: descendants(pid) == [])
     assert wait_until(lambda: leftovers(pid) == [])
-    assert wait_until(lambda: descriptors(pid) == open_before)
+    assert wait_until(lambda: count_descriptors(pid) == open_before)
     assert run_python("print('works')").stdout == "works\n"
 
 
@@ -231,11 +231,11 @@ def test_a_warden_killed_while_it_starts_is_retried(
     flag = tmp_path / "again"
     fragile = f"import os\nif not os.path.exists({str(flag)!r}):\n"
     fragile += f"    open({str(flag)!r}, 'w').close()\n    os.kill(os.getpid(), 9)\n"
-    monkeypatch.setattr(client, "_START_WARDEN", fragile + client._START_WARDEN)
+    monkeypatch.setattr(client, "_WARDEN_PROGRAM", fragile + client._WARDEN_PROGRAM)
     client.close()
     assert run_job(Job("print(1)"), plan).stdout == "1\n"
     assert flag.exists()
-    monkeypatch.setattr(client, "_START_WARDEN", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(client, "_WARDEN_PROGRAM", "import os; os.kill(os.getpid(), 9)")
     client.close()
     with pytest.raises(SandboxError, match="warden"):
         run_job(Job("print(1)"), plan)
@@ -245,11 +245,11 @@ def test_a_warden_killed_while_it_starts_is_retried(
 
 def test_a_warden_killed_before_the_program_starts_is_retried(bwrap: None, tmp_path: Path) -> None:
     slow, flag = tmp_path / "bwrap", tmp_path / "again"
-    real = plan_for(DEFAULT_MINIMUM).bwrap
+    real = plan_for(DEFAULT_MINIMUM).bwrap_path
     slow.write_text(f'#!/bin/sh\nif test -e {flag}; then exec {real} "$@"; fi\nexec sleep 1000\n')
     for path in (slow, tmp_path, *list(tmp_path.parents)[:2]):
         path.chmod(0o755)
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap=str(slow))
+    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap_path=str(slow))
     pid = warden_pid()
     results: list[str] = []
     thread = threading.Thread(
@@ -265,13 +265,13 @@ def test_a_warden_killed_before_the_program_starts_is_retried(bwrap: None, tmp_p
 
 def test_a_box_killed_before_its_program_starts_is_retried(bwrap: None, tmp_path: Path) -> None:
     fragile, flag = tmp_path / "bwrap", tmp_path / "again"
-    real = plan_for(DEFAULT_MINIMUM).bwrap
+    real = plan_for(DEFAULT_MINIMUM).bwrap_path
     fragile.write_text(
         f'#!/bin/sh\nif test -e {flag}; then exec {real} "$@"; fi\ntouch {flag}\nkill -9 $$\n'
     )
     for path in (fragile, tmp_path, *list(tmp_path.parents)[:2]):
         path.chmod(0o777)
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap=str(fragile))
+    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap_path=str(fragile))
     assert run_job(Job("print(1)"), plan).stdout == "1\n"
     assert flag.exists()
 
@@ -280,11 +280,11 @@ def test_the_caller_kills_a_box_that_does_not_die_with_its_warden_yet(
     bwrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bubblewrap sets its parent-death signal some time after it starts; this one never does."""
-    monkeypatch.setattr(client, "_ATTEMPTS", 1)
+    monkeypatch.setattr(client, "_MAX_ATTEMPTS", 1)
     slow = tmp_path / "bwrap"
     slow.write_text("#!/bin/sh\nsleep 1000\n")
     slow.chmod(0o755)
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap=str(slow))
+    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap_path=str(slow))
     pid = warden_pid()
     errors: list[str] = []
 

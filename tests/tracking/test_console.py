@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hone.tracking import RunInfo, progress
-from hone.tracking.console import ConsoleTracker, Screen, duration, plain_line
+from hone.tracking.console import ConsoleTracker, Screen, duration, full_line
 
 
 class Clock:
@@ -241,7 +241,7 @@ def test_durations_are_formatted_like_a_clock(seconds: float, text: str) -> None
 
 
 def test_a_line_without_metrics_is_the_step() -> None:
-    assert plain_line({}, 5) == "step:5"
+    assert full_line({}, 5) == "step:5"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])

@@ -55,7 +55,7 @@ def test_smoothing_changes_the_picture(tmp_path: Path) -> None:
 
 def test_an_unknown_key_is_an_error_with_suggestions(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", 1.0)
-    with pytest.raises(ValueError, match="'reward/maen'; close: reward/mean"):
+    with pytest.raises(ValueError, match="'reward/maen'; similar: reward/mean"):
         draw_curve(a, ["reward/maen"], tmp_path / "x.png", "t")
     assert not (tmp_path / "x.png").exists()
 

@@ -16,7 +16,7 @@ import pytest
 
 from hone.tracking import lock
 from hone.tracking.lock import (
-    LOCK,
+    LOCK_NAME,
     FolderLocked,
     Holder,
     LockLost,
@@ -73,7 +73,7 @@ def contest(folder: Path, count: int) -> list[str]:
 
 def write_lock(folder: Path, holder: Holder, age_s: float = 0.0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / LOCK
+    file = folder / LOCK_NAME
     file.write_text(json.dumps(asdict(holder)))
     mtime = time.time() - age_s
     os.utime(file, (mtime, mtime))
@@ -82,11 +82,11 @@ def write_lock(folder: Path, holder: Holder, age_s: float = 0.0) -> Path:
 
 def dead_local_holder() -> Holder:
     """A holder on this machine whose process has ended."""
-    return replace(Holder.here(), pid=os.getpid(), started="1")
+    return replace(Holder.of_this_process(), pid=os.getpid(), started="1")
 
 
 def remote_holder() -> Holder:
-    return replace(Holder.here(), host="node-7", boot="another")
+    return replace(Holder.of_this_process(), host="node-7", boot="another")
 
 
 @pytest.fixture
@@ -107,10 +107,10 @@ def test_a_second_process_is_refused_with_the_name_of_the_holder(tmp_path: Path)
         first.kill()
         first.communicate()
     message = str(caught.value)
-    assert f"process {first.pid} on {Holder.here().host}, since 20" in message
+    assert f"process {first.pid} on {Holder.of_this_process().host}, since 20" in message
     assert "nothing was changed" in message
     with lock_folder(tmp_path):  # its process was killed, so the lock is stale
-        assert (tmp_path / LOCK).is_file()
+        assert (tmp_path / LOCK_NAME).is_file()
     assert not list(tmp_path.iterdir())
 
 
@@ -126,7 +126,7 @@ def test_the_lock_is_reentrant(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "run"):
         with lock_folder(tmp_path / "run"):
             pass
-        assert (tmp_path / "run" / LOCK).is_file()
+        assert (tmp_path / "run" / LOCK_NAME).is_file()
     assert not list(
         tmp_path.iterdir()
     )  # the folder was created for the lock and is removed with it
@@ -135,8 +135,8 @@ def test_the_lock_is_reentrant(tmp_path: Path) -> None:
 def test_a_reused_pid_is_not_the_holder(tmp_path: Path) -> None:
     write_lock(tmp_path, dead_local_holder())
     with lock_folder(tmp_path):
-        record = json.loads((tmp_path / LOCK).read_text())
-        assert record["started"] == Holder.here().started
+        record = json.loads((tmp_path / LOCK_NAME).read_text())
+        assert record["started"] == Holder.of_this_process().started
 
 
 def test_a_holder_on_another_machine_is_live_while_it_touches_its_lock(
@@ -160,14 +160,14 @@ def test_the_lock_of_a_machine_that_crashed_is_taken_over(
 ) -> None:
     write_lock(tmp_path, remote_holder(), age_s)
     with caplog.at_level(logging.WARNING), lock_folder(tmp_path):
-        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
     assert "is stale and was removed" in caplog.text
 
 
 def test_the_same_pid_in_another_container_is_another_process(
     tmp_path: Path, short_intervals: None
 ) -> None:
-    write_lock(tmp_path, replace(Holder.here(), process_space="pid:[1]"), age_s=9.0)
+    write_lock(tmp_path, replace(Holder.of_this_process(), process_space="pid:[1]"), age_s=9.0)
     with lock_folder(tmp_path):
         pass
 
@@ -180,7 +180,7 @@ def test_the_same_pid_in_another_container_is_another_process(
 def test_an_invalid_lock_file_is_stale_after_a_while(
     tmp_path: Path, short_intervals: None, content: bytes
 ) -> None:
-    (tmp_path / LOCK).write_bytes(content)
+    (tmp_path / LOCK_NAME).write_bytes(content)
     with lock_folder(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
@@ -190,8 +190,8 @@ def test_a_process_killed_during_a_takeover_blocks_nobody(tmp_path: Path) -> Non
     dead = dead_local_holder()
     file = write_lock(tmp_path, dead)
     rival = replace(dead_local_holder(), token="c0ffee")
-    file.with_name(f"{LOCK}-{dead.token}.next").write_text(json.dumps(asdict(rival)))
-    file.with_name(f"{LOCK}-c0ffee").write_text(json.dumps(asdict(rival)))
+    file.with_name(f"{LOCK_NAME}-{dead.token}.next").write_text(json.dumps(asdict(rival)))
+    file.with_name(f"{LOCK_NAME}-c0ffee").write_text(json.dumps(asdict(rival)))
     assert sorted(contest(tmp_path, 4)) == ["refused"] * 3 + ["won"]
     with lock_folder(tmp_path):
         pass
@@ -228,7 +228,7 @@ def test_a_process_that_lost_its_lock_writes_nothing_more(
         tracking.log({"a": 1}, 1)
         write_lock(tmp_path, remote_holder())
         deadline = time.monotonic() + 20
-        while not lock._locks[tmp_path / LOCK].is_lost and time.monotonic() < deadline:
+        while not lock._locks[tmp_path / LOCK_NAME].is_lost and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(LockLost, match="taken over"):
             require_lock(tmp_path)
@@ -236,16 +236,16 @@ def test_a_process_that_lost_its_lock_writes_nothing_more(
             tracking.log({"a": 1}, 2)
         with pytest.raises(LockLost), atomic_folder(RunFolder(tmp_path), 1):
             pass
-    assert (tmp_path / LOCK).is_file()  # it belongs to the other process
+    assert (tmp_path / LOCK_NAME).is_file()  # it belongs to the other process
 
 
 def test_the_holder_touches_the_lock_file(tmp_path: Path, short_intervals: None) -> None:
     with lock_folder(tmp_path):
-        os.utime(tmp_path / LOCK, (1, 1))
+        os.utime(tmp_path / LOCK_NAME, (1, 1))
         deadline = time.monotonic() + 20
-        while (tmp_path / LOCK).stat().st_mtime == 1 and time.monotonic() < deadline:
+        while (tmp_path / LOCK_NAME).stat().st_mtime == 1 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert time.time() - (tmp_path / LOCK).stat().st_mtime < 60
+        assert time.time() - (tmp_path / LOCK_NAME).stat().st_mtime < 60
 
 
 def test_a_forked_child_does_not_hold_or_release_the_lock(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_forked_child_does_not_hold_or_release_the_lock(tmp_path: Path) -> Non
             require_lock(tmp_path)
             os._exit(0 if not lock._locks else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert (tmp_path / LOCK).is_file()
+        assert (tmp_path / LOCK_NAME).is_file()
 
 
 def test_the_lock_of_a_target_is_beside_it(tmp_path: Path) -> None:

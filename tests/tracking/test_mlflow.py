@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from hone.tracking import RunFolder, TrackerError, Tracking
-from hone.tracking.mlflow import allowed_name
+from hone.tracking.mlflow import to_mlflow_name
 
 
 def test_characters_that_mlflow_rejects_are_replaced() -> None:
-    assert allowed_name("val-core/x/acc/mean@1") == "val-core/x/acc/mean_at_1"
-    assert allowed_name("a:b(c)é") == "a_b_c__"
+    assert to_mlflow_name("val-core/x/acc/mean@1") == "val-core/x/acc/mean_at_1"
+    assert to_mlflow_name("a:b(c)é") == "a_b_c__"
 
 
 def test_without_the_package_the_error_names_the_extra(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hone.tracking import RunFolder
-from hone.tracking.report_data import NO_ROLLOUTS, load_run
-from hone.tracking.run_folder import labels_of
+from hone.tracking.report_data import NO_ROLLOUTS_NOTE, load_run
+from hone.tracking.run_folder import unique_labels
 
 MakeRun = Callable[..., RunFolder]
 
@@ -71,7 +71,7 @@ def test_best_and_worst_have_one_response_per_prompt_and_the_latest_of_equals(
         ("u4", 2),
     ]
     assert run.best[0].response == "response u7 at 2"
-    assert run.best[0].parts == {"rule": 0.875, "format": 0.125}
+    assert run.best[0].reward_parts == {"rule": 0.875, "format": 0.125}
 
 
 def test_a_prompt_appears_once_although_its_uid_changes_every_epoch(
@@ -108,7 +108,7 @@ def test_a_reward_part_by_token_is_shown_as_its_sum(
     folder = make_run()
     parts = {"reward/rule": [0.0, 0.25, 0.5], "reward/none": None, "reward/said": "much"}
     write_parquet((folder.rollouts / "step_3.parquet"), [rows_of(3, "z", 9.0, **parts)])
-    assert load_run(folder.path, "r").best[0].parts == {"rule": 0.75}
+    assert load_run(folder.path, "r").best[0].reward_parts == {"rule": 0.75}
 
 
 def test_a_text_score_is_skipped_with_a_note(
@@ -181,7 +181,7 @@ def test_a_bare_run_has_notes_and_no_errors(tmp_path: Path) -> None:
     RunFolder(tmp_path).metrics.append({"a": 1}, 1)
     run = load_run(tmp_path, "r")
     assert run.origins is None
-    assert run.notes == ["no config.yaml", NO_ROLLOUTS]
+    assert run.notes == ["no config.yaml", NO_ROLLOUTS_NOTE]
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
@@ -194,13 +194,13 @@ def test_a_run_may_be_named_by_its_metrics_file(make_run: MakeRun) -> None:
     run = load_run(folder.metrics_file, "r")
     assert "actor.lr" in run.config
     assert len(run.best) == 5
-    assert labels_of([folder.metrics_file]) == ["mine"]
+    assert unique_labels([folder.metrics_file]) == ["mine"]
 
 
 def test_labels_tell_runs_apart() -> None:
-    assert labels_of(["/x/a", "/x/b/"]) == ["a", "b"]
-    assert labels_of(["/x/a", "/y/a"]) == ["x/a", "y/a"]
-    assert labels_of(["/x/a", "/x/a"]) == ["x/a (1)", "x/a (2)"]
+    assert unique_labels(["/x/a", "/x/b/"]) == ["a", "b"]
+    assert unique_labels(["/x/a", "/y/a"]) == ["x/a", "y/a"]
+    assert unique_labels(["/x/a", "/x/a"]) == ["x/a (1)", "x/a (2)"]
 
 
 def test_turns_are_read_with_their_tool_calls(

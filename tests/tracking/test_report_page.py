@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from hone.tracking.report import render, visible
-from hone.tracking.report_data import RunData, metrics_of
+from hone.tracking.report import excerpt, render
+from hone.tracking.report_data import RunData, collect_series
 from hone.tracking.report_samples import Sample, ToolCall, Turn
 
 
 def run_of(label: str, rows: list[dict[str, Any]], **more: Any) -> RunData:
-    return RunData(label, metrics_of(rows), **more)
+    return RunData(label, collect_series(rows), **more)
 
 
 def section(name: str, runs: list[RunData]) -> str:
@@ -35,12 +35,12 @@ def test_text_is_escaped(hostile: str) -> None:
 
 
 def test_characters_that_hide_or_reverse_text_are_made_visible() -> None:
-    assert visible("a\u202eb\x00c\x1b[31m\u200bd") == "a\\u202eb\\u0000c\\u001b[31m\\u200bd"
-    assert visible("one\r\n\ttwo") == "one\n\ttwo"
+    assert excerpt("a\u202eb\x00c\x1b[31m\u200bd") == "a\\u202eb\\u0000c\\u001b[31m\\u200bd"
+    assert excerpt("one\r\n\ttwo") == "one\n\ttwo"
 
 
 def test_long_text_is_truncated_with_the_number_of_characters() -> None:
-    assert visible("x" * 4100) == "x" * 4000 + " … 100 more characters"
+    assert excerpt("x" * 4100) == "x" * 4000 + " … 100 more characters"
 
 
 def test_the_summary_gives_first_last_and_best() -> None:

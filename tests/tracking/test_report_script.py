@@ -16,7 +16,7 @@ import pytest
 import hone.tracking.report
 from hone.tracking.curve import smooth
 from hone.tracking.report import POINTS_DRAWN, _curves
-from hone.tracking.report_data import RunData, metrics_of
+from hone.tracking.report_data import RunData, collect_series
 
 SCRIPT = Path(hone.tracking.report.__file__).with_name("report.js").read_text()
 
@@ -36,7 +36,7 @@ def curve_of(values: list[float], steps: list[int] | None = None) -> dict[str, A
     """Returns the script's data for a run with these values."""
     steps = steps or list(range(len(values)))
     rows = [{"step": step, "k": value} for step, value in zip(steps, values, strict=True)]
-    (curve,) = _curves("k", [RunData("r", metrics_of(rows))])
+    (curve,) = _curves("k", [RunData("r", collect_series(rows))])
     return dict(curve)
 
 

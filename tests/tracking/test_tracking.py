@@ -9,7 +9,7 @@ import pytest
 
 from hone.plugins import PluginError
 from hone.tracking import RunFolder, RunInfo, Tracker, TrackerError, Tracking, read_metrics
-from hone.tracking.contract import flatten, require
+from hone.tracking.contract import flatten, import_optional
 
 
 class Notebook(Tracker):
@@ -123,7 +123,7 @@ def test_jsonl_without_a_folder_is_an_error() -> None:
 
 def test_a_missing_package_names_its_extra() -> None:
     with pytest.raises(TrackerError, match=r"pip install 'hone-rl\[wandb\]'"):
-        require("a_package_that_is_not_there", "wandb")
+        import_optional("a_package_that_is_not_there", "wandb")
 
 
 def test_flatten_joins_keys_and_keeps_lists() -> None:

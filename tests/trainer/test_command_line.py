@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hone import cli
-from hone.tracking.lock import LOCK, Holder, _started
+from hone.tracking.lock import LOCK_NAME, Holder, _start_time
 
 from .runs import Task
 
@@ -91,8 +91,10 @@ def test_a_second_process_leaves_no_trace_in_a_folder_that_is_in_use(
     task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", *task.overrides(tmp_path / "run")]) == 0
-    record = replace(Holder.here(), pid=os.getppid(), started=_started(os.getppid()) or "")
-    (tmp_path / "run" / LOCK).write_text(json.dumps(asdict(record)))
+    record = replace(
+        Holder.of_this_process(), pid=os.getppid(), started=_start_time(os.getppid()) or ""
+    )
+    (tmp_path / "run" / LOCK_NAME).write_text(json.dumps(asdict(record)))
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     assert cli.main(["train", *task.overrides(tmp_path / "run")]) == 2
     assert "is in use by" in capsys.readouterr().err

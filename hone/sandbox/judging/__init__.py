@@ -1,6 +1,6 @@
-"""Runs assertions about an untrusted program where the program cannot tamper with them.
+"""Runs assertions about an untrusted program, which cannot tamper with them.
 
-Two boxes: the program's box answers calls in plain data, the judge's box runs the tests on a proxy.
+The program's box answers calls with plain data. The judge's box runs the tests, which call proxies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes requests to the program's box, and reads its answers.
 
 Requests contain only what the program may know. Answers are untrusted: tagged JSON is read as exact
-built-in types, instances of the tests' classes or handles; anything else raises Malformed.
+built-in types, instances of shared classes or proxies; anything else raises MalformedAnswer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value: TypeAlias = Any
 Shape: TypeAlias = type | list[type]
 """The exact type of a tag's content, or the exact types of its items."""
 
-MAX_FRAME = 16 << 20
+MAX_ANSWER_BYTES = 16 << 20
 _MAX_DIGITS = 1 << 18
 _SCALAR_TYPES = frozenset({type(None), bool, int, float, str, bytes, complex})
 _PICKLED_TYPES = (
@@ -35,17 +35,17 @@ _PARSE_ERRORS = (
 )
 
 
-class Malformed(Exception):
+class MalformedAnswer(Exception):
     """The program's box sent an invalid answer."""
 
 
-class NotPlain(TypeError):
+class NotPlainData(TypeError):
     """The tests passed an argument that cannot be sent."""
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A regular expression match: truthy, as every match is, and equal to nothing else."""
+    """A regular expression match; it is truthy and equal only to itself."""
 
     group: Value
     start: Value
@@ -53,146 +53,152 @@ class Match:
 
 
 class Absent:
-    """Marks a name that the program does not define."""
+    """The type of ABSENT, which stands for a name that the program does not define."""
 
 
 ABSENT = Absent()
 
 
-class Reader:
-    """Reads one answer. Objects of shared classes are created first and filled at the end."""
+class AnswerReader:
+    """Reads one answer. Instances of shared classes get their attributes at the end."""
 
     def __init__(
         self,
-        shared: dict[str, type],
-        objects: list[Value],
-        handle: Callable[[str, int], Value],
-        exception: Callable[[list[str]], type],
+        shared_classes: dict[str, type],
+        sent_objects: list[Value],
+        make_proxy: Callable[[str, int], Value],
+        make_exception_class: Callable[[list[str]], type],
     ) -> None:
-        self._shared = shared
-        self._objects: dict[int, Value] = dict(enumerate(objects))
+        self._shared_classes = shared_classes
+        self._objects: dict[int, Value] = dict(enumerate(sent_objects))
         self._tags: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
             **_TAGS,
-            "o": ([int, str], self._object),
-            "h": (int, lambda number: handle("handle", _non_negative(number))),
-            "g": (int, lambda number: handle("iterator", _non_negative(number))),
-            "e": (list, lambda names: exception([_check_shape(name, str) for name in names])),
+            "o": ([int, str], self._get_object),
+            "h": (int, lambda number: make_proxy("handle", _non_negative(number))),
+            "g": (int, lambda number: make_proxy("iterator", _non_negative(number))),
+            "e": (
+                list,
+                lambda names: make_exception_class([_check_shape(name, str) for name in names]),
+            ),
         }
 
     def read(self, data: bytes) -> tuple[str, Value, list[Value]]:
-        """Returns (kind, value, changed arguments) of a message."""
+        """Returns the kind of a message, its value and the arguments that the program changed."""
         try:
             message = json.loads(data, object_hook=self._decode_tag)
-            kind, value, table, changes = _check_shape(message, list)
-            for row in _check_shape(table, list):
+            kind, value, object_rows, changes = _check_shape(message, list)
+            for row in _check_shape(object_rows, list):
                 number, name, attributes = _check_shape(row, [int, str, list])
-                self._set_attributes(self._object([number, name]), _mapping(attributes))
+                self._set_attributes(self._get_object([number, name]), _pair_up(attributes))
             return (
                 _check_shape(kind, str),
                 value,
                 [_check_shape(change, list) for change in _check_shape(changes, list)],
             )
         except _PARSE_ERRORS as error:
-            raise Malformed(f"{type(error).__name__}: {error}"[:200]) from None
+            raise MalformedAnswer(f"{type(error).__name__}: {error}"[:200]) from None
 
     def _decode_tag(self, content: dict[str, Value]) -> Value:
         ((tag, value),) = content.items()
         shape, convert = self._tags[tag]
         return convert(_check_shape(value, shape))
 
-    def _object(self, content: list[Value]) -> Value:
+    def _get_object(self, content: list[Value]) -> Value:
+        """Returns the object with this number; the first use of a number creates it."""
         number, name = content
         if number not in self._objects:
-            self._objects[number] = object.__new__(self._shared[name])
+            self._objects[number] = object.__new__(self._shared_classes[name])
         return self._objects[number]
 
     @staticmethod
-    def _set_attributes(shared: Value, attributes: dict[Value, Value]) -> None:
-        """Sets the attributes; raises Malformed if one would shadow a method of the class."""
+    def _set_attributes(instance: Value, attributes: dict[Value, Value]) -> None:
+        """Replaces all attributes; raises MalformedAnswer if one would shadow a method."""
         for name in attributes:
-            member = getattr(type(shared), _check_shape(name, str), None)
+            member = getattr(type(instance), _check_shape(name, str), None)
             if callable(member) or hasattr(type(member), "__get__") or name.startswith("__"):
-                raise Malformed(f"attribute {name!r} would replace a method")
-        shared.__dict__.clear()
-        shared.__dict__.update(attributes)
+                raise MalformedAnswer(f"attribute {name!r} would replace a method")
+        instance.__dict__.clear()
+        instance.__dict__.update(attributes)
 
 
 def _check_shape(value: Value, shape: Shape) -> Value:
-    """Returns the value, or raises Malformed if it does not have exactly this shape."""
+    """Returns the value, or raises MalformedAnswer if it does not have exactly this shape."""
     if isinstance(shape, type):
         fits = type(value) is shape
     else:
         fits = type(value) is list and [type(item) for item in value] == shape
     if not fits:
-        raise Malformed(f"{shape} was expected")
+        raise MalformedAnswer(f"{shape} was expected")
     return value
 
 
 def _non_negative(number: int) -> int:
     if number < 0:
-        raise Malformed("a number was expected")
+        raise MalformedAnswer("a number of at least 0 was expected")
     return number
 
 
-def _mapping(items: list[Value]) -> dict[Value, Value]:
+def _pair_up(items: list[Value]) -> dict[Value, Value]:
+    """Returns the dict of [key, value, key, value, …]."""
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _large_integer(text: str) -> int:
+def _parse_large_integer(text: str) -> int:
     if len(text) > _MAX_DIGITS:
-        raise Malformed("an integer of too many digits")
+        raise MalformedAnswer("an integer has too many digits")
     return int(text, 16)
 
 
-def _deque(content: list[Value]) -> Value:
-    items, size = content
-    return collections.deque(_check_shape(items, list), size)
+def _parse_deque(content: list[Value]) -> Value:
+    items, max_length = content
+    return collections.deque(_check_shape(items, list), max_length)
 
 
 _TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
-    "i": (str, _large_integer),
+    "i": (str, _parse_large_integer),
     "t": (list, tuple),
     "s": (list, set),
     "f": (list, frozenset),
-    "d": (list, _mapping),
+    "d": (list, _pair_up),
     "b": (str, lambda text: text.encode("latin-1")),
     "B": (str, lambda text: bytearray(text.encode("latin-1"))),
     "r": ([int, int, int], lambda parts: range(*parts)),
     "c": ([float, float], lambda parts: complex(*parts)),
     "K": (list, lambda items: dict.fromkeys(items).keys()),
-    "I": (list, lambda items: _mapping(items).items()),
+    "I": (list, lambda items: _pair_up(items).items()),
     "V": (list, lambda items: dict(enumerate(items)).values()),
-    "q": (list, _deque),
-    "C": (list, lambda items: collections.Counter(_mapping(items))),
-    "O": (list, lambda items: collections.OrderedDict(_mapping(items))),
-    "D": (list, lambda items: collections.defaultdict(None, _mapping(items))),
+    "q": (list, _parse_deque),
+    "C": (list, lambda items: collections.Counter(_pair_up(items))),
+    "O": (list, lambda items: collections.OrderedDict(_pair_up(items))),
+    "D": (list, lambda items: collections.defaultdict(None, _pair_up(items))),
     "N": (str, lambda text: Decimal(text[:_MAX_DIGITS])),
     "F": ([int, int], lambda parts: Fraction(*parts)),
     "M": (list, lambda parts: Match(*parts)),
     "-": (type(None), lambda _: ABSENT),
     ".": (type(None), lambda _: ...),
 }
-"""Tag → the shape of its content, and the function from content to value."""
+"""Tag → the shape of its content, and the function that turns the content into a value."""
 
 
 def resolve(kind: str, key: Value) -> NoReturn:
-    """Marks an object in a request; program_server.py replaces it with an object of its box."""
+    """Stands for an object in a request; program_server.py replaces the call with that object."""
     raise NotImplementedError(kind, key)
 
 
-class Writer(pickle.Pickler):
-    """Writes one request: plain values directly, other objects and functions by number."""
+class RequestWriter(pickle.Pickler):
+    """Writes one request: plain data, and other objects and functions as numbers."""
 
     def __init__(
         self,
-        shared: dict[str, type],
-        handle_of: Callable[[Value], int | None],
-        register: Callable[[Value], int],
+        shared_classes: dict[str, type],
+        find_handle: Callable[[Value], int | None],
+        register_callback: Callable[[Value], int],
     ) -> None:
         self._buffer = io.BytesIO()
         super().__init__(self._buffer)
-        self._shared, self._handle_of, self._register = shared, handle_of, register
-        self.objects: list[Value] = []
+        self._shared_classes = shared_classes
+        self._find_handle, self._register_callback = find_handle, register_callback
+        self.shared_objects: list[Value] = []
 
     def write(self, request: tuple[Value, ...]) -> bytes:
         try:
@@ -201,60 +207,62 @@ class Writer(pickle.Pickler):
         except (RecursionError, ValueError):
             pass  # the list contains itself, or is too deep for marshal
         self.dump(request)
-        for shared in self.objects:  # dump() may append
-            self.dump(shared.__dict__)
+        for instance in self.shared_objects:  # dump() may append
+            self.dump(instance.__dict__)
         return b"p" + self._buffer.getvalue()
 
     def reducer_override(self, value: Value) -> Value:
-        kind = type(value)
-        number = self._handle_of(value)
-        if number is not None:
-            return resolve, ("handle", number)
+        value_type = type(value)
+        handle = self._find_handle(value)
+        if handle is not None:
+            return resolve, ("handle", handle)
         is_pickled_type = isinstance(value, type) and value in _PICKLED_TYPES
-        if kind in _PICKLED_TYPES or is_pickled_type or value is resolve:
+        if value_type in _PICKLED_TYPES or is_pickled_type or value is resolve:
             return NotImplemented
-        if self._shared.get(kind.__name__) is kind:
-            self.objects.append(value)
-            return resolve, ("object", kind.__name__)
+        if self._shared_classes.get(value_type.__name__) is value_type:
+            self.shared_objects.append(value)
+            return resolve, ("object", value_type.__name__)
         if callable(value):
             if getattr(value, "__module__", None) == "builtins":
                 return NotImplemented
-            return resolve, ("callback", self._register(value))
-        if hasattr(kind, "__next__"):
+            return resolve, ("callback", self._register_callback(value))
+        if hasattr(value_type, "__next__"):
             return list, ([*value],)
-        raise NotPlain(f"{kind.__name__} is not plain data: it cannot be sent to the program")
+        raise NotPlainData(
+            f"{value_type.__name__} is not plain data: it cannot be sent to the program"
+        )
 
 
 def _is_marshalable(value: Value) -> bool:
-    kind = type(value)
-    if kind in (list, tuple, set, frozenset):
+    value_type = type(value)
+    if value_type in (list, tuple, set, frozenset):
         return _SCALAR_TYPES.issuperset(map(type, value)) or all(map(_is_marshalable, value))
-    if kind is dict:
+    if value_type is dict:
         return all(map(_is_marshalable, value)) and all(map(_is_marshalable, value.values()))
-    return kind in _SCALAR_TYPES
+    return value_type in _SCALAR_TYPES
 
 
-def update(local: Value, remote: Value) -> Value:
-    """Copies `remote` into `local` if both have the same mutable type; returns the new value."""
-    kind = type(local)
-    if type(remote) is not kind:
+def update_in_place(local: Value, remote: Value) -> Value:
+    """Copies `remote` into `local` and returns it; returns `remote` if their types differ."""
+    value_type = type(local)
+    if type(remote) is not value_type:
         return remote
-    if kind in (list, collections.deque):
-        paired = min(len(local), len(remote))
-        items = [update(local[i], remote[i]) for i in range(paired)]
-        items += [remote[i] for i in range(paired, len(remote))]
+    if value_type in (list, collections.deque):
+        common_length = min(len(local), len(remote))
+        items = [update_in_place(local[i], remote[i]) for i in range(common_length)]
+        items += [remote[i] for i in range(common_length, len(remote))]
         local.clear()
         local.extend(items)
         return local
-    if issubclass(kind, dict):
-        pairs = {key: update(local.get(key), value) for key, value in remote.items()}
+    if issubclass(value_type, dict):
+        pairs = {key: update_in_place(local.get(key), value) for key, value in remote.items()}
         local.clear()
         dict.update(local, pairs)
         return local
-    if kind in (set, bytearray):
+    if value_type in (set, bytearray):
         local.clear()
-        (local.update if kind is set else local.extend)(remote)
+        (local.update if value_type is set else local.extend)(remote)
         return local
-    if kind is tuple and len(local) == len(remote):
-        return tuple([update(a, b) for a, b in zip(local, remote, strict=True)])
+    if value_type is tuple and len(local) == len(remote):
+        return tuple([update_in_place(a, b) for a, b in zip(local, remote, strict=True)])
     return remote

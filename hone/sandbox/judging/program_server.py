@@ -1,7 +1,7 @@
 """Runs in the program's box: loads the program, then answers the judge until it disconnects.
 
 This file is sent as text and imports few modules and none of hone, because its startup delays every
-program. The program can tamper with this code, so it decides nothing: the judge reads plain data.
+program. The program can tamper with this code, so it decides nothing: the judge gets plain data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _TO_BASE_TYPE: dict[type, Callable[[Value], Value]] = {
 }
 
 
-def _pairs(value: dict[Value, Value]) -> list[Value]:
+def _flatten_items(value: dict[Value, Value]) -> list[Value]:
+    """Returns [key, value, key, value, …]."""
     return [part for pair in value.items() for part in pair]
 
 
@@ -37,7 +38,7 @@ _ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] =
     tuple: ("t", list),
     set: ("s", list),
     frozenset: ("f", list),
-    dict: ("d", _pairs),
+    dict: ("d", _flatten_items),
     bytes: ("b", lambda value: value.decode("latin-1")),
     bytearray: ("B", lambda value: value.decode("latin-1")),
     range: ("r", lambda value: [value.start, value.stop, value.step]),
@@ -47,22 +48,25 @@ _ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] =
     type({}.values()): ("V", list),
     type(...): (".", lambda _: None),
     ("collections", "deque"): ("q", lambda value: [[*value], value.maxlen]),
-    ("collections", "Counter"): ("C", _pairs),
-    ("collections", "OrderedDict"): ("O", _pairs),
-    ("collections", "defaultdict"): ("D", _pairs),
+    ("collections", "Counter"): ("C", _flatten_items),
+    ("collections", "OrderedDict"): ("O", _flatten_items),
+    ("collections", "defaultdict"): ("D", _flatten_items),
     ("decimal", "Decimal"): ("N", str),
     ("fractions", "Fraction"): ("F", lambda value: [value.numerator, value.denominator]),
     ("re", "Match"): ("M", lambda value: [value.group(), *value.span()]),
 }
-"""Type (or module and name, if it is not imported here) → tag, and function to plain data."""
+"""Type → its tag, and a function that turns a value into plain data.
+
+A type that is not imported here is given by its module and name.
+"""
 _to_json = make_encoder(None, repr, encode_basestring_ascii, None, ":", ",", False, False, True)
 
 
 class Request:
-    """A decoded request of the judge: its fields, and its shared objects by number."""
+    """A decoded request of the judge: its fields, and its instances of shared classes."""
 
     def __init__(self, session: ProgramSession, data: bytes) -> None:
-        self.objects: list[Value] = []
+        self.shared_objects: list[Value] = []
         self.data = data
         self._session = session
         self.fields = marshal.loads(data[1:]) if data[:1] == b"m" else self._unpickle()
@@ -73,33 +77,34 @@ class Request:
 
         request = self
 
-        class Reader(Unpickler):
+        class RequestUnpickler(Unpickler):
             def find_class(self, module: str, name: str) -> Value:
                 return request._resolve if name == "resolve" else super().find_class(module, name)
 
-        reader = Reader(io.BytesIO(self.data[1:]))
-        fields = reader.load()
-        for shared in self.objects:  # load() may append
-            for name, value in reader.load().items():
-                setattr(shared, name, value)
+        unpickler = RequestUnpickler(io.BytesIO(self.data[1:]))
+        fields = unpickler.load()
+        for instance in self.shared_objects:  # load() may append
+            for name, value in unpickler.load().items():
+                setattr(instance, name, value)
         return fields
 
     def _resolve(self, kind: str, key: Value) -> Value:
+        """Replaces `plain_data.resolve`."""
         if kind == "handle":
             return self._session.handles[key]
         if kind == "callback":
             return self._session.make_callback(key)
-        shared = self._session.scope[key]
-        self.objects.append(shared.__new__(shared))
-        return self.objects[-1]
+        shared_class = self._session.scope[key]
+        self.shared_objects.append(shared_class.__new__(shared_class))
+        return self.shared_objects[-1]
 
 
 class ProgramSession:
-    """The connection to the judge, the program's names, and the objects that the judge uses."""
+    """The connection to the judge, the program's names, and the objects of which it has handles."""
 
     def __init__(self, channel: int, scope: dict[str, Value]) -> None:
-        self.scope = scope
-        self.shared: frozenset[str] = frozenset()  # classes that the tests also define
+        self.scope = scope  # the program's global names
+        self.shared_classes: frozenset[str] = frozenset()  # names of the preamble's classes
         self.handles: list[Value] = []
         self._channel = channel
 
@@ -125,7 +130,7 @@ class ProgramSession:
             view = view[os.write(self._channel, view) :]
 
     def send_error(self, error: BaseException) -> None:
-        names = [kind.__name__ for kind in type(error).__mro__]
+        names = [base.__name__ for base in type(error).__mro__]
         try:
             message = str(error)[:2000]
         except Exception:
@@ -135,20 +140,20 @@ class ProgramSession:
     def answer(self, request: Request) -> None:
         try:
             value, arguments = self._execute(*request.fields)
-            for fast in (True, False):
-                encoder = Encoder(self, request.objects, fast)
+            for unchecked_lists in (True, False):
+                encoder = Encoder(self, request.shared_objects, unchecked_lists)
                 try:
                     changes = self._changed_arguments(encoder, arguments, request)
                     self.send("v", encoder.encode(value), changes, encoder)
                     return
-                except ValueError:  # a large integer in a plain list
-                    if not fast:
+                except ValueError:  # an unchecked list has a large integer
+                    if not unchecked_lists:
                         raise
         except BaseException as error:  # any exception of the program is sent to the judge
             self.send_error(error)
 
     def _execute(self, operation: str, key: Value, *values: Value) -> tuple[Value, Value]:
-        """Returns the value, and the arguments that the program may have changed (or None)."""
+        """Returns the value, and the arguments if the program may have changed them."""
         if operation == "get":
             return self.scope.get(key, Absent), None
         target = self.handles[key]
@@ -177,12 +182,12 @@ class ProgramSession:
         if arguments is None:
             return []
         items = [*enumerate(arguments[0]), *arguments[1].items()]
-        mutable = [(key, value) for key, value in items if type(value) not in _SCALAR_TYPES]
-        if mutable and request.data[:1] == b"m":
+        candidates = [(key, value) for key, value in items if type(value) not in _SCALAR_TYPES]
+        if candidates and request.data[:1] == b"m":
             positional, named = marshal.loads(request.data[1:])[2:]
             before = {**dict(enumerate(positional)), **named}
-            mutable = [(key, value) for key, value in mutable if value != before[key]]
-        return [[key, encoder.encode(value)] for key, value in mutable]
+            candidates = [(key, value) for key, value in candidates if value != before[key]]
+        return [[key, encoder.encode(value)] for key, value in candidates]
 
     def make_callback(self, number: int) -> Callable[..., Value]:
         """Returns a function that calls a function of the tests in the judge's box."""
@@ -204,59 +209,66 @@ class ProgramSession:
 
 
 class Absent:
-    """Marks a name that the program does not define."""
+    """Stands for a name that the program does not define."""
 
 
 class Encoder:
-    """Encodes the values of one answer as tagged JSON; shared objects go into `object_rows`."""
+    """Encodes the values of one answer as tagged JSON.
 
-    def __init__(self, session: ProgramSession, objects: list[Value], fast: bool) -> None:
+    unchecked_lists: lists of scalars are not searched for large integers; sending such a list with
+    a large integer raises ValueError.
+    """
+
+    def __init__(
+        self, session: ProgramSession, shared_objects: list[Value], unchecked_lists: bool
+    ) -> None:
         self._session = session
-        self._fast = fast
-        self._objects = [*objects]
-        self._numbers = {id(value): number for number, value in enumerate(objects)}
+        self._unchecked_lists = unchecked_lists
+        self._shared_objects = [*shared_objects]
+        self._numbers = {id(value): number for number, value in enumerate(shared_objects)}
 
     def encode(self, value: Value) -> Value:
-        kind = type(value)
-        if kind is int:
+        value_type = type(value)
+        if value_type is int:
             return value if -_LARGE_INT < value < _LARGE_INT else {"i": hex(value)}
-        if kind in _SCALAR_TYPES:
+        if value_type in _SCALAR_TYPES:
             return value
-        if kind is list:
-            if self._fast and _SCALAR_TYPES.issuperset(map(type, value)):
+        if value_type is list:
+            if self._unchecked_lists and _SCALAR_TYPES.issuperset(map(type, value)):
                 return value
             return [self.encode(item) for item in value]
-        encoding = _ENCODINGS.get(kind) or _ENCODINGS.get((kind.__module__, kind.__name__))
+        full_name = (value_type.__module__, value_type.__name__)
+        encoding = _ENCODINGS.get(value_type) or _ENCODINGS.get(full_name)
         if encoding is not None:
             tag, to_plain = encoding
             return {tag: self.encode(to_plain(value))}
         if value is Absent:
             return {"-": None}
-        if kind.__name__ in self._session.shared and hasattr(value, "__dict__"):
-            number = self._numbers.setdefault(id(value), len(self._objects))
-            if number == len(self._objects):
-                self._objects.append(value)
-            return {"o": [number, kind.__name__]}
+        if value_type.__name__ in self._session.shared_classes and hasattr(value, "__dict__"):
+            number = self._numbers.setdefault(id(value), len(self._shared_objects))
+            if number == len(self._shared_objects):
+                self._shared_objects.append(value)
+            return {"o": [number, value_type.__name__]}
         for base, convert in _TO_BASE_TYPE.items():
             if isinstance(value, base):
                 return self.encode(convert(value))
-        return self._add_handle(value, kind)
+        return self._add_handle(value, value_type)
 
-    def _add_handle(self, value: Value, kind: type) -> Value:
+    def _add_handle(self, value: Value, value_type: type) -> Value:
         self._session.handles.append(value)
         number = len(self._session.handles) - 1
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"e": [base.__name__ for base in value.__mro__]}
-        if hasattr(kind, "__next__") and hasattr(kind, "__iter__"):
+        if hasattr(value_type, "__next__") and hasattr(value_type, "__iter__"):
             self._session.handles[number] = iter(value)
             return {"g": number}
         return {"h": number}
 
     def object_rows(self) -> list[Value]:
-        """Returns the shared objects as [number, class, attributes]."""
+        """Returns the instances of shared classes as [number, class name, attributes]."""
         rows = []
-        for number, value in enumerate(self._objects):  # encode() may append
-            rows.append([number, type(value).__name__, self.encode(_pairs(value.__dict__))])
+        for number, value in enumerate(self._shared_objects):  # encode() may append
+            rows.append([number, type(value).__name__, self.encode(_flatten_items(value.__dict__))])
         return rows
 
 
@@ -274,7 +286,7 @@ def main(program: str, preamble: str) -> None:
     try:
         if preamble:
             exec(compile(preamble, "preamble.py", "exec", dont_inherit=True), scope)
-            session.shared = frozenset(
+            session.shared_classes = frozenset(
                 name
                 for name, value in scope.items()
                 if isinstance(value, type)

@@ -1,7 +1,7 @@
 """Proxies through which the tests use names, functions and objects of the program's box.
 
 A proxy forwards calls and returns plain data. The program never decides what is equal, true or
-contained: a test that needs this ends the judgement. plain_data.py reads the data.
+contained: a test that would need its decision ends the judgement. plain_data.py reads the data.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import NoReturn
 
 from hone.sandbox.judging.plain_data import (
     ABSENT,
-    MAX_FRAME,
-    Malformed,
-    Reader,
+    MAX_ANSWER_BYTES,
+    AnswerReader,
+    MalformedAnswer,
+    RequestWriter,
     Value,
-    Writer,
-    update,
+    update_in_place,
 )
 
-# Operators that are forwarded. None of them shows the program the expected value, as `-` would in
-# `abs(f(x) - 3) < 1e-6`.
-_OPERATORS = (
+# Only these operators are forwarded, because others show the program the expected value, such as
+# `-` in `abs(f(x) - 3) < 1e-6`.
+_FORWARDED_OPERATORS = (
     *("len", "getitem", "setitem", "delitem", "str", "repr", "enter", "exit"),
     *("abs", "neg", "pos", "int", "float", "index", "round"),
 )
 _FORWARDED_DUNDERS = frozenset({"__name__", "__qualname__"})
-_PREDICATES = frozenset(
+_PREDICATE_METHODS = frozenset(
     name
     for kind in (str, bytes, list, dict, set, int, float)
     for name in dir(kind)
@@ -55,11 +55,11 @@ class Session:
     """The connection to the program's box."""
 
     def __init__(self, channel: int) -> None:
-        self.shared: dict[str, type] = {}  # classes that the tests and the program both define
-        self.answers = 0
+        self.shared_classes: dict[str, type] = {}  # the preamble's classes, in both boxes
+        self.answers = 0  # see Judgement
         self._channel = channel
         self._callbacks: list[Callable[..., Value]] = []
-        self._exceptions: dict[str, type] = {}
+        self._exception_classes: dict[str, type] = {}
 
     def wait_until_loaded(self) -> None:
         kind, value, _ = self._receive([])
@@ -69,7 +69,7 @@ class Session:
     def request(
         self, operation: str, *fields: Value, arguments: tuple[list[Value], dict[str, Value]]
     ) -> Value:
-        """Sends a request, serves callbacks meanwhile, and returns the value or raises."""
+        """Sends a request and returns the value or raises; runs callbacks that come first."""
         positional, named = arguments
         content = (positional, named) if operation == "call" else (positional,)
         objects = self._send((operation, *fields, *content))
@@ -79,25 +79,26 @@ class Session:
                 self._run_callback(value)
                 continue
             try:  # apply the program's changes to the tests' arguments
-                for key, changed in changes:
-                    update(named[key] if type(key) is str else positional[key], changed)
+                for key, new_value in changes:
+                    local = named[key] if type(key) is str else positional[key]
+                    update_in_place(local, new_value)
             except (LookupError, TypeError, ValueError):
                 raise TestsFailed("the program's box changed an unknown argument") from None
             if kind == "x":
                 raise self._to_exception(value)
             if kind != "v" or (value is ABSENT and operation != "get"):
-                raise TestsFailed("the program's box sent no value")
+                raise TestsFailed("the program's box sent an invalid value")
             return value
 
     def request_value(self, operation: str, *fields: Value, arguments: Value = ((), {})) -> Value:
-        """Calls `request` and counts answers that tell the tests something about the program."""
+        """Sends a request, and counts the answer if it is plain data."""
         value = self.request(operation, *fields, arguments=([*arguments[0]], arguments[1]))
-        self.answers += not isinstance(value, Remote)
+        self.answers += not isinstance(value, RemoteObject)
         return value
 
     def _send(self, request: tuple[Value, ...]) -> list[Value]:
-        """Sends a request and returns the shared objects in it."""
-        writer = Writer(self.shared, _handle_of, self._register_callback)
+        """Sends a request and returns its instances of shared classes."""
+        writer = RequestWriter(self.shared_classes, _find_handle, self._register_callback)
         data = writer.write(request)
         view = memoryview(len(data).to_bytes(8, "big") + data)
         try:
@@ -105,17 +106,20 @@ class Session:
                 view = view[os.write(self._channel, view) :]
         except OSError:
             raise TestsFailed("the program ended before the tests did") from None
-        return writer.objects
+        return writer.shared_objects
 
-    def _receive(self, objects: list[Value]) -> tuple[str, Value, list[Value]]:
+    def _receive(self, sent_objects: list[Value]) -> tuple[str, Value, list[Value]]:
         size = int.from_bytes(self._read(8), "big")
-        if size > MAX_FRAME:
-            raise TestsFailed(f"an answer of {size} bytes; at most {MAX_FRAME} are read")
+        if size > MAX_ANSWER_BYTES:
+            raise TestsFailed(f"an answer has {size} bytes; at most {MAX_ANSWER_BYTES} are allowed")
         try:
             data = self._read(size)
-            return Reader(self.shared, objects, self._proxy, self._exception).read(data)
-        except Malformed as error:
-            raise TestsFailed(f"the program's box sent no answer: {error}") from None
+            reader = AnswerReader(
+                self.shared_classes, sent_objects, self._make_proxy, self._make_exception_class
+            )
+            return reader.read(data)
+        except MalformedAnswer as error:
+            raise TestsFailed(f"the program's box sent a malformed answer: {error}") from None
 
     def _read(self, size: int) -> bytes:
         parts = []
@@ -130,22 +134,26 @@ class Session:
             size -= len(part)
         return b"".join(parts)
 
-    def _proxy(self, kind: str, number: int) -> Remote:
-        return RemoteIterator(self, number) if kind == "iterator" else Remote(self, number)
+    def _make_proxy(self, kind: str, handle: int) -> RemoteObject:
+        return RemoteIterator(self, handle) if kind == "iterator" else RemoteObject(self, handle)
 
-    def _exception(self, names: list[str]) -> type:
-        """Returns a local class with the name and built-in base of the program's exception."""
+    def _make_exception_class(self, names: list[str]) -> type:
+        """Returns a local class with the name and the built-in base of the program's exception.
+
+        names: of the program's class and its bases.
+        """
         base = _builtin_exception(names)
-        if names and names[0] != base.__name__ and names[0] not in self._exceptions:
-            self._exceptions[names[0]] = type(names[0], (base,), {})
-        return self._exceptions.get(names[0], base) if names else base
+        if names and names[0] != base.__name__ and names[0] not in self._exception_classes:
+            self._exception_classes[names[0]] = type(names[0], (base,), {})
+        return self._exception_classes.get(names[0], base) if names else base
 
     def _to_exception(self, value: Value) -> Exception:
+        """Returns the local exception for an error of the program."""
         names, message = _error_parts(value)
         if "Exception" not in names:  # SystemExit, KeyboardInterrupt, GeneratorExit
             raise TestsFailed(f"the program raised {_error_text(value)}")
         try:
-            error = self._exception(names)(message)
+            error = self._make_exception_class(names)(message)
         except TypeError:  # UnicodeDecodeError and others need more than a message
             error = ValueError(message)
         return error if isinstance(error, Exception) else RuntimeError(message)
@@ -155,7 +163,7 @@ class Session:
         return len(self._callbacks) - 1
 
     def _run_callback(self, value: Value) -> None:
-        """Runs a function of the tests that the program calls."""
+        """Runs the function of the tests that the program called, and sends its result."""
         try:
             number, positional, named = value
             function = self._callbacks[number]
@@ -167,63 +175,62 @@ class Session:
             self._send(("raise", type(error).__name__, str(error)))
 
 
-class Remote:
-    """A function, class or object of the program."""
+class RemoteObject:
+    """The proxy of a function, class or object of the program."""
 
-    __slots__ = ("_number", "_session")
+    __slots__ = ("_handle", "_session")
 
-    def __init__(self, session: Session, number: int) -> None:
+    def __init__(self, session: Session, handle: int) -> None:
         object.__setattr__(self, "_session", session)
-        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_handle", handle)
 
     def __call__(self, *arguments: Value, **named: Value) -> Value:
-        return self._session.request_value("call", self._number, arguments=(arguments, named))
+        return self._session.request_value("call", self._handle, arguments=(arguments, named))
 
     def __getattr__(self, name: str) -> Value:
         if name.startswith("__") and name.endswith("__") and name not in _FORWARDED_DUNDERS:
             raise AttributeError(name)
-        if name in _PREDICATES:  # a program's class must not answer what str or int would
-            self._refuse()
-        return self._session.request_value("attribute", self._number, name)
+        if name in _PREDICATE_METHODS:  # only str, int and the like may answer these
+            self._fail_comparison()
+        return self._session.request_value("attribute", self._handle, name)
 
     def __setattr__(self, name: str, value: Value) -> None:
-        self._session.request("assign", self._number, name, arguments=([value], {}))
+        self._session.request("assign", self._handle, name, arguments=([value], {}))
 
     def __iter__(self) -> Iterator[Value]:
-        return iter(self._session.request_value("method", self._number, "__iter__"))
+        return iter(self._session.request_value("method", self._handle, "__iter__"))
 
-    def _refuse(self, *_: Value) -> NoReturn:
+    def _fail_comparison(self, *_: Value) -> NoReturn:
         raise TestsFailed("the tests compare an object of the program that is not plain data")
 
     def __eq__(self, other: object) -> bool:
-        return self is other if other is None or self is other else self._refuse()
+        return self is other if other is None or self is other else self._fail_comparison()
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __bool__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __instancecheck__ = __subclasscheck__ = _refuse
+    __bool__ = __lt__ = __le__ = __gt__ = __ge__ = _fail_comparison
+    __instancecheck__ = __subclasscheck__ = _fail_comparison
 
 
-def _forward(special: str) -> Callable[..., Value]:
-    def operator(self: Remote, *arguments: Value) -> Value:
-        call: Value = (arguments, {})
-        return self._session.request_value("method", self._number, special, arguments=call)
+def _forwarding_method(name: str) -> Callable[..., Value]:
+    def method(self: RemoteObject, *positional: Value) -> Value:
+        return self._session.request_value("method", self._handle, name, arguments=(positional, {}))
 
-    return operator
-
-
-for _name in _OPERATORS:
-    setattr(Remote, f"__{_name}__", _forward(f"__{_name}__"))
+    return method
 
 
-class RemoteIterator(Remote):
-    """A generator or iterator of the program, read in growing chunks."""
+for _name in _FORWARDED_OPERATORS:
+    setattr(RemoteObject, f"__{_name}__", _forwarding_method(f"__{_name}__"))
+
+
+class RemoteIterator(RemoteObject):
+    """The proxy of a generator or iterator of the program; it reads items in growing chunks."""
 
     __slots__ = ("_chunk_size", "_done", "_items")
 
-    def __init__(self, session: Session, number: int) -> None:
-        super().__init__(session, number)
+    def __init__(self, session: Session, handle: int) -> None:
+        super().__init__(session, handle)
         self._set_state([], False, 1)
 
     def _set_state(self, items: list[Value], done: bool, chunk_size: int) -> None:
@@ -238,9 +245,9 @@ class RemoteIterator(Remote):
 
     def __next__(self) -> Value:
         if not self._items and not self._done:
-            answer = self._session.request_value("next", self._number, self._chunk_size)
+            answer = self._session.request_value("next", self._handle, self._chunk_size)
             if type(answer) is not list or len(answer) != 2 or type(answer[0]) is not list:
-                raise TestsFailed("the program's box sent no items")
+                raise TestsFailed("the program's box sent invalid items")
             done = answer[1] is not False or not answer[0]
             self._set_state(answer[0][::-1], done, min(2 * self._chunk_size, 1024))
         if not self._items:
@@ -248,8 +255,8 @@ class RemoteIterator(Remote):
         return self._items.pop()
 
 
-def _handle_of(value: Value) -> int | None:
-    return value._number if isinstance(value, Remote) else None
+def _find_handle(value: Value) -> int | None:
+    return value._handle if isinstance(value, RemoteObject) else None
 
 
 def _error_parts(value: Value) -> tuple[list[str], str]:
@@ -257,7 +264,7 @@ def _error_parts(value: Value) -> tuple[list[str], str]:
         names, message = value
         if names and all(type(item) is str for item in [*names, message]):
             return names, message
-    raise TestsFailed("the program's box sent no error")
+    raise TestsFailed("the program's box sent an invalid error")
 
 
 def _error_text(value: Value) -> str:
@@ -266,20 +273,21 @@ def _error_text(value: Value) -> str:
 
 
 def _builtin_exception(names: list[str]) -> type:
-    """Returns the nearest built-in exception that cannot silently end a loop or the judge."""
+    """Returns the first built-in exception in `names`, but none that would silently end a loop."""
     for name in names:
-        kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            silent = issubclass(kind, (StopIteration, StopAsyncIteration))
-            return RuntimeError if silent else kind
+        exception_class = getattr(builtins, name, None)
+        if isinstance(exception_class, type) and issubclass(exception_class, Exception):
+            ends_loops = issubclass(exception_class, (StopIteration, StopAsyncIteration))
+            return RuntimeError if ends_loops else exception_class
     return Exception
 
 
 class TestNamespace(dict[str, Value]):
     """The global names of the tests; other names are looked up in the program.
 
-    Names of built-ins and standard modules refer to the program only if the tests cannot mean
-    anything else: `set` in `set(f(x)) == {1}` must not be a function of the program.
+    The name of a built-in refers to the program only if the tests use no other name of the program:
+    `set` in `set(f(x)) == {1}` must not be a function of the program. The name of a standard module
+    refers to the program only if it is used without an attribute.
     """
 
     def __init__(self, session: Session, content: dict[str, Value]) -> None:
@@ -288,12 +296,12 @@ class TestNamespace(dict[str, Value]):
         self._codes: list[CodeType] = []
 
     def set_code(self, code: CodeType) -> None:
-        """Sets the tests' code, and looks up names of class bodies, which skip __missing__."""
+        """Sets the tests' code, and looks up names of class bodies, which ignore __missing__."""
         self._codes = [code]
-        for body in self._codes:  # the loop appends to this list
-            self._codes += [part for part in body.co_consts if isinstance(part, CodeType)]
-        for body in self._codes[1:]:
-            for name in () if body.co_flags & CO_OPTIMIZED else body.co_names:
+        for code in self._codes:  # the loop appends to this list
+            self._codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        for code in self._codes[1:]:
+            for name in () if code.co_flags & CO_OPTIMIZED else code.co_names:
                 with contextlib.suppress(KeyError):
                     self[name] = self[name]
 
@@ -301,11 +309,11 @@ class TestNamespace(dict[str, Value]):
         if not self._codes or name.startswith("__"):
             raise KeyError(name)
         if hasattr(builtins, name):
-            remote = self._session.request("get", name, arguments=([], {}))
-            if remote is ABSENT or self._program_names() != {name}:
+            value = self._session.request("get", name, arguments=([], {}))
+            if value is ABSENT or self._program_names() != {name}:
                 return self.setdefault(name, getattr(builtins, name))
-            self._session.answers += not isinstance(remote, Remote)
-            return remote
+            self._session.answers += not isinstance(value, RemoteObject)
+            return value
         if name in sys.stdlib_module_names and not any(_loads_bare(c, name) for c in self._codes):
             return self.setdefault(name, __import__(name))
         value = self._session.request_value("get", name)
@@ -314,16 +322,26 @@ class TestNamespace(dict[str, Value]):
         return value
 
     def _program_names(self) -> set[str]:
-        """Returns names that the tests load and do not define; built-ins only as a last resort."""
-        steps = [step for code in self._codes for step in dis.get_instructions(code)]
-        loaded = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-        stored = {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_NAME")}
-        unknown = {name for name in loaded - stored if name not in self}
-        others = {name for name in unknown if not hasattr(builtins, name)}
-        return others or {name for name in unknown if _is_function(getattr(builtins, name))}
+        """Returns the names that the tests load and do not define.
+
+        Built-ins are returned only if there is no other such name.
+        """
+        instructions = [
+            (instruction.opname, instruction.argval)
+            for code in self._codes
+            for instruction in dis.get_instructions(code)
+        ]
+        loaded = {name for opname, name in instructions if opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        stored = {name for opname, name in instructions if opname in ("STORE_GLOBAL", "STORE_NAME")}
+        undefined = {name for name in loaded - stored if name not in self}
+        not_builtin = {name for name in undefined if not hasattr(builtins, name)}
+        if not_builtin:
+            return not_builtin
+        return {name for name in undefined if _can_be_replaced(getattr(builtins, name))}
 
 
-def _is_function(value: Value) -> bool:
+def _can_be_replaced(value: Value) -> bool:
+    """Whether a program may define a function of this name: not for constants and exceptions."""
     return callable(value) and not (isinstance(value, type) and issubclass(value, BaseException))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hone.sandbox import client
 from hone.sandbox.judging import judge
-from hone.sandbox.judging.judge import _boxes
+from hone.sandbox.judging.judge import _judge_boxes
 
 pytestmark = pytest.mark.usefixtures("bwrap")
 
@@ -24,7 +24,7 @@ class Node:
     def total(self):
         return self.val + (self.next.total() if self.next else 0)
 """
-HOLDS = {
+PASSING_CASES = {
     "plain types": (
         "def f(): return [None, True, 1, 1.5, 'x', b'y', (1, [2]), {3}, frozenset({4}), {5: (6,)}, 1j]",
         "assert f() == [None, True, 1, 1.5, 'x', b'y', (1, [2]), {3}, frozenset({4}), {5: (6,)}, 1j]\n"
@@ -131,9 +131,9 @@ HOLDS = {
 }
 
 
-@pytest.mark.parametrize("name", HOLDS)
+@pytest.mark.parametrize("name", PASSING_CASES)
 def test_values_of_the_program_arrive_unchanged(name: str) -> None:
-    program, tests = HOLDS[name]
+    program, tests = PASSING_CASES[name]
     judgement = judge(program, tests)
     assert judgement.passed, judgement.reason
     assert judgement.answers > 0
@@ -148,7 +148,7 @@ def test_objects_of_preamble_classes_keep_their_structure_and_changes() -> None:
     assert judgement.passed, judgement.reason
 
 
-FAILS = {
+FAILING_CASES = {
     "a method of the preamble's class replaced": (
         "def f():\n    n = Node(1)\n    n.__dict__['total'] = lambda: 3\n    return n",
         "assert f().total() == 3",
@@ -181,9 +181,9 @@ FAILS = {
 }
 
 
-@pytest.mark.parametrize("name", FAILS)
+@pytest.mark.parametrize("name", FAILING_CASES)
 def test_the_program_cannot_decide_a_test(name: str) -> None:
-    program, tests = FAILS[name]
+    program, tests = FAILING_CASES[name]
     judgement = judge(program, tests, preamble=NODE)
     assert not judgement.passed
     assert judgement.usable
@@ -221,8 +221,8 @@ def test_a_lost_judge_or_warden_is_replaced() -> None:
     assert judge(program, tests).passed
     client.close()
     assert judge(program, tests).passed
-    for box in _boxes.values():
-        box.drop()
+    for box in _judge_boxes.values():
+        box.close()
     assert judge(program, tests).passed
 
 
@@ -232,7 +232,7 @@ def test_a_judgement_is_repeated_if_the_judge_is_killed() -> None:
     results: list[bool] = []
     thread = threading.Thread(target=lambda: results.append(judge(slow, "assert f() == 1").passed))
     thread.start()
-    (box,) = _boxes.values()
+    (box,) = _judge_boxes.values()
     assert box._run is not None
     signal.pidfd_send_signal(box._run._descriptors[0], signal.SIGKILL)
     thread.join(60)

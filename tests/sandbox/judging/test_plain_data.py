@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.sandbox.judging.plain_data import ABSENT, Malformed, Match, Reader, Writer, update
+from hone.sandbox.judging.plain_data import (
+    ABSENT,
+    AnswerReader,
+    MalformedAnswer,
+    Match,
+    RequestWriter,
+    update_in_place,
+)
 from hone.sandbox.judging.program_server import ProgramSession, Request
 
 
@@ -39,12 +46,15 @@ PLAIN = (
 )
 
 
-def reader(known: tuple[Any, ...] = ()) -> Reader:
-    return Reader({"Node": Node}, [*known], lambda kind, number: Handle(), lambda names: ValueError)
+def make_reader(sent_objects: tuple[Any, ...] = ()) -> AnswerReader:
+    return AnswerReader(
+        {"Node": Node}, [*sent_objects], lambda kind, number: Handle(), lambda names: ValueError
+    )
 
 
-def read(value: Any, table: Any = (), known: tuple[Any, ...] = ()) -> Any:
-    return reader(known).read(json.dumps(["v", value, [*table], []]).encode())[1]
+def read(value: Any, object_rows: Any = (), sent_objects: tuple[Any, ...] = ()) -> Any:
+    answer = json.dumps(["v", value, [*object_rows], []])
+    return make_reader(sent_objects).read(answer.encode())[1]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,7 @@ def test_tags_become_their_types(sent: Any, value: Any) -> None:
     ],
 )
 def test_tags_with_invalid_content_are_refused(sent: Any) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedAnswer):
         read(sent)
 
 
@@ -106,8 +116,8 @@ def test_tags_with_invalid_content_are_refused(sent: Any) -> None:
     [b"", b"[", b"[" * 100_000, b"9" * 10_000, b"\xff\xfe", b"{}", b"[1,2,3,4]", b'["v",0,0,0]'],
 )
 def test_invalid_messages_are_refused(data: bytes) -> None:
-    with pytest.raises(Malformed):
-        reader().read(data)
+    with pytest.raises(MalformedAnswer):
+        make_reader().read(data)
 
 
 def test_shared_objects_are_filled_and_no_method_is_replaced() -> None:
@@ -116,7 +126,7 @@ def test_shared_objects_are_filled_and_no_method_is_replaced() -> None:
     assert read({"o": [0, "Node"]}, [row, [1, "Node", ["val", 5]]], (node,)) is node
     assert node.val.val == 5
     for name in ("total", "__class__", "__eq__", "__dict__"):
-        with pytest.raises(Malformed):
+        with pytest.raises(MalformedAnswer):
             read(None, [[0, "Node", [name, 1]]], (node,))
 
 
@@ -140,23 +150,25 @@ def types_of(value: Any) -> set[type]:
 
 @settings(max_examples=50)
 @given(ANYTHING, st.lists(st.tuples(st.integers(0, 2), st.just("Node"), ANYTHING), max_size=2))
-def test_any_message_is_plain_data_or_refused(value: Any, table: list[Any]) -> None:
-    with contextlib.suppress(Malformed):
-        assert types_of(read(value, table)) <= set(PLAIN)
+def test_any_message_is_plain_data_or_refused(value: Any, object_rows: list[Any]) -> None:
+    with contextlib.suppress(MalformedAnswer):
+        assert types_of(read(value, object_rows)) <= set(PLAIN)
 
 
 @settings(max_examples=50)
 @given(st.binary(max_size=40))
 def test_any_bytes_are_refused_or_read(data: bytes) -> None:
-    with contextlib.suppress(Malformed):
-        reader().read(data)
+    with contextlib.suppress(MalformedAnswer):
+        make_reader().read(data)
 
 
-def sent(value: Any) -> Any:
+def send_to_program(value: Any) -> Any:
     """Returns the value that the program's box gets for a value of the tests."""
     session = ProgramSession(0, {"Node": Node})
     session.handles.append("an object of the program")
-    writer = Writer({"Node": Node}, lambda v: 0 if type(v) is Handle else None, lambda function: 0)
+    writer = RequestWriter(
+        {"Node": Node}, lambda v: 0 if type(v) is Handle else None, lambda function: 0
+    )
     return Request(session, writer.write(("call", 0, [value], {}))).fields[2][0]
 
 
@@ -171,37 +183,37 @@ def sent(value: Any) -> Any:
     ],
 )
 def test_plain_data_of_the_tests_arrives_unchanged(value: Any) -> None:
-    assert sent(value) == value
-    assert [*map(type, sent(value))] == [*map(type, value)]
+    assert send_to_program(value) == value
+    assert [*map(type, send_to_program(value))] == [*map(type, value)]
 
 
 def test_a_list_that_occurs_twice_stays_one_list() -> None:
     row: list[Any] = [0]
     for shared in ([row, row], [row, row, Handle()]):
-        copy = sent(shared)
+        copy = send_to_program(shared)
         assert copy[0] is copy[1]
 
 
 def test_objects_and_functions_are_sent_by_number() -> None:
     node = Node(1)
     node.val = [node, Handle()]
-    copy = sent(node)
+    copy = send_to_program(node)
     assert type(copy) is Node
     assert copy.val == [copy, "an object of the program"]
-    assert callable(sent(lambda x: x))
-    assert sent(iter([1, 2])) == [1, 2]
+    assert callable(send_to_program(lambda x: x))
+    assert send_to_program(iter([1, 2])) == [1, 2]
 
 
 def test_an_error_names_the_type_that_cannot_be_sent() -> None:
     with pytest.raises(TypeError, match="Absent is not plain data"):
-        sent([ABSENT])
+        send_to_program([ABSENT])
 
 
 def test_changes_are_made_to_the_tests_own_objects() -> None:
     inner: list[int] = [1]
     local = {"a": inner, "b": {2}}
-    assert update(local, {"a": [1, 3], "b": {4}, "c": ()}) is local
+    assert update_in_place(local, {"a": [1, 3], "b": {4}, "c": ()}) is local
     assert local == {"a": [1, 3], "b": {4}, "c": ()}
     assert local["a"] is inner
-    assert update(inner, "other") == "other"
+    assert update_in_place(inner, "other") == "other"
     assert inner == [1, 3]
