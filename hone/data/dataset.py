@@ -29,7 +29,7 @@ from hone.data.prompts import (
     without_nulls,
 )
 from hone.data.question_answer import to_verl_schema
-from hone.data.reading import rows_of, settings_of
+from hone.data.reading import rows_of, as_data_config
 from hone.data.rows import (
     BadRowPolicy,
     DataError,
@@ -41,7 +41,7 @@ from hone.data.rows import (
     read_rows,
     sample_positions,
 )
-from hone.data.schema import ARGUMENTS, COLUMNS, SchemaCheck
+from hone.data.schema import KWARGS_COLUMNS, COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Processor, Tokenizer
 from hone.types import Fields, Row, Settings
@@ -68,7 +68,7 @@ class RLHFDataset:
 
     store: RowStore
     whole_prompt: WholePrompt | None = None
-    """Adds what agent loops add to prompts, such as instructions; set by `render_with`."""
+    """Returns the prompt with what its agent loop adds, such as instructions; see `render_with`."""
     _hf_dataset: Dataset | None = None
 
     def __init__(
@@ -83,8 +83,8 @@ class RLHFDataset:
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
-        self.config = config
-        self.settings = settings = settings_of(config)
+        self.config = config  # as passed, for subclasses written for verl
+        self.settings = settings = as_data_config(config)
         self.prompt_key, self.image_key = settings.prompt_key, settings.image_key
         self.video_key, self.max_prompt_length = settings.video_key, settings.max_prompt_length
         self._max_tokens = self.max_prompt_length if settings.truncation == "error" else None
@@ -94,9 +94,9 @@ class RLHFDataset:
             data_files = [data_files]
         self.data_files: Sequence[str | os.PathLike[str] | Row] = data_files
         self._read_all()
-        self.added: list[Row] = []
-        self.overlong_rows = 0
-        self._lengths: list[int] | None = None
+        self.added_rows: list[Row] = []
+        self.num_overlong_rows = 0
+        self._prompt_lengths: list[int] | None = None
         positions = self._valid_positions()
         positions = sample_positions(
             positions, max_samples, shuffle=settings.shuffle, seed=settings.seed
@@ -116,7 +116,7 @@ class RLHFDataset:
             )
 
     def __len__(self) -> int:
-        return len(self.positions) + len(self.added)
+        return len(self.positions) + len(self.added_rows)
 
     def __getitem__(self, index: int) -> Row:
         try:
@@ -128,14 +128,14 @@ class RLHFDataset:
         return row
 
     def raw_row(self, index: int) -> Row:
-        """Returns the row of the file, or one that on_batch_end added."""
+        """Returns a row as the file, or on_batch_end, gave it."""
         if index < len(self.positions):
             return self.store[self.positions[index]]
-        return self.added[index - len(self.positions)]
+        return self.added_rows[index - len(self.positions)]
 
     def render_with(self, whole_prompt: WholePrompt) -> None:
-        """Renders, counts and filters the prompts again with what their agent loops add."""
-        self.whole_prompt, self._lengths = whole_prompt, None
+        """Sets `whole_prompt`, and filters the prompts again with what agent loops add to them."""
+        self.whole_prompt, self._prompt_lengths = whole_prompt, None
         if self.settings.filter_overlong_prompts:
             self.positions = self._filter_overlong(self.positions)
             self._hf_dataset = None
@@ -143,11 +143,12 @@ class RLHFDataset:
 
     def prompt_lengths(self) -> Iterator[int | PromptError]:
         """Yields the number of tokens of each prompt before truncation, or its rendering error."""
-        if self._lengths is not None and not self.added:
-            return iter(self._lengths)
+        if self._prompt_lengths is not None and not self.added_rows:
+            return iter(self._prompt_lengths)
         return self._count_tokens(map(self.raw_row, range(len(self))), self._max_tokens)
 
     def where(self, index: int) -> str:
+        """Returns the file and number of a row, for messages."""
         if index < len(self.positions):
             return self.store.where(self.positions[index])
         return f"row {index - len(self.positions)} added by on_batch_end"
@@ -175,12 +176,12 @@ class RLHFDataset:
         return None
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Adds rows in verl's schema; bad ones are reported like those of files."""
+        """Adds rows in verl's schema; bad rows are reported like bad rows of files."""
         check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
         for row in rows:
             problem = check.problem(row)
             if problem is None:
-                self.added.append(dict(row))
+                self.added_rows.append(dict(row))
             else:
                 self.bad_rows.report(problem.reason, f"a row added by on_batch_end: {problem}")
 
@@ -188,18 +189,18 @@ class RLHFDataset:
         return {
             "fingerprint": self.fingerprint,
             "rows": len(self.positions),
-            "added": list(self.added),
+            "added": list(self.added_rows),
         }
 
     def load_state_dict(self, state: Settings) -> None:
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"the data differ from those of the checkpoint: it was made with {state['rows']}"
-                f" rows ({state['fingerprint'][:8]}), there are {len(self.positions)} now"
+                f"the data differ from the checkpoint's data: the checkpoint was made with {state['rows']}"
+                f" rows ({state['fingerprint'][:8]}), this run has {len(self.positions)}"
                 f" ({self.fingerprint[:8]}); restore the files and the data.* settings, or start a"
                 " new run from the checkpoint's model (trainer.resume_mode=disable)"
             )
-        self.added = [dict(row) for row in state["added"]]
+        self.added_rows = [dict(row) for row in state["added"]]
 
     def _read_all(self) -> None:
         """Fills `self.store`."""
@@ -207,9 +208,9 @@ class RLHFDataset:
         self._read_files_and_tokenize()
         if not hasattr(self, "store"):
             raise DataError(
-                f"{type(self).__name__}._read_files_and_tokenize sets no self.dataframe"
+                f"{type(self).__name__}._read_files_and_tokenize must set self.dataframe"
             )
-        if self._overrides("_build_messages"):
+        if self._is_overridden("_build_messages"):
             accepts_key = "key" in inspect.signature(self._build_messages).parameters
             key = {"key": self.prompt_key} if accepts_key else {}
             self.dataframe = [
@@ -227,7 +228,7 @@ class RLHFDataset:
         """Reads `self.data_files`; an override must set `self.dataframe`."""
         store = read_rows(self.data_files, self.bad_rows)
         self.store = to_verl_schema(store, self.prompt_key)
-        if self._overrides("maybe_filter_out_long_prompts"):
+        if self._is_overridden("maybe_filter_out_long_prompts"):
             self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     def maybe_filter_out_long_prompts(self, dataframe: Dataset) -> Dataset:
@@ -257,7 +258,7 @@ class RLHFDataset:
         self._hf_dataset = data
         self.store = read_rows(rows, self.bad_rows)
 
-    def _overrides(self, name: str) -> bool:
+    def _is_overridden(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(RLHFDataset, name)
 
     def _valid_positions(self) -> list[int]:
@@ -279,30 +280,34 @@ class RLHFDataset:
 
     def _filter_overlong(self, positions: list[int]) -> list[int]:
         """Returns the positions of prompts that fit; counts and logs the others."""
-        limit, used = self.max_prompt_length, set(positions)
+        max_tokens, position_set = self.max_prompt_length, set(positions)
         loop_columns = ("tool_config", "extra_info") if self.whole_prompt else ()
         indexed_rows = enumerate(self.store.scan((self.prompt_key, "agent_name", *loop_columns)))
-        rows = (row for position, row in indexed_rows if position in used)
-        fitting, lengths = [], []
-        for position, length in zip(positions, self._count_tokens(rows, limit), strict=True):
-            if isinstance(length, PromptTooLong) or (isinstance(length, int) and length > limit):
-                self.overlong_rows += 1
+        rows = (row for position, row in indexed_rows if position in position_set)
+        fitting_positions, lengths = [], []
+        for position, length in zip(positions, self._count_tokens(rows, max_tokens), strict=True):
+            if isinstance(length, PromptTooLong) or (
+                isinstance(length, int) and length > max_tokens
+            ):
+                self.num_overlong_rows += 1
             elif isinstance(length, PromptError):
                 message = f"{self.store.where(position)}: {length}"
                 self.bad_rows.report("cannot be rendered", message)
             else:
-                fitting.append(position)
+                fitting_positions.append(position)
                 lengths.append(length)
-        if not fitting:
+        if not fitting_positions:
             raise DataError(
                 f"all {len(positions)} prompts have more than data.max_prompt_length="
-                f"{limit} tokens; raise it"
+                f"{max_tokens} tokens; raise it"
             )
-        if self.overlong_rows:
+        if self.num_overlong_rows:
             message = "%d of %d prompts have more than %d tokens and were left out"
-            logger.info(message, len(positions) - len(fitting), len(positions), limit)
-        self._lengths = lengths
-        return fitting
+            logger.info(
+                message, len(positions) - len(fitting_positions), len(positions), max_tokens
+            )
+        self._prompt_lengths = lengths
+        return fitting_positions
 
     def _count_tokens(
         self, rows: Iterable[Row], max_tokens: int | None
@@ -343,12 +348,12 @@ class RLHFDataset:
         row["data_source"] = row.get("data_source") or "unknown"
         row["reward_model"] = row.get("reward_model") or {}
         row["agent_name"] = row.get("agent_name")
-        row |= {name: loop_argument(row, name) for name in ARGUMENTS}
+        row |= {name: loop_argument(row, name) for name in KWARGS_COLUMNS}
         return row
 
 
 def loop_argument(row: Row, name: str) -> Fields:
-    """Returns a loop's arguments, which a row has at its top level or in `extra_info`."""
+    """Returns a dict of keyword arguments of a row, from its top level or its `extra_info`."""
     extra_info = row.get("extra_info") or {}
     value: Fields = without_nulls(row.get(name) or extra_info.get(name) or {})
     return value
@@ -357,7 +362,7 @@ def loop_argument(row: Row, name: str) -> Fields:
 def with_typed_parts(
     messages: Sequence[Message], row: Row, image_key: str, video_key: str
 ) -> list[Message]:
-    """Splits `<image>` and `<video>` in text into typed parts; their counts must match the row."""
+    """Replaces `<image>` and `<video>` in text by typed parts, as many as the row has media."""
     media_counts: Counter[str] = Counter()
     typed_messages: list[Message] = []
     for message in messages:
@@ -377,7 +382,7 @@ def with_typed_parts(
         if column is not None and hasattr(column, "tolist"):
             column = column.tolist()
         if column is not None and not isinstance(column, list | tuple):
-            raise PromptError(f"column {key!r} is a list, got {shown(column)}")
+            raise PromptError(f"column {key!r} must be a list, got {shown(column)}")
         if column and media_counts[kind] != len(column):
             raise PromptError(
                 f"the prompt has {media_counts[kind]} <{kind}>, column {key!r} has {len(column)}"
@@ -396,5 +401,5 @@ def load_tool_schemas(config: DataConfig) -> list[Settings] | None:
         raise SettingError(str(error), path) from error
     tools = (document.get("tools") if isinstance(document, Mapping) else None) or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise SettingError(f"{path} has no list `tools:` of objects", path)
+        raise SettingError(f"{path} needs `tools:`, a list of objects", path)
     return [tool["tool_schema"] for tool in tools if tool.get("tool_schema")] or None

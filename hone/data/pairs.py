@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.config.sft import PairDataConfig
-from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, check_row_text
+from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
 from hone.data.prompts import (
     Message,
     PromptError,
@@ -83,9 +83,9 @@ class PairDataset(EncodedDataset):
         pair = self.pair(row)
         check_message_roles(as_messages(pair.prompt))
         if not pair.chosen.strip() or not pair.rejected.strip():
-            raise Untrainable("empty response", "a response of the pair is empty")
+            raise UntrainableRow("empty response", "a response of the pair is empty")
         if pair.chosen.strip() == pair.rejected.strip():
-            raise Untrainable("tie", "the two responses of the pair are the same")
+            raise UntrainableRow("tie", "the two responses of the pair are the same")
         if self.config.drop_duplicates:
             self._check_duplicate(pair)
 
@@ -93,12 +93,14 @@ class PairDataset(EncodedDataset):
         pairs_seen: set[tuple[str, str, str]] = self.__dict__.setdefault("_earlier", set())
         key = (str(pair.prompt), pair.chosen.strip(), pair.rejected.strip())
         if key in pairs_seen:
-            raise Untrainable("duplicate", "an earlier row has the same pair")
+            raise UntrainableRow("duplicate", "an earlier row has the same pair")
         if (key[0], key[2], key[1]) in pairs_seen:
-            raise Untrainable("contradiction", "an earlier row has the pair in the opposite order")
+            raise UntrainableRow(
+                "contradiction", "an earlier row has the pair in the opposite order"
+            )
         pairs_seen.add(key)
 
-    def encoded(self, row: Row) -> EncodedRow:
+    def encode_row(self, row: Row) -> EncodedRow:
         pair = self.pair(row)
         prompt = render_prompt(
             pair.prompt,
@@ -117,7 +119,7 @@ class PairDataset(EncodedDataset):
         self.check_length(len(prompt) + response_length)
         prompt = prompt[max(0, len(prompt) + response_length - self.max_length) :]
         if not prompt or not chosen or not rejected:
-            raise Untrainable(
+            raise UntrainableRow(
                 "too long", f"no prompt is left within data.max_length={self.max_length} tokens"
             )
         return {

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hone.data.loader import Dataset
 
 
-def settings_of(config: DataConfig | Settings) -> DataConfig:
+def as_data_config(config: DataConfig | Settings) -> DataConfig:
     """Converts a mapping with some of the keys to a DataConfig."""
     if isinstance(config, DataConfig):
         return config

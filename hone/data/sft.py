@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hone.config.sft import SFTDataConfig
-from hone.data.conversation import Encoded, encode_conversation
-from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, check_row_text
+from hone.data.conversation import TokensAndMask, encode_conversation
+from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
 from hone.data.prompts import (
     Prompt,
     PromptError,
@@ -31,7 +31,7 @@ def encode_single_turn(
     prompt_format: str,
     template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
-) -> Encoded:
+) -> TokensAndMask:
     """Encodes the prompt as in rollout, then the response and the end token as targets."""
     prompt_ids = render_prompt(
         prompt, tokenizer, prompt_format, template_kwargs=template_kwargs, max_tokens=max_tokens
@@ -50,7 +50,7 @@ class SFTDataset(EncodedDataset):
 
     config: SFTDataConfig
 
-    def encode(self, row: Row) -> Encoded:
+    def encode_untruncated(self, row: Row) -> TokensAndMask:
         """Returns token ids and mask of one row before truncation."""
         prompt, response = self._prompt_and_response(row)
         return encode_single_turn(
@@ -78,13 +78,13 @@ class SFTDataset(EncodedDataset):
             look_up(row, config.response_key, config.response_dict_keys, "data.response_key"),
         )
 
-    def encoded(self, row: Row) -> EncodedRow:
-        ids, mask = self.encode(row)
+    def encode_row(self, row: Row) -> EncodedRow:
+        ids, mask = self.encode_untruncated(row)
         self.check_length(len(ids))
         length, side = self.max_length, self.truncation
         ids, mask = truncate(ids, length, side), truncate(mask, length, side)
         if 1 not in mask[1:]:  # the first token is never a target
-            raise Untrainable(
+            raise UntrainableRow(
                 "nothing to learn",
                 f"nothing to learn is left within data.max_length={length} tokens",
             )
@@ -94,7 +94,7 @@ class SFTDataset(EncodedDataset):
 class MultiTurnSFTDataset(SFTDataset):
     """Conversations in `messages_key`; `tools_key` and `enable_thinking_key` are optional."""
 
-    def encode(self, row: Row) -> Encoded:
+    def encode_untruncated(self, row: Row) -> TokensAndMask:
         keys = self.config.multiturn
         kwargs = dict(self.template_kwargs)
         if row.get(keys.enable_thinking_key) is not None:

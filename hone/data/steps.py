@@ -14,7 +14,7 @@ from typing import Any
 
 from hone.config.errors import ConfigError
 from hone.config.sft import StepDataConfig
-from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, check_row_text
+from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
 from hone.data.prompts import (
     Prompt,
     PromptError,
@@ -143,9 +143,9 @@ class StepDataset(EncodedDataset):
         solution = self.solution(row)
         check_message_roles(as_messages(solution.prompt))
         if all(label is None for label in solution.labels):
-            raise Untrainable("nothing to learn", "no step of the row has a label")
+            raise UntrainableRow("nothing to learn", "no step of the row has a label")
 
-    def encoded(self, row: Row) -> EncodedRow:
+    def encode_row(self, row: Row) -> EncodedRow:
         solution = self.solution(row)
         is_text = isinstance(solution.prompt, str)
         prompt = (self._prompt_ids if is_text else self._render)(solution.prompt)
@@ -163,7 +163,7 @@ class StepDataset(EncodedDataset):
         surplus = max(0, len(ids) - length) if side == "left" else 0
         ids, mask = truncate(ids, length, side), truncate(mask, length, side)
         if 1 not in mask:
-            raise Untrainable(
+            raise UntrainableRow(
                 "nothing to learn",
                 f"no labelled step is left within data.max_length={length} tokens",
             )

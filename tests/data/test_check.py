@@ -150,7 +150,7 @@ def test_rows_that_supervised_training_refuses_are_errors(write_jsonl: Callable[
     assert "row 1: column 'messages' has no assistant turn" in report
     for name, message in (
         ({"question": "a"}, "row 1: column 'answer' is missing"),
-        ({"question": "a", "answer": 5}, "row 1: column 'answer' is text, got number"),
+        ({"question": "a", "answer": 5}, "row 1: column 'answer' must be text, got number"),
         ({"answer": "b"}, "row 1: column 'question' (data.prompt_key) is missing"),
     ):
         status, report = check_file(write_jsonl([{"question": "x", "answer": "y"}, name]))
@@ -193,9 +193,9 @@ def test_an_answer_column_does_not_excuse_a_row_with_a_data_source(
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"agent_name": "evil.py:Loop"}, "never a place to import"),
-        ({"agent_name": "unheard_of"}, "known are single_turn_agent, tool_agent"),
-        ({"agent_name": 5}, "'agent_name' is text, got number"),
+        ({"agent_name": "evil.py:Loop"}, "not its import path"),
+        ({"agent_name": "unheard_of"}, "use single_turn_agent, tool_agent"),
+        ({"agent_name": 5}, "'agent_name' must be text, got number"),
         ({"prompt": "a\ud800"}, "lone surrogate"),
         ({"extra_info": {"x": ["\udfff"]}}, "lone surrogate"),
         ({"prompt": "a\0b"}, "NUL"),
@@ -248,6 +248,6 @@ def test_a_scorer_of_ones_own_is_called_on_every_row(write_jsonl: Callable[..., 
 
     status, report = check_file(path, score=score)
     assert status == 1
-    assert "score of the ground truth itself: 1 in 1, 0 in 2 rows" in report
+    assert "score of the ground truth as the response: 1 in 1, 0 in 2 rows" in report
     assert "error: 2 rows cannot be scored (rows 2, 4); row 2: exception: no" in report
     assert check_file(path, score=lambda row: 0.5)[0] == 0

@@ -92,7 +92,7 @@ def test_overlong_prompts_are_left_out_and_counted_with_the_template_measured(
         3,
         4,
     ]
-    assert (len(data), data.overlong_rows) == (4, 6)
+    assert (len(data), data.num_overlong_rows) == (4, 6)
     with pytest.raises(DataError, match="all 10 prompts"):
         RLHFDataset(path, tokenizer, config(max_prompt_length=1, filter_overlong_prompts=True))
 
@@ -181,7 +181,7 @@ def test_state_of_other_data_is_refused(
 ) -> None:
     state = RLHFDataset(write_jsonl(make_rows(3)), tokenizer, config()).state_dict()
     other = RLHFDataset(write_jsonl(make_rows(4), "other.jsonl"), tokenizer, config())
-    with pytest.raises(DataError, match="differ from those of the checkpoint"):
+    with pytest.raises(DataError, match="differ from the checkpoint's data"):
         other.load_state_dict(state)
 
 
@@ -204,7 +204,7 @@ def test_another_selection_of_the_same_rows_is_other_data(
     path = write_jsonl(make_rows(30))
     one = RLHFDataset(path, tokenizer, config(seed=1), max_samples=10)
     two = RLHFDataset(path, tokenizer, config(seed=2), max_samples=10)
-    with pytest.raises(DataError, match="differ from those of the checkpoint"):
+    with pytest.raises(DataError, match="differ from the checkpoint's data"):
         two.load_state_dict(one.state_dict())
 
 

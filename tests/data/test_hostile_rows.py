@@ -87,7 +87,7 @@ def test_a_megabyte_is_refused_before_it_is_tokenised(
 
     counting = Counting(tokenizer)
     data = RLHFDataset(path, counting, config(max_prompt_length=64, filter_overlong_prompts=True))
-    assert (len(data), data.overlong_rows) == (1, 1)
+    assert (len(data), data.num_overlong_rows) == (1, 1)
     with pytest.raises(DataError, match=r"row 1: .*1,000,0\d\d characters"):
         RLHFDataset(path, counting, config(max_prompt_length=64))[1]
     report = check_file(path, tokenizer=counting, config=config(max_prompt_length=64))[1]

@@ -54,6 +54,6 @@ def test_a_hub_that_cannot_be_reached_is_explained(monkeypatch: pytest.MonkeyPat
 
     pretend(monkeypatch, load)
     with pytest.raises(
-        DataError, match=r"a/b could not be read from the hub: no route.*source_dir"
+        DataError, match=r"a/b could not be read from the Hub: no route.*source_dir"
     ):
         hub_splits("a/b", None)

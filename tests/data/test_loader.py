@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hone.data.loader import PromptLoader, collate_fn, row_uid
 from hone.data.rows import DataError
-from hone.data.samplers import AbstractCurriculumSampler, AbstractSampler, Mixture
+from hone.data.samplers import AbstractCurriculumSampler, AbstractSampler, MixtureSampler
 
 
 class Numbers:
@@ -118,7 +118,7 @@ def make_loader(
     if mode == "mixture":
         cut = max(rows // 3, 1)
         groups = [range(cut), range(cut, rows)] if rows > 1 else [range(1), range(1)]
-        sampler = Mixture(groups, [0.7, 0.3], shuffle=True, seed=seed)
+        sampler = MixtureSampler(groups, [0.7, 0.3], shuffle=True, seed=seed)
     elif mode == "seeded sampler":
         sampler = SeededSampler(dataset, None)
     elif mode == "remembering sampler":
@@ -274,9 +274,9 @@ def test_added_rows_are_drawn_from_the_next_epoch_on() -> None:
 
 def test_rows_added_to_a_mixture_are_refused() -> None:
     data = Numbers(4, grows_by=1)
-    mixture = Mixture([[0, 1], [2, 3]], [1, 1], shuffle=False, seed=0)
+    mixture = MixtureSampler([[0, 1], [2, 3]], [1, 1], shuffle=False, seed=0)
     loader = PromptLoader(data, 2, shuffle=False, seed=0, drop_last=True, sampler=mixture)
-    with pytest.raises(DataError, match="dataset_weights gives them no share"):
+    with pytest.raises(DataError, match="dataset_weights gives no weight to them"):
         loader.on_batch_end(loader.next_batch())
 
 
@@ -298,7 +298,7 @@ def test_collate_gives_one_dimensional_object_arrays_with_none_for_absent() -> N
 
 
 def test_a_row_drawn_twice_in_one_batch_is_two_groups() -> None:
-    mixture = Mixture([[0], [1, 2, 3]], [0.5, 0.5], shuffle=False, seed=0)
+    mixture = MixtureSampler([[0], [1, 2, 3]], [0.5, 0.5], shuffle=False, seed=0)
     loader = PromptLoader(Numbers(4), 4, shuffle=False, seed=0, drop_last=True, sampler=mixture)
     batch = loader.next_batch()
     assert Counter(batch["n"])[0] == 2

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.data.rows import DataError
-from hone.data.samplers import Mixture, Ordered, Shuffled
+from hone.data.samplers import MixtureSampler, FileOrderSampler, ShuffledSampler
 
 
 @given(
@@ -23,7 +23,7 @@ def test_every_stretch_from_the_start_has_its_share_of_each_data_set(
     )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     groups = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    mixture = Mixture(groups, weights, shuffle=True, seed=5)
+    mixture = MixtureSampler(groups, weights, shuffle=True, seed=5)
     owner = {row: number for number, group in enumerate(groups) for row in group}
     drawn: Counter[int] = Counter()
     for k, row in enumerate(mixture.epoch_order(epoch, 60), start=1):
@@ -33,7 +33,7 @@ def test_every_stretch_from_the_start_has_its_share_of_each_data_set(
 
 
 def test_each_row_of_a_data_set_comes_once_before_any_comes_again() -> None:
-    mixture = Mixture([range(3), range(3, 10)], [0.5, 0.5], shuffle=True, seed=1)
+    mixture = MixtureSampler([range(3), range(3, 10)], [0.5, 0.5], shuffle=True, seed=1)
     big = [row for epoch in range(7) for row in mixture.epoch_order(epoch, 10) if row >= 3]
     assert len(big) == 35
     for lap in range(5):
@@ -41,12 +41,12 @@ def test_each_row_of_a_data_set_comes_once_before_any_comes_again() -> None:
 
 
 def test_a_weight_of_zero_leaves_a_data_set_out() -> None:
-    mixture = Mixture([range(3), range(3, 6)], [1, 0], shuffle=False, seed=None)
+    mixture = MixtureSampler([range(3), range(3, 6)], [1, 0], shuffle=False, seed=None)
     assert set(mixture.epoch_order(0, 6)) == {0, 1, 2}
 
 
 def test_weights_are_shares_not_probabilities() -> None:
-    mixture = Mixture([range(50), range(50, 100)], [3, 1], shuffle=False, seed=0)
+    mixture = MixtureSampler([range(50), range(50, 100)], [3, 1], shuffle=False, seed=0)
     assert sum(row < 50 for row in mixture.epoch_order(0, 100)) == 75
 
 
@@ -60,14 +60,14 @@ def test_weights_are_shares_not_probabilities() -> None:
 )
 def test_wrong_weights_are_named(weights: list[float], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        Mixture([[0], [1]], weights, shuffle=True, seed=0)
+        MixtureSampler([[0], [1]], weights, shuffle=True, seed=0)
 
 
 def test_a_weight_on_a_file_without_rows_is_named() -> None:
     with pytest.raises(DataError, match=r"dataset_weights\[1\]=0.5"):
-        Mixture([[0], []], [0.5, 0.5], shuffle=True, seed=0)
+        MixtureSampler([[0], []], [0.5, 0.5], shuffle=True, seed=0)
 
 
 def test_the_order_of_a_seed_is_fixed_for_ever() -> None:
-    assert list(Shuffled(1).epoch_order(0, 8)) == [0, 1, 2, 7, 3, 4, 6, 5]
-    assert list(Ordered().epoch_order(4, 3)) == [0, 1, 2]
+    assert list(ShuffledSampler(1).epoch_order(0, 8)) == [0, 1, 2, 7, 3, 4, 6, 5]
+    assert list(FileOrderSampler().epoch_order(4, 3)) == [0, 1, 2]

@@ -9,7 +9,7 @@ import pytest
 
 from hone.config.data import DataConfig
 from hone.data.rows import DataError
-from hone.data.show import row_numbers, show_file
+from hone.data.show import parse_row_numbers, show_file
 
 
 def test_a_prompt_is_shown_with_its_special_tokens_tools_and_ground_truth(
@@ -64,8 +64,8 @@ def test_a_row_that_cannot_be_shown_says_why_and_the_others_are_shown(
 
 
 def test_rows_are_chosen_by_number() -> None:
-    assert row_numbers("0,3-5", 6) == [0, 3, 4, 5]
+    assert parse_row_numbers("0,3-5", 6) == [0, 3, 4, 5]
     with pytest.raises(DataError, match="write numbers and ranges, as in 0,3-5"):
-        row_numbers("first", 6)
+        parse_row_numbers("first", 6)
     with pytest.raises(DataError, match="the file has rows 0 to 5, so none 6"):
-        row_numbers("4-6", 6)
+        parse_row_numbers("4-6", 6)

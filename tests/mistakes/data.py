@@ -100,7 +100,7 @@ MISTAKES = [
     Mistake(
         "a reward_model that is text",
         train(),
-        ("row 0", "column 'reward_model' is an object of fields, got text"),
+        ("row 0", "column 'reward_model' must be an object, got text"),
         files={"rows.jsonl": eight(reward_model="42")},
     ),
     Mistake(
