@@ -21,15 +21,15 @@ from hone.data.prompts import (
     PromptTooLong,
     Tools,
     as_messages,
-    prompt_text,
     raw_text,
+    remove_nulls,
+    render_text_or_ids,
     token_counts,
     tokenise,
     truncate,
-    without_nulls,
 )
 from hone.data.question_answer import to_verl_schema
-from hone.data.reading import rows_of, as_data_config
+from hone.data.reading import as_data_config, rows_of
 from hone.data.rows import (
     BadRowPolicy,
     DataError,
@@ -41,7 +41,7 @@ from hone.data.rows import (
     read_rows,
     sample_positions,
 )
-from hone.data.schema import KWARGS_COLUMNS, COLUMNS, SchemaCheck
+from hone.data.schema import COLUMNS, KWARGS_COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Processor, Tokenizer
 from hone.types import Fields, Row, Settings
@@ -148,7 +148,6 @@ class RLHFDataset:
         return self._count_tokens(map(self.raw_row, range(len(self))), self._max_tokens)
 
     def where(self, index: int) -> str:
-        """Returns the file and number of a row, for messages."""
         if index < len(self.positions):
             return self.store.where(self.positions[index])
         return f"row {index - len(self.positions)} added by on_batch_end"
@@ -163,7 +162,7 @@ class RLHFDataset:
         """Returns row indices by data file, in the order of data.train_files."""
         indices: list[list[int]] = [[] for _ in self.store.files]
         for index, position in enumerate(self.positions):
-            indices[self.store.file_of(position)].append(index)
+            indices[self.store.file_index_of(position)].append(index)
         return indices
 
     @cached_property
@@ -195,7 +194,7 @@ class RLHFDataset:
     def load_state_dict(self, state: Settings) -> None:
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"the data differ from the checkpoint's data: the checkpoint was made with {state['rows']}"
+                f"the data differ from the checkpoint's data: the checkpoint has {state['rows']}"
                 f" rows ({state['fingerprint'][:8]}), this run has {len(self.positions)}"
                 f" ({self.fingerprint[:8]}); restore the files and the data.* settings, or start a"
                 " new run from the checkpoint's model (trainer.resume_mode=disable)"
@@ -280,34 +279,30 @@ class RLHFDataset:
 
     def _filter_overlong(self, positions: list[int]) -> list[int]:
         """Returns the positions of prompts that fit; counts and logs the others."""
-        max_tokens, position_set = self.max_prompt_length, set(positions)
+        limit, position_set = self.max_prompt_length, set(positions)
         loop_columns = ("tool_config", "extra_info") if self.whole_prompt else ()
         indexed_rows = enumerate(self.store.scan((self.prompt_key, "agent_name", *loop_columns)))
         rows = (row for position, row in indexed_rows if position in position_set)
-        fitting_positions, lengths = [], []
-        for position, length in zip(positions, self._count_tokens(rows, max_tokens), strict=True):
-            if isinstance(length, PromptTooLong) or (
-                isinstance(length, int) and length > max_tokens
-            ):
+        fitting, lengths = [], []
+        for position, length in zip(positions, self._count_tokens(rows, limit), strict=True):
+            if isinstance(length, PromptTooLong) or (isinstance(length, int) and length > limit):
                 self.num_overlong_rows += 1
             elif isinstance(length, PromptError):
                 message = f"{self.store.where(position)}: {length}"
                 self.bad_rows.report("cannot be rendered", message)
             else:
-                fitting_positions.append(position)
+                fitting.append(position)
                 lengths.append(length)
-        if not fitting_positions:
+        if not fitting:
             raise DataError(
                 f"all {len(positions)} prompts have more than data.max_prompt_length="
-                f"{max_tokens} tokens; raise it"
+                f"{limit} tokens; raise it"
             )
         if self.num_overlong_rows:
             message = "%d of %d prompts have more than %d tokens and were left out"
-            logger.info(
-                message, len(positions) - len(fitting_positions), len(positions), max_tokens
-            )
+            logger.info(message, len(positions) - len(fitting), len(positions), limit)
         self._prompt_lengths = lengths
-        return fitting_positions
+        return fitting
 
     def _count_tokens(
         self, rows: Iterable[Row], max_tokens: int | None
@@ -322,7 +317,7 @@ class RLHFDataset:
             tools = None
         if self.whole_prompt is not None:
             prompt, tools = self.whole_prompt(row) or (prompt, tools)
-        return prompt_text(
+        return render_text_or_ids(
             prompt,
             self.tokenizer,
             self.settings.prompt_format,
@@ -355,7 +350,7 @@ class RLHFDataset:
 def loop_argument(row: Row, name: str) -> Fields:
     """Returns a dict of keyword arguments of a row, from its top level or its `extra_info`."""
     extra_info = row.get("extra_info") or {}
-    value: Fields = without_nulls(row.get(name) or extra_info.get(name) or {})
+    value: Fields = remove_nulls(row.get(name) or extra_info.get(name) or {})
     return value
 
 

@@ -49,7 +49,7 @@ class DynamicGenDataset(RLHFDataset):
         datagen = self.settings.datagen
         if not datagen.path:
             raise DataError(
-                "data.datagen.path is not set; give a file or module with the class, or file.py:Class"
+                "data.datagen.path is not set; give file.py:Class, or a file or module and the name"
             )
         self.generator = load_object(datagen.path, datagen.name, "data.datagen")(datagen)
         if not hasattr(self.generator, "generate"):

@@ -147,8 +147,8 @@ class EncodedDataset:
         if num_tokens > self.max_length and self.truncation == "error":
             raise UntrainableRow(
                 "too long",
-                f"the row has {num_tokens} tokens, data.max_length={self.max_length}; raise it, or set"
-                " data.truncation=left|right",
+                f"the row has {num_tokens} tokens, data.max_length={self.max_length}; raise it, or"
+                " set data.truncation=left|right",
             )
 
     def _encode_position(self, position: int) -> EncodedRow | PromptError:

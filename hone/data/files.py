@@ -48,8 +48,8 @@ def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
             return _hdfs_native_file_system(str(url))
         except ImportError:
             raise OSError(
-                f"{url} cannot be opened: install hdfs-native (pip install hdfs-native), or Java and "
-                "Hadoop's libhdfs (JAVA_HOME, HADOOP_HOME, CLASSPATH); webhdfs:// needs neither"
+                f"{url} cannot be opened: install hdfs-native (pip install hdfs-native), or Java "
+                "and Hadoop's libhdfs (JAVA_HOME, HADOOP_HOME, CLASSPATH); webhdfs:// needs neither"
             ) from error
 
 

@@ -26,8 +26,8 @@ def hub_splits(name: str, config_name: str | None) -> dict[str, list[Row]]:
         splits = datasets.load_dataset(*arguments)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{name} could not be read from the Hub: {error}; without a network, give --source_dir, a"
-            " folder with its files"
+            f"{name} could not be read from the Hub: {error}; without a network, give --source_dir,"
+            " a folder with its files"
         ) from error
     return {
         split: [{column: _encode_images(value) for column, value in row.items()} for row in rows]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 import numpy as np
 
 from hone.data.rows import DataError
-from hone.data.samplers import MixtureSampler, FileOrderSampler, Sampler, ShuffledSampler, Stateful
+from hone.data.samplers import FileOrderSampler, MixtureSampler, Sampler, ShuffledSampler, Stateful
 from hone.types import Row, Settings
 
 if TYPE_CHECKING:
@@ -122,8 +122,9 @@ class PromptLoader:
         batch_indices = [int(index) for index in islice(self._indices, size)]
         if len(batch_indices) < size:
             raise DataError(
-                f"the sampler {self._order_name} ended after {self._num_drawn + len(batch_indices)} rows,"
-                f" but its length is {self._epoch_size}"
+                f"the sampler {self._order_name} ended after"
+                f" {self._num_drawn + len(batch_indices)} rows, but its length is"
+                f" {self._epoch_size}"
             )
         batch = self._collate(batch_indices, self.epoch, self._draw_counts)
         self._num_drawn += size
@@ -149,7 +150,8 @@ class PromptLoader:
             return 0
         if isinstance(self.sampler, MixtureSampler):
             raise DataError(
-                "on_batch_end added rows, but data.dataset_weights gives no weight to them; unset it"
+                "on_batch_end added rows, but data.dataset_weights gives no weight to them; unset"
+                " data.dataset_weights"
             )
         dataset, old_length = self.dataset, len(self.dataset)
         assert hasattr(dataset, "append"), "a data set with on_batch_end has append"
@@ -232,7 +234,7 @@ class PromptLoader:
             )
 
     def _exhaust_sampler(self) -> None:
-        """Exhausts the sampler's iterator, so that the sampler's state is that of an epoch's end."""
+        """Exhausts the sampler's iterator, so that its state is that of an epoch's end."""
         if self._indices is not None:
             _exhaust(self._indices, self._epoch_size - self._num_drawn)
         self._indices = None
@@ -250,10 +252,7 @@ class PromptLoader:
     def rows_again(self, index_uids: Sequence[tuple[int, str]]) -> Batch:
         """Returns the batch of these (row index, uid) pairs."""
         return collate_fn(
-            [
-                {**self.dataset[index], "uid": uid, "dataset_index": index}
-                for index, uid in index_uids
-            ]
+            [{**self.dataset[i], "uid": uid, "dataset_index": i} for i, uid in index_uids]
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from hone.config.data import DataConfig
-from hone.data.num_rows import DataError
+from hone.data.rows import DataError
 from hone.types import Fields, Settings
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ class MixtureSampler:
     ) -> None:
         if len(indices_by_file) != len(weights):
             raise DataError(
-                f"data.dataset_weights has {len(weights)} numbers for {len(indices_by_file)} data files;"
-                " give one weight per file of data.train_files"
+                f"data.dataset_weights has {len(weights)} numbers for {len(indices_by_file)} data"
+                " files; give one weight per file of data.train_files"
             )
         if any(weight < 0 for weight in weights) or sum(weights) <= 0:
             raise DataError(
-                f"data.dataset_weights={list(weights)} must have no negative and a positive value"
+                f"data.dataset_weights={list(weights)} needs values of at least 0, and one above 0"
             )
         for file_index, (indices, weight) in enumerate(zip(indices_by_file, weights, strict=True)):
             if weight > 0 and not indices:
@@ -75,19 +75,16 @@ class MixtureSampler:
         counts = [0] * len(self.indices_by_file)
         order = []  # file index of each draw, the same in every epoch
         for num_draws in range(1, num_rows + 1):
-            deficits = [
-                share * num_draws - count for share, count in zip(self.shares, counts, strict=True)
-            ]
+            pairs = zip(self.shares, counts, strict=True)
+            deficits = [share * num_draws - count for share, count in pairs]
             file_index = deficits.index(max(deficits))
             counts[file_index] += 1
             order.append(file_index)
-        draws = [
-            self._draws_from(file_index, epoch * count) for file_index, count in enumerate(counts)
-        ]
+        draws = [self._draws_from(index, epoch * count) for index, count in enumerate(counts)]
         return (next(draws[file_index]) for file_index in order)
 
     def _draws_from(self, file_index: int, start: int) -> Iterator[int]:
-        """Yields the rows of one file endlessly, starting with its draw number `start` of the run."""
+        """Yields the rows of one file endlessly, from its draw number `start` of the run on."""
         pass_number, offset = divmod(start, max(len(self.indices_by_file[file_index]), 1))
         while True:
             indices = self.indices_by_file[file_index]
@@ -123,10 +120,10 @@ Sampler: TypeAlias = FileOrderSampler | ShuffledSampler | MixtureSampler | UserS
 class AbstractSampler(ABC):
     """Base class of a user's sampler (data.sampler.class_path); each `iter` yields one epoch.
 
-    On resume, the loader replays the draws of a sampler without state; `set_epoch(n)`, if defined, is called
-    before each epoch. A sampler whose order depends on `update` must define `state_dict()`, which
-    returns plain values, and `load_state_dict(state)`, after which `iter` yields the rest
-    of the epoch.
+    On resume, the loader replays the draws of a sampler without state; `set_epoch(n)`, if defined,
+    is called before each epoch. A sampler whose order depends on `update` must define
+    `state_dict()`, which returns plain values, and `load_state_dict(state)`, after which `iter`
+    yields the rest of the epoch.
     """
 
     def __init__(self, data_source: Sized, data_config: DataConfig) -> None:

@@ -90,7 +90,7 @@ def text_problem(row: Row, columns_without_nul: Collection[str]) -> Problem | No
     """Returns a problem for invalid Unicode, deep nesting, or NUL in `columns_without_nul`."""
     for name, value in row.items():
         if flaw := flaw_of(value, allow_nul=name not in columns_without_nul):
-            return Problem("hostile text", f"column {clean_text(str(name))!r} {flaw}")
+            return Problem("invalid text", f"column {clean_text(str(name))!r} {flaw}")
     return None
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.data.rows import DataError
-from hone.data.samplers import MixtureSampler, FileOrderSampler, ShuffledSampler
+from hone.data.samplers import FileOrderSampler, MixtureSampler, ShuffledSampler
 
 
 @given(

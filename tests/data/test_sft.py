@@ -122,8 +122,8 @@ def test_tools_from_parquet_lose_the_nulls_it_fills_in(tokenizer: Any, tmp_path:
     ("tools", "message"),
     [
         ("[{bad", "row 1: column 'tools' is text that is not JSON"),
-        ('{"name": "add"}', "row 1: column 'tools' holds a list of tool schemas"),
-        (["add"], "row 1: column 'tools' holds a list of tool schemas"),
+        ('{"name": "add"}', "row 1: column 'tools' must be a list of tool schemas"),
+        (["add"], "row 1: column 'tools' must be a list of tool schemas"),
     ],
 )
 def test_bad_tools_are_named_or_skipped(tokenizer: Any, tools: Any, message: str) -> None:
@@ -189,14 +189,14 @@ def test_the_fingerprint_names_the_content_and_the_rows_that_are_used(
 def test_a_row_whose_response_is_cut_away_is_named(tokenizer: Any) -> None:
     settings = settings_of(prompt_format="raw", max_length=3, truncation="right")
     data = SFTDataset(None, tokenizer, settings, rows=[{"question": "123", "answer": "4"}])
-    with pytest.raises(DataError, match="row 0: nothing to learn is left"):
+    with pytest.raises(DataError, match="row 0: no target token is left"):
         data[0]
 
 
 def test_the_first_token_alone_is_nothing_to_learn(tokenizer: Any) -> None:
     settings = settings_of(prompt_format="raw", max_length=1, truncation="right")
     data = SFTDataset(None, tokenizer, settings, rows=[{"question": "", "answer": "4"}])
-    with pytest.raises(DataError, match="row 0: nothing to learn is left"):
+    with pytest.raises(DataError, match="row 0: no target token is left"):
         data[0]
 
 
@@ -207,7 +207,7 @@ REFUSING = "{% if 'x' in messages[0].content %}{{ raise_exception('no x') }}{% e
     ("changes", "message"),
     [
         ({"prompt_format": "raw"}, "row 1: the row has 13 tokens"),
-        ({"prompt_format": "raw", "truncation": "right"}, "row 1: nothing to learn is left"),
+        ({"prompt_format": "raw", "truncation": "right"}, "row 1: no target token is left"),
         ({"chat_template": REFUSING}, "row 1: .*no x"),
     ],
 )

@@ -59,7 +59,9 @@ def test_a_row_that_cannot_be_shown_says_why_and_the_others_are_shown(
 ) -> None:
     text = show_file(write_jsonl([{"prompt": "a"}, {"q": "b"}, {"prompt": 5}, {"prompt": "d"}]))
     assert "cannot be shown: column 'prompt' (--prompt-key) is missing; the row has q" in text
-    assert "cannot be shown: a prompt is a string or a non-empty list of messages, not 5" in text
+    assert (
+        "cannot be shown: a prompt must be a string or a non-empty list of messages, got 5" in text
+    )
     assert text.count("== ") == 3  # the first three rows
 
 

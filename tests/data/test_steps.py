@@ -137,7 +137,7 @@ def test_truncation_keeps_the_end_as_the_worker_of_rl_does(tokenizer: Any) -> No
         (TRL | {"completions": ["1", " "]}, "step 1 of 'completions' is not text, or is empty"),
         (TRL | {"completions": "1"}, "'completions' is a list"),
         (TRL | {"completions": [], "labels": []}, "has no steps"),
-        (TRL | {"prompt": None}, "a prompt is a string"),
+        (TRL | {"prompt": None}, "a prompt must be a string"),
         ({"question": "1", "answer": "2"}, "not a known layout of labelled steps"),
         (SHEPHERD | {"label": SHEPHERD["input"]}, "'label' differs from 'input' at step 1"),
         (SHEPHERD | {"label": SHEPHERD["label"] + " more"}, "after the last"),

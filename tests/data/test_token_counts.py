@@ -11,15 +11,15 @@ from hone.data import prompts as rendering
 from hone.data.prompts import (
     PromptError,
     PromptTooLong,
-    prompt_text,
     render_prompt,
+    render_text_or_ids,
     token_counts,
 )
 
 
 def counts(prompts: list[Any], tokenizer: Any, max_tokens: int | None = None) -> list[Any]:
     def call(prompt: Any) -> Callable[[], str | list[int]]:
-        return lambda: prompt_text(prompt, tokenizer)
+        return lambda: render_text_or_ids(prompt, tokenizer)
 
     return list(token_counts(map(call, prompts), tokenizer, max_tokens))
 
@@ -29,7 +29,7 @@ def test_counts_equal_those_of_rendering_one_by_one(
     tokenizer: Any, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendering, "usable_cores", lambda: threads)
-    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * rendering.COUNT_BATCH + 5)]
+    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * rendering.COUNT_BATCH_SIZE + 5)]
     alone = [len(render_prompt(prompt, tokenizer)) for prompt in prompts]
     assert counts(prompts, tokenizer) == alone
 
