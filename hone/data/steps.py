@@ -215,7 +215,7 @@ def _parse_trl(row: Row, config: StepDataConfig) -> Solution:
 
 
 def _parse_prm800k(row: Row, config: StepDataConfig) -> Solution:
-    """Parses a rated step and the steps before it: instruction, responses, next_response, rating."""
+    """Parses a rated step and those before it: instruction, responses, next_response, rating."""
     if "next_response" not in row:
         raise PromptError(
             "the row has neither next_response and rating nor PRM800K's question.problem and "

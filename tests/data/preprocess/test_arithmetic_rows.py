@@ -49,8 +49,10 @@ def test_a_seed_fixes_the_problems() -> None:
 
 
 def test_too_small_a_range_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.data.preprocess.arithmetic.MAX_MISSES", 3000)
-    monkeypatch.setattr("hone.data.preprocess.arithmetic._operand", lambda rng: rng.randint(0, 9))
+    monkeypatch.setattr("hone.data.preprocess.arithmetic.MAX_CONSECUTIVE_REPEATS", 3000)
+    monkeypatch.setattr(
+        "hone.data.preprocess.arithmetic._draw_operand", lambda rng: rng.randint(0, 9)
+    )
     with pytest.raises(DataError, match="only about 55 distinct"):
         list(distinct_problems(0, "+"))
 

@@ -15,7 +15,7 @@ from hone.data.preprocess.countdown import (
     generate_problems,
     generated_splits,
     problem_key,
-    splits,
+    upstream_splits,
 )
 from hone.data.preprocess.sources import Source
 from hone.data.rows import DataError
@@ -86,7 +86,7 @@ def test_generated_problems_are_solvable_distinct_and_in_range(
     problems = generate_problems(12, seed=seed, ranges=ranges)
     assert len({problem.key for problem in problems}) == 12
     for problem in problems:
-        assert len(problem.numbers) in ranges.sizes
+        assert len(problem.numbers) in ranges.number_counts
         assert all(number in ranges.numbers for number in problem.numbers)
         assert problem.target in ranges.targets
         assert is_solvable(problem.numbers, problem.target)
@@ -148,7 +148,7 @@ def test_templates_carry_their_markers() -> None:
 
 
 def test_a_range_that_holds_too_few_problems_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.data.preprocess.countdown.MAX_MISSES", 2000)
+    monkeypatch.setattr("hone.data.preprocess.countdown.MAX_CONSECUTIVE_MISSES", 2000)
     with pytest.raises(DataError, match="found only"):
         generate_problems(100, seed=0, ranges=Ranges(2, 2, 1, 2, 1, 3))
 
@@ -163,7 +163,7 @@ def test_wrong_ranges_are_named() -> None:
 def test_upstreams_file_is_cut_by_position_and_cleared_of_test_problems(tmp_path: Path) -> None:
     lines = [f'{{"nums": [{n}, 2, 3], "target": {n + 5}}}' for n in [1, 2, 3, 4, 5, 6, 2]]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    rows_by_split = splits(Source(tmp_path), train_size=4, test_size=3)
+    rows_by_split = upstream_splits(Source(tmp_path), train_size=4, test_size=3)
     assert [row["nums"][0] for row in rows_by_split["test"]] == [5, 6, 2]
     assert [row["nums"][0] for row in rows_by_split["train"]] == [1, 3, 4]
     assert [row["extra_info"]["index"] for row in rows_by_split["train"]] == [0, 1, 2]
