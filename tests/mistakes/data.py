@@ -106,7 +106,7 @@ MISTAKES = [
     Mistake(
         "a data source that no score knows",
         train("custom_reward_function.path=null"),
-        ("no score for data_source 'my/own'", "row 0", "custom_reward_function.path=FILE.py"),
+        ("no scorer for data_source 'my/own'", "row 0", "custom_reward_function.path=FILE.py"),
     ),
     Mistake(
         "a misspelt data source",

@@ -174,7 +174,7 @@ def test_a_misspelled_setting_is_named() -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScoringServer]:
-    monkeypatch.setattr(remote, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(remote, "FIRST_RETRY_PAUSE_S", 0.01)
     server = ScoringServer(digits_judge)
     yield server
     server.stop()

@@ -18,7 +18,7 @@ from hone.rewards.scores import default_compute_score, math_reward, symbolic
 from hone.rewards.scores.symbolic import size_problem
 
 MakeBatch = Callable[..., DataProto]
-needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs math-verify")
+needs_math_verify = pytest.mark.skipif(not symbolic.is_available(), reason="needs math-verify")
 
 REFUSED = [
     "9^{9^{9^{9}}}",
@@ -76,7 +76,7 @@ class Recorder:
 
 def recorded(monkeypatch: pytest.MonkeyPatch, reason: str = "timeout") -> Recorder:
     recorder = Recorder(reason)
-    monkeypatch.setattr(symbolic, "available", lambda: True)
+    monkeypatch.setattr(symbolic, "is_available", lambda: True)
     monkeypatch.setattr(symbolic, "_run", recorder)
     return recorder
 
@@ -110,13 +110,13 @@ def test_512_hostile_comparisons_have_one_budget(monkeypatch: pytest.MonkeyPatch
     pairs = [(f"x^{{{i}}}", r"\sqrt{y}") for i in range(2, 514)]
     symbolic.compare_all(pairs)
     short, long = symbolic.SHORT_CPU_S, symbolic.LONG_CPU_S
-    assert recorder.counts() == {short: 512, long: symbolic.MAX_LONG}
+    assert recorder.counts() == {short: 512, long: symbolic.MAX_LONG_COMPARISONS}
     # On two cores, with nothing refused for its size.
-    assert (512 * short + symbolic.MAX_LONG * long) / 2 < 60
+    assert (512 * short + symbolic.MAX_LONG_COMPARISONS * long) / 2 < 60
     symbolic.compare_all(pairs)
     with counted_mishaps() as mishaps:
         assert not any(symbolic.symbolically_equal(*pair) for pair in pairs)
-    assert sum(recorder.counts().values()) == 512 + symbolic.MAX_LONG
+    assert sum(recorder.counts().values()) == 512 + symbolic.MAX_LONG_COMPARISONS
     assert mishaps == {"symbolic_timeout": 512}
 
 
@@ -189,7 +189,7 @@ def test_a_slow_comparison_is_interrupted_and_its_process_continues(
 
     monkeypatch.setattr(pool, "_Worker", count_start)
     monkeypatch.setattr(symbolic, "_pool", None)
-    monkeypatch.setattr(symbolic, "_processes", 1)
+    monkeypatch.setattr(symbolic, "_num_processes", 1)
     monkeypatch.setattr(symbolic, "LONG_CPU_S", 0.2)
     rows = [
         Response("lighteval/MATH", rf"\boxed{{{text}}}", r"\sqrt{2}+x", {}) for text in SLOW[:2]

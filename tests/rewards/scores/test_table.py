@@ -215,5 +215,5 @@ def test_a_data_source_is_a_name_and_never_imported(
         raise AssertionError(f"{target} was imported")
 
     monkeypatch.setattr("hone.rewards.scores.table.load_object", refuse)
-    with pytest.raises(UnknownSourceError, match="no score for data_source"):
+    with pytest.raises(UnknownSourceError, match="no scorer for data_source"):
         table.scorer_of(source)

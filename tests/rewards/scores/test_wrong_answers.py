@@ -144,7 +144,7 @@ SYMBOLIC_RIGHT = [
     (r"x=1\text{ or }x=2", "1,2"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
 ]
-needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs math-verify")
+needs_math_verify = pytest.mark.skipif(not symbolic.is_available(), reason="needs math-verify")
 
 
 @pytest.fixture
