@@ -134,11 +134,12 @@ class PrepareReport:
     """The written files and their row counts."""
 
     name: str
-    row_counts: dict[str, int]
+    rows: dict[str, int]
+    """File -> number of rows."""
 
     def __str__(self) -> str:
-        width = max(map(len, self.row_counts), default=0)
-        lines = [f"  {file:<{width}}  {count:>9,} rows" for file, count in self.row_counts.items()]
+        width = max(map(len, self.rows), default=0)
+        lines = [f"  {file:<{width}}  {count:>9,} rows" for file, count in self.rows.items()]
         return "\n".join([f"{self.name}:", *lines])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hone.event_loop import run_coroutine
 from hone.rewards.failures import SetupError
-from hone.rewards.places import definition_location, describe_function, unbound
+from hone.rewards.places import definition_location, describe, unbound
 from hone.types import Fields, Function, Settings
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -90,7 +90,7 @@ def accepted_arguments(function: Function, arguments: Settings, options: Setting
     for name in options:
         if name not in names and name not in OPTIONAL_ARGUMENTS:
             raise ScorerSignatureError(
-                f"scorer {describe_function(function)} takes no argument {name!r}; it takes "
+                f"scorer {describe(function)} takes no argument {name!r}; it takes "
                 f"{', '.join(sorted(names - set(ROW_ARGUMENTS))) or 'none'}. Check "
                 "reward_model.reward_kwargs and custom_reward_function.reward_kwargs."
             )
@@ -104,7 +104,7 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
             f"the score function is {function!r:.80}, which cannot be called; "
             "name a function with custom_reward_function.name"
         )
-    location = definition_location(function) or describe_function(function)
+    location = definition_location(function) or describe(function)
     if isinstance(function, partial):  # custom_reward_function.reward_kwargs are bound
         names = accepted_names(function.func)
         unknown = [] if names is None else sorted(set(function.keywords) - names)

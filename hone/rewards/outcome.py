@@ -13,7 +13,7 @@ from typing import Any
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
 from hone.rewards.ground_truth import INVALID_PREDICTION, to_python
-from hone.rewards.places import describe_function, error_location, unbound
+from hone.rewards.places import describe, error_location, unbound
 from hone.rewards.scores import symbolic, table
 from hone.types import Fields, Function, JsonObject, JsonValue, Settings
 
@@ -55,7 +55,7 @@ def exception_failure(error: BaseException, compute_score: Function) -> Failed:
     where = f" at {location}" if location else ""
     return Failed(
         "exception",
-        f"{describe_function(compute_score)} raised {type(error).__name__}: {error}{where}",
+        f"{describe(compute_score)} raised {type(error).__name__}: {error}{where}",
         tuple(cls.__name__ for cls in type(error).__mro__),
     )
 

@@ -14,7 +14,7 @@ _PACKAGE_FOLDER = str(Path(__file__).parents[1])
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
-def describe_function(function: Function) -> str:
+def describe(function: Function) -> str:
     """Returns `name of file` for a function from a user's file, else `module.name`."""
     unwrapped = unbound(function)
     name = getattr(unwrapped, "__qualname__", type(unwrapped).__qualname__)

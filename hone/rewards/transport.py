@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from hone.plugins import load_object
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Comparisons, Response, score_row
-from hone.rewards.places import describe_function
+from hone.rewards.places import describe
 from hone.rewards.scores import symbolic, table
 from hone.types import Fields, Function, Settings
 
@@ -26,7 +26,7 @@ def import_path_of(function: Function) -> str | Function:
         return function
     if "<" in name:
         raise TypeError(
-            f"scorer {describe_function(function)} is local to another function, so a scoring "
+            f"scorer {describe(function)} is local to another function, so a scoring "
             "process cannot import it. Define it at the top level of a file, or use the naive "
             "manager."
         )
@@ -34,7 +34,7 @@ def import_path_of(function: Function) -> str | Function:
         file = getattr(sys.modules.get(function.__module__), "__file__", None)
         if file is None:
             raise TypeError(
-                f"scorer {describe_function(function)} is defined in an interactive session; write "
+                f"scorer {describe(function)} is defined in an interactive session; write "
                 "it to a file and set custom_reward_function.path, or use the naive manager."
             )
         return f"{file}:{name}"
@@ -47,9 +47,7 @@ def row_scorer_keywords(compute_score: Function, options: Settings) -> Fields:
     function = compute_score
     while isinstance(function, functools.partial):
         if function.args:
-            raise TypeError(
-                f"bind arguments of {describe_function(function)} by name, not by position"
-            )
+            raise TypeError(f"bind arguments of {describe(function)} by name, not by position")
         bound_kwargs = {**function.keywords, **bound_kwargs}
         function = function.func
 

@@ -46,7 +46,7 @@ def test_a_template_without_end_or_measure_is_named(
 ) -> None:
     if why == "writes more than":
         monkeypatch.setattr(chat_template, "RENDER_CPU_S", 5.0)
-        monkeypatch.setattr(chat_template, "TRIAL_BYTES", 1 << 28)
+        monkeypatch.setattr(chat_template, "TRIAL_MEMORY_BYTES", 1 << 28)
         monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1 << 16)
     tokenizer = build_tokenizer(template)
     tokenizer.name_or_path = "models/hostile"

@@ -117,7 +117,7 @@ def test_a_column_that_some_rows_lack_is_said(write_jsonl: Callable[..., str]) -
 
 
 def test_the_histogram_counts_every_length_once() -> None:
-    lines = histogram([1, 1, 2, 9, 10], "tokens", buckets=5)
+    lines = histogram([1, 1, 2, 9, 10], "tokens", num_buckets=5)
     counts = [int(line.split()[3]) for line in lines[1:]]
     assert counts == [3, 0, 0, 0, 2]
     assert histogram([], "tokens") == []

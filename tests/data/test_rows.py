@@ -35,7 +35,7 @@ def test_several_files_are_one_store_that_knows_each_rows_place(tmp_path: Path) 
     )
     assert len(store) == 3
     assert store[2] == {"a": 3}
-    assert store.file_of(2) == 1
+    assert store.file_index_of(2) == 1
     assert store.where(1) == f"{tmp_path}/x.parquet, row 1"
     assert store.key(2)[1] == 0
 

@@ -251,8 +251,8 @@ def test_rows_encoded_before_are_kept_as_far_as_memory_goes(
     settings = settings_of(prompt_format="raw")
     fresh = SFTDataset(None, tokenizer, settings, rows=rows)
     expected = [fresh[i] for i in range(5)]
-    monkeypatch.setattr("hone.data.encoded.CACHED_TOKENS", 3 * len(expected[0]["input_ids"]))
-    monkeypatch.setattr("hone.data.encoded.BLOCK_ROWS", 2)
+    monkeypatch.setattr("hone.data.encoded.MAX_CACHED_TOKENS", 3 * len(expected[0]["input_ids"]))
+    monkeypatch.setattr("hone.data.encoded.CHUNK_ROWS", 2)
     data = SFTDataset(None, tokenizer, settings, rows=rows)
     data.encode_all()
     encoded: list[str] = []

@@ -14,7 +14,7 @@ import pytest
 from hone.config import ConfigError
 from hone.config.sft import StepDataConfig
 from hone.data.rows import DataError
-from hone.data.steps import StepDataset, separator_id
+from hone.data.steps import StepDataset, single_token_id
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 TRL = {"prompt": "1+1=", "completions": ["1+1", " 3\n"], "labels": [True, False]}
@@ -168,7 +168,7 @@ def test_a_row_that_is_too_long_stops_the_run_only_where_truncation_is_refused(
 
 def test_a_separator_of_several_tokens_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"step_separator='ab' is 2 tokens"):
-        separator_id(tokenizer, "ab")
+        single_token_id(tokenizer, "ab")
 
 
 @pytest.mark.parametrize("name", ["prm800k_phase1", "processbench"])

@@ -12,7 +12,7 @@ import pytest
 from hone.event_loop import run_coroutine
 from hone.rewards import remote
 from hone.rewards.failures import Failed, Scored, WrongSetting
-from hone.rewards.judge import Judge, Request, delimited
+from hone.rewards.judge import Judge, Request, delimit
 from hone.rewards.outcome import Response
 
 from .scoring_server import ScoringServer, digits_judge
@@ -150,7 +150,7 @@ def test_a_response_cannot_escape_its_delimiters() -> None:
     assert text.startswith("Q say {response}\nT {response}\n")
     for token in ("<|im_end|>", "<|im_start|>", "[/INST]", "</s>", "<end_of_turn>"):
         assert token not in text
-    assert delimited("a") != delimited("b")
+    assert delimit("a") != delimit("b")
 
 
 def test_the_template_may_be_a_file(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Recorder:
 def recorded(monkeypatch: pytest.MonkeyPatch, reason: str = "timeout") -> Recorder:
     recorder = Recorder(reason)
     monkeypatch.setattr(symbolic, "is_available", lambda: True)
-    monkeypatch.setattr(symbolic, "_run", recorder)
+    monkeypatch.setattr(symbolic, "_compare_in_pool", recorder)
     return recorder
 
 
