@@ -202,8 +202,11 @@ def test_an_answer_column_does_not_excuse_a_row_with_a_data_source(
         ({"prompt": [{"role": "wizard", "content": "a"}]}, "role 'wizard'"),
         ({"prompt": [{"role": "user", "content": ["a"]}]}, "every part"),
         ({"prompt": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "every part"),
-        ({"tools_kwargs": "abc"}, "tools_kwargs is an object|'tools_kwargs' is an object"),
-        ({"extra_info": {"tools_kwargs": {"t": 5}}}, "extra_info.tools_kwargs.t is an object"),
+        (
+            {"tools_kwargs": "abc"},
+            "tools_kwargs must be an object|'tools_kwargs' must be an object",
+        ),
+        ({"extra_info": {"tools_kwargs": {"t": 5}}}, "extra_info.tools_kwargs.t must be an object"),
     ],
 )
 def test_what_training_would_refuse_is_an_error(

@@ -128,7 +128,7 @@ def test_hdfs_without_java_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("fsspec.core.url_to_fs", no_java)
     monkeypatch.setitem(sys.modules, "hdfs_native.fsspec", None)
-    with pytest.raises(OSError, match=r"pip install hdfs-native, or .*JAVA_HOME") as caught:
+    with pytest.raises(OSError, match=r"pip install hdfs-native\), or .*JAVA_HOME") as caught:
         files.file_system("hdfs://host:9000/run")
     assert "\n" not in str(caught.value)
 

@@ -242,7 +242,7 @@ def test_a_batch_may_change_its_size_on_resume() -> None:
 
 def test_another_order_on_resume_is_refused() -> None:
     state = make_loader("shuffled", 12, 4, True, seed=1).state_dict()
-    with pytest.raises(DataError, match="shuffle with seed 1, this run by shuffle with seed 2"):
+    with pytest.raises(DataError, match="shuffle with seed 1, of this run shuffle with seed 2"):
         make_loader("shuffled", 12, 4, True, seed=2).load_state_dict(state)
 
 

@@ -54,8 +54,8 @@ def test_weights_are_shares_not_probabilities() -> None:
     ("weights", "message"),
     [
         ([1.0], "1 numbers for 2 data files"),
-        ([1.0, -1.0], "has a negative"),
-        ([0.0, 0.0], "no positive value"),
+        ([1.0, -1.0], "values of at least 0"),
+        ([0.0, 0.0], "one above 0"),
     ],
 )
 def test_wrong_weights_are_named(weights: list[float], message: str) -> None:

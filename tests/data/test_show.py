@@ -69,5 +69,5 @@ def test_rows_are_chosen_by_number() -> None:
     assert parse_row_numbers("0,3-5", 6) == [0, 3, 4, 5]
     with pytest.raises(DataError, match="write numbers and ranges, as in 0,3-5"):
         parse_row_numbers("first", 6)
-    with pytest.raises(DataError, match="the file has rows 0 to 5, so none 6"):
+    with pytest.raises(DataError, match="the file has rows 0 to 5, not 6"):
         parse_row_numbers("4-6", 6)

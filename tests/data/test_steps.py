@@ -167,7 +167,7 @@ def test_a_row_that_is_too_long_stops_the_run_only_where_truncation_is_refused(
 
 
 def test_a_separator_of_several_tokens_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"step_separator='ab' is 2 tokens"):
+    with pytest.raises(ConfigError, match=r"step_separator='ab' has 2 tokens"):
         single_token_id(tokenizer, "ab")
 
 

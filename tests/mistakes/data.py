@@ -68,13 +68,13 @@ MISTAKES = [
     Mistake(
         "a number for a prompt",
         train(),
-        ("row 0", "a string or a non-empty list of messages, not 5"),
+        ("row 0", "a string or a non-empty list of messages, got 5"),
         files={"rows.jsonl": eight(prompt=5)},
     ),
     Mistake(
         "a message without its text",
         train(),
-        ("row 0", "'content' is text"),
+        ("row 0", "'content' must be text"),
         files={"rows.jsonl": eight(prompt=[{"role": "user"}])},
     ),
     Mistake(
