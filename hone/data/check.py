@@ -155,7 +155,7 @@ class _Check:
             if problem is not None:
                 self.bad_rows.report(problem.reason, f"{file.where(index)}: {problem}")
                 continue
-            number, prompt = int(file.numbers[index]), row[config.prompt_key]
+            number, prompt = int(file.row_numbers[index]), row[config.prompt_key]
             self.rows_by_prompt.setdefault(self._prompt_hash(row), []).append(number)
             if not self.kind.is_supervised:
                 self._check_reward(row, number)

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hone.config.data import DataConfig
 from hone.data.files import is_non_local
@@ -67,6 +67,8 @@ class RLHFDataset:
     """
 
     store: RowStore
+    positions: list[int]
+    """Positions in `store` of the rows in use."""
     whole_prompt: WholePrompt | None = None
     """Returns the prompt with what its agent loop adds, such as instructions; see `render_with`."""
     _hf_dataset: Dataset | None = None
@@ -79,7 +81,7 @@ class RLHFDataset:
         processor: Processor | None = None,
         max_samples: int = -1,
         *,
-        tools: Sequence[Settings] | None = None,
+        tools: Tools | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
@@ -97,10 +99,9 @@ class RLHFDataset:
         self.added_rows: list[Row] = []
         self.num_overlong_rows = 0
         self._prompt_lengths: list[int] | None = None
+        shuffle, seed = settings.shuffle, settings.seed
         positions = self._valid_positions()
-        positions = sample_positions(
-            positions, max_samples, shuffle=settings.shuffle, seed=settings.seed
-        )
+        positions = sample_positions(positions, max_samples, shuffle=shuffle, seed=seed)
         if settings.filter_overlong_prompts:
             positions = self._filter_overlong(positions)
         self.positions = positions
@@ -219,9 +220,8 @@ class RLHFDataset:
 
     def _download(self, use_origin_parquet: bool = False) -> None:
         """Copies remote files and sets `self.data_files` to the copies."""
-        files = self.data_files
-        if any(isinstance(file, str) and is_non_local(file) for file in files):
-            self.data_files = expand_files(files)
+        if any(isinstance(file, str) and is_non_local(file) for file in self.data_files):
+            self.data_files = expand_files(self.data_files)
 
     def _read_files_and_tokenize(self) -> None:
         """Reads `self.data_files`; an override must set `self.dataframe`."""
@@ -385,7 +385,7 @@ def with_typed_parts(
     return typed_messages
 
 
-def load_tool_schemas(config: DataConfig) -> list[Settings] | None:
+def load_tool_schemas(config: DataConfig) -> list[Mapping[str, Any]] | None:
     """Loads the tool schemas of data.tool_config_path for the chat template."""
     path = config.tool_config_path
     if not path:

@@ -51,7 +51,7 @@ def _row_recipe(
 ) -> DatasetRecipe:
     """Returns a recipe with one row per record."""
     return DatasetRecipe(
-        lambda source: source.rows(upstream, make_row), summary, writes_examples=examples
+        lambda source: source.build_rows(upstream, make_row), summary, writes_examples=examples
     )
 
 

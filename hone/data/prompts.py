@@ -21,7 +21,7 @@ Message: TypeAlias = dict[str, Any]
 """One chat message: `role`, `content`, and further keys of the template."""
 Prompt: TypeAlias = str | Sequence[Message] | None
 """The prompt of a row: text, messages, or the typed parts of one message."""
-Tools: TypeAlias = Sequence[Settings]
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Tool schemas that a chat template shows to the model."""
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython", "observation")

@@ -42,4 +42,4 @@ def _convert_file(file: FileRows) -> FileRows:
         reward_model = {"style": "rule", "ground_truth": answer}
         columns = {"data_source": source, "reward_model": reward_model}
         rows.append({**row, PROMPT_KEY: question, **columns})
-    return replace(file, source=rows)
+    return replace(file, content=rows)

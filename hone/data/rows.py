@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Files: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Row]
 """One data file or several; a program may pass rows instead of files."""
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
-TRAINING_KEYS = "data.train_files and data.val_files"
-"""The config keys that name the files of a training run, for messages."""
+TRAINING_SETTING = "data.train_files and data.val_files"
+"""The settings that name the files of a training run; messages mention them."""
 
 
 class DataError(ValueError, AssertionError):
@@ -83,28 +83,28 @@ class FileRows:
     """The usable rows of one file; rows of an Arrow table are converted when they are read."""
 
     path: str
-    source: pa.Table | list[Row]
-    numbers: Sequence[int]
+    content: pa.Table | list[Row]
+    row_numbers: Sequence[int]
     """Zero-based row numbers in the file; bad rows leave gaps."""
     fingerprint: str = ""
     """Hash of the file's content."""
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.row_numbers)
 
     def __getitem__(self, index: int) -> Row:
-        if isinstance(self.source, list):
-            return self.source[index]
-        return dict(self.source.slice(index, 1).to_pylist()[0])
+        if isinstance(self.content, list):
+            return self.content[index]
+        return dict(self.content.slice(index, 1).to_pylist()[0])
 
     def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
         """Yields all rows in order; `columns` selects the columns."""
-        if isinstance(self.source, list):
-            for row in self.source:
+        if isinstance(self.content, list):
+            for row in self.content:
                 yield row if columns is None else {n: row[n] for n in columns if n in row}
             return
-        names = self.source.column_names
-        table = self.source.select([name for name in columns or names if name in names])
+        names = self.content.column_names
+        table = self.content.select([name for name in columns or names if name in names])
         if not table.column_names:
             yield from ({} for _ in range(len(self)))
         for batch in table.to_batches(max_chunksize=1024):
@@ -112,21 +112,21 @@ class FileRows:
 
     def where(self, index: int) -> str:
         """Returns the file and number of a row, for messages."""
-        return f"{self.path}, row {self.numbers[index]}"
+        return f"{self.path}, row {self.row_numbers[index]}"
 
 
-def expand_files(files: Files, keys: str = TRAINING_KEYS) -> list[str]:
+def expand_files(files: Files, setting: str = TRAINING_SETTING) -> list[str]:
     """Expands `~`, `$VAR` and `*` in one or more file names; every pattern must match a file.
 
     Remote files are copied to this machine.
     """
     names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not names:
-        raise DataError(f"no data files were named; check {keys}")
+        raise DataError(f"no data files were named; check {setting}")
     paths: list[str] = []
     for name in names:
         if isinstance(name, Mapping):
-            raise DataError(f"rows and files are mixed in {keys}; give only rows or only files")
+            raise DataError(f"rows and files are mixed in {setting}; give only rows or only files")
         path = os.path.expanduser(os.path.expandvars(os.fspath(name)))
         is_pattern = glob.has_magic(path) and not os.path.exists(path)
         try:
@@ -137,9 +137,9 @@ def expand_files(files: Files, keys: str = TRAINING_KEYS) -> list[str]:
                 else [copy_to_local(path)]
             )
         except OSError as error:
-            raise SettingError(f"{path} cannot be read: {error}; check {keys}", path) from error
+            raise SettingError(f"{path} cannot be read: {error}; check {setting}", path) from error
         if not matches:
-            raise DataError(f"no file matches {path!r}; check {keys}")
+            raise DataError(f"no file matches {path!r}; check {setting}")
         paths.extend(matches)
     return paths
 
@@ -247,7 +247,7 @@ def _has_type(data_type: pa.DataType, predicate: Callable[[pa.DataType], bool]) 
 
 
 def read_file(
-    path: str | os.PathLike[str], bad_rows: BadRowPolicy, keys: str = TRAINING_KEYS
+    path: str | os.PathLike[str], bad_rows: BadRowPolicy, setting: str = TRAINING_SETTING
 ) -> FileRows | None:
     """Reads one file; returns None if it has no good row and the policy is `skip`."""
     import pyarrow as pa
@@ -257,7 +257,7 @@ def read_file(
         raise DataError(f"{path}: unknown kind of data file; use one of {', '.join(SUFFIXES)}")
     if not os.path.isfile(path):
         reason = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
-        raise DataError(f"data file {path} {reason}; check {keys}")
+        raise DataError(f"data file {path} {reason}; check {setting}")
     bad_rows_before = bad_rows.total
     read = _read_parquet if path.endswith(".parquet") else _read_json
     try:
@@ -316,28 +316,30 @@ class RowStore:
     def key(self, position: int) -> tuple[str, int]:
         """Returns (dataset name, row number in it), from which a uid is made."""
         file_index, index = self._locate(position)
-        return self._dataset_names[file_index], int(self.files[file_index].numbers[index])
+        return self._dataset_names[file_index], int(self.files[file_index].row_numbers[index])
 
     @property
     def fingerprint(self) -> str:
         return hashlib.blake2b("\n".join(self._dataset_names).encode(), digest_size=16).hexdigest()
 
 
-def read_rows(files: Files, bad_rows: BadRowPolicy, keys: str = TRAINING_KEYS) -> RowStore:
-    """Reads the rows of all files, or takes a list of rows; `keys` names the config keys."""
+def read_rows(files: Files, bad_rows: BadRowPolicy, setting: str = TRAINING_SETTING) -> RowStore:
+    """Reads the rows of all files, or takes a list of rows; error messages mention `setting`."""
     if not isinstance(files, (str, os.PathLike)):
         rows = [dict(row) for row in files if isinstance(row, Mapping)]
         if rows and len(rows) == len(files):
             content = json.dumps(rows, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
             fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
             return RowStore([FileRows("rows in memory", rows, range(len(rows)), fingerprint)])
-    paths = expand_files(files, keys)
-    read_files = [rows for path in paths if (rows := read_file(path, bad_rows, keys)) is not None]
-    if not read_files:
+    paths = expand_files(files, setting)
+    readable_files = [
+        file for path in paths if (file := read_file(path, bad_rows, setting)) is not None
+    ]
+    if not readable_files:
         raise DataError(
             f"no rows could be read from {', '.join(paths)}: {'; '.join(bad_rows.examples)}"
         )
-    return RowStore(read_files)
+    return RowStore(readable_files)
 
 
 def as_table(rows: Sequence[Row]) -> pa.Table:

@@ -31,7 +31,7 @@ from hone.types import Row
 
 MATH_SHEPHERD_STEP_END = "ки"
 """Ends each step in Math-Shepherd's `input`; its `label` has + or - in that place."""
-_FIRST_STEP = "Step 1:"
+_FIRST_STEP_HEADING = "Step 1:"
 MAX_CACHED_TEXTS = 100_000
 
 
@@ -111,22 +111,22 @@ class StepDataset(EncodedDataset):
         self._prompt_ids = lru_cache(MAX_CACHED_TEXTS)(self._render)
         self._step_ids = lru_cache(MAX_CACHED_TEXTS)(self._tokenise)
         store = super().read(files)
-        expanded, unrated = [], 0
+        expanded_files, num_unrated = [], 0
         for file in store.files:
             rows: list[Row] = []
             numbers: list[int] = []
-            for number, row in zip(file.numbers, file.scan(), strict=True):
+            for number, row in zip(file.row_numbers, file.scan(), strict=True):
                 is_prm800k = _layout_of(row, self.config) == "prm800k"
                 parts = _split_into_rated_steps(row) if is_prm800k else [row]
-                rated = [part for part in parts if not is_prm800k or self._is_rated(part)]
-                unrated += len(parts) - len(rated)
-                rows += rated
-                numbers += [number] * len(rated)
-            expanded.append(replace(file, source=rows, numbers=numbers))
-        if unrated:
-            self.bad_rows.counts["no rating"] += unrated
-            self.bad_rows.examples.append(f"{unrated} steps of PRM800K have no rating")
-        return RowStore(expanded)
+                rated_parts = [part for part in parts if not is_prm800k or self._is_rated(part)]
+                num_unrated += len(parts) - len(rated_parts)
+                rows += rated_parts
+                numbers += [number] * len(rated_parts)
+            expanded_files.append(replace(file, content=rows, row_numbers=numbers))
+        if num_unrated:
+            self.bad_rows.counts["no rating"] += num_unrated
+            self.bad_rows.examples.append(f"{num_unrated} steps of PRM800K have no rating")
+        return RowStore(expanded_files)
 
     def _is_rated(self, row: Row) -> bool:
         rating = row.get("rating", "")  # "": without the column, the row is bad and not unrated
@@ -230,19 +230,21 @@ def _parse_prm800k(row: Row, config: StepDataConfig) -> Solution:
 def _split_into_rated_steps(row: Row) -> list[Row]:
     """Splits a row of PRM800K's own layout (question, label.steps) into one row per step."""
     parts: list[Row] = []
-    before: list[str] = []
+    previous_steps: list[str] = []
     try:
         problem = row["question"]["problem"]
         for step in row["label"]["steps"]:
             completions = step["completions"] or ()
             for completion in completions:
                 text = {"next_response": completion["text"], "rating": completion["rating"]}
-                parts.append({"instruction": problem, "responses": list(before), **text})
-            choice, human = step["chosen_completion"], step.get("human_completion")
-            if choice is None and not human:
+                parts.append({"instruction": problem, "responses": list(previous_steps), **text})
+            choice, human_completion = step["chosen_completion"], step.get("human_completion")
+            if choice is None and not human_completion:
                 break
-            completion = human if choice is None else completions[choice]
-            before.append(completion["text"] if isinstance(completion, Mapping) else completion)
+            completion = human_completion if choice is None else completions[choice]
+            previous_steps.append(
+                completion["text"] if isinstance(completion, Mapping) else completion
+            )
     except (KeyError, IndexError, TypeError):
         return [row]
     return parts
@@ -278,9 +280,9 @@ def _parse_math_shepherd(row: Row, config: StepDataConfig) -> Solution:
         start += len(part) + 1
     if labelled_text[start:].strip() != rest.strip():
         raise PromptError(f"'label' differs from 'input' after the last {MATH_SHEPHERD_STEP_END!r}")
-    prompt, heading, step = parts[0].partition(_FIRST_STEP)
+    prompt, heading, step = parts[0].partition(_FIRST_STEP_HEADING)
     if not heading:
-        raise PromptError(f"'input' has no {_FIRST_STEP!r} that ends the problem")
+        raise PromptError(f"'input' has no {_FIRST_STEP_HEADING!r} that ends the problem")
     steps = _check_step_texts([heading + step, *parts[1:]], "input")
     return Solution(prompt.strip(), steps, labels)
 

@@ -159,14 +159,14 @@ class ScoringServer:
             self.counts["requests"] += 1
             call = functools.partial(self._send, url, json.dumps(body).encode())
             try:
-                text = await asyncio.wait_for(loop.run_in_executor(None, call), timeout_s)
+                content = await asyncio.wait_for(loop.run_in_executor(None, call), timeout_s)
             except asyncio.TimeoutError:
                 detail = f"no answer after {timeout_s:g} s from {redacted_url(url)}"
                 raise RemoteError("timeout", detail) from None
         try:
-            return parse(json.loads(text))
+            return parse(json.loads(content))
         except Exception as error:  # an answer may be anything
-            detail = f"{redacted_url(url)} answered {self._redact(text)!r}: {described(error)}"
+            detail = f"{redacted_url(url)} answered {self._redact(content)!r}: {described(error)}"
             raise RemoteError("bad_answer", detail) from error
 
     def _send(self, url: str, data: bytes) -> bytes:
@@ -177,7 +177,7 @@ class ScoringServer:
         address = redacted_url(url)
         try:
             with _opener(url).open(request, timeout=self._config.timeout_s) as answer:
-                text: bytes = answer.read(MAX_ANSWER_BYTES + 1)
+                content: bytes = answer.read(MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
             try:
                 with error:
@@ -197,14 +197,15 @@ class ScoringServer:
             reason = getattr(error, "reason", error)
             name = "timeout" if isinstance(reason, TimeoutError) else "unreachable"
             raise RemoteError(name, f"{address}: {self._redact(str(reason).encode())}") from None
-        if len(text) > MAX_ANSWER_BYTES:
+        if len(content) > MAX_ANSWER_BYTES:
             raise RemoteError(
                 "bad_answer", f"{address} sent more than {MAX_ANSWER_BYTES >> 20} MiB"
             )
-        return text
+        return content
 
-    def _redact(self, text: bytes) -> str:
-        redacted = clean_text(text[:4096].decode("utf-8", "replace"))
+    def _redact(self, content: bytes) -> str:
+        """Returns the start of an answer as text, without the API key."""
+        redacted = clean_text(content[:4096].decode("utf-8", "replace"))
         for secret in (self._api_key, repr(self._api_key)[1:-1]) if self._api_key else ():
             redacted = redacted.replace(secret, "***")
         return redacted[:200]

@@ -39,17 +39,17 @@ TEXT_ERRORS = {"ValueError", "LookupError", "TypeError", "AttributeError", "Asse
 class TrialRow:
     """A row of the data, its location in the file, and the scorer's arguments for it."""
 
-    where: str
+    location: str
     data_source: str
     ground_truth: JsonValue
     extra_info: Fields
     prompt: str
 
     @staticmethod
-    def of(row: Settings, where: str, source_key: str, prompt_key: str) -> TrialRow:
+    def of(row: Settings, location: str, source_key: str, prompt_key: str) -> TrialRow:
         reward_model = dict(row.get("reward_model") or {})
         return TrialRow(
-            where,
+            location,
             str(row.get(source_key)),
             reward_model.get("ground_truth"),
             extra_info_of({"extra_info": [row.get("extra_info")]}, reward_model, 0),
@@ -91,7 +91,7 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
     if location is not None and location.rpartition(":")[0] not in detail:
         detail = f"the score function of {location}: {detail}"
     is_same_error = len({(failed.reason, failed.error_classes) for failed in failures}) == 1
-    source = f"{rows[0].where} (data_source {rows[0].data_source!r})"
+    source = f"{rows[0].location} (data_source {rows[0].data_source!r})"
     if is_same_error and _is_response_independent(first):
         return Verdict(problem=f"{source} cannot be scored, whatever the response: {detail}")
     policy = manager.policy

@@ -138,7 +138,7 @@ def benchmark_splits(source: Source, *, name: str) -> Splits:
         )
         return task_row(data_source, prompt, "math", tidy_answer(record["answer"]), split, index)
 
-    return source.rows(upstream, make_row)
+    return source.build_rows(upstream, make_row)
 
 
 GEO3K = UpstreamDataset(
@@ -178,7 +178,7 @@ def geo3k_row(record: Row, split: str, index: int, *, with_tool: bool) -> Row:
 
 def _geo3k_example(record: Row, source: Source) -> Row:
     """Converts an upstream record: a question with four choices and a diagram named by its id."""
-    file = source.path(GEO3K, "examples")
+    file = source.split_file(GEO3K, "examples")
     assert file is not None
     name = f"{record['id']}.png"
     return {

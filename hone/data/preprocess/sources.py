@@ -43,7 +43,7 @@ class Source:
     def find_records(self, upstream: UpstreamDataset, split: str) -> list[Row] | None:
         """Returns the records of a split, or None if the source has none."""
         if self.folder is not None:
-            path = self.path(upstream, split)
+            path = self.split_file(upstream, split)
             file = None if path is None else read_file(path, BadRowPolicy("raise"))
             return None if file is None else list(file.scan())
         key = (upstream.hub_path, upstream.config_name)
@@ -52,7 +52,7 @@ class Source:
         names = (name for name in upstream.splits[split] if name in self._hub_splits[key])
         return next((self._hub_splits[key][name] for name in names), None)
 
-    def path(self, upstream: UpstreamDataset, split: str) -> Path | None:
+    def split_file(self, upstream: UpstreamDataset, split: str) -> Path | None:
         """Returns the file of a split in the source folder, or None if there is none."""
         assert self.folder is not None
         for name in upstream.splits[split]:
@@ -76,7 +76,7 @@ class Source:
             )
         return existing
 
-    def rows(self, upstream: UpstreamDataset, make_row: MakeRow) -> Splits:
+    def build_rows(self, upstream: UpstreamDataset, make_row: MakeRow) -> Splits:
         """Builds the rows of every split that exists."""
         return rows_by_split(self.require_splits(upstream), make_row)
 
