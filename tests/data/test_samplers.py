@@ -15,29 +15,35 @@ from hone.data.samplers import FileOrderSampler, MixtureSampler, ShuffledSampler
     st.integers(0, 3),
     st.data(),
 )
-def test_every_stretch_from_the_start_has_its_share_of_each_data_set(
+def test_the_draws_so_far_have_the_share_of_each_data_set(
     sizes: list[int], epoch: int, data: st.DataObject
 ) -> None:
     weights = data.draw(
         st.lists(st.floats(0.05, 1), min_size=len(sizes), max_size=len(sizes)), label="weights"
     )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    groups = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    mixture = MixtureSampler(groups, weights, shuffle=True, seed=5)
-    owner = {row: number for number, group in enumerate(groups) for row in group}
-    drawn: Counter[int] = Counter()
-    for k, row in enumerate(mixture.epoch_order(epoch, 60), start=1):
-        drawn[owner[row]] += 1
-        for number, weight in enumerate(weights):
-            assert abs(drawn[number] - weight / sum(weights) * k) < len(weights)
+    indices_by_file = [
+        range(start, start + size) for start, size in zip(starts, sizes, strict=True)
+    ]
+    mixture = MixtureSampler(indices_by_file, weights, shuffle=True, seed=5)
+    file_of_row = {
+        row: file_index for file_index, indices in enumerate(indices_by_file) for row in indices
+    }
+    draw_counts: Counter[int] = Counter()
+    for num_draws, row in enumerate(mixture.epoch_order(epoch, 60), start=1):
+        draw_counts[file_of_row[row]] += 1
+        for file_index, weight in enumerate(weights):
+            assert abs(draw_counts[file_index] - weight / sum(weights) * num_draws) < len(weights)
 
 
-def test_each_row_of_a_data_set_comes_once_before_any_comes_again() -> None:
+def test_each_row_of_a_data_set_is_drawn_once_before_any_is_repeated() -> None:
     mixture = MixtureSampler([range(3), range(3, 10)], [0.5, 0.5], shuffle=True, seed=1)
-    big = [row for epoch in range(7) for row in mixture.epoch_order(epoch, 10) if row >= 3]
-    assert len(big) == 35
-    for lap in range(5):
-        assert sorted(big[lap * 7 : lap * 7 + 7]) == list(range(3, 10))
+    second_file_rows = [
+        row for epoch in range(7) for row in mixture.epoch_order(epoch, 10) if row >= 3
+    ]
+    assert len(second_file_rows) == 35
+    for pass_index in range(5):
+        assert sorted(second_file_rows[pass_index * 7 : pass_index * 7 + 7]) == list(range(3, 10))
 
 
 def test_a_weight_of_zero_leaves_a_data_set_out() -> None:

@@ -44,12 +44,12 @@ def is_solvable(numbers: tuple[int, ...], target: int) -> bool:
 
 def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
     """Returns the value of an expression and its numbers, from its syntax tree."""
-    used: list[int] = []
+    numbers_used: list[int] = []
 
     def walk(node: ast.expr) -> Fraction:
         if isinstance(node, ast.Constant):
             assert isinstance(node.value, int)
-            used.append(node.value)
+            numbers_used.append(node.value)
             return Fraction(node.value)
         assert isinstance(node, ast.BinOp)
         left, right = walk(node.left), walk(node.right)
@@ -62,7 +62,7 @@ def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
         assert isinstance(node.op, ast.Div)
         return left / right
 
-    return walk(ast.parse(expression, mode="eval").body), sorted(used)
+    return walk(ast.parse(expression, mode="eval").body), sorted(numbers_used)
 
 
 def test_the_independent_solver_knows_right_from_wrong() -> None:
@@ -80,9 +80,11 @@ def test_the_independent_solver_knows_right_from_wrong() -> None:
     st.integers(20, 200),
 )
 def test_generated_problems_are_solvable_distinct_and_in_range(
-    seed: int, least: int, more: int, low: int, high: int
+    seed: int, min_numbers: int, extra: int, min_number: int, max_target: int
 ) -> None:
-    ranges = Ranges(least, min(least + more, 4), low, low + 40, 5, high)
+    ranges = Ranges(
+        min_numbers, min(min_numbers + extra, 4), min_number, min_number + 40, 5, max_target
+    )
     problems = generate_problems(12, seed=seed, ranges=ranges)
     assert len({problem.key for problem in problems}) == 12
     for problem in problems:
@@ -94,9 +96,9 @@ def test_generated_problems_are_solvable_distinct_and_in_range(
 
 def test_the_worked_solution_uses_every_number_once_and_reaches_the_target() -> None:
     for problem in generate_problems(300, seed=1, ranges=Ranges()):
-        value, used = value_and_numbers(problem.solution)
+        value, numbers_used = value_and_numbers(problem.solution)
         assert value == problem.target
-        assert used == sorted(problem.numbers)
+        assert numbers_used == sorted(problem.numbers)
 
 
 def test_a_seed_fixes_the_problems_and_another_changes_them() -> None:
@@ -108,11 +110,11 @@ def test_a_seed_fixes_the_problems_and_another_changes_them() -> None:
 @given(st.integers(0, 1000))
 @settings(max_examples=10, deadline=None)
 def test_train_never_holds_a_test_problem(seed: int) -> None:
-    small = generated_splits(
+    splits = generated_splits(
         train_size=60, test_size=30, seed=seed, max_numbers=3, min_number=1, max_number=9
     )
     keys = [
-        {problem_key(row["nums"], row["target"]) for row in small[split]}
+        {problem_key(row["nums"], row["target"]) for row in splits[split]}
         for split in ("train", "test")
     ]
     assert (len(keys[0]), len(keys[1])) == (60, 30)

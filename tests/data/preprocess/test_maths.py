@@ -21,12 +21,12 @@ from hone.data.preprocess.sources import Source
         ("(3, 4)", "(3, 4)"),
     ],
 )
-def test_units_and_empty_fractions_are_cut(answer: object, tidy: str) -> None:
+def test_units_and_empty_fractions_are_removed(answer: object, tidy: str) -> None:
     assert tidy_answer(answer) == tidy
 
 
 @pytest.mark.parametrize(
-    ("text", "inside"),
+    ("text", "content"),
     [
         (r"\boxed{1}", "1"),
         (r"a \boxed{1} b \boxed{\frac{1}{2}} c", r"\frac{1}{2}"),
@@ -37,8 +37,8 @@ def test_units_and_empty_fractions_are_cut(answer: object, tidy: str) -> None:
         ("nothing", None),
     ],
 )
-def test_the_last_box_is_found_with_balanced_braces(text: str, inside: str | None) -> None:
-    assert last_boxed(text) == inside
+def test_the_last_box_is_found_with_balanced_braces(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
 
 
 def test_each_set_is_asked_in_the_form_its_scorer_reads(tmp_path: Path) -> None:
