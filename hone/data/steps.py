@@ -83,7 +83,7 @@ def step_mark(
     text_indices = [i for i, token in enumerate(tokens) if tokenizer.decode([token]).strip()]
     if not tokens or good == bad:
         raise ConfigError(
-            f"{key}={separator!r} must not be empty, and {labels_key}={list(labels)} must "
+            f"{key}={separator!r} must not be empty, and {labels_key}={list(labels)} must"
             " be two different tokens"
         )
     return StepSeparator(tokens, text_indices[-1] if text_indices else len(tokens) - 1, (bad, good))
