@@ -67,7 +67,8 @@ class BadRowPolicy:
         """Raises DataError with `message`, or counts the row under `reason`."""
         message = clean_text(message)
         if self.policy == "raise":
-            hint = f" ({self.skip_key}=skip skips and counts such rows)" if self.skip_key else ""
+            key = self.skip_key
+            hint = f" ({key}=skip skips and counts such rows)" if key else ""
             raise DataError(f"{message}{hint}")
         self.counts[reason] += 1
         if len(self.examples) < self.MAX_EXAMPLES:

@@ -40,8 +40,8 @@ class RuleRewardManager(AbstractRewardManager):
 
     Responses that repeat themselves more than `repeat_threshold` (0 to 1) get the reward 0.
     With `score_observations`, the scorer's text includes the output of tools and searches.
-    With `masks_missing`, rows without a ground truth get no score, because a reward model scores
-    them.
+    With `masks_missing`, rows without a ground truth get no score: a reward model
+    scores them.
     """
 
     arguments: tuple[str, ...] = ROW_ARGUMENTS
