@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,47 +29,48 @@ T = TypeVar("T")
 
 RENDER_CPU_S = 10.0
 """CPU seconds per rendering."""
-TRIAL_BYTES = 1 << 31
+TRIAL_MEMORY_BYTES = 1 << 31
+"""Memory limit of the subprocess."""
 MAX_CHARACTERS = 1 << 26
 """Maximum characters per rendering."""
 _TRIAL_TIMEOUT_S = 120.0
 """Wall-clock limit of the subprocess; it usually takes a tenth of a second."""
-_POLL_S = 0.25
+_POLL_INTERVAL_S = 0.25
 _INTERRUPT_WAIT_S = 0.1
-"""Seconds to wait for an interrupt that was sent; it is raised at the next line of Python."""
+"""Longest wait for an interrupt that was sent; Python raises it at the next line."""
 
 _trial_lock = threading.Lock()
 _template_faults: dict[str, str | None] = {}
-"""Template -> its fault or None, for the templates rendered in this process."""
+"""Template -> its fault, or None if it has none; only templates that this process rendered."""
 
 
 class BrokenTemplate(ValueError):
-    """Raised for a chat template that does not terminate or exceeds a limit on any row."""
+    """Raised for a chat template that does not terminate or exceeds a limit, whatever the row."""
 
 
 def _broken_template(tokenizer: Tokenizer, fault: str) -> BrokenTemplate:
     name = getattr(tokenizer, "name_or_path", None) or "the tokenizer"
     return BrokenTemplate(
-        f"the chat template of {name} {fault}; repair it, or give another one "
+        f"the chat template of {name} {fault}; repair it, or set another one "
         "(actor_rollout_ref.model.custom_chat_template; data.chat_template in hone sft)"
     )
 
 
 def apply_template(
-    messages: Sequence[Settings],
+    messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
     *,
-    tools: Sequence[Settings] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     tokenize: bool,
     **options: Any,
 ) -> str | list[int]:
     """Calls `tokenizer.apply_chat_template` within the limits."""
-    template = _template_of(tokenizer, tools, options)
+    template = _get_chat_template(tokenizer, tools, options)
     if template is not None:
         with _trial_lock:
             if template not in _template_faults:
-                special = getattr(tokenizer, "special_tokens_map", {})
-                variables = {**special, **options, "messages": messages, "tools": tools}
+                special_tokens = getattr(tokenizer, "special_tokens_map", {})
+                variables = {**special_tokens, **options, "messages": messages, "tools": tools}
                 _template_faults[template] = _find_fault(template, variables)
         if (fault := _template_faults[template]) is not None:
             raise _broken_template(tokenizer, fault)
@@ -93,36 +94,36 @@ def apply_template(
 
 
 def _timeout_fault() -> str:
-    return f"does not end within {RENDER_CPU_S:g} s of computing"
+    return f"does not end within {RENDER_CPU_S:g} s of CPU time"
 
 
 def _size_fault() -> str:
     return (
         f"writes more than {MAX_CHARACTERS:,} characters, or needs more than "
-        f"{TRIAL_BYTES >> 20:,} MiB of memory"
+        f"{TRIAL_MEMORY_BYTES >> 20:,} MiB of memory"
     )
 
 
-def _template_of(
-    tokenizer: Tokenizer, tools: Sequence[Settings] | None, options: Settings
+def _get_chat_template(
+    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None, options: Settings
 ) -> str | None:
     if not hasattr(tokenizer, "get_chat_template"):
         return None
     try:
         template = tokenizer.get_chat_template(options.get("chat_template"), tools)
-    except (ValueError, TypeError):  # the rendering raises it again
+    except (ValueError, TypeError):  # the rendering raises the same error
         return None
     return template if isinstance(template, str) else None
 
 
-def _find_fault(template: str, variables: Settings) -> str | None:
+def _find_fault(template: str, variables: Mapping[str, Any]) -> str | None:
     """Renders a template in a subprocess and returns its fault or None."""
     task = {
         "path": sys.path,
         "template": template,
         "variables": clean_values(variables),
         "seconds": RENDER_CPU_S,
-        "bytes": TRIAL_BYTES,
+        "bytes": TRIAL_MEMORY_BYTES,
         "characters": MAX_CHARACTERS,
     }
     try:
@@ -141,7 +142,7 @@ def _find_fault(template: str, variables: Settings) -> str | None:
         return _timeout_fault()
     if status == template_trial.TOO_LARGE:
         return _size_fault()
-    return f"crashes its interpreter (signal {-status})" if status < 0 else None
+    return f"crashes Python (signal {-status})" if status < 0 else None
 
 
 class CpuTimeExceeded(Exception):
@@ -152,74 +153,79 @@ class _Interrupt(BaseException):
     """Interrupts a call; a BaseException, so that the call does not catch it."""
 
 
-def run_limited(call: Callable[[], T], seconds: float) -> T:
-    """Returns the result of the call; raises CpuTimeExceeded after `seconds` of CPU time."""
+def run_limited(call: Callable[[], T], cpu_limit_s: float) -> T:
+    """Returns the result of the call; raises CpuTimeExceeded if it uses more CPU time."""
     thread = threading.get_ident()
-    is_interrupted = False
+    is_interrupt_raised = False
     try:
-        _watcher.begin(thread, seconds)
+        _watcher.watch(thread, cpu_limit_s)
         return call()
     except _Interrupt:
-        is_interrupted = True
-        raise CpuTimeExceeded(f"not done after {seconds:g} s") from None
+        is_interrupt_raised = True
+        raise CpuTimeExceeded(f"not done after {cpu_limit_s:g} s of CPU time") from None
     finally:
-        _stop_watching(thread, is_interrupted)
+        _stop_watching(thread, is_interrupt_raised)
 
 
-def _stop_watching(thread: int, is_interrupted: bool) -> None:
-    """Stops watching; waits for an interrupt that was sent, because Python cannot withdraw it."""
-    is_sent = is_interrupted
+def _stop_watching(thread: int, is_interrupt_raised: bool) -> None:
+    """Stops watching a thread, and waits until an interrupt that was sent has been raised.
+
+    Python cannot withdraw the interrupt, so it would be raised in later code.
+    """
+    is_interrupt_sent = is_interrupt_raised
     while True:
         try:
-            is_sent = _watcher.end(thread) or is_sent
+            is_interrupt_sent = _watcher.unwatch(thread) or is_interrupt_sent
             deadline = time.monotonic() + _INTERRUPT_WAIT_S
-            while is_sent and not is_interrupted and time.monotonic() < deadline:
+            while is_interrupt_sent and not is_interrupt_raised and time.monotonic() < deadline:
                 pass
             return
         except _Interrupt:
-            is_interrupted = True
+            is_interrupt_raised = True
 
 
 class _CpuWatcher:
+    """Interrupts the watched threads that exceed their CPU time."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._limits: dict[int, float] = {}
-        self._sent: set[int] = set()
+        self._cpu_deadlines: dict[int, float] = {}
+        self._interrupted_threads: set[int] = set()
         self._has_calls = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, thread: int, seconds: float) -> None:
+    def watch(self, thread: int, cpu_limit_s: float) -> None:
         with self._lock:
-            self._limits[thread] = _cpu_seconds(thread) + seconds
+            self._cpu_deadlines[thread] = _cpu_seconds(thread) + cpu_limit_s
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hone-watch", daemon=True)
                 self._thread.start()
         self._has_calls.set()
 
-    def end(self, thread: int) -> bool:
-        """Stops interrupts to a thread; returns whether one was sent."""
+    def unwatch(self, thread: int) -> bool:
+        """Stops watching a thread; returns whether an interrupt was sent to it."""
         with self._lock:
-            self._limits.pop(thread, None)
-            is_sent = thread in self._sent
-            self._sent.discard(thread)
-        return is_sent
+            self._cpu_deadlines.pop(thread, None)
+            is_interrupt_sent = thread in self._interrupted_threads
+            self._interrupted_threads.discard(thread)
+        return is_interrupt_sent
 
     def _run(self) -> None:
         interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
         while True:
             self._has_calls.wait()
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_INTERVAL_S)
             with self._lock:
-                for thread, limit in self._limits.items():
-                    if _cpu_seconds(thread) > limit:
+                for thread, deadline in self._cpu_deadlines.items():
+                    if _cpu_seconds(thread) > deadline:
                         interrupt(ctypes.c_ulong(thread), ctypes.py_object(_Interrupt))
-                        self._sent.add(thread)
-                if not self._limits:
+                        self._interrupted_threads.add(thread)
+                if not self._cpu_deadlines:
                     self._has_calls.clear()
 
 
 def _cpu_seconds(thread: int) -> float:
-    """Returns the CPU seconds of a thread, or wall-clock time if the system has no such clock."""
+    """Returns the CPU time of a thread, or wall-clock time if the system has no CPU clock."""
     if hasattr(time, "pthread_getcpuclockid"):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
@@ -228,9 +234,9 @@ def _cpu_seconds(thread: int) -> float:
 _watcher = _CpuWatcher()
 
 
-def _after_fork() -> None:
+def _replace_watcher() -> None:
     global _watcher
     _watcher = _CpuWatcher()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_replace_watcher)

@@ -20,19 +20,19 @@ from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.chat_template import BrokenTemplate
 from hone.data.prompts import Prompt, PromptError, PromptTooLong, as_messages, render_prompt
 from hone.data.rows import BadRowPolicy, DataError, FileRows, read_file
-from hone.data.schema import Problem, SchemaCheck, kind_of
+from hone.data.schema import Problem, SchemaCheck, json_type
 from hone.text import shown
 from hone.tokenizer import Tokenizer
 from hone.types import Row
 
-MAX_SHOWN = 5
+MAX_SHOWN_EXAMPLES = 5
 MAX_LENGTH_FACTOR = 8
-"""Longer prompts than this multiple of data.max_prompt_length are not tokenised completely."""
-MESSAGES = MultiTurnDataConfig.messages_key
+"""Prompts longer than this multiple of data.max_prompt_length are not tokenised completely."""
+MESSAGES_COLUMN = MultiTurnDataConfig.messages_key
 _RESPONSE_COLUMNS = ("response", SFTDataConfig.response_key)
 _ANSWER_COLUMNS = {*_RESPONSE_COLUMNS, "chosen", "rejected"}
 BAR_WIDTH = 40
-Score = Callable[[Row], float | str]
+ScoreGroundTruth = Callable[[Row], float | str]
 """Maps a row to the score of its ground truth as the response, or to the scorer's error."""
 
 
@@ -40,30 +40,30 @@ Score = Callable[[Row], float | str]
 class FileKind:
     """The kind of a data file, recognized by its columns."""
 
-    settings: DataConfig
-    """The settings, with `prompt_key` set to the prompt column of the file."""
-    supervised: bool
+    config: DataConfig
+    """The data config, with `prompt_key` set to the prompt column of the file."""
+    is_supervised: bool
     """Whether the rows contain the answers, so that no scorer is needed."""
     response_key: str | None
     """The response column of a supervised file without conversations."""
 
 
-def kind_of_file(columns: Collection[str], settings: DataConfig) -> FileKind:
+def kind_of_file(columns: Collection[str], config: DataConfig) -> FileKind:
     """Returns the kind of a file with these columns."""
-    names, key = set(columns), settings.prompt_key
-    has_reward = bool(names & {"reward_model", settings.reward_fn_key})
+    names, prompt_key = set(columns), config.prompt_key
+    has_reward = bool(names & {"reward_model", config.reward_fn_key})
     has_answers = bool(names & _ANSWER_COLUMNS) and not has_reward
-    if key not in names:
-        if MESSAGES in names:
-            key = MESSAGES
+    if prompt_key not in names:
+        if MESSAGES_COLUMN in names:
+            prompt_key = MESSAGES_COLUMN
         elif has_answers and SFTDataConfig.prompt_key in names:
-            key = SFTDataConfig.prompt_key
-    response = next((name for name in _RESPONSE_COLUMNS if name in names), None)
-    has_response = has_answers and key != MESSAGES
+            prompt_key = SFTDataConfig.prompt_key
+    response_key = next((name for name in _RESPONSE_COLUMNS if name in names), None)
+    has_response = has_answers and prompt_key != MESSAGES_COLUMN
     return FileKind(
-        dataclasses.replace(settings, prompt_key=key),
-        key == MESSAGES or has_answers,
-        response if has_response else None,
+        dataclasses.replace(config, prompt_key=prompt_key),
+        is_supervised=prompt_key == MESSAGES_COLUMN or has_answers,
+        response_key=response_key if has_response else None,
     )
 
 
@@ -74,13 +74,16 @@ def check_file(
     known_sources: Callable[[str], bool] | None = None,
     known_loops: Collection[str] = BUILT_IN_LOOPS,
     config: DataConfig | None = None,
-    score: Score | None = None,
+    score: ScoreGroundTruth | None = None,
     max_prompt_length: int | None = None,
 ) -> tuple[int, str]:
-    """Returns (exit status, report); lengths are in tokens with a tokenizer, else in characters."""
-    settings = config or DataConfig()
+    """Returns (exit status, report); lengths are in tokens, or in characters without a tokenizer.
+
+    Overlong prompts are errors if `max_prompt_length` is given, and warnings otherwise.
+    """
+    config = config or DataConfig()
     if max_prompt_length is not None:
-        settings = dataclasses.replace(settings, max_prompt_length=max_prompt_length)
+        config = dataclasses.replace(config, max_prompt_length=max_prompt_length)
     path = os.path.expanduser(os.fspath(path))
     if not os.path.isfile(path):
         reason = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
@@ -90,7 +93,7 @@ def check_file(
         file = read_file(path, bad_rows)
         if file is None:
             return 1, "\n".join(f"error: {message}" for message in bad_rows.examples)
-        kind = kind_of_file(next(iter(file.scan()), {}), settings)
+        kind = kind_of_file(next(iter(file.scan()), {}), config)
         check = _Check(kind, known_loops, tokenizer, score, bad_rows)
         check.check_rows(file)
     except (DataError, BrokenTemplate) as error:
@@ -99,16 +102,16 @@ def check_file(
     if tokenizer is not None and check.overlong_rows:
         message = (
             f"{len(check.overlong_rows):,} prompts have more than data.max_prompt_length="
-            f"{settings.max_prompt_length} tokens (rows {_examples(check.overlong_rows)})"
+            f"{config.max_prompt_length} tokens (rows {_format_numbers(check.overlong_rows)})"
         )
         (warnings if max_prompt_length is None else errors).append(message)
     bad_rows_text = f" ({_plural(bad_rows.total, 'bad row')})" if bad_rows.total else ""
     report = [
-        f"{file.path}: {check.rows:,} rows",
+        f"{file.path}: {check.num_rows:,} rows",
         *check.summary_lines(),
         *(f"warning: {message}" for message in warnings),
         *(f"error: {message}" for message in errors),
-        *(f"  {message}" for message in bad_rows.examples[:MAX_SHOWN]),
+        *(f"  {message}" for message in bad_rows.examples[:MAX_SHOWN_EXAMPLES]),
         f"{_plural(len(errors), 'error')}{bad_rows_text}, {_plural(len(warnings), 'warning')}",
     ]
     return (1 if errors else 0), "\n".join(report)
@@ -116,115 +119,122 @@ def check_file(
 
 @dataclass
 class _Check:
+    """Checks the rows of one file and collects counts, errors and warnings."""
+
     kind: FileKind
     known_loops: Collection[str]
     tokenizer: Tokenizer | None
-    score: Score | None
+    score: ScoreGroundTruth | None
     bad_rows: BadRowPolicy
-    rows: int = 0
-    columns: dict[str, Counter[str]] = field(default_factory=dict)
-    sources: Counter[str] = field(default_factory=Counter)
+    num_rows: int = 0
+    types_by_column: dict[str, Counter[str]] = field(default_factory=dict)
+    """Column -> number of rows by JSON type."""
+    source_counts: Counter[str] = field(default_factory=Counter)
     rule_sources: set[str] = field(default_factory=set)
     """Data sources with a row that needs a rule-based scorer."""
     lengths: list[int] = field(default_factory=list)
-    scores: Counter[float] = field(default_factory=Counter)
+    score_counts: Counter[float] = field(default_factory=Counter)
     """Score of the ground truth -> number of rows."""
     score_errors: dict[int, str] = field(default_factory=dict)
     """Row number -> the scorer's error."""
-    prompts: dict[str, list[int]] = field(default_factory=dict)
+    rows_by_prompt: dict[str, list[int]] = field(default_factory=dict)
     """Prompt hash -> the numbers of its rows."""
     overlong_rows: list[int] = field(default_factory=list)
-    without_truth: list[int] = field(default_factory=list)
+    rows_without_truth: list[int] = field(default_factory=list)
 
     def check_rows(self, file: FileRows) -> None:
-        settings = self.kind.settings
-        check = SchemaCheck(settings.prompt_key, settings.prompt_format)
+        config = self.kind.config
+        schema = SchemaCheck(config.prompt_key, config.prompt_format)
         for index, row in enumerate(file.scan()):
-            self.rows += 1
+            self.num_rows += 1
             for name, value in row.items():
-                self.columns.setdefault(name, Counter())[kind_of(value)] += 1
-            problem = check.problem(row) or self._answer_problem(row) or self._loop_problem(row)
+                self.types_by_column.setdefault(name, Counter())[json_type(value)] += 1
+            problem = (
+                schema.problem(row) or self._target_problem(row) or self._agent_loop_problem(row)
+            )
             if problem is not None:
                 self.bad_rows.report(problem.reason, f"{file.where(index)}: {problem}")
                 continue
-            number, prompt = int(file.numbers[index]), row[settings.prompt_key]
-            self.prompts.setdefault(self._prompt_hash(row), []).append(number)
-            if not self.kind.supervised:
+            number, prompt = int(file.row_numbers[index]), row[config.prompt_key]
+            self.rows_by_prompt.setdefault(self._prompt_hash(row), []).append(number)
+            if not self.kind.is_supervised:
                 self._check_reward(row, number)
             try:
-                self.lengths.append(self._length(prompt))
-                if self.lengths[-1] > settings.max_prompt_length:
+                self.lengths.append(self._prompt_length(prompt))
+                if self.lengths[-1] > config.max_prompt_length:
                     self.overlong_rows.append(number)
             except PromptTooLong:
                 self.overlong_rows.append(number)
             except PromptError as error:
                 self.bad_rows.report("cannot be rendered", f"{file.where(index)}: {error}")
 
-    def _answer_problem(self, row: Row) -> Problem | None:
-        """Returns the problem of a supervised row without targets."""
-        if self.kind.settings.prompt_key == MESSAGES:
-            if any(message["role"] == "assistant" for message in as_messages(row[MESSAGES])):
+    def _target_problem(self, row: Row) -> Problem | None:
+        """Returns the problem of a supervised row that has nothing to train on, or None."""
+        if self.kind.config.prompt_key == MESSAGES_COLUMN:
+            if any(message["role"] == "assistant" for message in as_messages(row[MESSAGES_COLUMN])):
                 return None
-            message = f"column {MESSAGES!r} has no assistant turn, so nothing to learn"
+            message = f"column {MESSAGES_COLUMN!r} has no assistant turn, so nothing to learn"
             return Problem("no assistant turn", message)
         key = self.kind.response_key
-        kind = kind_of(row.get(key)) if key is not None else "text"
-        if kind == "null":
+        value_type = json_type(row.get(key)) if key is not None else "text"
+        if value_type == "null":
             return Problem("missing response", f"column {key!r} is missing: nothing to learn")
         return (
-            Problem("wrong type", f"column {key!r} is text, got {kind}") if kind != "text" else None
+            Problem("wrong type", f"column {key!r} must be text, got {value_type}")
+            if value_type != "text"
+            else None
         )
 
-    def _loop_problem(self, row: Row) -> Problem | None:
-        """Returns the problem of a row with an unknown agent loop."""
+    def _agent_loop_problem(self, row: Row) -> Problem | None:
+        """Returns the problem of a row that names an unknown agent loop, or None."""
         name = row.get("agent_name")
-        if not name or self.kind.supervised or name in self.known_loops:
+        if not name or self.kind.is_supervised or name in self.known_loops:
             return None
-        hint = f"known are {', '.join(self.known_loops)}; name your own with --agent-loop"
+        hint = f"use {', '.join(self.known_loops)}, or name your own with --agent-loop"
         if ":" in name or "/" in name:
-            hint = "a row names a loop, never a place to import one from"
+            hint = "a row has the name of a loop, not its import path"
         return Problem("unknown agent loop", f"agent_name={shown(name)} is not known: {hint}")
 
     def _check_reward(self, row: Row, number: int) -> None:
-        source = str(row.get(self.kind.settings.reward_fn_key))
-        self.sources[source] += 1
+        source = str(row.get(self.kind.config.reward_fn_key))
+        self.source_counts[source] += 1
         reward = row.get("reward_model") or {}
         if reward.get("style") == "model":
             return
         self.rule_sources.add(source)
         if self.score is not None:
-            outcome = self.score(row)
-            if isinstance(outcome, str):
-                self.score_errors[number] = outcome
+            score = self.score(row)
+            if isinstance(score, str):
+                self.score_errors[number] = score
             else:
-                self.scores[outcome] += 1
+                self.score_counts[score] += 1
             return
         has_tests = bool((row.get("extra_info") or {}).get("test_cases"))
         if reward.get("ground_truth") in (None, "") and not has_tests:
-            self.without_truth.append(number)
+            self.rows_without_truth.append(number)
 
     def _prompt_hash(self, row: Row) -> str:
         """Returns a hash of the prompt, its images and, in supervised rows, its answers."""
-        settings = self.kind.settings
-        column = row.get(settings.image_key)
+        config = self.kind.config
+        column = row.get(config.image_key)
         images = [
             image.get("path") or hash(image.get("bytes")) if isinstance(image, dict) else image
             for image in (column if isinstance(column, list) else ())
         ]
-        answers = [row.get(name) for name in sorted(_ANSWER_COLUMNS) if self.kind.supervised]
-        parts = [row[settings.prompt_key], images, answers]
+        answers = [row.get(name) for name in sorted(_ANSWER_COLUMNS) if self.kind.is_supervised]
+        parts = [row[config.prompt_key], images, answers]
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _length(self, prompt: Prompt) -> int:
-        settings = self.kind.settings
+    def _prompt_length(self, prompt: Prompt) -> int:
+        config = self.kind.config
         if self.tokenizer is not None:
             ids = render_prompt(
                 prompt,
                 self.tokenizer,
-                settings.prompt_format,
-                template_kwargs=settings.apply_chat_template_kwargs,
-                max_tokens=MAX_LENGTH_FACTOR * settings.max_prompt_length,
+                config.prompt_format,
+                template_kwargs=config.apply_chat_template_kwargs,
+                max_tokens=MAX_LENGTH_FACTOR * config.max_prompt_length,
             )
             return len(ids)
         contents = [message["content"] for message in as_messages(prompt)]
@@ -235,16 +245,18 @@ class _Check:
             for content in contents
         )
 
-    def errors(self, is_known: Callable[[str], bool] | None) -> Iterator[str]:
+    def errors(self, is_known_source: Callable[[str], bool] | None) -> Iterator[str]:
         for reason, count in sorted(self.bad_rows.counts.items()):
             yield f"{count:,} rows: {reason}"
-        if 0 < len(self.without_truth) < sum(self.sources.values()):
+        if 0 < len(self.rows_without_truth) < sum(self.source_counts.values()):
             yield (
-                f"{len(self.without_truth):,} rows have no reward_model.ground_truth"
-                f" (rows {_examples(self.without_truth)}) and others do"
+                f"{len(self.rows_without_truth):,} rows have no reward_model.ground_truth"
+                f" (rows {_format_numbers(self.rows_without_truth)}), but other rows do"
             )
-        if is_known is not None:
-            unknown = [repr(name) for name in sorted(self.rule_sources) if not is_known(name)]
+        if is_known_source is not None:
+            unknown = [
+                repr(name) for name in sorted(self.rule_sources) if not is_known_source(name)
+            ]
             if unknown:
                 yield (
                     f"no scorer knows data_source {', '.join(unknown)}; rename it, or name your"
@@ -254,39 +266,41 @@ class _Check:
             first = next(iter(self.score_errors))
             yield (
                 f"{len(self.score_errors):,} rows cannot be scored (rows "
-                f"{_examples(self.score_errors)}); row {first}: {self.score_errors[first]}"
+                f"{_format_numbers(self.score_errors)}); row {first}: {self.score_errors[first]}"
             )
 
     def warnings(self) -> Iterator[str]:
-        if self.without_truth and len(self.without_truth) == sum(self.sources.values()):
+        if self.rows_without_truth and len(self.rows_without_truth) == sum(
+            self.source_counts.values()
+        ):
             yield (
                 "no row has reward_model.ground_truth: only a reward model or a"
-                " custom_reward_function can score these"
+                " custom_reward_function can score these rows"
             )
-        if duplicates := [numbers for numbers in self.prompts.values() if len(numbers) > 1]:
+        if duplicates := [numbers for numbers in self.rows_by_prompt.values() if len(numbers) > 1]:
             count = sum(len(numbers) - 1 for numbers in duplicates)
-            rows = _examples(duplicates[0])
+            rows = _format_numbers(duplicates[0])
             yield f"{count:,} rows repeat an earlier prompt (such as rows {rows})"
 
     def summary_lines(self) -> Iterator[str]:
         yield "columns:"
-        width = max(map(len, self.columns), default=0)
-        for name, kinds in self.columns.items():
-            missing_rows = self.rows - sum(kinds.values()) + kinds["null"]
-            kinds_text = " or ".join(kind for kind in sorted(kinds) if kind != "null") or "null"
+        width = max(map(len, self.types_by_column), default=0)
+        for name, type_counts in self.types_by_column.items():
+            missing_rows = self.num_rows - sum(type_counts.values()) + type_counts["null"]
+            types = " or ".join(name for name in sorted(type_counts) if name != "null") or "null"
             missing = f", missing in {missing_rows:,}" if missing_rows else ""
-            yield f"  {name:<{width}}  {kinds_text}{missing}"
-        if self.kind.supervised:
-            yield "for supervised training: the rows hold their answers"
+            yield f"  {name:<{width}}  {types}{missing}"
+        if self.kind.is_supervised:
+            yield "for supervised training: the rows contain the answers"
         else:
             yield "sources:"
-            yield from (f"  {name}: {count:,}" for name, count in self.sources.most_common())
-        if self.scores:
-            counts = sorted(self.scores.items(), reverse=True)
-            parts = [f"{score:g} in {count:,}" for score, count in counts[:MAX_SHOWN]]
-            others = len(counts) - MAX_SHOWN
+            yield from (f"  {name}: {count:,}" for name, count in self.source_counts.most_common())
+        if self.score_counts:
+            counts = sorted(self.score_counts.items(), reverse=True)
+            parts = [f"{score:g} in {count:,}" for score, count in counts[:MAX_SHOWN_EXAMPLES]]
+            others = len(counts) - MAX_SHOWN_EXAMPLES
             remainder = f" and {others} values more" if others > 0 else ""
-            yield f"score of the ground truth itself: {', '.join(parts)}{remainder} rows"
+            yield f"score of the ground truth as the response: {', '.join(parts)}{remainder} rows"
         yield from histogram(self.lengths, "characters" if self.tokenizer is None else "tokens")
 
 
@@ -294,22 +308,24 @@ def _plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _examples(numbers: Iterable[int]) -> str:
+def _format_numbers(numbers: Iterable[int]) -> str:
     names = [str(number) for number in numbers]
-    return ", ".join(names if len(names) <= MAX_SHOWN else [*names[:MAX_SHOWN], "…"])
+    return ", ".join(
+        names if len(names) <= MAX_SHOWN_EXAMPLES else [*names[:MAX_SHOWN_EXAMPLES], "…"]
+    )
 
 
-def histogram(lengths: list[int], unit: str, buckets: int = 8) -> list[str]:
-    """Formats lengths as a histogram of equal buckets."""
+def histogram(lengths: list[int], unit: str, num_buckets: int = 8) -> list[str]:
+    """Formats prompt lengths as a histogram with equally wide buckets."""
     if not lengths:
         return []
     low, high = min(lengths), max(lengths)
-    step = max(-(-(high - low + 1) // buckets), 1)
-    counts = Counter((length - low) // step for length in lengths)
+    bucket_size = max(-(-(high - low + 1) // num_buckets), 1)
+    counts = Counter((length - low) // bucket_size for length in lengths)
     median = sorted(lengths)[len(lengths) // 2]
     lines = [f"prompt length in {unit}: shortest {low:,}, median {median:,}, longest {high:,}"]
     for bucket in range(max(counts) + 1):
-        start, count = low + bucket * step, counts[bucket]
+        start, count = low + bucket * bucket_size, counts[bucket]
         bar = "#" * round(BAR_WIDTH * count / max(counts.values()))
-        lines.append(f"  {start:>7,} to {start + step - 1:>7,}  {count:>8,}  {bar}".rstrip())
+        lines.append(f"  {start:>7,} to {start + bucket_size - 1:>7,}  {count:>8,}  {bar}".rstrip())
     return lines

@@ -13,7 +13,7 @@ from hone.data.prompts import Message, PromptError, Tools, render_prompt
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
 
-Encoded = tuple[list[int], list[int]]  # (input_ids, loss_mask), of equal length
+TokensAndMask = tuple[list[int], list[int]]  # (input_ids, loss_mask), two lists of equal length
 
 PROBES = ("0", "1")
 """Two texts without a common token: tokens that their renderings share are the template's."""
@@ -26,11 +26,11 @@ def encode_conversation(
     template_kwargs: Settings | None = None,
     ignore_mismatch: bool = False,
     max_tokens: int | None = None,
-) -> Encoded:
+) -> TokensAndMask:
     """Returns ids and loss mask; the targets are the assistant's tokens and its end-of-turn token.
 
-    It is an error if the template changes earlier turns, for example drops their thinking;
-    `ignore_mismatch` then concatenates the turns as if each were the last.
+    Raises PromptError if the template changes earlier turns, for example drops their thinking;
+    with `ignore_mismatch`, the turns are instead concatenated as if each were the last.
     """
     template = _Template(messages, tokenizer, tools, template_kwargs, max_tokens)
     # A segment ends with an assistant turn, because a template may render the turns before it
@@ -39,28 +39,29 @@ def encode_conversation(
     last_assistant_stop = stops[-1] if stops else 0
     if last_assistant_stop < len(messages):
         stops.append(len(messages))
-    rendered: list[int] = []
+    context_ids: list[int] = []
     ids: list[int] = []
     mask: list[int] = []
     separator: list[int] = []
     for start, stop in zip([0, *stops], stops, strict=False):
         context, turns = list(messages[:start]), list(messages[start:stop])
-        segment = template.after_context(rendered, context, turns)
+        segment = template.render_after_context(context_ids, context, turns)
         if segment is None:
             if not ignore_mismatch:
                 raise PromptError(
                     f"the chat template renders the turns before turn {stop} differently once that"
-                    " turn follows (earlier thinking dropped?); split the conversation into one row"
-                    " per turn, or set data.ignore_input_ids_mismatch=true to learn the turns as"
-                    " written"
+                    " turn follows (it may drop earlier thinking); split the conversation into one"
+                    " row per turn, or set data.ignore_input_ids_mismatch=true to train on the"
+                    " turns as if each were the last"
                 )
-            segment = template.without_context(context, turns)
-        rendered += segment.ids
-        end: list[int] = []
+            segment = template.render_after_probe(context, turns)
+        context_ids += segment.ids
+        end_ids: list[int] = []
         if turns[-1]["role"] == "assistant":
-            end = template.missing_end(is_last=stop >= last_assistant_stop)
-        ids += segment.ids + end
-        mask += [0] * (len(segment.ids) - segment.targets) + [1] * (segment.targets + len(end))
+            end_ids = template.missing_end_tokens(is_last=stop >= last_assistant_stop)
+        ids += segment.ids + end_ids
+        num_targets = segment.num_targets + len(end_ids)
+        mask += [0] * (len(segment.ids) - segment.num_targets) + [1] * num_targets
         separator = segment.separator
     return ids + separator, mask + [0] * len(separator)
 
@@ -68,13 +69,15 @@ def encode_conversation(
 class _Segment(NamedTuple):
     ids: list[int]
     """Token ids from the end of the previous assistant turn to the end of this one."""
-    targets: int
-    """Number of ids at the end that are the assistant's."""
+    num_targets: int
+    """Number of ids at the end that the assistant wrote."""
     separator: list[int]
     """Tokens after the end of the turn, often a newline; never targets."""
 
 
 class _Template:
+    """Renders the turns of one conversation and finds the assistant's tokens in them."""
+
     def __init__(
         self,
         messages: Sequence[Message],
@@ -93,9 +96,9 @@ class _Template:
         self._separator: list[int] = []
         if "assistant" in roles:
             context = messages[: roles.index("assistant")]
-            self._end_tokens, self._separator = self._split_closing(context)
+            self._end_tokens, self._separator = self._end_tokens_and_separator(context)
 
-    def missing_end(self, *, is_last: bool) -> list[int]:
+    def missing_end_tokens(self, *, is_last: bool) -> list[int]:
         """Returns the tokenizer's end token if the template ends the assistant's turn without it.
 
         Every turn gets it if the template writes nothing at the end of a turn. Otherwise only the
@@ -106,13 +109,16 @@ class _Template:
             return []
         return [int(eos)] if is_last or not self._end_tokens else []
 
-    def after_context(
-        self, before: list[int], context: list[Message], turns: list[Message]
+    def render_after_context(
+        self, context_ids: list[int], context: list[Message], turns: list[Message]
     ) -> _Segment | None:
-        """Returns the turns after `before`, the rendered context; None if the context changes."""
+        """Renders the turns after the context, whose rendering is `context_ids`.
+
+        Returns None if the turns change the rendering of the context.
+        """
         ids = self._render([*context, *turns])
-        start = len(before)
-        if ids[:start] != before:
+        start = len(context_ids)
+        if ids[:start] != context_ids:
             return None
         if turns[-1]["role"] != "assistant":
             return _Segment(ids[start:], 0, [])
@@ -121,25 +127,25 @@ class _Template:
             return None
         return self._segment(ids, start, answer_start)
 
-    def without_context(self, context: list[Message], turns: list[Message]) -> _Segment:
-        """Returns the turns as rendered after a probe conversation instead of the context."""
-        before: list[Message] = []
+    def render_after_probe(self, context: list[Message], turns: list[Message]) -> _Segment:
+        """Renders the turns after a probe conversation instead of the context."""
+        probe: list[Message] = []
         start = 0
         if not context:
             ids = self._render(turns)
         else:
-            user = self._turn("user", "-")
-            before, second = ([user, self._turn("assistant", text)] for text in PROBES)
-            ids = self._render([*before, *turns])
+            user = self._message("user", "-")
+            probe, other_probe = ([user, self._message("assistant", text)] for text in PROBES)
+            ids = self._render([*probe, *turns])
             # Later turns may change the rendering of an answer, but not of the text after it.
-            start = len(ids) - _common_suffix(ids, self._render([*second, *turns]))
-            start += _common_prefix(self._end_tokens, ids[start:])
+            start = len(ids) - _common_suffix_length(ids, self._render([*other_probe, *turns]))
+            start += _common_prefix_length(self._end_tokens, ids[start:])
         if turns[-1]["role"] != "assistant":
             return _Segment(ids[start:], 0, [])
-        before_answer = before + turns[:-1]
+        before_answer = probe + turns[:-1]
         answer_start = self._answer_start(before_answer, ids)
         if answer_start is None:
-            answer_start = self._first_difference(before_answer, ids)
+            answer_start = self._first_probe_difference(before_answer, ids)
         return self._segment(ids, start, answer_start)
 
     def _segment(self, ids: list[int], start: int, answer_start: int) -> _Segment:
@@ -149,31 +155,31 @@ class _Template:
         return _Segment(ids[start:end], max(0, end - answer_start), ids[end:])
 
     def _answer_start(self, context: list[Message], ids: list[int]) -> int | None:
-        """Returns the index of the assistant's first token; None if it changes the context."""
+        """Returns the index of the answer's first token; None if the answer changes the context."""
         if all(message["role"] == "system" for message in context):
             # Many templates reject a generation prompt here.
-            return self._first_difference(context, ids)
-        with_header = self._render(context, open_turn=True)
-        answer_start = _common_prefix(with_header, ids)
-        if answer_start == len(with_header):
+            return self._first_probe_difference(context, ids)
+        prompt_ids = self._render(context, add_generation_prompt=True)
+        answer_start = _common_prefix_length(prompt_ids, ids)
+        if answer_start == len(prompt_ids):
             return answer_start
-        context_length = _common_prefix(with_header, self._render(context))
+        context_length = _common_prefix_length(prompt_ids, self._render(context))
         return None if answer_start < context_length else answer_start
 
-    def _first_difference(self, context: Sequence[Message], ids: list[int]) -> int:
-        """Returns the index of the first token in which two probe answers differ."""
+    def _first_probe_difference(self, context: Sequence[Message], ids: list[int]) -> int:
+        """Returns the index of the first token that differs between two probe answers."""
         first, second = self._probe_answers(context)
-        return min(_common_prefix(first, second), _common_prefix(first, ids))
+        return min(_common_prefix_length(first, second), _common_prefix_length(first, ids))
 
-    def _split_closing(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
-        """Returns the tokens that end a turn, and the template's tokens after them."""
+    def _end_tokens_and_separator(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
+        """Returns the template's tokens that end a turn, and its tokens after that end."""
         first, second = self._probe_answers(context)
         if first == second:
             raise PromptError(
                 "the chat template omits the assistant's text; use one that renders it"
                 " (data.chat_template)"
             )
-        closing = first[len(first) - _common_suffix(first, second) :]
+        closing = first[len(first) - _common_suffix_length(first, second) :]
         eos = self._tokenizer.eos_token_id
         end_indices = [index + 1 for index, token in enumerate(closing) if token == eos]
         if not end_indices:  # the template ends a turn with another token or with words
@@ -184,29 +190,32 @@ class _Template:
         return closing[:end], closing[end:]
 
     def _probe_answers(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
-        answers = (self._turn("assistant", text) for text in PROBES)
+        answers = (self._message("assistant", text) for text in PROBES)
         first, second = (self._render([*context, answer]) for answer in answers)
         return first, second
 
-    def _turn(self, role: str, text: str) -> Message:
+    def _message(self, role: str, text: str) -> Message:
         is_typed = role in self._typed_roles
         return {"role": role, "content": [{"type": "text", "text": text}] if is_typed else text}
 
-    def _render(self, messages: Sequence[Message], open_turn: bool = False) -> list[int]:
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False
+    ) -> list[int]:
         return render_prompt(
             list(messages),
             self._tokenizer,
             tools=self._tools,
-            template_kwargs={**self._kwargs, "add_generation_prompt": open_turn},
+            template_kwargs={**self._kwargs, "add_generation_prompt": add_generation_prompt},
             max_tokens=self._max_tokens,
         )
 
 
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns the length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _common_suffix(first: Sequence[int], second: Sequence[int]) -> int:
-    return _common_prefix(first[::-1], second[::-1])
+def _common_suffix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns the length of the common suffix."""
+    return _common_prefix_length(first[::-1], second[::-1])

@@ -12,7 +12,7 @@ from hone.data.encoded import EncodedDataset
 from hone.data.loader import Dataset, PromptLoader
 from hone.data.reading import rows_of
 from hone.data.rows import BadRowPolicy, DataError, Files, expand_files, read_file
-from hone.data.samplers import Mixture, Sampler
+from hone.data.samplers import MixtureSampler, Sampler
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
 from hone.tokenizer import Processor, Tokenizer
 
@@ -66,11 +66,11 @@ def create_run_dataset(
             raise DataError(f"the {'training' if is_train else 'validation'} data set has no rows")
         return create_rl_dataset(rows, config, tokenizer, processor, is_train)
     if is_train:
-        files, count = config.train_files, config.train_max_samples
-        return create_rl_dataset(files, config, tokenizer, processor, True, count)
-    files, count = config.val_files or (), config.val_max_samples
+        files, max_samples = config.train_files, config.train_max_samples
+        return create_rl_dataset(files, config, tokenizer, processor, True, max_samples)
+    files, max_samples = config.val_files or (), config.val_max_samples
     try:
-        return create_rl_dataset(files, config, tokenizer, processor, False, count)
+        return create_rl_dataset(files, config, tokenizer, processor, False, max_samples)
     except DataError as error:
         raise DataError(f"{error}; data.val_files=[] trains without validation") from error
 
@@ -98,7 +98,7 @@ def create_sft_dataset(
 def create_rl_sampler(
     data_config: DataConfig, dataset: Dataset, run_seed: int | None = None
 ) -> Sampler | None:
-    """Creates the user's sampler or a weighted mixture; None is the loader's default order."""
+    """Creates the user's sampler or a weighted mixture; returns None for the default order."""
     custom, weights = data_config.sampler, data_config.dataset_weights
     if custom is not None and custom.class_path:
         if weights:
@@ -112,11 +112,13 @@ def create_rl_sampler(
         return None
     if not hasattr(dataset, "indices_by_file"):
         raise DataError(
-            f"data.dataset_weights needs a data set with indices_by_file(); {type(dataset).__name__} has"
-            " none (hone.data.RLHFDataset has)"
+            "data.dataset_weights needs a data set with the method indices_by_file();"
+            f" {type(dataset).__name__} has none (hone.data.RLHFDataset has one)"
         )
-    seed = _seed(data_config, run_seed)
-    return Mixture(dataset.indices_by_file(), list(weights), shuffle=data_config.shuffle, seed=seed)
+    seed = _order_seed(data_config, run_seed)
+    return MixtureSampler(
+        dataset.indices_by_file(), list(weights), shuffle=data_config.shuffle, seed=seed
+    )
 
 
 def create_train_loader(
@@ -127,7 +129,7 @@ def create_train_loader(
         dataset,
         batch_size,
         shuffle=data_config.shuffle,
-        seed=_seed(data_config, run_seed),
+        seed=_order_seed(data_config, run_seed),
         drop_last=True,
         sampler=create_rl_sampler(data_config, dataset, run_seed),
     )
@@ -141,10 +143,10 @@ def create_val_loader(
         dataset,
         data_config.val_batch_size or len(dataset),
         shuffle=data_config.validation_shuffle,
-        seed=_seed(data_config, run_seed),
+        seed=_order_seed(data_config, run_seed),
         drop_last=False,
     )
 
 
-def _seed(data_config: DataConfig, run_seed: int | None) -> int | None:
+def _order_seed(data_config: DataConfig, run_seed: int | None) -> int | None:
     return data_config.seed if data_config.seed is not None else run_seed

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hone.config.data import DataConfig
 from hone.data.files import is_non_local
@@ -21,15 +21,15 @@ from hone.data.prompts import (
     PromptTooLong,
     Tools,
     as_messages,
-    prompt_text,
     raw_text,
+    remove_nulls,
+    render_text_or_ids,
     token_counts,
     tokenise,
     truncate,
-    without_nulls,
 )
 from hone.data.question_answer import to_verl_schema
-from hone.data.reading import rows_of, settings_of
+from hone.data.reading import as_data_config, rows_of
 from hone.data.rows import (
     BadRowPolicy,
     DataError,
@@ -41,7 +41,7 @@ from hone.data.rows import (
     read_rows,
     sample_positions,
 )
-from hone.data.schema import ARGUMENTS, COLUMNS, SchemaCheck
+from hone.data.schema import COLUMNS, KWARGS_COLUMNS, SchemaCheck
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Processor, Tokenizer
 from hone.types import Fields, Row, Settings
@@ -67,8 +67,10 @@ class RLHFDataset:
     """
 
     store: RowStore
+    positions: list[int]
+    """Positions in `store` of the rows in use."""
     whole_prompt: WholePrompt | None = None
-    """Adds what agent loops add to prompts, such as instructions; set by `render_with`."""
+    """Returns the prompt with what its agent loop adds, such as instructions; see `render_with`."""
     _hf_dataset: Dataset | None = None
 
     def __init__(
@@ -79,12 +81,12 @@ class RLHFDataset:
         processor: Processor | None = None,
         max_samples: int = -1,
         *,
-        tools: Sequence[Settings] | None = None,
+        tools: Tools | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
-        self.config = config
-        self.settings = settings = settings_of(config)
+        self.config = config  # as passed, for subclasses written for verl
+        self.settings = settings = as_data_config(config)
         self.prompt_key, self.image_key = settings.prompt_key, settings.image_key
         self.video_key, self.max_prompt_length = settings.video_key, settings.max_prompt_length
         self._max_tokens = self.max_prompt_length if settings.truncation == "error" else None
@@ -94,13 +96,12 @@ class RLHFDataset:
             data_files = [data_files]
         self.data_files: Sequence[str | os.PathLike[str] | Row] = data_files
         self._read_all()
-        self.added: list[Row] = []
-        self.overlong_rows = 0
-        self._lengths: list[int] | None = None
+        self.added_rows: list[Row] = []
+        self.num_overlong_rows = 0
+        self._prompt_lengths: list[int] | None = None
+        shuffle, seed = settings.shuffle, settings.seed
         positions = self._valid_positions()
-        positions = sample_positions(
-            positions, max_samples, shuffle=settings.shuffle, seed=settings.seed
-        )
+        positions = sample_positions(positions, max_samples, shuffle=shuffle, seed=seed)
         if settings.filter_overlong_prompts:
             positions = self._filter_overlong(positions)
         self.positions = positions
@@ -116,7 +117,7 @@ class RLHFDataset:
             )
 
     def __len__(self) -> int:
-        return len(self.positions) + len(self.added)
+        return len(self.positions) + len(self.added_rows)
 
     def __getitem__(self, index: int) -> Row:
         try:
@@ -128,14 +129,14 @@ class RLHFDataset:
         return row
 
     def raw_row(self, index: int) -> Row:
-        """Returns the row of the file, or one that on_batch_end added."""
+        """Returns a row as the file, or on_batch_end, gave it."""
         if index < len(self.positions):
             return self.store[self.positions[index]]
-        return self.added[index - len(self.positions)]
+        return self.added_rows[index - len(self.positions)]
 
     def render_with(self, whole_prompt: WholePrompt) -> None:
-        """Renders, counts and filters the prompts again with what their agent loops add."""
-        self.whole_prompt, self._lengths = whole_prompt, None
+        """Sets `whole_prompt`, and filters the prompts again with what agent loops add to them."""
+        self.whole_prompt, self._prompt_lengths = whole_prompt, None
         if self.settings.filter_overlong_prompts:
             self.positions = self._filter_overlong(self.positions)
             self._hf_dataset = None
@@ -143,8 +144,8 @@ class RLHFDataset:
 
     def prompt_lengths(self) -> Iterator[int | PromptError]:
         """Yields the number of tokens of each prompt before truncation, or its rendering error."""
-        if self._lengths is not None and not self.added:
-            return iter(self._lengths)
+        if self._prompt_lengths is not None and not self.added_rows:
+            return iter(self._prompt_lengths)
         return self._count_tokens(map(self.raw_row, range(len(self))), self._max_tokens)
 
     def where(self, index: int) -> str:
@@ -162,7 +163,7 @@ class RLHFDataset:
         """Returns row indices by data file, in the order of data.train_files."""
         indices: list[list[int]] = [[] for _ in self.store.files]
         for index, position in enumerate(self.positions):
-            indices[self.store.file_of(position)].append(index)
+            indices[self.store.file_index_of(position)].append(index)
         return indices
 
     @cached_property
@@ -175,12 +176,12 @@ class RLHFDataset:
         return None
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Adds rows in verl's schema; bad ones are reported like those of files."""
+        """Adds rows in verl's schema; bad rows are reported like bad rows of files."""
         check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
         for row in rows:
             problem = check.problem(row)
             if problem is None:
-                self.added.append(dict(row))
+                self.added_rows.append(dict(row))
             else:
                 self.bad_rows.report(problem.reason, f"a row added by on_batch_end: {problem}")
 
@@ -188,18 +189,18 @@ class RLHFDataset:
         return {
             "fingerprint": self.fingerprint,
             "rows": len(self.positions),
-            "added": list(self.added),
+            "added": list(self.added_rows),
         }
 
     def load_state_dict(self, state: Settings) -> None:
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"the data differ from those of the checkpoint: it was made with {state['rows']}"
-                f" rows ({state['fingerprint'][:8]}), there are {len(self.positions)} now"
+                f"the data differ from the checkpoint's data: the checkpoint has {state['rows']}"
+                f" rows ({state['fingerprint'][:8]}), this run has {len(self.positions)}"
                 f" ({self.fingerprint[:8]}); restore the files and the data.* settings, or start a"
                 " new run from the checkpoint's model (trainer.resume_mode=disable)"
             )
-        self.added = [dict(row) for row in state["added"]]
+        self.added_rows = [dict(row) for row in state["added"]]
 
     def _read_all(self) -> None:
         """Fills `self.store`."""
@@ -207,9 +208,9 @@ class RLHFDataset:
         self._read_files_and_tokenize()
         if not hasattr(self, "store"):
             raise DataError(
-                f"{type(self).__name__}._read_files_and_tokenize sets no self.dataframe"
+                f"{type(self).__name__}._read_files_and_tokenize must set self.dataframe"
             )
-        if self._overrides("_build_messages"):
+        if self._is_overridden("_build_messages"):
             accepts_key = "key" in inspect.signature(self._build_messages).parameters
             key = {"key": self.prompt_key} if accepts_key else {}
             self.dataframe = [
@@ -219,15 +220,14 @@ class RLHFDataset:
 
     def _download(self, use_origin_parquet: bool = False) -> None:
         """Copies remote files and sets `self.data_files` to the copies."""
-        files = self.data_files
-        if any(isinstance(file, str) and is_non_local(file) for file in files):
-            self.data_files = expand_files(files)
+        if any(isinstance(file, str) and is_non_local(file) for file in self.data_files):
+            self.data_files = expand_files(self.data_files)
 
     def _read_files_and_tokenize(self) -> None:
         """Reads `self.data_files`; an override must set `self.dataframe`."""
         store = read_rows(self.data_files, self.bad_rows)
         self.store = to_verl_schema(store, self.prompt_key)
-        if self._overrides("maybe_filter_out_long_prompts"):
+        if self._is_overridden("maybe_filter_out_long_prompts"):
             self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     def maybe_filter_out_long_prompts(self, dataframe: Dataset) -> Dataset:
@@ -257,7 +257,7 @@ class RLHFDataset:
         self._hf_dataset = data
         self.store = read_rows(rows, self.bad_rows)
 
-    def _overrides(self, name: str) -> bool:
+    def _is_overridden(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(RLHFDataset, name)
 
     def _valid_positions(self) -> list[int]:
@@ -279,14 +279,14 @@ class RLHFDataset:
 
     def _filter_overlong(self, positions: list[int]) -> list[int]:
         """Returns the positions of prompts that fit; counts and logs the others."""
-        limit, used = self.max_prompt_length, set(positions)
+        limit, position_set = self.max_prompt_length, set(positions)
         loop_columns = ("tool_config", "extra_info") if self.whole_prompt else ()
         indexed_rows = enumerate(self.store.scan((self.prompt_key, "agent_name", *loop_columns)))
-        rows = (row for position, row in indexed_rows if position in used)
+        rows = (row for position, row in indexed_rows if position in position_set)
         fitting, lengths = [], []
         for position, length in zip(positions, self._count_tokens(rows, limit), strict=True):
             if isinstance(length, PromptTooLong) or (isinstance(length, int) and length > limit):
-                self.overlong_rows += 1
+                self.num_overlong_rows += 1
             elif isinstance(length, PromptError):
                 message = f"{self.store.where(position)}: {length}"
                 self.bad_rows.report("cannot be rendered", message)
@@ -298,10 +298,10 @@ class RLHFDataset:
                 f"all {len(positions)} prompts have more than data.max_prompt_length="
                 f"{limit} tokens; raise it"
             )
-        if self.overlong_rows:
+        if self.num_overlong_rows:
             message = "%d of %d prompts have more than %d tokens and were left out"
             logger.info(message, len(positions) - len(fitting), len(positions), limit)
-        self._lengths = lengths
+        self._prompt_lengths = lengths
         return fitting
 
     def _count_tokens(
@@ -317,7 +317,7 @@ class RLHFDataset:
             tools = None
         if self.whole_prompt is not None:
             prompt, tools = self.whole_prompt(row) or (prompt, tools)
-        return prompt_text(
+        return render_text_or_ids(
             prompt,
             self.tokenizer,
             self.settings.prompt_format,
@@ -343,21 +343,21 @@ class RLHFDataset:
         row["data_source"] = row.get("data_source") or "unknown"
         row["reward_model"] = row.get("reward_model") or {}
         row["agent_name"] = row.get("agent_name")
-        row |= {name: loop_argument(row, name) for name in ARGUMENTS}
+        row |= {name: loop_argument(row, name) for name in KWARGS_COLUMNS}
         return row
 
 
 def loop_argument(row: Row, name: str) -> Fields:
-    """Returns a loop's arguments, which a row has at its top level or in `extra_info`."""
+    """Returns a dict of keyword arguments of a row, from its top level or its `extra_info`."""
     extra_info = row.get("extra_info") or {}
-    value: Fields = without_nulls(row.get(name) or extra_info.get(name) or {})
+    value: Fields = remove_nulls(row.get(name) or extra_info.get(name) or {})
     return value
 
 
 def with_typed_parts(
     messages: Sequence[Message], row: Row, image_key: str, video_key: str
 ) -> list[Message]:
-    """Splits `<image>` and `<video>` in text into typed parts; their counts must match the row."""
+    """Replaces `<image>` and `<video>` in text by typed parts, as many as the row has media."""
     media_counts: Counter[str] = Counter()
     typed_messages: list[Message] = []
     for message in messages:
@@ -377,7 +377,7 @@ def with_typed_parts(
         if column is not None and hasattr(column, "tolist"):
             column = column.tolist()
         if column is not None and not isinstance(column, list | tuple):
-            raise PromptError(f"column {key!r} is a list, got {shown(column)}")
+            raise PromptError(f"column {key!r} must be a list, got {shown(column)}")
         if column and media_counts[kind] != len(column):
             raise PromptError(
                 f"the prompt has {media_counts[kind]} <{kind}>, column {key!r} has {len(column)}"
@@ -385,7 +385,7 @@ def with_typed_parts(
     return typed_messages
 
 
-def load_tool_schemas(config: DataConfig) -> list[Settings] | None:
+def load_tool_schemas(config: DataConfig) -> list[Mapping[str, Any]] | None:
     """Loads the tool schemas of data.tool_config_path for the chat template."""
     path = config.tool_config_path
     if not path:
@@ -396,5 +396,5 @@ def load_tool_schemas(config: DataConfig) -> list[Settings] | None:
         raise SettingError(str(error), path) from error
     tools = (document.get("tools") if isinstance(document, Mapping) else None) or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise SettingError(f"{path} has no list `tools:` of objects", path)
+        raise SettingError(f"{path} needs `tools:`, a list of objects", path)
     return [tool["tool_schema"] for tool in tools if tool.get("tool_schema")] or None

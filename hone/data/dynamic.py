@@ -11,21 +11,23 @@ from hone.data.dataset import RLHFDataset
 from hone.data.rows import DataError
 from hone.data.samplers import Stateful
 from hone.plugins import PluginError, load_extern_object
-from hone.plugins import load_object as load_named
+from hone.plugins import load_object as load_object_by_path
 from hone.types import Fields, Function, Row, Settings
 
 if TYPE_CHECKING:
     from hone.protocol import DataProto
 
 
-def load_object(path: str, name: str | None, key: str) -> Function:
-    """Loads object `name` of a file or module; the path may end with the name (`file.py:Class`)."""
+def load_object(path: str, name: str | None, config_key: str) -> Function:
+    """Loads the object `name` from a file or module; the path may end with it (`file.py:Class`)."""
     if not name and ":" not in path.removeprefix("pkg://").removeprefix("file://"):
-        raise DataError(f"{key}: {path} needs the name of the class in it; write {path}:Class")
+        raise DataError(
+            f"{config_key}: {path} needs the name of the class in it; write {path}:Class"
+        )
     try:
-        return load_extern_object(path, name) if name else load_named(path)
+        return load_extern_object(path, name) if name else load_object_by_path(path)
     except PluginError as error:
-        raise DataError(f"{key}: {error}") from error
+        raise DataError(f"{config_key}: {error}") from error
 
 
 class AbstractDataGenerator(ABC):
@@ -47,7 +49,7 @@ class DynamicGenDataset(RLHFDataset):
         datagen = self.settings.datagen
         if not datagen.path:
             raise DataError(
-                "data.datagen needs path, a file or module with the class, or file.py:Class"
+                "data.datagen.path is not set; give file.py:Class, or a file or module and the name"
             )
         self.generator = load_object(datagen.path, datagen.name, "data.datagen")(datagen)
         if not hasattr(self.generator, "generate"):

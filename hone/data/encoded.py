@@ -24,9 +24,10 @@ from hone.types import Row
 
 THREADS = 4
 """Tokenizers release the GIL, so threads run in parallel."""
-BLOCK_ROWS = 256
-CACHED_TOKENS = 100_000_000
-"""Encoded tokens cached in memory; further rows are encoded again when they are read."""
+CHUNK_ROWS = 256
+"""Rows per call of the progress callback."""
+MAX_CACHED_TOKENS = 100_000_000
+"""Limit of the cache in memory; rows beyond it are encoded again when they are read."""
 _ARRAY_TYPES = {"loss_mask": "b", "labels": "f", "margin": "d"}
 """Array types of the encoded columns; token ids and counts are integers."""
 
@@ -34,8 +35,8 @@ EncodedRow = dict[str, list[Any]]
 """Columns of one row, such as `input_ids` and `loss_mask`."""
 
 
-class Untrainable(PromptError):
-    """Raised for a row without anything to train on; counted under `reason`."""
+class UntrainableRow(PromptError):
+    """Raised for a row that has nothing to train on; such rows are counted by `reason`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -43,7 +44,7 @@ class Untrainable(PromptError):
 
 
 class EncodedDataset:
-    """Rows that a subclass checks and encodes; bad rows raise or are skipped before training."""
+    """Rows that a subclass checks and encodes; bad rows raise DataError or are skipped."""
 
     config: PackedDataConfig
 
@@ -86,8 +87,8 @@ class EncodedDataset:
         """Raises PromptError if the row does not match the schema."""
         raise NotImplementedError
 
-    def encoded(self, row: Row) -> EncodedRow:
-        """Returns the truncated columns of a row; raises PromptError on a bad row."""
+    def encode_row(self, row: Row) -> EncodedRow:
+        """Returns the encoded and truncated columns of a row; raises PromptError on a bad row."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -102,54 +103,57 @@ class EncodedDataset:
             raise DataError(f"{self.store.where(position)}: {row}") from row
         return row
 
-    def encode_all(self, on_rows: Callable[[int], None] | None = None) -> None:
-        """Encodes all rows, so that bad ones raise or are skipped before the first step."""
+    def encode_all(self, on_progress: Callable[[int], None] | None = None) -> None:
+        """Encodes all rows, so that bad rows raise DataError or are skipped before the first step.
+
+        `on_progress` is called with the number of rows of each chunk.
+        """
         if all(position in self._cache for position in self.positions):
-            return  # an earlier stage of the run has encoded them
+            return  # encode_all was called before
         encoded_positions: list[int] = []
         cached_tokens = 0
         # The first row is encoded alone, because a tokenizer may set its options on first use.
         self._encode_position(self.positions[0])
         with ThreadPoolExecutor(THREADS, thread_name_prefix="encode rows") as threads:
-            for start in range(0, len(self.positions), BLOCK_ROWS):
-                block = self.positions[start : start + BLOCK_ROWS]
+            for start in range(0, len(self.positions), CHUNK_ROWS):
+                chunk = self.positions[start : start + CHUNK_ROWS]
                 for position, row in zip(
-                    block, threads.map(self._encode_position, block), strict=True
+                    chunk, threads.map(self._encode_position, chunk), strict=True
                 ):
                     if isinstance(row, PromptError):
                         self._report(position, getattr(row, "reason", "cannot be rendered"), row)
                         continue
                     encoded_positions.append(position)
                     cached_tokens += max(map(len, row.values()))
-                    if cached_tokens <= CACHED_TOKENS:
+                    if cached_tokens <= MAX_CACHED_TOKENS:
                         self._cache[position] = {
                             name: array(_ARRAY_TYPES.get(name, "i"), values)
                             for name, values in row.items()
                         }
-                if on_rows is not None:
-                    on_rows(len(block))
+                if on_progress is not None:
+                    on_progress(len(chunk))
         self.positions = self._require_rows(encoded_positions)
 
     def key(self, index: int) -> tuple[str, int]:
-        """Returns (dataset name, row number) for the loader's uid."""
+        """Returns (dataset name, row number), from which the loader derives the uid."""
         return self.store.key(self.positions[index])
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the content and of the rows in use."""
+        """Hash of the file contents and of the rows in use."""
         return positions_fingerprint(self.store, self.positions)
 
-    def check_length(self, tokens: int) -> None:
-        if tokens > self.max_length and self.truncation == "error":
-            raise Untrainable(
+    def check_length(self, num_tokens: int) -> None:
+        if num_tokens > self.max_length and self.truncation == "error":
+            raise UntrainableRow(
                 "too long",
-                f"the row has {tokens} tokens, data.max_length={self.max_length}; raise it, or set"
-                " data.truncation=left|right",
+                f"the row has {num_tokens} tokens, data.max_length={self.max_length}; raise it, or"
+                " set data.truncation=left|right",
             )
 
     def _encode_position(self, position: int) -> EncodedRow | PromptError:
         try:
-            return self.encoded(self.store[position])
+            return self.encode_row(self.store[position])
         except PromptError as error:
             return error
 
@@ -163,7 +167,7 @@ class EncodedDataset:
 
 
 def check_row_text(row: Row, *columns: str) -> None:
-    """Raises PromptError for invalid Unicode, and for NUL in the given columns."""
+    """Raises PromptError for invalid Unicode in any column, or for NUL in the given columns."""
     problem = text_problem(row, columns)
     if problem is not None:
         raise PromptError(str(problem))

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 StrPath = str | os.PathLike[str]
-_REMOTE = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_REMOTE_URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def is_non_local(path: StrPath) -> bool:
     """Returns whether a path is remote, such as `s3://bucket/folder`."""
-    return _REMOTE.match(str(path)) is not None
+    return _REMOTE_URL.match(str(path)) is not None
 
 
 def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
@@ -36,7 +36,7 @@ def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
             try:
                 return fsspec.filesystem("s3"), path
             except ImportError:
-                return _pyarrow_s3(), path
+                return _pyarrow_s3_file_system(), path
         system, path = fsspec.core.url_to_fs(str(url))
         return system, str(path)
     except (ImportError, ValueError) as error:
@@ -45,22 +45,22 @@ def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
         if "libjvm" not in str(error) and "libhdfs" not in str(error):
             raise
         try:
-            return _native_hdfs(str(url))
+            return _hdfs_native_file_system(str(url))
         except ImportError:
             raise OSError(
-                f"{url} cannot be opened: pip install hdfs-native, or Java and Hadoop's libhdfs "
-                "(JAVA_HOME, HADOOP_HOME, CLASSPATH); webhdfs:// needs neither"
+                f"{url} cannot be opened: install hdfs-native (pip install hdfs-native), or Java "
+                "and Hadoop's libhdfs (JAVA_HOME, HADOOP_HOME, CLASSPATH); webhdfs:// needs neither"
             ) from error
 
 
-def _native_hdfs(url: str) -> tuple[AbstractFileSystem, str]:
+def _hdfs_native_file_system(url: str) -> tuple[AbstractFileSystem, str]:
     from hdfs_native.fsspec import HdfsFileSystem
 
     system = HdfsFileSystem(**HdfsFileSystem._get_kwargs_from_urls(url))
     return system, str(system._strip_protocol(url))
 
 
-def _pyarrow_s3() -> AbstractFileSystem:
+def _pyarrow_s3_file_system() -> AbstractFileSystem:
     from fsspec.implementations.arrow import ArrowFSWrapper
     from pyarrow.fs import S3FileSystem
 
@@ -90,7 +90,7 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """Returns a local path; copies a remote file or folder once per version."""
+    """Returns a local path; a remote file or folder is copied unless this version of it was."""
     if not is_non_local(src):
         return str(src)
     cache = Path(cache_dir or os.path.join(tempfile.gettempdir(), f"hone-remote-{os.getuid()}"))
@@ -119,7 +119,7 @@ copy_local_path_from_hdfs = copy_to_local
 
 
 def remote_files(url: StrPath) -> dict[str, str]:
-    """Returns relative name -> path of the files under a remote path; the name of a file is ''."""
+    """Returns {relative name: path} of the files under a remote path, or {"": path} of a file."""
     system, root = file_system(url)
     root = root.rstrip("/")
     if system.isfile(root):
@@ -130,7 +130,7 @@ def remote_files(url: StrPath) -> dict[str, str]:
 
 
 def _file_versions(url: StrPath) -> dict[str, str]:
-    """Returns relative name -> version key of the files under a remote path."""
+    """Returns {relative name: version key} of the files under a remote path."""
     system, _ = file_system(url)
     files = remote_files(url)
     if not files:
@@ -149,17 +149,17 @@ def copy(src: StrPath, dst: StrPath) -> bool:
     """Copies a file or folder between local and remote paths; existing files are replaced."""
     if is_non_local(src) and is_non_local(dst):
         with tempfile.TemporaryDirectory() as folder:
-            local = os.path.join(folder, os.path.basename(str(src).rstrip("/")))
-            copy(src, local)
-            copy(local, dst)
+            local_path = os.path.join(folder, os.path.basename(str(src).rstrip("/")))
+            copy(src, local_path)
+            copy(local_path, dst)
     elif is_non_local(src):
         system, _ = file_system(src)
         for name, path in remote_files(src).items():
             if ".." in name.split("/"):
-                raise OSError(f"{src} has a file name outside its folder: {name!r}")
-            local = os.path.join(dst, *name.split("/")) if name else str(dst)
-            Path(local).parent.mkdir(parents=True, exist_ok=True)
-            system.get_file(path, local)
+                raise OSError(f"{src} has a file whose name leaves the folder: {name!r}")
+            local_path = os.path.join(dst, *name.split("/")) if name else str(dst)
+            Path(local_path).parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(path, local_path)
     elif is_non_local(dst):
         upload(Path(src), str(dst))
     elif os.path.isdir(src):
@@ -172,8 +172,8 @@ def copy(src: StrPath, dst: StrPath) -> bool:
 def upload(source: Path, url: str, last: str | None = None) -> None:
     """Copies a local file or folder to a remote path.
 
-    `last` is the file that marks a folder as complete: it is deleted first and written last,
-    because remote stores have no atomic rename.
+    Remote stores have no atomic rename, so the file `last` marks the folder as complete: it is
+    deleted first and written last.
     """
     system, root = file_system(url)
     if source.is_file():

@@ -11,21 +11,23 @@ from hone.types import Row
 _T = TypeVar("_T")
 
 
-def hub_splits(name: str, config: str | None) -> dict[str, list[Row]]:
+def hub_splits(name: str, config_name: str | None) -> dict[str, list[Row]]:
     """Returns every split of a Hub dataset as plain rows."""
     try:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"reading {name} from the hub needs the package `datasets` (pip install datasets); or"
+            f"reading {name} from the Hub needs the package `datasets` (pip install datasets); or"
             " give --source_dir, a folder with its files"
         ) from error
     try:
-        splits = datasets.load_dataset(name, config) if config else datasets.load_dataset(name)
+        # Without a config name, the dataset has one config, or `datasets` uses its default.
+        arguments = (name, config_name) if config_name else (name,)
+        splits = datasets.load_dataset(*arguments)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{name} could not be read from the hub: {error}; give --source_dir, a folder with its"
-            " files, where there is no network"
+            f"{name} could not be read from the Hub: {error}; without a network, give --source_dir,"
+            " a folder with its files"
         ) from error
     return {
         split: [{column: _encode_images(value) for column, value in row.items()} for row in rows]

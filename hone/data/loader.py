@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 import numpy as np
 
 from hone.data.rows import DataError
-from hone.data.samplers import Mixture, Ordered, Sampler, Shuffled, Stateful
+from hone.data.samplers import FileOrderSampler, MixtureSampler, Sampler, ShuffledSampler, Stateful
 from hone.types import Row, Settings
 
 if TYPE_CHECKING:
@@ -34,7 +34,11 @@ class Dataset(Protocol):
 
 
 class LoaderState(TypedDict):
-    """The state of a loader in plain values; `past` has the rows of each finished epoch."""
+    """The state of a loader in plain values.
+
+    `past` has the number of rows of each finished epoch, and `epoch_rows` that of this epoch;
+    `drawn` and `counts` are the draws of this epoch, in total and by row.
+    """
 
     version: int
     order: str
@@ -48,7 +52,7 @@ class LoaderState(TypedDict):
 
 
 def row_uid(dataset: str, row: int, epoch: int, occurrence: int) -> str:
-    """Returns 16 hex characters that identify a draw of a row, the same when a run is replayed."""
+    """Returns 16 hex characters that identify a draw of a row; a replayed run has the same."""
     text = f"{dataset}\x1f{row}\x1f{epoch}\x1f{occurrence}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -58,13 +62,13 @@ def collate_fn(rows: Sequence[Row]) -> Batch:
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: np.empty(len(rows), dtype=object) for name in names}
     for name, column in columns.items():
-        for index, row in enumerate(rows):  # assigned one by one, or numpy would nest lists
+        for index, row in enumerate(rows):  # one by one, or numpy would convert lists to arrays
             column[index] = row.get(name)
     return columns
 
 
 class PromptLoader:
-    """Yields batches by epochs; `next_batch()` never ends, `one_epoch()` does."""
+    """Yields batches epoch after epoch; `one_epoch()` yields those of the first epoch only."""
 
     def __init__(
         self,
@@ -79,23 +83,23 @@ class PromptLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        default = Shuffled(seed) if shuffle else Ordered()
+        default = ShuffledSampler(seed) if shuffle else FileOrderSampler()
         self.sampler: Sampler = sampler if sampler is not None else default
         self._order_name = str(getattr(self.sampler, "name", type(self.sampler).__qualname__))
-        self._past_epoch_rows: list[int] = []
-        self._counts: Counter[int]  # draws of each row in this epoch
+        self._past_epoch_sizes: list[int] = []
+        self._draw_counts: Counter[int]  # draws of each row in this epoch
         self._indices: Iterator[int] | None
         self._start_epoch(0)
         if hasattr(self.sampler, "update") and not isinstance(sampler, Stateful):
             logger.warning(
-                "%s learns from batches but has no state_dict(): a resumed run will not draw the"
-                " rows that an uninterrupted one would",
+                "%s is updated by batches but has no state_dict(): a resumed run will not draw the"
+                " rows that an uninterrupted run would",
                 self._order_name,
             )
 
     @property
     def batches_per_epoch(self) -> int:
-        rows = self._epoch_rows
+        rows = self._epoch_size
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -105,26 +109,27 @@ class PromptLoader:
     def next_batch(self) -> Batch:
         """Returns the next batch; starts the next epoch when this one is exhausted."""
         if self._is_epoch_over():
-            self._past_epoch_rows.append(self._epoch_rows)
+            self._past_epoch_sizes.append(self._epoch_size)
             self._start_epoch(self.epoch + 1)
         if self._indices is None:
-            # A sampler restored at the end of an epoch may yield the empty rest of that epoch.
+            # A sampler that was restored at the end of an epoch may yield the rest of it: nothing.
             indices = self._iterate_epoch(self.epoch)
             if (first := next(indices, None)) is not None:
                 self._indices = chain([first], indices)
             else:
                 self._indices = self._iterate_epoch(self.epoch)
-        size = min(self.batch_size, self._epoch_rows - self._drawn)
-        drawn = [int(index) for index in islice(self._indices, size)]
-        if len(drawn) < size:
+        size = min(self.batch_size, self._epoch_size - self._num_drawn)
+        batch_indices = [int(index) for index in islice(self._indices, size)]
+        if len(batch_indices) < size:
             raise DataError(
-                f"the sampler {self._order_name} ended after {self._drawn + len(drawn)} rows,"
-                f" but its length is {self._epoch_rows}"
+                f"the sampler {self._order_name} ended after"
+                f" {self._num_drawn + len(batch_indices)} rows, but its length is"
+                f" {self._epoch_size}"
             )
-        batch = self._collate(drawn, self.epoch, self._counts)
-        self._drawn += size
+        batch = self._collate(batch_indices, self.epoch, self._draw_counts)
+        self._num_drawn += size
         if self._is_epoch_over():
-            self._finish_pass()
+            self._exhaust_sampler()
         return batch
 
     def one_epoch(self) -> Iterator[Batch]:
@@ -143,9 +148,10 @@ class PromptLoader:
         rows = callback(batch) if callback is not None else None
         if not rows:
             return 0
-        if isinstance(self.sampler, Mixture):
+        if isinstance(self.sampler, MixtureSampler):
             raise DataError(
-                "on_batch_end added rows, but data.dataset_weights gives them no share; unset it"
+                "on_batch_end added rows, but data.dataset_weights gives no weight to them; unset"
+                " data.dataset_weights"
             )
         dataset, old_length = self.dataset, len(self.dataset)
         assert hasattr(dataset, "append"), "a data set with on_batch_end has append"
@@ -159,10 +165,10 @@ class PromptLoader:
             "version": STATE_VERSION,
             "order": self._order_name,
             "epoch": self.epoch,
-            "drawn": self._drawn,
-            "past": list(self._past_epoch_rows),
-            "epoch_rows": self._epoch_rows,
-            "counts": None if sampler is None else sorted(self._counts.items()),
+            "drawn": self._num_drawn,
+            "past": list(self._past_epoch_sizes),
+            "epoch_rows": self._epoch_size,
+            "counts": None if sampler is None else sorted(self._draw_counts.items()),
             "sampler": None if sampler is None else sampler.state_dict(),
             "dataset": self.dataset.state_dict() if isinstance(self.dataset, Stateful) else None,
         }
@@ -173,64 +179,64 @@ class PromptLoader:
             raise DataError(f"loader state has version {state['version']}, not {STATE_VERSION}")
         if state["order"] != self._order_name:
             raise DataError(
-                f"the checkpoint drew its rows by {state['order']}, this run by"
+                f"the row order of the checkpoint is {state['order']}, of this run"
                 f" {self._order_name}; keep data.shuffle, data.seed, data.dataset_weights and"
                 " data.sampler as they were"
             )
         if state["dataset"] is not None and isinstance(self.dataset, Stateful):
             self.dataset.load_state_dict(state["dataset"])
         self.epoch = state["epoch"]
-        self._drawn = state["drawn"]
-        self._past_epoch_rows = list(state["past"])
-        self._epoch_rows = state["epoch_rows"]
+        self._num_drawn = state["drawn"]
+        self._past_epoch_sizes = list(state["past"])
+        self._epoch_size = state["epoch_rows"]
         if state["sampler"] is not None and isinstance(self.sampler, Stateful):
             self.sampler.load_state_dict(state["sampler"])
-            self._counts = Counter(dict(state["counts"] or ()))
+            self._draw_counts = Counter(dict(state["counts"] or ()))
             self._indices = None if self._is_epoch_over() else self._iterate_epoch(self.epoch)
             return
         # Replay the draws without reading rows. Built-in orders need only the current epoch.
         if not hasattr(self.sampler, "epoch_order"):
-            for epoch, rows in enumerate(self._past_epoch_rows):
+            for epoch, rows in enumerate(self._past_epoch_sizes):
                 _exhaust(self._iterate_epoch(epoch), rows)
         self._indices = self._iterate_epoch(self.epoch)
-        self._counts = Counter(islice(self._indices, self._drawn))
+        self._draw_counts = Counter(islice(self._indices, self._num_drawn))
         if self._is_epoch_over():
-            self._finish_pass()
+            self._exhaust_sampler()
 
     def _iterate_epoch(self, epoch: int) -> Iterator[int]:
         if hasattr(self.sampler, "epoch_order"):
-            return iter(self.sampler.epoch_order(epoch, self._epoch_rows))
+            return iter(self.sampler.epoch_order(epoch, self._epoch_size))
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         return iter(self.sampler)
 
     def _is_epoch_over(self) -> bool:
-        remaining = self._epoch_rows - self._drawn
+        remaining = self._epoch_size - self._num_drawn
         return remaining <= 0 or (self.drop_last and remaining < self.batch_size)
 
     def _start_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        self._drawn = 0
-        self._counts = Counter()
+        self._num_drawn = 0
+        self._draw_counts = Counter()
         self._indices = None
         if hasattr(self.sampler, "epoch_order"):
-            self._epoch_rows = len(self.dataset)
+            self._epoch_size = len(self.dataset)
         else:
-            self._epoch_rows = len(self.sampler)
+            self._epoch_size = len(self.sampler)
         if self.batch_size < 1:
             raise DataError(f"the batch size is {self.batch_size}; it must be at least 1")
-        if self._epoch_rows == 0:
+        if self._epoch_size == 0:
             raise DataError(f"the sampler {self._order_name} or the data set has no rows")
         if self.batches_per_epoch == 0:
             raise DataError(
-                f"the data set has {self._epoch_rows} rows, fewer than one batch of"
-                f" {self.batch_size} (data.train_batch_size); use at most {self._epoch_rows}"
+                f"the data set has {self._epoch_size} rows, fewer than one batch of"
+                f" {self.batch_size} (data.train_batch_size); use at most {self._epoch_size}"
             )
 
-    def _finish_pass(self) -> None:
-        """Exhausts the sampler's iterator, so that its state is at the end of an epoch."""
+    def _exhaust_sampler(self) -> None:
+        """Exhausts the sampler's iterator, so that its state is that of an epoch's end."""
         if self._indices is not None:
-            _exhaust(self._indices, self._epoch_rows - self._drawn)
+            _exhaust(self._indices, self._epoch_size - self._num_drawn)
         self._indices = None
 
     def _collate(self, indices: Sequence[int], epoch: int, counts: Counter[int]) -> Batch:
@@ -246,9 +252,9 @@ class PromptLoader:
     def rows_again(self, index_uids: Sequence[tuple[int, str]]) -> Batch:
         """Returns the batch of these (row index, uid) pairs."""
         return collate_fn(
-            [{**self.dataset[i], "uid": u, "dataset_index": i} for i, u in index_uids]
+            [{**self.dataset[i], "uid": uid, "dataset_index": i} for i, uid in index_uids]
         )
 
 
-def _exhaust(indices: Iterator[int], rows: int) -> None:
-    deque(islice(indices, rows + 1), maxlen=0)  # +1 ends the iterator
+def _exhaust(indices: Iterator[int], remaining: int) -> None:
+    deque(islice(indices, remaining + 1), maxlen=0)  # +1: a generator ends after its last yield

@@ -1,7 +1,7 @@
 """Pairs of a chosen and a rejected response to one prompt, for reward models.
 
 Both sequences are encoded as in RL: the policy's prompt, the response and the end token, at which
-the model's score is read.
+the model scores the response.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.config.sft import PairDataConfig
-from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, check_row_text
+from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
 from hone.data.prompts import (
     Message,
     PromptError,
@@ -40,14 +40,14 @@ class Pair:
 
     @property
     def opening(self) -> str:
-        """The first user turn; cross-validation keeps pairs with the same one in one fold."""
+        """The first user turn; cross-validation keeps pairs with the same opening in one fold."""
         if isinstance(self.prompt, str):
             return self.prompt
         return next((str(m["content"]) for m in self.prompt if m["role"] == "user"), "")
 
 
 class PairDataset(EncodedDataset):
-    """Rows of `prompt`, `chosen` and `rejected`, or of two whole dialogues.
+    """Rows with `prompt`, `chosen` and `rejected`, or with two whole dialogues.
 
     `dataset[i]` is {"input_ids", "rejected_ids", "prompt_tokens", "margin"}.
     """
@@ -71,11 +71,11 @@ class PairDataset(EncodedDataset):
             if prompt != rejected_prompt:
                 raise PromptError("the two dialogues differ before their last turn")
         else:
-            chosen_text, rejected_text = _response(chosen), _response(rejected)
+            chosen_text, rejected_text = _response_text(chosen), _response_text(rejected)
             prompt = prompt if isinstance(prompt, str) else as_messages(prompt)
         margin = row.get(config.margin_key)
-        if margin is not None and (isinstance(margin, bool) or not _is_number(margin)):
-            raise PromptError(f"column {config.margin_key!r} is a number, got {shown(margin)}")
+        if margin is not None and (isinstance(margin, bool) or not _is_finite_number(margin)):
+            raise PromptError(f"column {config.margin_key!r} must be a number, got {shown(margin)}")
         return Pair(prompt, chosen_text, rejected_text, float(margin or 0.0))
 
     def check(self, row: Row) -> None:
@@ -83,22 +83,24 @@ class PairDataset(EncodedDataset):
         pair = self.pair(row)
         check_message_roles(as_messages(pair.prompt))
         if not pair.chosen.strip() or not pair.rejected.strip():
-            raise Untrainable("empty response", "a response of the pair is empty")
+            raise UntrainableRow("empty response", "a response of the pair is empty")
         if pair.chosen.strip() == pair.rejected.strip():
-            raise Untrainable("tie", "the two responses of the pair are the same")
+            raise UntrainableRow("tie", "the two responses of the pair are the same")
         if self.config.drop_duplicates:
             self._check_duplicate(pair)
 
     def _check_duplicate(self, pair: Pair) -> None:
-        pairs_seen: set[tuple[str, str, str]] = self.__dict__.setdefault("_earlier", set())
+        pairs_seen: set[tuple[str, str, str]] = self.__dict__.setdefault("_pairs_seen", set())
         key = (str(pair.prompt), pair.chosen.strip(), pair.rejected.strip())
         if key in pairs_seen:
-            raise Untrainable("duplicate", "an earlier row has the same pair")
+            raise UntrainableRow("duplicate", "an earlier row has the same pair")
         if (key[0], key[2], key[1]) in pairs_seen:
-            raise Untrainable("contradiction", "an earlier row has the pair in the opposite order")
+            raise UntrainableRow(
+                "contradiction", "an earlier row has the pair in the opposite order"
+            )
         pairs_seen.add(key)
 
-    def encoded(self, row: Row) -> EncodedRow:
+    def encode_row(self, row: Row) -> EncodedRow:
         pair = self.pair(row)
         prompt = render_prompt(
             pair.prompt,
@@ -117,7 +119,7 @@ class PairDataset(EncodedDataset):
         self.check_length(len(prompt) + response_length)
         prompt = prompt[max(0, len(prompt) + response_length - self.max_length) :]
         if not prompt or not chosen or not rejected:
-            raise Untrainable(
+            raise UntrainableRow(
                 "too long", f"no prompt is left within data.max_length={self.max_length} tokens"
             )
         return {
@@ -128,21 +130,21 @@ class PairDataset(EncodedDataset):
         }
 
 
-def _response(value: Any) -> str:
-    """Returns the text of a response: text, one message, or a list that ends with one."""
+def _response_text(value: Any) -> str:
+    """Returns the text of a response, which is text, a message, or a list that ends with one."""
     if isinstance(value, (list, tuple)) and value:
         value = value[-1]
     if isinstance(value, Mapping):
         value = _as_message(value)["content"]
     if not isinstance(value, str):
-        raise PromptError(f"a response is text or a message with text, got {shown(value)}")
+        raise PromptError(f"a response must be text or a message with text, got {shown(value)}")
     return value
 
 
 def _as_message(turn: object) -> Message:
-    """Returns a message of {role, content} or {from, value}."""
+    """Converts a turn with {role, content} or {from, value} to a message."""
     if not isinstance(turn, Mapping):
-        raise PromptError(f"a turn is an object with role and content, got {shown(turn)}")
+        raise PromptError(f"a turn must be an object with role and content, got {shown(turn)}")
     if "from" not in turn:
         return as_messages([dict(turn)])[0]
     return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
@@ -161,12 +163,13 @@ def _split_dialogue(value: Any) -> tuple[list[Message], str]:
         messages = [{"role": _ROLES[speaker], "content": text.strip()} for speaker, text in pairs]
         if intro.strip() or not messages or messages[0]["role"] != "user":
             raise PromptError(
-                f"without a prompt, the text must be a dialogue from Human: on, got {shown(value)}"
+                "without a prompt, the text must be a dialogue that starts with Human:, got"
+                f" {shown(value)}"
             )
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise PromptError("a dialogue without a prompt ends with the assistant's response")
-    return messages[:-1], _response(messages[-1])
+        raise PromptError("a dialogue without a prompt must end with the assistant's response")
+    return messages[:-1], _response_text(messages[-1])
 
 
-def _is_number(value: object) -> bool:
+def _is_finite_number(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)

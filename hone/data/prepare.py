@@ -23,7 +23,7 @@ from hone.data.preprocess import (
     programs,
     search_qa,
 )
-from hone.data.preprocess.sources import MakeRow, Source, Splits, Upstream
+from hone.data.preprocess.sources import MakeRow, Source, Splits, UpstreamDataset
 from hone.data.rows import DataError, write_file, write_parquet
 from hone.plugins import proposal
 from hone.types import Settings
@@ -32,8 +32,8 @@ Builder = Callable[..., Splits]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Describes how one dataset is built."""
+class DatasetRecipe:
+    """How one dataset is built."""
 
     builder: Builder | None
     """Builds rows from a source; None if the dataset is only generated."""
@@ -46,30 +46,38 @@ class Recipe:
     """Whether the first row of each split is also written as JSON."""
 
 
-def _row_recipe(upstream: Upstream, make: MakeRow, summary: str, examples: bool = False) -> Recipe:
+def _row_recipe(
+    upstream: UpstreamDataset, make_row: MakeRow, summary: str, examples: bool = False
+) -> DatasetRecipe:
     """Returns a recipe with one row per record."""
-    return Recipe(lambda source: source.rows(upstream, make), summary, writes_examples=examples)
+    return DatasetRecipe(
+        lambda source: source.build_rows(upstream, make_row), summary, writes_examples=examples
+    )
 
 
-def _gsm8k_recipe(kind: str, summary: str) -> Recipe:
+def _gsm8k_recipe(kind: str, summary: str) -> DatasetRecipe:
     return _row_recipe(maths.GSM8K, partial(maths.gsm8k_row, kind=kind), summary)
 
 
-def _arithmetic_recipe(name: str, operations: str, description: str) -> Recipe:
+def _arithmetic_recipe(name: str, operations: str, description: str) -> DatasetRecipe:
     preset = {"name": name, "operations": tuple(operations)}
-    return Recipe(None, f"{description} up to 999 (generated)", preset, arithmetic.tinyzero_splits)
+    return DatasetRecipe(
+        None, f"{description} up to 999 (generated)", preset, arithmetic.tinyzero_splits
+    )
 
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, DatasetRecipe] = {
     "gsm8k": _gsm8k_recipe("plain", "grade-school maths"),
     "gsm8k_multiturn_w_tool": _gsm8k_recipe("tool", "gsm8k with the calc_gsm8k_reward tool"),
-    "gsm8k_tool_agent_loop": _gsm8k_recipe("agent_loop", "the same, run by tool_agent"),
+    "gsm8k_tool_agent_loop": _gsm8k_recipe(
+        "agent_loop", "gsm8k with the calc_gsm8k_reward tool, run by tool_agent"
+    ),
     "gsm8k_multiturn_w_interaction": _gsm8k_recipe("interaction", "gsm8k with a simulated user"),
     "gsm8k_multiturn_sft": _gsm8k_recipe("conversation", "gsm8k as conversations for SFT"),
     "math": _row_recipe(maths.MATH, maths.math_row, "competition maths", examples=True),
-    "countdown": Recipe(
-        countdown.splits,
-        "make a target from numbers (generated, or upstream's)",
+    "countdown": DatasetRecipe(
+        countdown.upstream_splits,
+        "reach a target with given numbers (generated, or from upstream)",
         generator=countdown.generated_splits,
     ),
     "multiply": _arithmetic_recipe("multiply", "*", "products of numbers"),
@@ -77,30 +85,34 @@ RECIPES: dict[str, Recipe] = {
     "hellaswag": _row_recipe(
         preferences.HELLASWAG, preferences.hellaswag_row, "choose the ending of a text"
     ),
-    "full_hh_rlhf": Recipe(preferences.hh_rlhf, "preferences as sft, rm and rl rows"),
-    "geo3k": Recipe(maths.geo3k, "geometry with diagrams", {"with_tool": False}),
-    "geo3k_multiturn_w_tool": Recipe(
-        maths.geo3k, "geometry with the calc_geo3k_reward tool", {"with_tool": True}
+    "full_hh_rlhf": DatasetRecipe(preferences.hh_rlhf_splits, "preferences as sft, rm and rl rows"),
+    "geo3k": DatasetRecipe(maths.geo3k_splits, "geometry with diagrams", {"with_tool": False}),
+    "geo3k_multiturn_w_tool": DatasetRecipe(
+        maths.geo3k_splits, "geometry with the calc_geo3k_reward tool", {"with_tool": True}
     ),
     **{
-        name: Recipe(
-            search_qa.splits, f"{name} questions in Search-R1's form", {"data_sources": name}
+        name: DatasetRecipe(
+            search_qa.question_splits,
+            f"{name} questions in Search-R1's form",
+            {"data_sources": name},
         )
-        for name in search_qa.SETS
+        for name in search_qa.QUESTION_SETS
     },
-    "search_r1": Recipe(search_qa.splits, "several question sets merged (--data_sources a,b)"),
-    "preprocess_search_r1_dataset": Recipe(
-        search_qa.splits, "the same in the form of verl's search tool", {"style": "tool"}
+    "search_r1": DatasetRecipe(
+        search_qa.question_splits, "several question sets merged (--data_sources a,b)"
     ),
-    "search_qa": Recipe(
+    "preprocess_search_r1_dataset": DatasetRecipe(
+        search_qa.question_splits, "search_r1 in the form of verl's search tool", {"style": "tool"}
+    ),
+    "search_qa": DatasetRecipe(
         search_qa.closed_world_splits, "questions answerable from the small wiki corpus"
     ),
     **{
-        name: Recipe(maths.benchmark, f"maths problems of {name}", {"name": name})
+        name: DatasetRecipe(maths.benchmark_splits, f"maths problems of {name}", {"name": name})
         for name in maths.BENCHMARKS
     },
     "humaneval": _row_recipe(programs.HUMANEVAL, programs.humaneval_row, "complete a function"),
-    "mbpp": Recipe(programs.mbpp_splits, "write a function"),
+    "mbpp": DatasetRecipe(programs.mbpp_splits, "write a function"),
     "leetcode": _row_recipe(
         programs.LEETCODE, programs.leetcode_row, "contest problems with assertions"
     ),
@@ -118,11 +130,12 @@ ALIASES = {
 
 
 @dataclass(frozen=True)
-class Report:
+class PrepareReport:
     """The written files and their row counts."""
 
     name: str
     rows: dict[str, int]
+    """File -> number of rows."""
 
     def __str__(self) -> str:
         width = max(map(len, self.rows), default=0)
@@ -130,7 +143,7 @@ class Report:
         return "\n".join([f"{self.name}:", *lines])
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str) -> DatasetRecipe:
     recipe = RECIPES.get(ALIASES.get(name, name))
     if recipe is None:
         raise DataError(
@@ -147,16 +160,16 @@ def prepare(
     source_dir: str | os.PathLike[str] | None = None,
     hub: bool = False,
     **options: Any,
-) -> Report:
+) -> PrepareReport:
     """Builds a dataset from a source, or generates it, and writes `<split>.parquet` files."""
     recipe = find_recipe(name)
     if source_dir is not None and hub:
-        raise DataError("give either a source folder or the hub, not both")
+        raise DataError("give either a source folder or the Hub, not both")
     is_generated = recipe.generator is not None and source_dir is None and not hub
     builder = recipe.generator if is_generated else recipe.builder
     if builder is None:
-        raise DataError("this data set is generated; leave out the source folder and the hub")
-    option_names = _options(recipe, builder)
+        raise DataError("this data set is generated; leave out the source folder and the Hub")
+    option_names = _option_parameters(recipe, builder)
     if unknown := [key for key in options if key not in option_names]:
         names = ", ".join(option_names) or "none"
         raise DataError(f"{name} has no option {', '.join(unknown)}; it has {names}")
@@ -167,7 +180,9 @@ def prepare(
     if not is_generated:
         arguments["source"] = Source(source_dir)
     splits = builder(**arguments)
-    return Report(name, _write_splits(splits, Path(local_dir).expanduser(), recipe.writes_examples))
+    return PrepareReport(
+        name, _write_splits(splits, Path(local_dir).expanduser(), recipe.writes_examples)
+    )
 
 
 def _write_splits(splits: Splits, folder: Path, writes_examples: bool) -> dict[str, int]:
@@ -185,7 +200,7 @@ def _write_splits(splits: Splits, folder: Path, writes_examples: bool) -> dict[s
     return row_counts
 
 
-def _options(recipe: Recipe, builder: Builder) -> Mapping[str, inspect.Parameter]:
+def _option_parameters(recipe: DatasetRecipe, builder: Builder) -> Mapping[str, inspect.Parameter]:
     """Returns the builder's keyword arguments that the recipe does not set."""
     parameters = inspect.signature(builder).parameters.values()
     keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -203,12 +218,14 @@ def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentP
         help="folder to write the parquet files to",
     )
     parser.add_argument(
-        "--source_dir", "--local_dataset_path", help="folder with upstream's files (no network)"
+        "--source_dir",
+        "--local_dataset_path",
+        help="folder with the upstream files, for use without a network",
     )
-    parser.add_argument("--hub", action="store_true", help="read from the Hugging Face hub")
+    parser.add_argument("--hub", action="store_true", help="read from the Hugging Face Hub")
     options: dict[str, inspect.Parameter] = {}
     for builder in filter(None, (recipe.generator, recipe.builder)):
-        options |= _options(recipe, builder)
+        options |= _option_parameters(recipe, builder)
     for option, parameter in options.items():
         parser.add_argument(
             f"--{option}",
@@ -221,7 +238,7 @@ def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentP
 
 def prepare_from_arguments(
     name: str, arguments: Sequence[str] | None = None, program: str | None = None
-) -> Report:
+) -> PrepareReport:
     """Runs `prepare` with command-line options; `program` is the name in the help."""
     return prepare(name, **vars(argument_parser(name, program).parse_args(arguments)))
 

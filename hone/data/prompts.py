@@ -1,6 +1,6 @@
 """Converts a row's prompt to token ids: chat messages, a plain string, or pre-rendered text.
 
-Prompts are rendered only in `prompt_text` and truncated only in `truncate`.
+Prompts are rendered only in `render_text_or_ids` and truncated only in `truncate`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Message: TypeAlias = dict[str, Any]
 """One chat message: `role`, `content`, and further keys of the template."""
 Prompt: TypeAlias = str | Sequence[Message] | None
 """The prompt of a row: text, messages, or the typed parts of one message."""
-Tools: TypeAlias = Sequence[Settings]
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Tool schemas that a chat template shows to the model."""
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython", "observation")
-"""The roles of chat templates; any other role is an error."""
+"""The roles that chat templates know; any other role is an error."""
 TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation"}
-"""Template options that affect tokenization, so that the tokenizer itself returns the ids."""
-Rendered = str | list[int]
+"""Template options that affect tokenization: with one of them, the tokenizer returns ids."""
+RenderedPrompt = str | list[int]
 """A rendered prompt: text, or ids if only the tokenizer can produce them."""
-COUNT_BATCH = 64
+COUNT_BATCH_SIZE = 64
 PROBE = "What is 6 × 7?\n<think> 42 </think>"
 FAR_CHARACTERS = 32
-"""Characters per allowed token beyond which the start of a text is tokenised first."""
+"""A text with more characters per allowed token is checked by tokenising its start first."""
 
 
 class PromptError(ValueError):
@@ -54,25 +54,25 @@ def as_messages(raw_prompt: Prompt) -> list[Message]:
         raw_prompt = raw_prompt.tolist()
     if not isinstance(raw_prompt, Sequence) or not raw_prompt:
         raise PromptError(
-            f"a prompt is a string or a non-empty list of messages, not {shown(raw_prompt)}"
+            f"a prompt must be a string or a non-empty list of messages, got {shown(raw_prompt)}"
         )
     parts = [part for part in raw_prompt if isinstance(part, Mapping)]
     if len(parts) < len(raw_prompt):
-        raise PromptError(f"every message of a prompt is an object, got {shown(raw_prompt)}")
+        raise PromptError(f"every message of a prompt must be an object, got {shown(raw_prompt)}")
     if all("type" in part and part.get("role") is None for part in parts):
         return [_as_message({"role": "user", "content": parts})]
     return [_as_message(part) for part in parts]
 
 
 def _as_message(part: Message) -> Message:
-    message = without_nulls(part)
+    message = remove_nulls(part)
     if not isinstance(message.get("role"), str):
         raise PromptError(f"a message needs a 'role' (system, user, assistant…): {shown(part)}")
     content = message.get("content")
     if content is None and "tool_calls" in message:
         message["content"] = ""
     elif not isinstance(content, (str, list)):
-        raise PromptError(f"a message's 'content' is text or a list of parts: {shown(part)}")
+        raise PromptError(f"a message's 'content' must be text or a list of parts: {shown(part)}")
     elif isinstance(content, list) and not all(
         isinstance(item, Mapping)
         and isinstance(item.get("type", ""), str)
@@ -80,8 +80,8 @@ def _as_message(part: Message) -> Message:
         for item in content
     ):
         raise PromptError(
-            "every part of a message's 'content' is an object with a 'type', and its 'text' is "
-            f"text: {shown(part)}"
+            "every part of a message's 'content' must be an object with a 'type', and its 'text' "
+            f"must be text: {shown(part)}"
         )
     return message
 
@@ -96,12 +96,12 @@ def check_message_roles(messages: Sequence[Message]) -> None:
             )
 
 
-def without_nulls(value: Any) -> Any:
+def remove_nulls(value: Any) -> Any:
     """Removes the null entries that parquet adds to objects."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: remove_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [remove_nulls(item) for item in value]
     return value
 
 
@@ -113,8 +113,8 @@ def render_prompt(
     template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Returns the token ids of a prompt; raises PromptTooLong far beyond `max_tokens`."""
-    text = prompt_text(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
+    """Returns the token ids of a prompt; raises PromptTooLong if it far exceeds `max_tokens`."""
+    text = render_text_or_ids(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
     return tokenise(text, tokenizer, max_tokens) if isinstance(text, str) else text
 
 
@@ -135,18 +135,18 @@ def extract_system_prompt_and_generation(
         options = {**apply_chat_template_kwargs, "add_generation_prompt": add_generation_prompt}
         return render_prompt([turn] * count, tokenizer, template_kwargs=options)
 
-    one, two = render(1, False), render(2, False)
-    return one[: max(2 * len(one) - len(two), 0)], render(1, True)[len(one) :]
+    one_turn, two_turns = render(1, False), render(2, False)
+    return one_turn[: max(2 * len(one_turn) - len(two_turns), 0)], render(1, True)[len(one_turn) :]
 
 
-def prompt_text(
+def render_text_or_ids(
     raw_prompt: Prompt,
     tokenizer: Tokenizer,
     prompt_format: str = "chat",
     tools: Tools | None = None,
     template_kwargs: Settings | None = None,
 ) -> str | list[int]:
-    """Returns the text of a prompt, or its ids if only the tokenizer can produce them.
+    """Renders a prompt to text, or to ids if only the tokenizer can produce them.
 
     `chat` renders the chat template with the generation prompt; without a template, it returns a
     plain string unchanged. `raw` returns a pre-rendered string, or the content of one message.
@@ -163,8 +163,8 @@ def prompt_text(
             return raw_prompt
         raise PromptError(
             "the tokenizer has no chat template, so messages and tools cannot be rendered; use"
-            " data.prompt_format=raw with prompts that hold the whole text, or a tokenizer with a"
-            " chat template"
+            " data.prompt_format=raw with prompts that contain the whole text, or a tokenizer that"
+            " has a chat template"
         )
     messages = as_messages(raw_prompt)
     for number, message in enumerate(messages):
@@ -203,32 +203,38 @@ def raw_text(raw_prompt: Prompt) -> str:
 
 
 def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> list[int]:
-    """Returns the token ids of a text, without added special tokens; see `render_prompt`."""
+    """Returns the token ids of a text, without added special tokens.
+
+    Raises PromptTooLong if the text far exceeds `max_tokens`, before all of it is tokenised.
+    """
     if flaw := flaw_of(text, allow_nul=True):
         raise PromptError(f"the text of the row {flaw}")
     length = FAR_CHARACTERS * ((max_tokens or 0) + 64)
     while max_tokens is not None and length < len(text):
-        tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
-        if tokens > 2 * max_tokens + 64:  # truncation inside a word may add tokens
+        num_tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
+        if num_tokens > 2 * max_tokens + 64:  # a word that is cut may have more tokens
             raise PromptTooLong(
-                f"the first {length:,} of its {len(text):,} characters have {tokens:,} tokens, at "
-                f"most {max_tokens:,} fit"
+                f"the first {length:,} of its {len(text):,} characters have {num_tokens:,} tokens, "
+                f"at most {max_tokens:,} fit"
             )
         length *= 4
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
-def is_far_too_long(text: str, max_tokens: int) -> bool:
-    """Returns whether the start of a text should be tokenised first, to check its length."""
+def needs_length_check(text: str, max_tokens: int) -> bool:
+    """Returns whether a text is so long that its start should be tokenised first."""
     return len(text) > FAR_CHARACTERS * (max_tokens + 64)
 
 
 def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
-    """Truncates to `max_length` ids; `truncation` is what is dropped: left, right or middle."""
-    heads = {"left": 0, "right": max_length, "middle": max_length // 2, "error": 0}
-    if truncation not in heads:
+    """Truncates to `max_length` ids by dropping those at the left, right or middle.
+
+    `truncation=error` raises PromptError for a longer prompt instead.
+    """
+    head_lengths = {"left": 0, "right": max_length, "middle": max_length // 2, "error": 0}
+    if truncation not in head_lengths:
         raise PromptError(
-            f"data.truncation={truncation!r} is not known; use one of {', '.join(heads)}"
+            f"data.truncation={truncation!r} is not known; use one of {', '.join(head_lengths)}"
         )
     if len(ids) <= max_length:
         return list(ids)
@@ -237,12 +243,14 @@ def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
             f"the prompt has {len(ids)} tokens, data.max_prompt_length={max_length}; raise it, set"
             " data.filter_overlong_prompts=true, or data.truncation=left|right|middle"
         )
-    head = heads[truncation]
+    head = head_lengths[truncation]
     return [*ids[:head], *ids[len(ids) - (max_length - head) :]]
 
 
 def token_counts(
-    prompts: Iterable[Callable[[], Rendered]], tokenizer: Tokenizer, max_tokens: int | None = None
+    prompts: Iterable[Callable[[], RenderedPrompt]],
+    tokenizer: Tokenizer,
+    max_tokens: int | None = None,
 ) -> Iterator[int | PromptError]:
     """Yields the number of tokens of each prompt, or its rendering error.
 
@@ -259,13 +267,13 @@ def token_counts(
     # A tokenizer that does more than its backend must encode each text itself.
     can_batch = backend is not None and count_texts([PROBE]) == [probe_tokens]
 
-    def render_one(render: Callable[[], Rendered]) -> str | int | PromptError:
+    def render_one(render: Callable[[], RenderedPrompt]) -> str | int | PromptError:
         """Returns the token count of a prompt, or its text if it can be counted in a batch."""
         try:
             text = render()
             if isinstance(text, list):
                 return len(text)
-            is_long = max_tokens is not None and is_far_too_long(text, max_tokens)
+            is_long = max_tokens is not None and needs_length_check(text, max_tokens)
             if can_batch and not is_long and flaw_of(text, allow_nul=True) is None:
                 return text
             return len(tokenise(text, tokenizer, max_tokens))
@@ -281,7 +289,7 @@ def token_counts(
     futures: deque[Future[list[int | PromptError]]] = deque()
     num_threads = usable_cores()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="count tokens") as pool:
-        while batch := list(islice(rendered_prompts, COUNT_BATCH)):
+        while batch := list(islice(rendered_prompts, COUNT_BATCH_SIZE)):
             futures.append(pool.submit(count_batch, batch))
             if len(futures) > 2 * num_threads:
                 yield from futures.popleft().result()

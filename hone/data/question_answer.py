@@ -13,12 +13,12 @@ INSTRUCTION = (
     'Please reason step by step, separate the steps with "\\n\\n", and put the final answer within '
     "\\boxed{}."
 )
-SOURCE = "numina_olympiads"
-"""Data source of rows without one, as in PURE."""
+DEFAULT_DATA_SOURCE = "numina_olympiads"
+"""The data source of rows that have none, as in PURE."""
 
 
 def to_verl_schema(store: RowStore, prompt_key: str) -> RowStore:
-    """Adds ground truths and an instruction to files without `reward_model`."""
+    """Converts the files that have PURE's columns; other files stay as they are."""
     if prompt_key != PROMPT_KEY:
         return store
     return RowStore([_convert_file(file) for file in store.files])
@@ -38,7 +38,8 @@ def _convert_file(file: FileRows) -> FileRows:
             )
         if isinstance(question, str) and question:
             question = f"{question}\n\n{INSTRUCTION}"
-        source = row.get("data_source") or SOURCE
-        truth = {"style": "rule", "ground_truth": answer}
-        rows.append({**row, PROMPT_KEY: question, "data_source": source, "reward_model": truth})
-    return replace(file, source=rows)
+        source = row.get("data_source") or DEFAULT_DATA_SOURCE
+        reward_model = {"style": "rule", "ground_truth": answer}
+        columns = {"data_source": source, "reward_model": reward_model}
+        rows.append({**row, PROMPT_KEY: question, **columns})
+    return replace(file, content=rows)

@@ -1,10 +1,10 @@
-"""Converts configs and in-memory rows for `RLHFDataset`; verl's `collate_fn`."""
+"""Converts the config and in-memory rows that a user passes to `RLHFDataset`, and collates rows."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hone.config.data import DataConfig
 from hone.types import Row, Settings
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from hone.data.loader import Dataset
 
 
-def settings_of(config: DataConfig | Settings) -> DataConfig:
-    """Converts a mapping with some of the keys to a DataConfig."""
+def as_data_config(config: DataConfig | Settings) -> DataConfig:
+    """Converts a mapping with some of the data keys to a DataConfig; other keys are ignored."""
     if isinstance(config, DataConfig):
         return config
     names = {field.name for field in dataclasses.fields(DataConfig)}
     values = {name: value for name, value in config.items() if name in names}
-    unset = {"tool_config_path": None, "trust_remote_code": False}
-    return dataclasses.replace(DataConfig(), **{**unset, **values})
+    defaults = {"tool_config_path": None, "trust_remote_code": False}
+    return dataclasses.replace(DataConfig(), **{**defaults, **values})
 
 
 def rows_of(data: Dataset) -> list[Row] | None:
@@ -35,13 +35,13 @@ def rows_of(data: Dataset) -> list[Row] | None:
     return None
 
 
-def collate_tensors(data_list: Sequence[Row]) -> Row:
-    """verl's `collate_fn`: object arrays, and tensor columns stacked."""
+def collate_tensors(data_list: Sequence[Row]) -> dict[str, Any]:
+    """Collates rows as verl's `collate_fn` does: stacks tensors, puts the rest in arrays."""
     import torch
 
     from hone.data.loader import collate_fn
 
-    columns: Row = dict(collate_fn(data_list))
+    columns: dict[str, Any] = dict(collate_fn(data_list))
     for name, values in columns.items():
         if all(isinstance(value, torch.Tensor) for value in values):
             columns[name] = torch.stack(list(values))

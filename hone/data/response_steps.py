@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hone.tokenizer import Tokenizer
 
-INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes an incomplete character to."""
+REPLACEMENT_CHARACTER = "\ufffd"
+"""The character that a tokenizer decodes an incomplete character to."""
 MAX_CHARACTER_TOKENS = 4
-"""A character has at most four bytes, so no more than four tokens."""
+"""A character has at most four bytes in UTF-8, so at most four tokens."""
 
 
 def separator_ids(tokenizer: Tokenizer, text: str) -> Tensor:
@@ -26,35 +26,41 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._special = {i for i, token in added.items() if token.special}
+        added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special_ids = {i for i, token in added_tokens.items() if token.special}
         self._token_texts: dict[int, str] = {}
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text that each token adds; their concatenation is the decoded response.
+        """Returns the text that each token adds; the concatenated texts are the decoded response.
 
-        A character of several tokens belongs to the last one; special tokens have no text.
+        A character of several tokens belongs to its last token; special tokens have no text.
         """
-        text_ids = [i for i in ids if i not in self._special]
+        text_ids = [i for i in ids if i not in self._special_ids]
         texts = [self._decode([i]) for i in text_ids]
         if "".join(texts) != self._decode(text_ids):
             texts = self._decode_in_context(text_ids)
         next_text = iter(texts)
-        return ["" if i in self._special else next(next_text) for i in ids]
+        return ["" if i in self._special_ids else next(next_text) for i in ids]
 
     def _decode_in_context(self, ids: Sequence[int]) -> list[str]:
-        """Decodes each token after the previous one, on which its text may depend (leading spaces,
-        parts of a character)."""
+        """Decodes each token together with the previous one.
+
+        The text of a token may depend on it: a leading space, or parts of one character.
+        """
         texts: list[str] = []
-        start = decoded = 0
+        start = decoded_end = 0
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[start:end])
-            pending = end - decoded
-            if text.endswith(INCOMPLETE) and pending < MAX_CHARACTER_TOKENS and end < len(ids):
+            num_pending = end - decoded_end
+            if (
+                text.endswith(REPLACEMENT_CHARACTER)
+                and num_pending < MAX_CHARACTER_TOKENS
+                and end < len(ids)
+            ):
                 texts.append("")
                 continue
-            texts.append(text[len(self._decode(ids[start:decoded])) :])
-            start, decoded = decoded, end
+            texts.append(text[len(self._decode(ids[start:decoded_end])) :])
+            start, decoded_end = decoded_end, end
         return texts
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -67,24 +73,25 @@ class TokenTexts:
 
 
 def split_steps(
-    texts: Sequence[str], by_policy: Sequence[bool], separator: str
+    texts: Sequence[str], is_policy_token: Sequence[bool], separator: str
 ) -> list[tuple[int, str]]:
     """Returns (index of the last token, text without the separator) of each step.
 
     A step ends at a policy token that completes a separator, and at the policy's last token.
     Separators in observations do not count; an observation is part of the step around it.
     """
-    last = max((i for i, is_own in enumerate(by_policy) if is_own), default=-1)
+    last_index = max((i for i, is_policy in enumerate(is_policy_token) if is_policy), default=-1)
     steps: list[tuple[int, str]] = []
-    text = own_text = ""  # of the step so far; of the policy since the last observation
-    for index in range(last + 1):
+    text = ""  # of the step so far
+    policy_text = ""  # written by the policy since the last observation
+    for index in range(last_index + 1):
         text += texts[index]
-        own_text = own_text + texts[index] if by_policy[index] else ""
-        before, *after = own_text.split(separator)
+        policy_text = policy_text + texts[index] if is_policy_token[index] else ""
+        before, *after = policy_text.split(separator)
         rest = after[-1] if after else ""
-        if index == last and rest:  # the last token has text after the separator
+        if index == last_index and rest:  # the last token has text after the separator
             steps.append((index, text))
-        elif index == last or after:
-            steps.append((index, text[: len(text) - len(own_text)] + before))
-            text = own_text = rest
+        elif index == last_index or after:
+            steps.append((index, text[: len(text) - len(policy_text)] + before))
+            text = policy_text = rest
     return steps

@@ -1,4 +1,4 @@
-"""Samplers: file order, shuffled, mixed by weights, or defined by the user."""
+"""Samplers, which yield row indices: in file order, shuffled, mixed by weights, or a user's."""
 
 from __future__ import annotations
 
@@ -15,81 +15,82 @@ if TYPE_CHECKING:
     from hone.protocol import DataProto
 
 
-class Ordered:
+class FileOrderSampler:
     """Yields rows in the order of the files."""
 
     name = "order of the files"
 
-    def epoch_order(self, epoch: int, rows: int) -> Iterator[int]:
-        return iter(range(rows))
+    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
+        return iter(range(num_rows))
 
 
-class Shuffled:
+class ShuffledSampler:
     """Yields a new permutation of all rows per epoch, determined by the seed."""
 
     def __init__(self, seed: int | None) -> None:
         self.seed = seed
         self.name = f"shuffle with seed {seed}"
 
-    def epoch_order(self, epoch: int, rows: int) -> Iterator[int]:
-        return iter(permutation(range(rows), f"epoch:{self.seed}:{epoch}"))
+    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
+        return iter(permutation(range(num_rows), f"epoch:{self.seed}:{epoch}"))
 
 
-class Mixture:
-    """Draws rows from several datasets in given proportions.
+class MixtureSampler:
+    """Draws rows from several data files in given proportions.
 
-    Each draw takes the dataset that is furthest behind its share. Each row of a dataset is drawn
-    once before any is repeated; an exhausted dataset starts over with a new permutation.
+    Each draw takes the file that is furthest behind its share. Each row of a file is drawn once
+    before any is repeated; an exhausted file starts over with a new permutation.
     """
 
     def __init__(
         self,
-        groups: Sequence[Sequence[int]],
+        indices_by_file: Sequence[Sequence[int]],
         weights: Sequence[float],
         *,
         shuffle: bool,
         seed: int | None,
     ) -> None:
-        if len(groups) != len(weights):
+        if len(indices_by_file) != len(weights):
             raise DataError(
-                f"data.dataset_weights has {len(weights)} numbers for {len(groups)} data files;"
-                " give one weight per file of data.train_files"
+                f"data.dataset_weights has {len(weights)} numbers for {len(indices_by_file)} data"
+                " files; give one weight per file of data.train_files"
             )
         if any(weight < 0 for weight in weights) or sum(weights) <= 0:
             raise DataError(
-                f"data.dataset_weights={list(weights)} has a negative or no positive value"
+                f"data.dataset_weights={list(weights)} needs values of at least 0, and one above 0"
             )
-        for number, (group, weight) in enumerate(zip(groups, weights, strict=True)):
-            if weight > 0 and not group:
+        for file_index, (indices, weight) in enumerate(zip(indices_by_file, weights, strict=True)):
+            if weight > 0 and not indices:
                 raise DataError(
-                    f"data.dataset_weights[{number}]={weight}, but that file has no usable rows"
+                    f"data.dataset_weights[{file_index}]={weight}, but that file has no usable rows"
                 )
         total = float(sum(weights))
-        self.groups = [list(group) for group in groups]
+        self.indices_by_file = [list(indices) for indices in indices_by_file]
         self.shares = [weight / total for weight in weights]
         self.shuffle = shuffle
         self.seed = seed
         self.name = f"mixture {[round(share, 6) for share in self.shares]} with seed {seed}"
 
-    def epoch_order(self, epoch: int, rows: int) -> Iterator[int]:
-        counts = [0] * len(self.groups)
-        order = []  # dataset index of each draw, the same in every epoch
-        for k in range(1, rows + 1):
-            deficits = [share * k - n for share, n in zip(self.shares, counts, strict=True)]
-            number = deficits.index(max(deficits))
-            counts[number] += 1
-            order.append(number)
-        sources = [self._rows_from(number, epoch * count) for number, count in enumerate(counts)]
-        return (next(sources[number]) for number in order)
+    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
+        counts = [0] * len(self.indices_by_file)
+        order = []  # file index of each draw, the same in every epoch
+        for num_draws in range(1, num_rows + 1):
+            pairs = zip(self.shares, counts, strict=True)
+            deficits = [share * num_draws - count for share, count in pairs]
+            file_index = deficits.index(max(deficits))
+            counts[file_index] += 1
+            order.append(file_index)
+        draws = [self._draws_from(index, epoch * count) for index, count in enumerate(counts)]
+        return (next(draws[file_index]) for file_index in order)
 
-    def _rows_from(self, number: int, start: int) -> Iterator[int]:
-        """Yields the rows of one dataset endlessly, from its `start`-th draw in the run on."""
-        pass_number, offset = divmod(start, max(len(self.groups[number]), 1))
+    def _draws_from(self, file_index: int, start: int) -> Iterator[int]:
+        """Yields the rows of one file endlessly, from its draw number `start` of the run on."""
+        pass_number, offset = divmod(start, max(len(self.indices_by_file[file_index]), 1))
         while True:
-            group = self.groups[number]
+            indices = self.indices_by_file[file_index]
             if self.shuffle:
-                group = permutation(group, f"mixture:{self.seed}:{number}:{pass_number}")
-            yield from group[offset:]
+                indices = permutation(indices, f"mixture:{self.seed}:{file_index}:{pass_number}")
+            yield from indices[offset:]
             pass_number, offset = pass_number + 1, 0
 
 
@@ -113,16 +114,16 @@ class UserSampler(Iterable[int], Sized, Protocol):
     """The interface of a user's sampler."""
 
 
-Sampler: TypeAlias = Ordered | Shuffled | Mixture | UserSampler
+Sampler: TypeAlias = FileOrderSampler | ShuffledSampler | MixtureSampler | UserSampler
 
 
 class AbstractSampler(ABC):
-    """Base class of a user's sampler (data.sampler.class_path); one `iter` is one epoch.
+    """Base class of a user's sampler (data.sampler.class_path); each `iter` yields one epoch.
 
-    On resume, the loader replays a sampler without state; `set_epoch(n)`, if defined, is called
-    before each epoch. A sampler whose order depends on `update` must define `state_dict()`, which
-    returns plain values, and `load_state_dict(state)`, after which `iter` yields the rest
-    of the epoch.
+    On resume, the loader replays the draws of a sampler without state; `set_epoch(n)`, if defined,
+    is called before each epoch. A sampler whose order depends on `update` must define
+    `state_dict()`, which returns plain values, and `load_state_dict(state)`, after which `iter`
+    yields the rest of the epoch.
     """
 
     def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
@@ -137,7 +138,7 @@ class AbstractSampler(ABC):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that is updated with each finished batch; `dataset_index` has its row indices."""
+    """A sampler that is updated with each finished batch, whose `dataset_index` has row indices."""
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:

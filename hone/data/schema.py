@@ -9,16 +9,16 @@ from hone.data.prompts import PromptError, as_messages, check_message_roles, raw
 from hone.text import clean_text, flaw_of
 from hone.types import JsonValue, Row
 
-NAMES = ("data_source", "agent_name")
-ARGUMENTS = ("tools_kwargs", "interaction_kwargs", "tool_config")
-OBJECTS = ("reward_model", "extra_info", *ARGUMENTS)
-COLUMNS = (*NAMES, *OBJECTS)
+NAME_COLUMNS = ("data_source", "agent_name")
+KWARGS_COLUMNS = ("tools_kwargs", "interaction_kwargs", "tool_config")
+OBJECT_COLUMNS = ("reward_model", "extra_info", *KWARGS_COLUMNS)
+COLUMNS = (*NAME_COLUMNS, *OBJECT_COLUMNS)
 """The columns that are checked besides the prompt."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a row; `reason` is the same for similar problems, to count them."""
+    """A problem of a row; similar problems have the same `reason` and are counted together."""
 
     reason: str
     message: str
@@ -27,29 +27,29 @@ class Problem:
         return self.message
 
 
-def kind_of(value: JsonValue) -> str:
+def json_type(value: JsonValue) -> str:
     """Returns the JSON type of a value."""
-    kinds = ((bool, "boolean"), ((int, float), "number"), (str, "text"), (Mapping, "object"))
+    names = ((bool, "boolean"), ((int, float), "number"), (str, "text"), (Mapping, "object"))
     if value is None:
         return "null"
-    return next((kind for types, kind in kinds if isinstance(value, types)), "list")
+    return next((name for types, name in names if isinstance(value, types)), "list")
 
 
 class SchemaCheck:
-    """Checks the rows of one file in order; the first value of a column sets its kind."""
+    """Checks the rows of one file in order; the first value of a column sets its type."""
 
     def __init__(self, prompt_key: str, prompt_format: str) -> None:
         self.prompt_key = prompt_key
         self.prompt_format = prompt_format
-        self._kinds: dict[str, str] = {}
+        self._types: dict[str, str] = {}
 
     def problem(self, row: Row) -> Problem | None:
         """Returns the first problem of the row, or None."""
         return (
-            text_problem(row, (self.prompt_key, *NAMES))
+            text_problem(row, (self.prompt_key, *NAME_COLUMNS))
             or self._prompt_problem(row)
             or next(_type_problems(row), None)
-            or self._kind_problem(row)
+            or self._mixed_type_problem(row)
         )
 
     def _prompt_problem(self, row: Row) -> Problem | None:
@@ -71,43 +71,46 @@ class SchemaCheck:
             return Problem(reason, str(error))
         return None
 
-    def _kind_problem(self, row: Row) -> Problem | None:
+    def _mixed_type_problem(self, row: Row) -> Problem | None:
         values = {
             f"column {self.prompt_key!r}": row[self.prompt_key],
             "reward_model.ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
         }
-        kinds = {name: kind_of(value) for name, value in values.items() if value is not None}
-        for name, kind in kinds.items():
-            if self._kinds.get(name, kind) != kind:
+        types = {name: json_type(value) for name, value in values.items() if value is not None}
+        for name, value_type in types.items():
+            if self._types.get(name, value_type) != value_type:
                 return Problem(
-                    "mixed schema", f"{name} is {kind}, earlier rows have {self._kinds[name]}"
+                    "mixed schema", f"{name} is {value_type}, earlier rows have {self._types[name]}"
                 )
-        self._kinds.update(kinds)
+        self._types.update(types)
         return None
 
 
-def text_problem(row: Row, plain: Collection[str]) -> Problem | None:
-    """Returns a problem for invalid Unicode, deep nesting, or NUL in the `plain` columns."""
+def text_problem(row: Row, columns_without_nul: Collection[str]) -> Problem | None:
+    """Returns a problem for invalid Unicode, deep nesting, or NUL in `columns_without_nul`."""
     for name, value in row.items():
-        if flaw := flaw_of(value, allow_nul=name not in plain):
-            return Problem("hostile text", f"column {clean_text(str(name))!r} {flaw}")
+        if flaw := flaw_of(value, allow_nul=name not in columns_without_nul):
+            return Problem("invalid text", f"column {clean_text(str(name))!r} {flaw}")
     return None
 
 
 def _type_problems(row: Row) -> Iterator[Problem]:
-    for names, kind, expected in (
-        (OBJECTS, "object", "an object of fields"),
-        (NAMES, "text", "text"),
+    for names, expected_type, article in (
+        (OBJECT_COLUMNS, "object", "an "),
+        (NAME_COLUMNS, "text", ""),
     ):
         for name in names:
-            if (actual := kind_of(row.get(name))) not in (kind, "null"):
-                yield Problem("wrong type", f"column {name!r} is {expected}, got {actual}")
+            if (actual_type := json_type(row.get(name))) not in (expected_type, "null"):
+                yield Problem(
+                    "wrong type",
+                    f"column {name!r} must be {article}{expected_type}, got {actual_type}",
+                )
     for prefix, fields in (("", row), ("extra_info.", row.get("extra_info") or {})):
-        for name in ARGUMENTS:
+        for name in KWARGS_COLUMNS:
             arguments = fields.get(name)
             values = {f"{prefix}{name}": arguments}
             if name == "tools_kwargs" and isinstance(arguments, Mapping):
                 values |= {f"{prefix}{name}.{tool}": kwargs for tool, kwargs in arguments.items()}
-            for where, value in values.items():
-                if (actual := kind_of(value)) not in ("object", "null"):
-                    yield Problem("wrong type", f"{where} is an object of arguments, got {actual}")
+            for path, value in values.items():
+                if (actual_type := json_type(value)) not in ("object", "null"):
+                    yield Problem("wrong type", f"{path} must be an object, got {actual_type}")

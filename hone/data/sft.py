@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hone.config.sft import SFTDataConfig
-from hone.data.conversation import Encoded, encode_conversation
-from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, check_row_text
+from hone.data.conversation import TokensAndMask, encode_conversation
+from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
 from hone.data.prompts import (
     Prompt,
     PromptError,
     Tools,
     as_messages,
     check_message_roles,
+    remove_nulls,
     render_prompt,
     tokenise,
     truncate,
-    without_nulls,
 )
 from hone.text import BadText, flaw_of, read_json, shown
 from hone.tokenizer import Tokenizer
@@ -31,8 +31,8 @@ def encode_single_turn(
     prompt_format: str,
     template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
-) -> Encoded:
-    """Encodes the prompt as in rollout, then the response and the end token as targets."""
+) -> TokensAndMask:
+    """Encodes the prompt as in rollout; the response and the end token are the targets."""
     prompt_ids = render_prompt(
         prompt, tokenizer, prompt_format, template_kwargs=template_kwargs, max_tokens=max_tokens
     )
@@ -43,14 +43,14 @@ def encode_single_turn(
 
 
 class SFTDataset(EncodedDataset):
-    """Single-turn rows; columns `prompt_key` and `response_key` are text or objects with the text.
+    """Single-turn rows; columns `prompt_key` and `response_key` have text, or objects with it.
 
     `dataset[i]` is {"input_ids", "loss_mask"}, two lists of equal length, truncated to max_length.
     """
 
     config: SFTDataConfig
 
-    def encode(self, row: Row) -> Encoded:
+    def encode_untruncated(self, row: Row) -> TokensAndMask:
         """Returns token ids and mask of one row before truncation."""
         prompt, response = self._prompt_and_response(row)
         return encode_single_turn(
@@ -69,38 +69,41 @@ class SFTDataset(EncodedDataset):
         check_message_roles(as_messages(prompt))
         if not isinstance(response, str):
             kind = type(response).__name__
-            raise PromptError(f"column {self.config.response_key!r} is text, got {kind}")
+            raise PromptError(f"column {self.config.response_key!r} must be text, got {kind}")
 
     def _prompt_and_response(self, row: Row) -> tuple[Any, Any]:
         config = self.config
         return (
-            look_up(row, config.prompt_key, config.prompt_dict_keys, "data.prompt_key"),
-            look_up(row, config.response_key, config.response_dict_keys, "data.response_key"),
+            look_up_field(row, config.prompt_key, config.prompt_dict_keys, "data.prompt_key"),
+            look_up_field(row, config.response_key, config.response_dict_keys, "data.response_key"),
         )
 
-    def encoded(self, row: Row) -> EncodedRow:
-        ids, mask = self.encode(row)
+    def encode_row(self, row: Row) -> EncodedRow:
+        ids, mask = self.encode_untruncated(row)
         self.check_length(len(ids))
-        length, side = self.max_length, self.truncation
-        ids, mask = truncate(ids, length, side), truncate(mask, length, side)
-        if 1 not in mask[1:]:  # the first token is never a target
-            raise Untrainable(
+        length, truncation = self.max_length, self.truncation
+        ids, mask = truncate(ids, length, truncation), truncate(mask, length, truncation)
+        if 1 not in mask[1:]:  # no token before it predicts the first one
+            raise UntrainableRow(
                 "nothing to learn",
-                f"nothing to learn is left within data.max_length={length} tokens",
+                f"no target token is left within data.max_length={length} tokens",
             )
         return {"input_ids": ids, "loss_mask": mask}
 
 
 class MultiTurnSFTDataset(SFTDataset):
-    """Conversations in `messages_key`; `tools_key` and `enable_thinking_key` are optional."""
+    """Rows with a conversation in column `messages_key`.
 
-    def encode(self, row: Row) -> Encoded:
-        keys = self.config.multiturn
+    The columns `tools_key` and `enable_thinking_key` are optional.
+    """
+
+    def encode_untruncated(self, row: Row) -> TokensAndMask:
+        multiturn = self.config.multiturn
         kwargs = dict(self.template_kwargs)
-        if row.get(keys.enable_thinking_key) is not None:
-            kwargs["enable_thinking"] = bool(row[keys.enable_thinking_key])
+        if row.get(multiturn.enable_thinking_key) is not None:
+            kwargs["enable_thinking"] = bool(row[multiturn.enable_thinking_key])
         return encode_conversation(
-            as_messages(row[keys.messages_key]),
+            as_messages(row[multiturn.messages_key]),
             self.tokenizer,
             tools=self._tools(row),
             template_kwargs=kwargs,
@@ -121,7 +124,7 @@ class MultiTurnSFTDataset(SFTDataset):
         self._tools(row)
 
     def _tools(self, row: Row) -> Tools | None:
-        """Returns the row's tool schemas, which are a list of objects or its JSON text."""
+        """Returns the tool schemas of a row, which are a list of objects or JSON text."""
         key = self.config.multiturn.tools_key
         tools: Any = row.get(key)
         if isinstance(tools, str):
@@ -132,18 +135,18 @@ class MultiTurnSFTDataset(SFTDataset):
             if flaw := flaw_of(tools):
                 raise PromptError(f"column {key!r} {flaw}")
         elif tools is not None:
-            tools = without_nulls(tools if isinstance(tools, list) else tools.tolist())
+            tools = remove_nulls(tools if isinstance(tools, list) else tools.tolist())
         is_list = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
         if tools is not None and not is_list:
-            raise PromptError(f"column {key!r} holds a list of tool schemas, got {tools!r:.100}")
+            raise PromptError(f"column {key!r} must be a list of tool schemas, got {tools!r:.100}")
         return tools
 
 
-def look_up(row: Row, key: str, dict_keys: Sequence[str] | None, setting: str) -> Any:
-    """Returns column `key`, or a nested field of it; `setting` is the config key of the column."""
+def look_up_field(row: Row, key: str, dict_keys: Sequence[str] | None, config_key: str) -> Any:
+    """Returns column `key` of a row, or the field of it that `dict_keys` lead to."""
     if row.get(key) is None:
         raise PromptError(
-            f"column {key!r} ({setting}) is missing or empty; the row has "
+            f"column {key!r} ({config_key}) is missing or empty; the row has "
             f"{', '.join(map(str, row))}"
         )
     value = row[key]
@@ -151,7 +154,7 @@ def look_up(row: Row, key: str, dict_keys: Sequence[str] | None, setting: str) -
         if not isinstance(value, Mapping) or value.get(name) is None:
             fields = ", ".join(map(str, value)) if isinstance(value, Mapping) else shown(value)
             raise PromptError(
-                f"column {key!r} has no {name!r} ({setting.removesuffix('_key')}_dict_keys); it "
+                f"column {key!r} has no {name!r} ({config_key.removesuffix('_key')}_dict_keys); it "
                 f"has {fields}"
             )
         value = value[name]

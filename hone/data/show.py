@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
-from hone.data.check import MESSAGES, FileKind, kind_of_file
+from hone.data.check import MESSAGES_COLUMN, FileKind, kind_of_file
 from hone.data.prompts import Prompt, PromptError, Tools, as_messages, render_prompt
 from hone.data.rows import BadRowPolicy, DataError, read_file
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
@@ -18,12 +18,12 @@ from hone.text import shown
 from hone.tokenizer import Tokenizer
 from hone.types import JsonValue, Row
 
-_MAX_CHARS = 300
-"""Maximum characters of a column that is neither the prompt nor a target."""
+_MAX_VALUE_CHARACTERS = 300
+"""Maximum characters of a value outside the prompt and the targets."""
 
 
-def row_numbers(text: str, count: int) -> list[int]:
-    """Parses `0,3-5` into numbers; raises DataError for a number outside the file."""
+def parse_row_numbers(text: str, count: int) -> list[int]:
+    """Parses row numbers such as `0,3-5`; raises DataError for a number outside the file."""
     numbers: list[int] = []
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
@@ -32,7 +32,7 @@ def row_numbers(text: str, count: int) -> list[int]:
         numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
     missing = [number for number in numbers if number >= count]
     if missing:
-        raise DataError(f"--rows {text}: the file has rows 0 to {count - 1}, so none {missing[0]}")
+        raise DataError(f"--rows {text}: the file has rows 0 to {count - 1}, not {missing[0]}")
     return numbers
 
 
@@ -44,16 +44,16 @@ def show_file(
     config: DataConfig | None = None,
     tools: Tools | None = None,
 ) -> str:
-    """Formats the selected rows as one block each; `tools` are schemas for the chat template."""
+    """Formats each selected row as a block of lines; `tools` are schemas for the chat template."""
     file = read_file(path, BadRowPolicy("raise", skip_key=None), "the file name")
     assert file is not None  # read_file raises for an unreadable or empty file
     kind = kind_of_file(file[0], config or DataConfig())
-    numbers = row_numbers(rows or f"0-{min(2, len(file) - 1)}", len(file))
+    numbers = parse_row_numbers(rows or f"0-{min(2, len(file) - 1)}", len(file))
     blocks = []
     for number in numbers:
         row = file[number]
         try:
-            format_row = _supervised_lines if kind.supervised else _prompt_lines
+            format_row = _supervised_lines if kind.is_supervised else _prompt_lines
             lines = [*format_row(row, kind, tokenizer, tools)]
         except PromptError as error:
             lines = [f"cannot be shown: {error}"]
@@ -64,8 +64,8 @@ def show_file(
 def _prompt_lines(
     row: Row, kind: FileKind, tokenizer: Tokenizer | None, tools: Tools | None
 ) -> Iterator[str]:
-    settings = kind.settings
-    key = settings.prompt_key
+    config = kind.config
+    key = config.prompt_key
     if row.get(key) is None:
         raise PromptError(
             f"column {key!r} (--prompt-key) is missing; the row has {', '.join(map(str, row))}"
@@ -73,9 +73,9 @@ def _prompt_lines(
     if tokenizer is None:
         yield from _message_lines(row[key])
     else:
-        options = settings.apply_chat_template_kwargs
-        ids = render_prompt(row[key], tokenizer, settings.prompt_format, tools, options)
-        limit = settings.max_prompt_length
+        options = config.apply_chat_template_kwargs
+        ids = render_prompt(row[key], tokenizer, config.prompt_format, tools, options)
+        limit = config.max_prompt_length
         excess = f", more than the {limit:,} that fit" if len(ids) > limit else ""
         yield f"prompt, {len(ids):,} tokens{excess}:"
         yield _indent(tokenizer.decode(ids, skip_special_tokens=False))
@@ -88,17 +88,17 @@ def _prompt_lines(
 def _supervised_lines(
     row: Row, kind: FileKind, tokenizer: Tokenizer | None, tools: Tools | None
 ) -> Iterator[str]:
-    """Yields the prompt tokens and each answer, which is the target."""
-    key, response = kind.settings.prompt_key, kind.response_key
-    if tokenizer is None or (key != MESSAGES and response is None):
+    """Yields the decoded tokens; the prefix of a line tells whether its tokens are targets."""
+    key, response_key = kind.config.prompt_key, kind.response_key
+    if tokenizer is None or (key != MESSAGES_COLUMN and response_key is None):
         yield from _message_lines(row[key])
         yield from _other_columns(row, key)
         return
     config = replace(SFTDataConfig(), prompt_key=key, max_length=1 << 20)
-    if response is not None:
-        config = replace(config, response_key=response)
-    dataset = MultiTurnSFTDataset if key == MESSAGES else SFTDataset
-    example = dataset(None, tokenizer, config, rows=[row])[0]
+    if response_key is not None:
+        config = replace(config, response_key=response_key)
+    dataset_class = MultiTurnSFTDataset if key == MESSAGES_COLUMN else SFTDataset
+    example = dataset_class(None, tokenizer, config, rows=[row])[0]
     ids, mask = example["input_ids"], example["loss_mask"]
     yield f"{len(ids):,} tokens, of which {sum(mask):,} are learnt:"
     start = 0
@@ -107,7 +107,7 @@ def _supervised_lines(
         text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
         yield _indent(text, "learnt | " if mask[start] else "       | ")
         start = end
-    yield from _other_columns(row, key, response)
+    yield from _other_columns(row, key, response_key)
 
 
 def _other_columns(row: Row, *shown_columns: str | None) -> Iterator[str]:
@@ -123,12 +123,12 @@ def _message_lines(prompt: Prompt) -> Iterator[str]:
         yield _indent(content if isinstance(content, str) else format_value(content))
 
 
-def _indent(text: str, margin: str = "  | ") -> str:
-    return "\n".join(f"{margin}{line}" for line in text.split("\n"))
+def _indent(text: str, prefix: str = "  | ") -> str:
+    return "\n".join(f"{prefix}{line}" for line in text.split("\n"))
 
 
 def format_value(value: JsonValue) -> str:
-    """Formats a value on one line: text unchanged, anything else as JSON, both shortened."""
+    """Formats a value on one line, shortened: text as it is, anything else as JSON."""
     if isinstance(value, str):
         text = value.replace("\n", "\\n")
     else:
@@ -136,4 +136,6 @@ def format_value(value: JsonValue) -> str:
             text = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError):
             text = shown(value)
-    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}… ({len(text):,} characters)"
+    if len(text) <= _MAX_VALUE_CHARACTERS:
+        return text
+    return f"{text[:_MAX_VALUE_CHARACTERS]}… ({len(text):,} characters)"

@@ -14,7 +14,7 @@ from typing import Any
 
 from hone.config.errors import ConfigError
 from hone.config.sft import StepDataConfig
-from hone.data.encoded import EncodedDataset, EncodedRow, Untrainable, check_row_text
+from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
 from hone.data.prompts import (
     Prompt,
     PromptError,
@@ -29,10 +29,10 @@ from hone.text import shown
 from hone.tokenizer import Tokenizer
 from hone.types import Row
 
-STEP_MARK = "ки"
-"""The token that ends a step in Math-Shepherd's `input`, where `label` has + or -."""
-_FIRST_STEP = "Step 1:"
-CACHED_TEXTS = 100_000
+MATH_SHEPHERD_STEP_END = "ки"
+"""Ends each step in Math-Shepherd's `input`; its `label` has + or - in that place."""
+_FIRST_STEP_HEADING = "Step 1:"
+MAX_CACHED_TEXTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -45,44 +45,48 @@ class Solution:
     """Probability that each step is good; None for a step without a label."""
 
 
-def separator_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separator") -> int:
+def single_token_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separator") -> int:
     """Returns the token id of a text, which must be one token."""
     text = typed_text(text)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:
         raise ConfigError(
-            f"{key}={text!r} is {len(ids)} tokens of this tokenizer; use a text that is one token"
+            f"{key}={text!r} has {len(ids)} tokens with this tokenizer; use a text with one token"
         )
     return int(ids[0])
 
 
 @dataclass(frozen=True)
-class StepMark:
+class StepSeparator:
     """The separator tokens after each step, and where the step is scored."""
 
     tokens: list[int]
     scored: int
     """Index in `tokens` of the token after which the step is scored."""
     labels: tuple[int, int] | None
-    """The tokens of a bad and of a good step for a causal model; None for a token classifier."""
+    """The tokens (bad step, good step) of a causal model; None for a token classifier."""
 
 
 def step_mark(
-    tokenizer: Tokenizer, separator: str, labels: tuple[str, str] | None, block: str = "data"
-) -> StepMark:
-    """Returns the separator; that of a token classifier (`labels` is None) must be one token."""
-    key = f"{block}.step_separator"
+    tokenizer: Tokenizer, separator: str, labels: tuple[str, str] | None, config_block: str = "data"
+) -> StepSeparator:
+    """Returns the separator of a process reward model.
+
+    A token classifier has no `labels`, and its separator must be one token.
+    """
+    key = f"{config_block}.step_separator"
     if labels is None:
-        return StepMark([separator_id(tokenizer, separator, key)], 0, None)
-    good, bad = (separator_id(tokenizer, label, f"{block}.step_labels") for label in labels)
+        return StepSeparator([single_token_id(tokenizer, separator, key)], 0, None)
+    labels_key = f"{config_block}.step_labels"
+    good, bad = (single_token_id(tokenizer, label, labels_key) for label in labels)
     tokens = list(map(int, tokenizer.encode(typed_text(separator), add_special_tokens=False)))
     text_indices = [i for i, token in enumerate(tokens) if tokenizer.decode([token]).strip()]
     if not tokens or good == bad:
         raise ConfigError(
-            f"{key}={separator!r} must have a token, and {block}.step_labels={list(labels)} must "
-            "be two different ones"
+            f"{key}={separator!r} must not be empty, and {labels_key}={list(labels)} must"
+            " be two different tokens"
         )
-    return StepMark(tokens, text_indices[-1] if text_indices else len(tokens) - 1, (bad, good))
+    return StepSeparator(tokens, text_indices[-1] if text_indices else len(tokens) - 1, (bad, good))
 
 
 def typed_text(text: str) -> str:
@@ -102,35 +106,35 @@ class StepDataset(EncodedDataset):
     def read(self, files: Files) -> RowStore:
         """Reads the files; a row of PRM800K's own layout becomes one row per rated step."""
         config = self.config
-        self.mark = step_mark(self.tokenizer, config.step_separator, config.step_labels)
+        self.separator = step_mark(self.tokenizer, config.step_separator, config.step_labels)
         # Rows of one problem share their prompt and most of their steps.
-        self._prompt_ids = lru_cache(CACHED_TEXTS)(self._render)
-        self._step_ids = lru_cache(CACHED_TEXTS)(self._tokenise)
+        self._prompt_ids = lru_cache(MAX_CACHED_TEXTS)(self._render)
+        self._step_ids = lru_cache(MAX_CACHED_TEXTS)(self._tokenise)
         store = super().read(files)
-        expanded, unrated = [], 0
+        expanded_files, num_unrated = [], 0
         for file in store.files:
             rows: list[Row] = []
             numbers: list[int] = []
-            for number, row in zip(file.numbers, file.scan(), strict=True):
-                is_prm800k = _layout(row, self.config) == "prm800k"
-                parts = _rated_steps(row) if is_prm800k else [row]
-                rated = [part for part in parts if not is_prm800k or self._is_rated(part)]
-                unrated += len(parts) - len(rated)
-                rows += rated
-                numbers += [number] * len(rated)
-            expanded.append(replace(file, source=rows, numbers=numbers))
-        if unrated:
-            self.bad_rows.counts["no rating"] += unrated
-            self.bad_rows.examples.append(f"{unrated} steps of PRM800K have no rating")
-        return RowStore(expanded)
+            for number, row in zip(file.row_numbers, file.scan(), strict=True):
+                is_prm800k = _layout_of(row, self.config) == "prm800k"
+                parts = _split_into_rated_steps(row) if is_prm800k else [row]
+                rated_parts = [part for part in parts if not is_prm800k or self._is_rated(part)]
+                num_unrated += len(parts) - len(rated_parts)
+                rows += rated_parts
+                numbers += [number] * len(rated_parts)
+            expanded_files.append(replace(file, content=rows, row_numbers=numbers))
+        if num_unrated:
+            self.bad_rows.counts["no rating"] += num_unrated
+            self.bad_rows.examples.append(f"{num_unrated} steps of PRM800K have no rating")
+        return RowStore(expanded_files)
 
     def _is_rated(self, row: Row) -> bool:
-        rating = row.get("rating", "")  # a row without the column is bad, not unrated
+        rating = row.get("rating", "")  # "": without the column, the row is bad and not unrated
         return rating is not None and (rating != 0 or self.config.neutral_label is not None)
 
     def solution(self, row: Row) -> Solution:
         """Returns the solution of a row; raises PromptError on a bad row."""
-        layout = _layout(row, self.config)
+        layout = _layout_of(row, self.config)
         if layout is None:
             raise PromptError(
                 f"the columns {', '.join(map(str, row))} are not a known layout of labelled steps; "
@@ -143,9 +147,9 @@ class StepDataset(EncodedDataset):
         solution = self.solution(row)
         check_message_roles(as_messages(solution.prompt))
         if all(label is None for label in solution.labels):
-            raise Untrainable("nothing to learn", "no step of the row has a label")
+            raise UntrainableRow("nothing to learn", "no step of the row has a label")
 
-    def encoded(self, row: Row) -> EncodedRow:
+    def encode_row(self, row: Row) -> EncodedRow:
         solution = self.solution(row)
         is_text = isinstance(solution.prompt, str)
         prompt = (self._prompt_ids if is_text else self._render)(solution.prompt)
@@ -153,17 +157,18 @@ class StepDataset(EncodedDataset):
             raise PromptError("the prompt is empty")
         ids, mask, labels = list(prompt), [0] * len(prompt), [0.0] * len(prompt)
         for step, label in zip(solution.steps, solution.labels, strict=True):
-            tokens, mark = self._step_ids(step.strip()), self.mark
-            before, after = len(tokens) + mark.scored, len(mark.tokens) - mark.scored - 1
-            ids += [*tokens, *mark.tokens]
+            tokens, separator = self._step_ids(step.strip()), self.separator
+            before = len(tokens) + separator.scored
+            after = len(separator.tokens) - separator.scored - 1
+            ids += [*tokens, *separator.tokens]
             mask += [*[0] * before, int(label is not None), *[0] * after]
             labels += [*[0.0] * before, label or 0.0, *[0.0] * after]
         self.check_length(len(ids))
-        length, side = self.max_length, self.truncation
-        surplus = max(0, len(ids) - length) if side == "left" else 0
-        ids, mask = truncate(ids, length, side), truncate(mask, length, side)
+        length, truncation = self.max_length, self.truncation
+        surplus = max(0, len(ids) - length) if truncation == "left" else 0
+        ids, mask = truncate(ids, length, truncation), truncate(mask, length, truncation)
         if 1 not in mask:
-            raise Untrainable(
+            raise UntrainableRow(
                 "nothing to learn",
                 f"no labelled step is left within data.max_length={length} tokens",
             )
@@ -184,7 +189,7 @@ class StepDataset(EncodedDataset):
         return tokenise(text, self.tokenizer, self.max_tokens)
 
 
-def _layout(row: Row, config: StepDataConfig) -> str | None:
+def _layout_of(row: Row, config: StepDataConfig) -> str | None:
     """Returns the configured layout, or the one that the row's columns have."""
     if config.format != "auto":
         return config.format
@@ -197,121 +202,124 @@ def _layout(row: Row, config: StepDataConfig) -> str | None:
     return "math_shepherd" if {"input", "label"} <= row.keys() else None
 
 
-def _steps(row: Row, config: StepDataConfig) -> Solution:
-    """TRL's layout: prompt, completions, labels."""
-    labels = _list(row, config.labels_key)
-    steps = _texts(_list(row, config.completions_key), config.completions_key)
+def _parse_trl(row: Row, config: StepDataConfig) -> Solution:
+    """Parses TRL's layout: prompt, completions, labels."""
+    labels = _list_column(row, config.labels_key)
+    steps = _check_step_texts(_list_column(row, config.completions_key), config.completions_key)
     if len(labels) != len(steps):
         raise PromptError(
             f"{config.completions_key!r} has {len(steps)} steps and {config.labels_key!r} "
             f"{len(labels)} labels; give one label per step (null for none)"
         )
-    return Solution(row.get(config.prompt_key), steps, [_label(label) for label in labels])
+    return Solution(row.get(config.prompt_key), steps, [_parse_label(label) for label in labels])
 
 
-def _prm800k(row: Row, config: StepDataConfig) -> Solution:
-    """One rated step after the steps before it: instruction, responses, next_response, rating."""
+def _parse_prm800k(row: Row, config: StepDataConfig) -> Solution:
+    """Parses a rated step and those before it: instruction, responses, next_response, rating."""
     if "next_response" not in row:
         raise PromptError(
             "the row has neither next_response and rating nor PRM800K's question.problem and "
             "label.steps with their completions"
         )
-    steps = [*_list(row, "responses"), row["next_response"]]
-    label = _rating_label(row.get("rating"), config)
+    steps = [*_list_column(row, "responses"), row["next_response"]]
+    label = _parse_rating(row.get("rating"), config)
     labels: list[float | None] = [*[None] * (len(steps) - 1), label]
-    return Solution(row.get("instruction"), _texts(steps, "responses"), labels)
+    return Solution(row.get("instruction"), _check_step_texts(steps, "responses"), labels)
 
 
-def _rated_steps(row: Row) -> list[Row]:
+def _split_into_rated_steps(row: Row) -> list[Row]:
     """Splits a row of PRM800K's own layout (question, label.steps) into one row per step."""
     parts: list[Row] = []
-    before: list[str] = []
+    previous_steps: list[str] = []
     try:
         problem = row["question"]["problem"]
         for step in row["label"]["steps"]:
             completions = step["completions"] or ()
             for completion in completions:
                 text = {"next_response": completion["text"], "rating": completion["rating"]}
-                parts.append({"instruction": problem, "responses": list(before), **text})
-            choice, human = step["chosen_completion"], step.get("human_completion")
-            if choice is None and not human:
+                parts.append({"instruction": problem, "responses": list(previous_steps), **text})
+            choice, human_completion = step["chosen_completion"], step.get("human_completion")
+            if choice is None and not human_completion:
                 break
-            completion = human if choice is None else completions[choice]
-            before.append(completion["text"] if isinstance(completion, Mapping) else completion)
+            completion = human_completion if choice is None else completions[choice]
+            previous_steps.append(
+                completion["text"] if isinstance(completion, Mapping) else completion
+            )
     except (KeyError, IndexError, TypeError):
         return [row]
     return parts
 
 
-def _rating_label(rating: object, config: StepDataConfig) -> float | None:
+def _parse_rating(rating: object, config: StepDataConfig) -> float | None:
     if rating is None:
         return None
     labels = {-1.0: 0.0, 0.0: config.neutral_label, 1.0: 1.0}
     if not isinstance(rating, (int, float)) or float(rating) not in labels:
-        raise PromptError(f"'rating' is -1, 0, 1 or null, got {shown(rating)}")
+        raise PromptError(f"'rating' must be -1, 0, 1 or null, got {shown(rating)}")
     return labels[float(rating)]
 
 
-def _math_shepherd(row: Row, config: StepDataConfig) -> Solution:
-    """Text with STEP_MARK after each step, and the same text with + or - instead of the marks."""
+def _parse_math_shepherd(row: Row, config: StepDataConfig) -> Solution:
+    """Parses text with MATH_SHEPHERD_STEP_END after each step, and its copy with + or - instead."""
     text, labelled_text = row.get("input"), row.get("label")
     if not isinstance(text, str) or not isinstance(labelled_text, str):
-        raise PromptError("'input' and 'label' are text in the Math-Shepherd layout")
-    *parts, rest = text.split(STEP_MARK)
+        raise PromptError("'input' and 'label' must be text in the Math-Shepherd layout")
+    *parts, rest = text.split(MATH_SHEPHERD_STEP_END)
     if not parts:
-        raise PromptError(f"'input' has no {STEP_MARK!r}, which ends a step")
+        raise PromptError(f"'input' has no {MATH_SHEPHERD_STEP_END!r}, which ends a step")
     labels: list[float | None] = []
     start = 0
     for number, part in enumerate(parts, start=1):
         sign = labelled_text[start + len(part) : start + len(part) + 1]
         if labelled_text[start : start + len(part)] != part or sign not in ("+", "-"):
             raise PromptError(
-                f"'label' differs from 'input' at step {number}; it has the same text, with + or - "
-                f"in place of each {STEP_MARK!r}"
+                f"'label' differs from 'input' at step {number}; it must have the same text, with "
+                f"+ or - in place of each {MATH_SHEPHERD_STEP_END!r}"
             )
         labels.append(float(sign == "+"))
         start += len(part) + 1
     if labelled_text[start:].strip() != rest.strip():
-        raise PromptError(f"'label' differs from 'input' after the last {STEP_MARK!r}")
-    prompt, heading, step = parts[0].partition(_FIRST_STEP)
+        raise PromptError(f"'label' differs from 'input' after the last {MATH_SHEPHERD_STEP_END!r}")
+    prompt, heading, step = parts[0].partition(_FIRST_STEP_HEADING)
     if not heading:
-        raise PromptError(f"'input' has no {_FIRST_STEP!r} that ends the problem")
-    return Solution(prompt.strip(), _texts([heading + step, *parts[1:]], "input"), labels)
+        raise PromptError(f"'input' has no {_FIRST_STEP_HEADING!r} that ends the problem")
+    steps = _check_step_texts([heading + step, *parts[1:]], "input")
+    return Solution(prompt.strip(), steps, labels)
 
 
-def _processbench(row: Row, config: StepDataConfig) -> Solution:
-    """Steps and the number of the first wrong one (-1 for none); steps after it have no label."""
-    steps, first_wrong = _texts(_list(row, "steps"), "steps"), row.get("label")
+def _parse_processbench(row: Row, config: StepDataConfig) -> Solution:
+    """Parses steps and the index of the first wrong step (-1: none); later steps have no label."""
+    steps, first_wrong = _check_step_texts(_list_column(row, "steps"), "steps"), row.get("label")
     if not isinstance(first_wrong, int) or not -1 <= first_wrong < len(steps):
         raise PromptError(
-            f"'label' is the number of the first wrong of {len(steps)} steps, or -1; got "
+            f"'label' must be the index of the first wrong of {len(steps)} steps, or -1; got "
             f"{shown(first_wrong)}"
         )
-    num_right = len(steps) if first_wrong < 0 else first_wrong
-    labels: list[float | None] = [1.0] * num_right
+    num_correct = len(steps) if first_wrong < 0 else first_wrong
+    labels: list[float | None] = [1.0] * num_correct
     if first_wrong >= 0:
         labels += [0.0, *[None] * (len(steps) - first_wrong - 1)]
     return Solution(row.get("problem"), steps, labels)
 
 
 LAYOUTS: dict[str, Callable[[Row, StepDataConfig], Solution]] = {
-    "steps": _steps,
-    "prm800k": _prm800k,
-    "math_shepherd": _math_shepherd,
-    "processbench": _processbench,
+    "steps": _parse_trl,
+    "prm800k": _parse_prm800k,
+    "math_shepherd": _parse_math_shepherd,
+    "processbench": _parse_processbench,
 }
 
 
-def _list(row: Row, key: str) -> list[Any]:
+def _list_column(row: Row, key: str) -> list[Any]:
     value: Any = row.get(key)
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
-        raise PromptError(f"column {key!r} is a list, got {shown(value)}")
+        raise PromptError(f"column {key!r} must be a list, got {shown(value)}")
     return list(value)
 
 
-def _texts(steps: Sequence[Any], key: str) -> list[str]:
+def _check_step_texts(steps: Sequence[Any], key: str) -> list[str]:
     if not steps:
         raise PromptError(f"column {key!r} has no steps")
     for number, step in enumerate(steps):
@@ -320,11 +328,11 @@ def _texts(steps: Sequence[Any], key: str) -> list[str]:
     return list(steps)
 
 
-def _label(label: object) -> float | None:
+def _parse_label(label: object) -> float | None:
     if label is None:
         return None
     if not isinstance(label, (bool, int, float)) or not 0 <= label <= 1 or math.isnan(label):
         raise PromptError(
-            f"a label is true, false, a probability from 0 to 1, or null; got {shown(label)}"
+            f"a label must be true, false, a probability from 0 to 1, or null; got {shown(label)}"
         )
     return float(label)

@@ -1,14 +1,13 @@
 """Rule-based scores, and the managers that turn them into token rewards.
 
-Names are resolved on first use, so that a scoring process starts without torch. Reward models
-(networks) are workers; the trainer mixes their scores with these.
+Names are imported on first use, so that a scoring process starts without torch. Reward models
+(networks) are workers; the trainer combines their scores with these.
 """
 
 from __future__ import annotations
 
 import importlib
-
-from hone.types import Function
+from typing import Any
 
 _EXPORTS = {
     "AbstractRewardManager": "hone.rewards.managers.abstract",
@@ -29,7 +28,7 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)
 
 
-def __getattr__(name: str) -> Function:
+def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Calls a plain or async scorer with the keyword arguments that it accepts.
 
-Built-in, user-defined and registered scorers differ in signature; only this file handles that. It
-neither catches the scorer's exceptions nor checks its result.
+Built-in, user-defined and registered scorers have different signatures; only this file handles
+that. It neither catches the scorer's exceptions nor checks its result.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FORMAT_ARGUMENTS = (
     "retrieval_score",
 )
 """Format rewards: config keys under `reward_model` that only some scorers accept."""
-_RUN_ARGUMENTS = (
+_SERVICE_ARGUMENTS = (
     "sandbox_fusion_url",
     "concurrent_semaphore",
     "memory_limit_mb",
     "reward_router_address",
 )
-AMBIENT_ARGUMENTS = frozenset({*FORMAT_ARGUMENTS, *_RUN_ARGUMENTS, "score_observations"})
-"""Passed to every scorer that accepts them; other scorers are called without them."""
+OPTIONAL_ARGUMENTS = frozenset({*FORMAT_ARGUMENTS, *_SERVICE_ARGUMENTS, "score_observations"})
+"""Arguments that a scorer gets if it accepts them; other scorers are called without them."""
 
 
 class ScorerSignatureError(SetupError, TypeError):
@@ -41,10 +41,10 @@ class ScorerSignatureError(SetupError, TypeError):
 
 
 def is_async(function: Function) -> bool:
-    """Whether calling the function or object returns a coroutine."""
-    inner = unbound(function)
-    call = getattr(type(inner), "__call__", None)  # noqa: B004
-    return any(map(inspect.iscoroutinefunction, (function, inner, call)))
+    """Returns whether a call of the function or object returns a coroutine."""
+    unwrapped = unbound(function)
+    call = getattr(type(unwrapped), "__call__", None)  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, (function, unwrapped, call)))
 
 
 def accepted_names(function: Function) -> frozenset[str] | None:
@@ -83,12 +83,12 @@ def call_scorer(function: Function, arguments: Settings, options: Settings) -> A
 
 
 def accepted_arguments(function: Function, arguments: Settings, options: Settings) -> Fields:
-    """Returns the row's arguments that the scorer accepts, and every option."""
+    """Returns the arguments and options that the scorer accepts; an unknown option is an error."""
     names = accepted_names(function)
     if names is None:
         return {**arguments, **options}
     for name in options:
-        if name not in names and name not in AMBIENT_ARGUMENTS:
+        if name not in names and name not in OPTIONAL_ARGUMENTS:
             raise ScorerSignatureError(
                 f"scorer {describe(function)} takes no argument {name!r}; it takes "
                 f"{', '.join(sorted(names - set(ROW_ARGUMENTS))) or 'none'}. Check "
@@ -118,7 +118,7 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # a builtin without a signature: the first batch will show errors
+        return  # a builtin has no signature, so errors appear only in the first batch
     try:
         signature.bind(**call_arguments)
         if names is None or not names.isdisjoint(arguments):
@@ -130,12 +130,12 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
     raise ScorerSignatureError(
         f"{location}: the score function {name}{signature} cannot be called with "
         f"{', '.join(arguments)} ({problem}); write it as def {name}({', '.join(arguments[:-1])}, "
-        f"{arguments[-1]}=None){_hint(set(signature.parameters), arguments)}"
+        f"{arguments[-1]}=None){_signature_hint(set(signature.parameters), arguments)}"
     )
 
 
-def _hint(names: set[str], arguments: Sequence[str]) -> str:
-    """Returns advice for common mistakes in the signature."""
+def _signature_hint(names: set[str], arguments: Sequence[str]) -> str:
+    """Returns the end of the error message: a hint about a common mistake in the signature."""
     if names & {"completion", "completions", "prompt", "prompts"}:
         return f". This looks like a TRL reward function: a completion is in {arguments[1]} here"
     if names & set(BATCH_ARGUMENTS) and tuple(arguments) != BATCH_ARGUMENTS:

@@ -1,7 +1,7 @@
 """Renders conversations for a reward model or a judge.
 
-A response may spell control tokens of the model that reads it. A zero-width space after their first
-character keeps tokenizers from reading them as control tokens.
+A response may contain the text of control tokens of the model that reads it. A zero-width space
+after their first character keeps tokenizers from reading them as control tokens.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hone.data.chat_template import apply_template
 from hone.tokenizer import Tokenizer
-from hone.types import Settings
 
-Prompt: TypeAlias = str | Sequence[Settings]
+Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
 """Plain text, or chat messages."""
 _ZERO_WIDTH_SPACE = "\u200b"
 _CONTROL_TOKENS = (
@@ -29,7 +28,7 @@ def prompt_text(prompt: Prompt) -> str:
     """Returns a text prompt, or the joined contents of chat messages."""
     if isinstance(prompt, str):
         return prompt
-    contents = (turn.get("content") for turn in prompt if isinstance(turn, Mapping))
+    contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
     return "\n\n".join(content for content in contents if isinstance(content, str))
 
 
@@ -37,25 +36,32 @@ def has_template(tokenizer: Tokenizer | None) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def conversation_text(prompt: Prompt, answer: str, tokenizer: Tokenizer) -> str:
-    """Returns the conversation by the chat template, or without one joined by blank lines."""
+def conversation_text(prompt: Prompt, response: str, tokenizer: Tokenizer) -> str:
+    """Renders prompt and response with the chat template.
+
+    Without a template, the texts are joined by blank lines; a text prompt is only concatenated.
+    """
     if isinstance(prompt, str):
-        return prompt + answer
+        return prompt + response
     if not has_template(tokenizer):
-        return f"{prompt_text(prompt)}\n\n{answer}"
-    turns = [*prompt, {"role": "assistant", "content": answer}]
-    return str(apply_template(turns, tokenizer, tokenize=False))
+        return f"{prompt_text(prompt)}\n\n{response}"
+    messages = [*prompt, {"role": "assistant", "content": response}]
+    return str(apply_template(messages, tokenizer, tokenize=False))
 
 
 def escape_special_tokens(text: str, tokenizer: Tokenizer | None = None) -> str:
-    """Returns the text with its control tokens broken up, so that they are plain text."""
-    special = () if tokenizer is None else getattr(tokenizer, "all_special_tokens", ())
-    return _pattern(tuple(special)).sub(lambda m: m[0][0] + _ZERO_WIDTH_SPACE + m[0][1:], text)
+    """Breaks up the control tokens in a text, so that tokenizers read them as plain text."""
+    special_tokens = () if tokenizer is None else getattr(tokenizer, "all_special_tokens", ())
+    return _control_token_pattern(tuple(special_tokens)).sub(
+        lambda m: m[0][0] + _ZERO_WIDTH_SPACE + m[0][1:], text
+    )
 
 
 @functools.lru_cache(maxsize=16)
-def _pattern(special: tuple[str, ...]) -> re.Pattern[str]:
-    names = sorted(
-        {name for name in (*_CONTROL_TOKENS, *special) if len(name) > 1}, key=len, reverse=True
+def _control_token_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
+    tokens = sorted(
+        {token for token in (*_CONTROL_TOKENS, *special_tokens) if len(token) > 1},
+        key=len,
+        reverse=True,
     )
-    return re.compile("|".join(map(re.escape, names)))
+    return re.compile("|".join(map(re.escape, tokens)))

@@ -1,7 +1,7 @@
 """A soft deadline for a call in this process; Python cannot kill a running function.
 
-In the main thread a timer signal interrupts the call. Elsewhere the call runs in a helper thread,
-which is abandoned at the deadline. The prime manager's processes provide a hard deadline.
+In the main thread, a timer signal interrupts the call. In other threads, the call runs in a helper
+thread, which is abandoned at the deadline. The prime manager's processes have a hard deadline.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
         return _call_with_timer(function, timeout_s)
     future: Future[T] = Future()
 
-    def work() -> None:
+    def run_function() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # raised again in the caller's thread
+        except BaseException as error:  # `future.result()` raises it in the caller's thread
             future.set_exception(error)
 
-    thread = threading.Thread(target=work, name="hone-score", daemon=True)
+    thread = threading.Thread(target=run_function, name="hone-score", daemon=True)
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
@@ -42,18 +42,20 @@ def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
 
 
 def _call_with_timer(function: Callable[[], T], timeout_s: float) -> T:
-    def on_timer(number: int, frame: FrameType | None) -> None:
+    def on_timer(signal_number: int, frame: FrameType | None) -> None:
         raise DeadlineExceeded
 
-    handler = signal.signal(signal.SIGALRM, on_timer)
+    outer_handler = signal.signal(signal.SIGALRM, on_timer)
     # The timer repeats, because a bare `except` in a scorer may catch the first signal.
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, max(timeout_s, 1.0))
-    started = time.monotonic()
+    outer_remaining_s, outer_interval_s = signal.setitimer(
+        signal.ITIMER_REAL, timeout_s, max(timeout_s, 1.0)
+    )
+    start_s = time.monotonic()
     try:
         return function()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining:
-            remaining = max(remaining - (time.monotonic() - started), 1e-3)
-            signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+        signal.signal(signal.SIGALRM, outer_handler)
+        if outer_remaining_s:
+            outer_remaining_s = max(outer_remaining_s - (time.monotonic() - start_s), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, outer_remaining_s, outer_interval_s)

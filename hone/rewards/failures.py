@@ -13,13 +13,13 @@ from hone.types import JsonObject
 
 POLICIES = ("raise", "score")
 NO_GROUND_TRUTH = "no_ground_truth"
-"""The reason if a row lacks the ground truth that its rule needs."""
+"""The reason of a row without the ground truth that its rule needs."""
 
 _mishaps: ContextVar[dict[str, int] | None] = ContextVar("mishaps", default=None)
 
 
 class counted_mishaps:
-    """Counts problems that do not stop a scorer inside the `with` block, by reason."""
+    """Counts, by reason, the problems inside the `with` block that do not stop a scorer."""
 
     def __enter__(self) -> dict[str, int]:
         self._outer_counts, self._counts = _mishaps.get(), dict[str, int]()
@@ -40,7 +40,7 @@ def count_mishap(reason: str, count: int = 1) -> None:
 
 
 class SetupError(Exception):
-    """The configuration is wrong (a scorer, an option, the sandbox); raised under every policy."""
+    """The setup is wrong (a scorer, an option, the sandbox); it is raised under every policy."""
 
 
 class WrongSetting(SetupError, ValueError):
@@ -73,7 +73,7 @@ class FailurePolicy:
 
 @dataclass(frozen=True)
 class Scored:
-    """A row's score, the scorer's other values, and the problems that did not stop it."""
+    """The score of a row, the scorer's other values, and the problems that did not stop it."""
 
     score: float
     extras: JsonObject = field(default_factory=dict)
@@ -86,5 +86,5 @@ class Failed:
 
     reason: str
     detail: str
-    error: tuple[str, ...] = ()
+    error_classes: tuple[str, ...] = ()
     """The class names of an exception and of its bases."""

@@ -48,12 +48,12 @@ CLASSIFIER_SETTINGS = frozenset({"kind", "batch_size"})
 """Server settings that only classifiers have."""
 _PLACEHOLDER = re.compile(r"\{(question|response|ground_truth|lowest|highest|score_after)\}")
 _NUMBER = re.compile(r"[\s*_`\"'(:=]{0,8}([-+0-9.,eE]{1,24})")
-_MAX_TRIES = 64
-"""How many positions of the judge's text, from its end, are searched for a grade."""
+_MAX_GRADE_POSITIONS = 64
+"""How many positions of the judge's text, counted from its end, are tried for a grade."""
 
 
-class Completions(Protocol):
-    """A language model that answers texts."""
+class CompletionClient(Protocol):
+    """A client of the language model that is the judge."""
 
     async def complete(self, requests: Sequence[Request]) -> list[str | Failed]: ...
 
@@ -65,7 +65,7 @@ class ChatServer:
 
     def __init__(self, server: RewardServerConfig, judge: JudgeConfig) -> None:
         self.server = ScoringServer(server, "/v1/chat/completions")
-        self._body: JsonObject = {
+        self._request_fields: JsonObject = {
             "model": server.model,
             "temperature": judge.temperature,
             "max_tokens": judge.max_tokens,
@@ -81,21 +81,21 @@ class ChatServer:
 
     async def _complete_one(self, request: Request) -> str | Failed:
         text, vote = request
-        cache, key = self.server.cache, cache_key("chat", self._body, text, vote)
+        cache, key = self.server.cache, cache_key("chat", self._request_fields, text, vote)
         if isinstance(cached := cache.get(key), str):
             self.server.counts["cache_hits"] += 1
             return cached
         messages: JsonValue = [{"role": "user", "content": text}]
         try:
-            body = self._body | {"messages": messages, "seed": vote}
-            answer = await self.server.post(body, _content)
+            body = self._request_fields | {"messages": messages, "seed": vote}
+            answer = await self.server.post(body, _message_content)
         except RemoteError as error:
             return error.failure
         cache.put(key, answer)
         return answer
 
 
-def _content(answer: Fields) -> str:
+def _message_content(answer: Fields) -> str:
     content = answer["choices"][0]["message"]["content"]
     if not isinstance(content, str | None):
         raise TypeError(f"the content is a {type(content).__name__}, not text")
@@ -103,15 +103,15 @@ def _content(answer: Fields) -> str:
 
 
 class Judge:
-    """Grades responses from 0 to 1. It is also a score function: `hone.Judge(url=…)`.
+    """Grades responses from 0 to 1; it can be passed as a score function: `hone.Judge(url=…)`.
 
     The settings are the keys of `reward_model.judge` and `reward_model.server`.
     """
 
     has_own_deadline = True
-    """Each request has its own deadline, so the manager sets none for the wait for a slot."""
+    """Each request has its own deadline; one of the manager would include the wait for a slot."""
 
-    def __init__(self, completions: Completions | None = None, **settings: Any) -> None:
+    def __init__(self, client: CompletionClient | None = None, **settings: Any) -> None:
         judge_names = {field.name for field in fields(JudgeConfig)}
         server_names = {field.name for field in fields(RewardServerConfig)} - CLASSIFIER_SETTINGS
         for name in settings:
@@ -119,12 +119,12 @@ class Judge:
                 hint = did_you_mean(nearest(name, judge_names | server_names))
                 raise WrongSetting(f"hone.Judge has no setting {name!r}.{hint}")
         self.config = JudgeConfig(**{n: v for n, v in settings.items() if n in judge_names})
-        if completions is None:
+        if client is None:
             server = {"model": None, **{n: v for n, v in settings.items() if n in server_names}}
             if not server.get("url") or not server["model"]:
                 raise WrongSetting("a judge needs the url of its server and the model's name there")
-            completions = ChatServer(RewardServerConfig(**server), self.config)
-        self.completions = completions
+            client = ChatServer(RewardServerConfig(**server), self.config)
+        self.client = client
         self._template = read_template(self.config.template)
         if not self.config.score_after.strip():
             raise WrongSetting("reward_model.judge.score_after is empty; use Score:, for example")
@@ -152,17 +152,15 @@ class Judge:
         """Returns one result per row, in order; all votes of all rows are requested together."""
         votes = self.config.votes
         requests = [(self.prompt_for(row), vote) for row in rows for vote in range(votes)]
-        texts = await self.completions.complete(requests)
-        return [self._result(texts[i : i + votes]) for i in range(0, len(texts), votes)]
+        texts = await self.client.complete(requests)
+        return [self._combine_votes(texts[i : i + votes]) for i in range(0, len(texts), votes)]
 
     def pop_metrics(self) -> dict[str, float]:
-        return self.completions.pop_metrics()
+        return self.client.pop_metrics()
 
     def connection_error(self) -> str | None:
-        completions = self.completions
-        return (
-            completions.server.connection_error() if isinstance(completions, ChatServer) else None
-        )
+        client = self.client
+        return client.server.connection_error() if isinstance(client, ChatServer) else None
 
     def prompt_for(self, row: Response) -> str:
         """Returns the text that the judge reads for a row."""
@@ -172,14 +170,14 @@ class Judge:
         values = {
             "question": escape_special_tokens(prompt_text(question)),
             "ground_truth": "" if truth is None else escape_special_tokens(str(truth)),
-            "response": delimited(escape_special_tokens(row.solution_str)),
+            "response": delimit(escape_special_tokens(row.solution_str)),
             "lowest": f"{self.config.lowest:g}",
             "highest": f"{self.config.highest:g}",
             "score_after": self.config.score_after,
         }
         return clean_text(_PLACEHOLDER.sub(lambda match: values[match[1]], self._template))
 
-    def _result(self, texts: Sequence[str | Failed]) -> Scored | Failed:
+    def _combine_votes(self, texts: Sequence[str | Failed]) -> Scored | Failed:
         grades, mishaps = [], Counter[str]()
         failures = [text for text in texts if isinstance(text, Failed)]
         for text in texts:
@@ -198,11 +196,11 @@ class Judge:
         if self.config.vote == "majority":
             counts = Counter(grades)
             score = min(grade for grade in counts if counts[grade] == max(counts.values()))
-        first = next(text for text in texts if not isinstance(text, Failed))
-        return Scored(score, {"judge": first, "judge_votes": len(grades)}, dict(mishaps))
+        first_text = next(text for text in texts if not isinstance(text, Failed))
+        return Scored(score, {"judge": first_text, "judge_votes": len(grades)}, dict(mishaps))
 
     def _grade(self, text: str) -> float | None:
-        """Returns the grade scaled to 0…1, or None if there is none within the range."""
+        """Returns the grade in a text, scaled to 0…1, or None if it is missing or out of range."""
         grade = _grade_in_json(text) if self.config.format == "json" else self._grade_in_text(text)
         lowest, highest = self.config.lowest, self.config.highest
         if grade is None or not lowest <= grade <= highest:
@@ -213,21 +211,21 @@ class Judge:
         """Returns the number after the last `score_after` that is followed by a number."""
         text, marker = text.lower(), self.config.score_after.lower()
         end = len(text)
-        for _ in range(_MAX_TRIES):
+        for _ in range(_MAX_GRADE_POSITIONS):
             start = text.rfind(marker, 0, end)
             if start < 0:
                 return None
             match = _NUMBER.match(text, start + len(marker))
-            if match and (number := _number(match[1].rstrip(".,eE+-"))) is not None:
+            if match and (number := _parse_number(match[1].rstrip(".,eE+-"))) is not None:
                 return number
             end = start
         return None
 
 
 def _grade_in_json(text: str) -> float | None:
-    """Returns `score` of the last JSON object that has that key."""
+    """Returns the value of `score` in the last JSON object that has this key."""
     decoder, end = json.JSONDecoder(), len(text)
-    for _ in range(_MAX_TRIES):
+    for _ in range(_MAX_GRADE_POSITIONS):
         end = text.rfind("{", 0, end)
         if end < 0:
             return None
@@ -237,25 +235,25 @@ def _grade_in_json(text: str) -> float | None:
             continue
         if isinstance(value, dict) and "score" in value:
             score = value["score"]
-            return None if isinstance(score, bool | list | dict) else _number(score)
+            return None if isinstance(score, bool | list | dict) else _parse_number(score)
     return None
 
 
-def _number(value: Any) -> float | None:
+def _parse_number(value: Any) -> float | None:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
 
 
-def delimited(text: str) -> str:
-    """Returns the text between two lines with its hash, which the text cannot contain."""
+def delimit(text: str) -> str:
+    """Returns the text between two lines that contain its hash, which the text cannot contain."""
     digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
     return f"<response-{digest}>\n{text}\n</response-{digest}>"
 
 
 def read_template(template: str | None) -> str:
-    """Returns the template: a text with `{response}`, or the content of a file."""
+    """Returns the template, which is given as a text with `{response}` or as a file."""
     if template is None or "{response}" in template:
         return template or TEMPLATE
     try:

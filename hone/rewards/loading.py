@@ -23,7 +23,7 @@ from hone.rewards.calling import (
     init_parameter_names,
 )
 from hone.rewards.failures import FailurePolicy, WrongSetting
-from hone.rewards.judge import CLASSIFIER_SETTINGS, Completions, Judge
+from hone.rewards.judge import CLASSIFIER_SETTINGS, CompletionClient, Judge
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.model import ModelRewardManager, ModelScorer
 from hone.rewards.managers.registry import get_reward_manager_cls
@@ -52,32 +52,34 @@ def load_reward_manager(
     `compute_score` replaces the configured score function. `reward_kwargs` override
     `reward_model.reward_kwargs`; names that the built-in managers do not accept go to the scorer.
     """
-    model = config.reward_model
-    for source, target in model.scores.items():
+    reward_model = config.reward_model
+    for source, target in reward_model.scores.items():
         register_score(source, target)
-        # Options are checked when rows are scored, because they may belong to other rules.
+        # Options are checked when rows are scored, because they may be for other rules.
         check_signature(load_object(target), ROW_ARGUMENTS, {})
-    if model.score_observations:
+    if reward_model.score_observations:
         _warn_about_observations()
     cls = _manager_class(config)
     scorer = compute_score or get_custom_reward_fn(config)
     if issubclass(cls, RewardManagerBase):
-        router = _router_address(model.server.url) if model.server.url else None
+        router = _router_address(reward_model.server.url) if reward_model.server.url else None
         return cls(
             config=config, tokenizer=tokenizer, compute_score=scorer, reward_router_address=router
         )
     settings = {**_manager_settings(config), **reward_kwargs}
-    is_rule = issubclass(cls, RuleRewardManager)
-    accepted = init_parameter_names(cls) | {*reward_kwargs} if is_rule else accepted_names(cls)
-    if accepted is not None:
-        settings = {name: settings[name] for name in settings if name in accepted}
-    if is_rule:
+    is_rule_manager = issubclass(cls, RuleRewardManager)
+    accepted_settings = (
+        init_parameter_names(cls) | {*reward_kwargs} if is_rule_manager else accepted_names(cls)
+    )
+    if accepted_settings is not None:
+        settings = {name: settings[name] for name in settings if name in accepted_settings}
+    if is_rule_manager:
         settings = {**_score_options(config, scorer), "policy": _policy(config), **settings}
-        # PRIME trains its model on the rule's score, so a row without one is a failure there.
-        if model.enable and model.type != "prime":
+        # PRIME trains its reward model on the rule's score, so there a row without it is a failure.
+        if reward_model.enable and reward_model.type != "prime":
             settings["masks_missing"] = True
-        if model.repeatness_punishment:
-            settings["repeat_threshold"] = model.high_repeat_threshold
+        if reward_model.repeatness_punishment:
+            settings["repeat_threshold"] = reward_model.high_repeat_threshold
     manager = cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
@@ -94,23 +96,27 @@ def load_model_manager(
     config: PPOTrainerConfig,
     tokenizer: Tokenizer,
     model_tokenizer: Tokenizer | None,
-    completions: Completions | None = None,
+    client: CompletionClient | None = None,
 ) -> ModelRewardManager:
-    """Returns the manager of a served classifier, or of a judge (on `completions` or a server)."""
-    model = config.reward_model
+    """Returns the manager of a served classifier or of a judge.
+
+    A judge uses `client`, or the configured server if `client` is None.
+    """
+    reward_model = config.reward_model
     scorer: ModelScorer
-    if model.type == "judge":
-        server = {n: value for n, value in model.server.items() if n not in CLASSIFIER_SETTINGS}
-        scorer = Judge(completions, **server, **model.judge)
+    if reward_model.type == "judge":
+        items = reward_model.server.items()
+        server = {name: value for name, value in items if name not in CLASSIFIER_SETTINGS}
+        scorer = Judge(client, **server, **reward_model.judge)
     else:
         is_chat = config.data.prompt_format == "chat"
-        scorer = ServedClassifier(model.server, model_tokenizer, is_chat=is_chat)
+        scorer = ServedClassifier(reward_model.server, model_tokenizer, is_chat=is_chat)
     return ModelRewardManager(
         tokenizer,
         scorer=scorer,
         reward_fn_key=config.data.reward_fn_key,
         policy=_policy(config),
-        score_observations=model.type != "judge" or model.score_observations,
+        score_observations=reward_model.type != "judge" or reward_model.score_observations,
     )
 
 
@@ -192,15 +198,16 @@ def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
 
 
 def _manager_settings(config: PPOTrainerConfig) -> Fields:
-    """Returns `reward_model.reward_kwargs` without the policy; null values become defaults."""
-    model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
-    names = {field.name for field in dataclasses.fields(model.reward_kwargs)} - _POLICY_FIELDS
-    settings = {name: getattr(model.reward_kwargs, name) for name in names}
-    settings["score_observations"] = model.score_observations
+    """Returns `reward_model.reward_kwargs` without the failure policy, with defaults for null."""
+    reward_model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
+    kwargs = reward_model.reward_kwargs
+    names = {field.name for field in dataclasses.fields(kwargs)} - _POLICY_FIELDS
+    settings = {name: getattr(kwargs, name) for name in names}
+    settings["score_observations"] = reward_model.score_observations
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length
     if settings["num_processes"] is None and sandbox.url:
-        # Scoring processes only wait for the service, so its slots limit them, not our cores.
+        # Scoring processes only wait for the service, so its slots, not the cores, limit them.
         settings["num_processes"] = sandbox.max_concurrent
     return settings
 
@@ -215,18 +222,18 @@ def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Fields:
 
     A user-defined scorer gets the arguments that it names, and all of `score_kwargs`.
     """
-    model = config.reward_model
+    reward_model = config.reward_model
     options = {
-        name: getattr(model, name)
+        name: getattr(reward_model, name)
         for name in FORMAT_ARGUMENTS
-        if getattr(model, name) != getattr(RewardModelConfig, name)
+        if getattr(reward_model, name) != getattr(RewardModelConfig, name)
     }
-    options["memory_limit_mb"] = model.sandbox_fusion.memory_limit_mb
-    if model.sandbox_fusion.url:
-        options["sandbox_fusion_url"] = model.sandbox_fusion.url
-    if model.server.url:
-        options["reward_router_address"] = _router_address(model.server.url)
+    options["memory_limit_mb"] = reward_model.sandbox_fusion.memory_limit_mb
+    if reward_model.sandbox_fusion.url:
+        options["sandbox_fusion_url"] = reward_model.sandbox_fusion.url
+    if reward_model.server.url:
+        options["reward_router_address"] = _router_address(reward_model.server.url)
     if scorer is not None:
         names = accepted_names(scorer) or frozenset()
         options = {name: value for name, value in options.items() if name in names}
-    return {**options, **model.score_kwargs}
+    return {**options, **reward_model.score_kwargs}

@@ -12,7 +12,7 @@ from typing import Any
 
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
-from hone.rewards.ground_truth import INVALID, plain
+from hone.rewards.ground_truth import INVALID_PREDICTION, to_python
 from hone.rewards.places import describe, error_location, unbound
 from hone.rewards.scores import symbolic, table
 from hone.types import Fields, Function, JsonObject, JsonValue, Settings
@@ -56,12 +56,12 @@ def exception_failure(error: BaseException, compute_score: Function) -> Failed:
     return Failed(
         "exception",
         f"{describe(compute_score)} raised {type(error).__name__}: {error}{where}",
-        tuple(kind.__name__ for kind in type(error).__mro__),
+        tuple(cls.__name__ for cls in type(error).__mro__),
     )
 
 
 def read_result(result: Any) -> Scored | Failed:
-    """Converts a number, a dict with `score`, a tuple that starts with the score, or a failure."""
+    """Converts a scorer's result: a number, a dict with `score`, a tuple (score, …), or Failed."""
     if isinstance(result, Failed):
         return result
     extras: JsonObject = {}
@@ -70,7 +70,7 @@ def read_result(result: Any) -> Scored | Failed:
         if "score" not in result:
             return Failed("bad_return", f"a dict without 'score': keys {sorted(map(str, result))}")
         value = result["score"]
-        extras = {str(key): plain(item) for key, item in result.items() if key != "score"}
+        extras = {str(key): to_python(item) for key, item in result.items() if key != "score"}
     elif isinstance(result, (tuple, list)):
         if not result:
             return Failed("bad_return", "an empty sequence")
@@ -91,8 +91,8 @@ def read_result(result: Any) -> Scored | Failed:
 
 
 def vote_of(pred: JsonValue) -> str | None:
-    """Returns a response's vote in maj@k, from its scorer's `pred`; None is no vote."""
-    return None if pred is None or str(pred).strip() in ("", INVALID) else str(pred)
+    """Returns the vote of a response in maj@k, or None; `pred` is what its scorer extracted."""
+    return None if pred is None or str(pred).strip() in ("", INVALID_PREDICTION) else str(pred)
 
 
 def precompute_comparisons(
@@ -100,17 +100,17 @@ def precompute_comparisons(
 ) -> list[Comparisons]:
     """Makes the symbolic comparisons of the built-in rules together, within one budget.
 
-    Returns each row's comparisons, for another process. A user's score function is not called,
-    because it may have side effects.
+    Returns the comparisons of each row, which another process can use. A user's score function is
+    not called, because it may have side effects.
     """
-    pairs: list[list[symbolic.Pair]] = []
+    pairs_by_row: list[list[symbolic.Pair]] = []
     for row in rows:
-        pairs.append([])
+        pairs_by_row.append([])
         if _compares_expressions(compute_score, row):
-            with symbolic.recording_pairs() as pairs[-1]:
+            with symbolic.recording_pairs() as pairs_by_row[-1]:
                 score_row(compute_score, row, options)
-    symbolic.compare_all(pair for row_pairs in pairs for pair in row_pairs)
-    return [symbolic.cached_results(row_pairs) for row_pairs in pairs]
+    symbolic.compare_all(pair for row_pairs in pairs_by_row for pair in row_pairs)
+    return [symbolic.cached_results(row_pairs) for row_pairs in pairs_by_row]
 
 
 def _compares_expressions(compute_score: Function, row: Response) -> bool:

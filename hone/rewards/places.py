@@ -10,16 +10,16 @@ from types import CodeType
 
 from hone.types import Function
 
-_PACKAGE = str(Path(__file__).parents[1])
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_PACKAGE_FOLDER = str(Path(__file__).parents[1])
+_LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 def describe(function: Function) -> str:
     """Returns `name of file` for a function from a user's file, else `module.name`."""
-    inner = unbound(function)
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    module = getattr(inner, "__module__", "?")
-    code = _code_of(inner)
+    unwrapped = unbound(function)
+    name = getattr(unwrapped, "__qualname__", type(unwrapped).__qualname__)
+    module = getattr(unwrapped, "__module__", "?")
+    code = _code_of(unwrapped)
     if code is not None and str(module).startswith(("hone_extern_", "__main__")):
         return f"{name} of {code.co_filename}"
     return f"{module}.{name}"
@@ -40,8 +40,8 @@ def error_location(error: BaseException, function: Function) -> str | None:
     ]
     if code is None or _is_in_hone(code.co_filename):
         # The table calls a registered rule, which is in the user's file.
-        outside = [frame for frame in frames if not _is_in_hone(frame.filename)]
-        user_frames = [f for f in outside if not f.filename.startswith(_INSTALLED)] or frames
+        outside_frames = [frame for frame in frames if not _is_in_hone(frame.filename)]
+        user_frames = [f for f in outside_frames if not _is_in_library(f.filename)] or frames
     if not user_frames:
         return definition_location(function)
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
@@ -65,5 +65,9 @@ def _code_of(function: Function) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
+def _is_in_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARY_FOLDERS)
+
+
 def _is_in_hone(filename: str) -> bool:
-    return filename.startswith(_PACKAGE)
+    return filename.startswith(_PACKAGE_FOLDER)

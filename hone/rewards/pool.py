@@ -28,12 +28,13 @@ from hone.types import Settings
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""It is long because a worker imports modules before its first job, slowly on a busy machine."""
+"""It is long because a worker imports modules before its first job, slowly if the CPU is busy."""
 START_RETRIES = 2
-"""How often in a row a worker that died during its start is replaced."""
+"""How many times in succession a worker that died during its start is replaced."""
 MESSAGE_TIMEOUT_S = 60.0
 """A worker that does not read or finish a message for this long counts as dead."""
 KILL_TIMEOUT_S = 10.0
+"""How long the end of a killed process is awaited."""
 
 T = TypeVar("T")
 
@@ -46,21 +47,22 @@ class _Worker:
     """A process and the socket to it."""
 
     def __init__(self, factory: str, keywords: Settings) -> None:
-        ours, theirs = socket.socketpair()
-        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", int(MESSAGE_TIMEOUT_S), 0))
+        our_end, worker_end = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            seconds = struct.pack("ll", int(MESSAGE_TIMEOUT_S), 0)
+            our_end.setsockopt(socket.SOL_SOCKET, option, seconds)
         # The new interpreter must find the same modules as this one.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with theirs:
+        with worker_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "hone.rewards.pool_worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "hone.rewards.pool_worker", str(worker_end.fileno())],
+                pass_fds=[worker_end.fileno()],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
             )
-        self.connection = Connection(ours.detach())
-        with contextlib.suppress(OSError):  # it has died already, which _start handles
+        self.connection = Connection(our_end.detach())
+        with contextlib.suppress(OSError):  # `_start` handles a process that has died already
             self.connection.send((factory, dict(keywords)))
 
     def kill(self) -> None:
@@ -74,9 +76,9 @@ class _Worker:
 
 
 class DeadlinePool(Generic[T]):
-    """Processes that each hold the object that `factory` (`"module:name"`) creates from `keywords`.
+    """Processes, each with a callable that `factory` (`"module:name"`) creates from `keywords`.
 
-    `run` calls that object once per job with the job's keyword arguments.
+    `run` calls it once per job with the job's keyword arguments.
     """
 
     def __init__(self, factory: str, keywords: Settings, size: int) -> None:
@@ -86,27 +88,27 @@ class DeadlinePool(Generic[T]):
         self.keywords = dict(keywords)
         self.size = size
         self._workers: set[_Worker] = set()
-        self._idle: list[_Worker] = []
-        self._owner = os.getpid()
-        self._stopping = self._closed = False
+        self._idle_workers: list[_Worker] = []
+        self._owner_pid = os.getpid()
+        self._is_stopping = self._is_closed = False
         self._lock = threading.Lock()
         _open_pools.add(self)
 
     def run(self, jobs: Sequence[Settings], timeout_s: float) -> list[T | Failed]:
         """Returns each job's value, or Failed with reason `timeout`, `crash` or `exception`."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise PoolError("the pool is closed; create a new one")
-            if self._owner != os.getpid():
+            if self._owner_pid != os.getpid():
                 # In a fork, the existing workers answer the parent process, so start new ones.
-                self._workers, self._idle, self._owner = set(), [], os.getpid()
-            self._stopping = False
+                self._workers, self._idle_workers, self._owner_pid = set(), [], os.getpid()
+            self._is_stopping = False
             threads = ThreadPoolExecutor(self.size, thread_name_prefix="hone-score")
             try:
                 return list(threads.map(lambda job: self._call(job, timeout_s), jobs))
             except BaseException:  # a failed start or an interrupt: do not wait for answers
-                self._stopping = True
-                for worker in self._workers - set(self._idle):
+                self._is_stopping = True
+                for worker in self._workers - set(self._idle_workers):
                     worker.kill()
                 raise
             finally:
@@ -114,13 +116,13 @@ class DeadlinePool(Generic[T]):
 
     def _call(self, arguments: Settings, timeout_s: float) -> T | Failed:
         try:
-            worker = self._idle.pop()
+            worker = self._idle_workers.pop()
         except IndexError:
             worker = self._start()
         self._drop_if_stopping(worker)
         try:
             worker.connection.send((dict(arguments), timeout_s))
-        except OSError:  # it died while idle (out of memory): another worker gets the job
+        except OSError:  # the worker died while idle (out of memory): another gets the job
             self._drop(worker)
             return self._call(arguments, timeout_s)
         try:
@@ -136,7 +138,7 @@ class DeadlinePool(Generic[T]):
             )
         except (AttributeError, ImportError, TypeError) as error:
             answer = Failed("bad_return", f"cannot be read in the parent process: {error}")
-        self._idle.append(worker)
+        self._idle_workers.append(worker)
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -173,9 +175,9 @@ class DeadlinePool(Generic[T]):
 
     def _drop_if_stopping(self, worker: _Worker) -> None:
         """Kills a worker that started after `run` was interrupted, and raises PoolError."""
-        if self._stopping:
+        if self._is_stopping:
             self._drop(worker)
-            raise PoolError("the run of this pool was stopped")
+            raise PoolError("the pool was interrupted")
 
     def _drop(self, worker: _Worker) -> None:
         worker.kill()
@@ -185,8 +187,8 @@ class DeadlinePool(Generic[T]):
     def close(self) -> None:
         """Ends all workers. It may be called twice."""
         with self._lock:
-            self._closed = True
-            for worker in list(self._workers) if self._owner == os.getpid() else []:
+            self._is_closed = True
+            for worker in list(self._workers) if self._owner_pid == os.getpid() else []:
                 self._drop(worker)
         _open_pools.discard(self)
 

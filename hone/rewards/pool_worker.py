@@ -1,7 +1,7 @@
 """The worker process of `pool.py`: creates the callable once, then runs jobs.
 
 It ends when the pool closes its socket or kills it. It ignores SIGTERM, which may be sent to all
-processes of a run that should finish its step. If the parent has died, a timer ends a call.
+processes of a run that should finish its step. A timer ends a call whose parent has died.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hone.rewards.failures import Failed, SetupError
 from hone.types import Fields, Function
 
 GRACE_S = 10.0
-"""How long after its deadline a call may run when the parent has died."""
+"""How long a call may run beyond its deadline if the parent has died."""
 
 
 def serve(connection: Connection) -> None:

@@ -1,7 +1,7 @@
-"""Tests of model-written programs: extracts the code, reads the tests, runs one test in a box.
+"""Tests model-written programs: extracts the code, reads the tests, runs each test in a box.
 
-Every test is a separate run in `hone.sandbox`. The program cannot tamper with the result: output is
-compared here, and assertions run in a second box.
+Every test is a separate run in `hone.sandbox`. The program cannot tamper with the result: its
+output is compared here, and assertions run in a second box.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
-_PYTHON = ("", "python", "py", "python3")
-_TOLERANCE = 1e-6  # relative to the expected value, absolute below 1
+_PYTHON_FENCE_NAMES = ("", "python", "py", "python3")
+_TOLERANCE = 1e-6  # relative to the expected value; absolute if that is below 1
 CODE_MARK = "__CODE__"
-"""A marker line in the source of a test; the lines above it also run before the program."""
+"""A line in the source of a test; the lines above it run before the program too."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The resource limits of one run of a program, and where it runs."""
+    """The resource limits of one run of a program, and the sandbox service that runs it."""
 
     timeout_s: float
     memory_mb: int | None = None
-    """None means the default of `reward_model.sandbox_fusion.memory_limit_mb`."""
+    """None is the default of `reward_model.sandbox_fusion.memory_limit_mb`."""
     url: str | None = None
-    """The URL of a sandbox service; None runs in a local box."""
+    """The URL of a sandbox service; None runs the program in a local box."""
 
     @property
-    def memory(self) -> int:
+    def memory_limit_mb(self) -> int:
+        """`memory_mb`, or the default."""
         return self.memory_mb or SandboxFusionConfig().memory_limit_mb
 
 
@@ -86,21 +87,21 @@ def extract_code(text: str) -> str:
     """Returns the last fenced Python block (closed or not), or the whole text without fences."""
     code = None
     position = 0
-    while (opening := _FENCE.search(text, position)) is not None:
-        end = text.find("```", opening.end())
+    while (fence := _FENCE.search(text, position)) is not None:
+        end = text.find("```", fence.end())
         end = len(text) if end < 0 else end
-        if (opening.group(1) or "").lower() in _PYTHON:
-            code = text[opening.end() : end]
+        if (fence.group(1) or "").lower() in _PYTHON_FENCE_NAMES:
+            code = text[fence.end() : end]
         position = end + 3
     return text if code is None else code
 
 
 def read_tests(ground_truth: JsonValue, extra_info: Settings | None) -> list[Test]:
     """Returns the tests of a row: its ground truth, or `extra_info["test_cases"]`."""
-    content = truth.decode(truth.plain(ground_truth))
+    content = truth.decode_json(truth.to_python(ground_truth))
     if not content and extra_info:
-        content = truth.decode(truth.plain(extra_info.get("test_cases")))
-    tests = _tests(content)
+        content = truth.decode_json(truth.to_python(extra_info.get("test_cases")))
+    tests = _parse_tests(content)
     if not tests:
         raise truth.GroundTruthError(
             "no tests: reward_model.ground_truth and extra_info.test_cases are empty. Give "
@@ -109,32 +110,32 @@ def read_tests(ground_truth: JsonValue, extra_info: Settings | None) -> list[Tes
     return tests
 
 
-def _tests(content: JsonValue) -> list[Test]:
+def _parse_tests(content: JsonValue) -> list[Test]:
     if isinstance(content, str):
         lines = [line.strip() for line in content.splitlines()]
         is_empty = all(not line or line[0] == "#" or line == CODE_MARK for line in lines)
         return [] if is_empty else [SourceTest(content)]
     if isinstance(content, dict):
-        return _tests_from_mapping(content)
+        return _parse_test_mapping(content)
     tests: list[Test] = []
     for item in content if isinstance(content, list) else []:
         if isinstance(item, str):
-            tests += _tests(item)
+            tests += _parse_tests(item)
         elif isinstance(item, dict):
-            tests.append(StdinTest(_text(item["input"]), _text(item["output"])))
+            tests.append(StdinTest(_join_lines(item["input"]), _join_lines(item["output"])))
         elif isinstance(item, list) and len(item) == 2:
-            tests.append(StdinTest(_text(item[0]), _text(item[1])))
+            tests.append(StdinTest(_join_lines(item[0]), _join_lines(item[1])))
         else:
             raise truth.GroundTruthError(
-                f"a test is source, [input, output] or a mapping; got {item!r:.80}"
+                f"a test must be source, [input, output] or a mapping; got {item!r:.80}"
             )
     return tests
 
 
-def _tests_from_mapping(content: JsonObject) -> list[Test]:
+def _parse_test_mapping(content: JsonObject) -> list[Test]:
     for key in ("functional", "assert_case"):
         if content.get(key):
-            return _tests(content[key])
+            return _parse_tests(content[key])
     inputs, outputs = content.get("inputs"), content.get("outputs")
     if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
         raise truth.GroundTruthError(
@@ -145,13 +146,14 @@ def _tests_from_mapping(content: JsonObject) -> list[Test]:
     pairs = zip(inputs, outputs, strict=True)
     if name:
         return [
-            CallTest(str(name), _arguments(item), _expected_value(value)) for item, value in pairs
+            CallTest(str(name), _parse_arguments(item), _expected_value(value))
+            for item, value in pairs
         ]
-    return [StdinTest(_text(item), _text(value)) for item, value in pairs]
+    return [StdinTest(_join_lines(item), _join_lines(value)) for item, value in pairs]
 
 
-def _arguments(item: JsonValue) -> list[JsonValue]:
-    """Returns the arguments in a list, or in lines with one JSON value per argument."""
+def _parse_arguments(item: JsonValue) -> list[JsonValue]:
+    """Returns the arguments of a call, from a list or from lines with one JSON value each."""
     if isinstance(item, str):
         return [json.loads(line) for line in item.splitlines() if line.strip()]
     return item if isinstance(item, list) else [item]
@@ -167,12 +169,12 @@ def _expected_value(value: JsonValue) -> JsonValue:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _text(value: JsonValue) -> str:
+def _join_lines(value: JsonValue) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def passes(code: str, test: Test, limits: Limits) -> bool:
-    """Whether the program passes one test. Raises SandboxError if the box failed."""
+    """Returns whether the program passes one test; raises SandboxError if the box failed."""
     if isinstance(test, StdinTest):
         output = _stdout_of(code, test.stdin, limits)
         return output is not None and same_output(output, test.expected)
@@ -204,11 +206,11 @@ _hone_call()
 
 
 def _assertions_hold(code: str, test: SourceTest, limits: Limits) -> bool:
-    """Whether the assertions hold, as decided by a judge in a second box."""
+    """Returns whether the assertions hold, as decided by a judge in a second box."""
     from hone.sandbox.judging import judge
 
     preamble, tests = test.split()
-    service = _service(limits.url, limits.memory)
+    service = _sandbox_service(limits.url, limits.memory_limit_mb)
     run = judge if service is None else service.judge
     judgement = _run_in_sandbox(run, limits, program=code, tests=tests, preamble=preamble)
     if not judgement.usable:
@@ -224,7 +226,7 @@ def _stdout_of(code: str, stdin: str, limits: Limits) -> str | None:
     """Returns the standard output of a successful run, else None."""
     from hone.sandbox import run_python
 
-    service = _service(limits.url, limits.memory)
+    service = _sandbox_service(limits.url, limits.memory_limit_mb)
     run = run_python if service is None else service.run_python
     result = _run_in_sandbox(run, limits, code=code, stdin=stdin)
     return result.stdout if result.ok else None
@@ -234,14 +236,14 @@ def _run_in_sandbox(run: Callable[..., T], limits: Limits, **sources: str) -> T:
     from hone.sandbox import SandboxUnavailable
 
     try:
-        return run(**sources, timeout_s=limits.timeout_s, memory_mb=limits.memory)
+        return run(**sources, timeout_s=limits.timeout_s, memory_mb=limits.memory_limit_mb)
     except SandboxUnavailable as error:
         raise SetupError(f"model-written code cannot be run here: {error}") from error
 
 
 @lru_cache(maxsize=8)
-def _service(url: str | None, memory_mb: int) -> SandboxService | None:
-    """Returns the service, or None for the local box. One slot is enough for one test at a time."""
+def _sandbox_service(url: str | None, memory_mb: int) -> SandboxService | None:
+    """Returns the sandbox service with one slot (tests run one by one), or None for a local box."""
     if url is None:
         return None
     from hone.sandbox.service import SandboxService
@@ -253,61 +255,61 @@ def count_passed(
     code: str, tests: Sequence[Test], limits: Limits, num_counted: int
 ) -> tuple[bool, int]:
     """Returns whether all tests pass, and how many of the first `num_counted` tests pass."""
-    failed_at = next((i for i, t in enumerate(tests) if not passes(code, t, limits)), None)
-    if failed_at is None:
+    first_failure = next((i for i, t in enumerate(tests) if not passes(code, t, limits)), None)
+    if first_failure is None:
         return True, min(num_counted, len(tests))
-    if failed_at >= num_counted:
+    if first_failure >= num_counted:
         return False, num_counted
-    remaining = tests[failed_at + 1 : num_counted]
-    return False, failed_at + sum(passes(code, test, limits) for test in remaining)
+    remaining = tests[first_failure + 1 : num_counted]
+    return False, first_failure + sum(passes(code, test, limits) for test in remaining)
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether outputs match by stripped lines, or by words with a tolerance for decimals."""
+    """Returns whether outputs have equal lines, or equal words with a tolerance for decimals."""
     lines, expected_lines = (
         [line.strip() for line in text.strip().splitlines()] for text in (output, expected)
     )
     if lines == expected_lines:
         return True
     words, expected_words = " ".join(lines).split(), " ".join(expected_lines).split()
-    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
+    return len(words) == len(expected_words) and all(map(_is_same_word, words, expected_words))
 
 
-def _same_word(word: str, expected: str) -> bool:
+def _is_same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
     if ("." not in expected and "e" not in expected.lower()) or "_" in word:
-        return False  # integers must match exactly; float() accepts 1_000, no output format does
+        return False  # integers must match exactly, and float() would accept 1_000
     try:
-        return _close(float(word), float(expected))
+        return _is_close(float(word), float(expected))
     except ValueError:
         return False
 
 
 def is_equal_json(text: str, expected: JsonValue) -> bool:
-    """Whether the text is JSON of the expected value; False if it cannot be parsed."""
+    """Returns whether the text is JSON of the expected value."""
     try:
-        return _same_value(json.loads(text), expected)
+        return _is_same_value(json.loads(text), expected)
     except (ValueError, RecursionError):
         return False
 
 
-def _same_value(value: JsonValue, expected: JsonValue) -> bool:
+def _is_same_value(value: JsonValue, expected: JsonValue) -> bool:
     if isinstance(value, bool) != isinstance(expected, bool):
         return False
     if isinstance(value, (int, float)) and isinstance(expected, float):
-        return _close(value, expected)
+        return _is_close(value, expected)
     if isinstance(value, list) and isinstance(expected, list):
-        return len(value) == len(expected) and all(map(_same_value, value, expected))
+        return len(value) == len(expected) and all(map(_is_same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
         return value.keys() == expected.keys() and all(
-            _same_value(value[key], expected[key]) for key in expected
+            _is_same_value(value[key], expected[key]) for key in expected
         )
     return bool(value == expected)
 
 
-def _close(value: float, target: float) -> bool:
-    """Whether a value is within the tolerance of a decimal; inf and NaN must match exactly."""
+def _is_close(value: float, target: float) -> bool:
+    """Returns whether two numbers are equal within the tolerance; inf and NaN must be the same."""
     try:
         value = float(value)
     except OverflowError:

@@ -1,7 +1,7 @@
 """An HTTP client of scoring servers, with limits, retries, deadlines and a cache of answers.
 
-Requests run in daemon threads of the event loop, so a server that never answers delays nothing
-beyond its deadline. Messages contain neither the API key nor the query of a URL.
+Requests run in daemon threads of the event loop, so a server that never answers causes no delay
+beyond the deadline. Messages contain neither the API key nor the query of a URL.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 1 << 26
-MAX_CACHED = 100_000
-"""The size of the cache in memory; the oldest answers are dropped."""
-FIRST_RETRY_S = 0.5
+MAX_CACHED_ANSWERS = 100_000
+"""The size of the cache in memory; when it is full, the oldest answer is dropped."""
+FIRST_RETRY_PAUSE_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
 _CONFIG_KEY = "reward_model.server"
 _RETRY_CODES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteError(RuntimeError):
-    """A request without a score; `reason` names the counter."""
+    """A request failed; `reason` is the name of its counter."""
 
     def __init__(
-        self, reason: str, detail: str, *, retry: bool = True, pause_s: float | None = None
+        self, reason: str, detail: str, *, is_retryable: bool = True, pause_s: float | None = None
     ) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail, self.retry, self.pause_s = reason, detail, retry, pause_s
+        self.reason, self.detail = reason, detail
+        self.is_retryable, self.pause_s = is_retryable, pause_s
 
     @property
     def failure(self) -> Failed:
@@ -55,11 +56,11 @@ class RemoteError(RuntimeError):
 
 
 class AnswerCache:
-    """Caches answers in memory, or in a folder with one file per answer."""
+    """Caches answers: in memory, in a folder with one file per answer, or (None) not at all."""
 
-    def __init__(self, setting: str | None) -> None:
-        self._folder = None if setting in (None, "memory") else Path(str(setting)).expanduser()
-        self._is_off = setting is None
+    def __init__(self, location: str | None) -> None:
+        self._folder = None if location in (None, "memory") else Path(str(location)).expanduser()
+        self._is_off = location is None
         self._memory: dict[str, JsonValue] = {}
 
     def get(self, key: str) -> JsonValue:
@@ -79,7 +80,7 @@ class AnswerCache:
             file.parent.mkdir(parents=True, exist_ok=True)
             atomic_write_text(file, json.dumps({"answer": answer}))
             return
-        if len(self._memory) >= MAX_CACHED:
+        if len(self._memory) >= MAX_CACHED_ANSWERS:
             del self._memory[next(iter(self._memory))]
         self._memory[key] = answer
 
@@ -89,25 +90,25 @@ class AnswerCache:
 
 
 class ScoringServer:
-    """Posts JSON to one server, or to several in turn, within the limits of the settings."""
+    """Posts JSON to one server, or to several in turn, within the configured limits."""
 
-    def __init__(self, settings: RewardServerConfig, path: str) -> None:
-        urls = settings.url if isinstance(settings.url, tuple) else (settings.url,)
+    def __init__(self, config: RewardServerConfig, path: str) -> None:
+        urls = config.url if isinstance(config.url, tuple) else (config.url,)
         self._urls = [_endpoint_url(str(url), path) for url in urls]
         self.address = redacted_url(self._urls[0])
-        self._settings = settings
-        name = settings.api_key_env
-        self._key = os.environ.get(name, "").strip() if name else ""
-        if name and not self._key:
+        self._config = config
+        variable = config.api_key_env
+        self._api_key = os.environ.get(variable, "").strip() if variable else ""
+        if variable and not self._api_key:
             raise WrongSetting(
-                f"{_CONFIG_KEY}.api_key_env={name}: the environment has no such variable"
+                f"{_CONFIG_KEY}.api_key_env={variable}: this environment variable is not set"
             )
-        rate = settings.requests_per_minute
+        rate = config.requests_per_minute
         self._bucket = None if rate is None else AsyncTokenBucket(rate / 60.0, max(rate / 60.0, 1))
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._loop_and_semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._is_reachable = True
         self._num_requests = 0
-        self.cache = AnswerCache(settings.cache)
+        self.cache = AnswerCache(config.cache)
         self.counts: Counter[str] = Counter()
 
     def connection_error(self) -> str | None:
@@ -123,20 +124,20 @@ class ScoringServer:
 
     async def post(self, body: JsonObject, parse: Callable[[Fields], T]) -> T:
         """Returns the parsed answer; raises RemoteError if all attempts failed."""
-        pause_s, attempt, first_url = FIRST_RETRY_S, 0, self._num_requests
+        pause_s, attempt, first_url = FIRST_RETRY_PAUSE_S, 0, self._num_requests
         self._num_requests += 1
         while True:
             try:
                 url = self._urls[(first_url + attempt) % len(self._urls)]
                 value = await self._attempt(body, parse, url)
             except RemoteError as error:
-                # While the server is down, requests are not retried, so that pauses do not add up.
-                attempts = self._settings.retries + 1 if self._is_reachable else 1
+                # While the server is down, no request is retried, so that the pauses do not add up.
+                max_attempts = self._config.retries + 1 if self._is_reachable else 1
                 attempt += 1
-                if error.retry and attempt < attempts:
+                if error.is_retryable and attempt < max_attempts:
                     self.counts["retries"] += 1
                     wait_s = pause_s if error.pause_s is None else error.pause_s
-                    await asyncio.sleep(min(wait_s, self._settings.timeout_s))
+                    await asyncio.sleep(min(wait_s, self._config.timeout_s))
                     pause_s *= 2
                     continue
                 if self._is_reachable and error.reason in ("unreachable", "timeout"):
@@ -151,43 +152,43 @@ class ScoringServer:
     async def _attempt(self, body: JsonObject, parse: Callable[[Fields], T], url: str) -> T:
         if self._bucket is not None:
             await self._bucket.acquire()
-        loop, timeout_s = asyncio.get_running_loop(), self._settings.timeout_s
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self._settings.max_concurrency)
-        async with self._slots[1]:
+        loop, timeout_s = asyncio.get_running_loop(), self._config.timeout_s
+        if self._loop_and_semaphore is None or self._loop_and_semaphore[0] is not loop:
+            self._loop_and_semaphore = loop, asyncio.Semaphore(self._config.max_concurrency)
+        async with self._loop_and_semaphore[1]:
             self.counts["requests"] += 1
             call = functools.partial(self._send, url, json.dumps(body).encode())
             try:
-                text = await asyncio.wait_for(loop.run_in_executor(None, call), timeout_s)
+                content = await asyncio.wait_for(loop.run_in_executor(None, call), timeout_s)
             except asyncio.TimeoutError:
                 detail = f"no answer after {timeout_s:g} s from {redacted_url(url)}"
                 raise RemoteError("timeout", detail) from None
         try:
-            return parse(json.loads(text))
+            return parse(json.loads(content))
         except Exception as error:  # an answer may be anything
-            detail = f"{redacted_url(url)} answered {self._redact(text)!r}: {described(error)}"
+            detail = f"{redacted_url(url)} answered {self._redact(content)!r}: {described(error)}"
             raise RemoteError("bad_answer", detail) from error
 
     def _send(self, url: str, data: bytes) -> bytes:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
         request = urllib.request.Request(url, data, headers)
         address = redacted_url(url)
         try:
-            with _opener(url).open(request, timeout=self._settings.timeout_s) as answer:
-                text: bytes = answer.read(MAX_ANSWER_BYTES + 1)
+            with _opener(url).open(request, timeout=self._config.timeout_s) as answer:
+                content: bytes = answer.read(MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
             try:
                 with error:
                     body = self._redact(error.read(4096))
-            except Exception:  # the body is incomplete; the status is enough
+            except Exception:  # without a complete body, the status is enough
                 body = ""
             is_temporary = error.code in _RETRY_CODES
             raise RemoteError(
                 "busy" if error.code == 429 else "http_error",
                 f"{address} answered with status {error.code}: {body!r}",
-                retry=is_temporary,
+                is_retryable=is_temporary,
                 pause_s=_retry_after_s(error) if is_temporary else None,
             ) from None
         except TimeoutError:
@@ -196,15 +197,16 @@ class ScoringServer:
             reason = getattr(error, "reason", error)
             name = "timeout" if isinstance(reason, TimeoutError) else "unreachable"
             raise RemoteError(name, f"{address}: {self._redact(str(reason).encode())}") from None
-        if len(text) > MAX_ANSWER_BYTES:
+        if len(content) > MAX_ANSWER_BYTES:
             raise RemoteError(
                 "bad_answer", f"{address} sent more than {MAX_ANSWER_BYTES >> 20} MiB"
             )
-        return text
+        return content
 
-    def _redact(self, text: bytes) -> str:
-        redacted = clean_text(text[:4096].decode("utf-8", "replace"))
-        for secret in (self._key, repr(self._key)[1:-1]) if self._key else ():
+    def _redact(self, content: bytes) -> str:
+        """Returns the start of an answer as text, without the API key."""
+        redacted = clean_text(content[:4096].decode("utf-8", "replace"))
+        for secret in (self._api_key, repr(self._api_key)[1:-1]) if self._api_key else ():
             redacted = redacted.replace(secret, "***")
         return redacted[:200]
 

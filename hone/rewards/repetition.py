@@ -13,23 +13,23 @@ import numpy as np
 MAX_CHARS = 100_000
 """Only the end of longer texts is measured, because loops occur there."""
 PAIRWISE_CHARS = 512
-"""Texts up to this length are compared at all pairs of positions, which is faster than sorting."""
+"""In texts up to this length all pairs of positions are compared, which is faster than sorting."""
 PAIRWISE_TEXTS = 128
-"""How many short texts are compared at once."""
+"""How many short texts are measured at once."""
 
 
 def repeatness(texts: Sequence[str]) -> list[float]:
-    """Returns 2 · Σ LCP(adjacent suffixes) / (n · (n + 1)) of each text; 0 for an empty one."""
+    """Returns 2 · Σ LCP(adjacent suffixes) / (n · (n + 1)) of each text (0 if empty)."""
     by_length = sorted({text[-MAX_CHARS:] for text in texts}, key=len)
-    short = [text for text in by_length if len(text) <= PAIRWISE_CHARS]
+    short_texts = [text for text in by_length if len(text) <= PAIRWISE_CHARS]
     lcp_sums: dict[str, int] = {}
-    for start in range(0, len(short), PAIRWISE_TEXTS):
-        batch = short[start : start + PAIRWISE_TEXTS]
+    for start in range(0, len(short_texts), PAIRWISE_TEXTS):
+        batch = short_texts[start : start + PAIRWISE_TEXTS]
         lcp_sums |= zip(batch, _lcp_sums_pairwise(batch), strict=True)
-    for text in by_length[len(short) :]:
+    for text in by_length[len(short_texts) :]:
         lcp_sums[text] = _lcp_sum_by_sorting(_codes(text))
-    ends = [text[-MAX_CHARS:] for text in texts]
-    return [2 * lcp_sums[text] / (len(text) * (len(text) + 1)) if text else 0.0 for text in ends]
+    tails = [text[-MAX_CHARS:] for text in texts]
+    return [2 * lcp_sums[text] / (len(text) * (len(text) + 1)) if text else 0.0 for text in tails]
 
 
 def _codes(text: str) -> np.ndarray:
@@ -39,7 +39,7 @@ def _codes(text: str) -> np.ndarray:
 def _lcp_sums_pairwise(texts: Sequence[str]) -> list[int]:
     """Returns Σ LCP(adjacent suffixes) of each text, as Σ_i max_{j < i} LCP(suffix i, suffix j).
 
-    Both are the number of substrings minus the number of distinct ones.
+    Both sums are the number of substrings minus the number of distinct substrings.
     """
     longest = max(map(len, texts))
     codes = np.full((longest, len(texts)), np.nan, dtype=np.float32)  # NaN equals no character
@@ -62,11 +62,11 @@ def _lcp_sum_by_sorting(codes: np.ndarray) -> int:
     lcp = np.zeros(n - 1, dtype=np.int64)
     for level in range(len(ranks) - 1, -1, -1):
         width = 1 << level
-        inside = np.maximum(left, right) + width <= n
-        equal = np.zeros(n - 1, dtype=bool)
-        equal[inside] = ranks[level][left[inside]] == ranks[level][right[inside]]
-        step = equal * width
-        left, right, lcp = left + step, right + step, lcp + step
+        is_inside = np.maximum(left, right) + width <= n
+        is_equal = np.zeros(n - 1, dtype=bool)
+        is_equal[is_inside] = ranks[level][left[is_inside]] == ranks[level][right[is_inside]]
+        advance = is_equal * width
+        left, right, lcp = left + advance, right + advance, lcp + advance
     return int(lcp.sum())
 
 

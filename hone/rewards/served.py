@@ -30,7 +30,7 @@ from hone.rewards.remote import RemoteError, ScoringServer, cache_key
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, JsonObject, JsonValue
 
-PATHS = {"classify": "/classify", "pooling": "/pooling", "score": "/score", "texts": ""}
+PATH_BY_KIND = {"classify": "/classify", "pooling": "/pooling", "score": "/score", "texts": ""}
 _RAW_OUTPUT = {"use_activation": False, "activation": False}
 """Requests the output of the head without an activation function."""
 
@@ -38,21 +38,21 @@ _RAW_OUTPUT = {"use_activation": False, "activation": False}
 class ServedClassifier:
     """Scores whole conversations, rendered with the reward model's own chat template.
 
-    Without a tokenizer, plain text is sent. `is_chat` makes a text prompt a message.
+    Without a tokenizer, plain text is sent. With `is_chat`, a text prompt becomes a user message.
     """
 
     def __init__(
-        self, settings: RewardServerConfig, tokenizer: Tokenizer | None, *, is_chat: bool
+        self, config: RewardServerConfig, tokenizer: Tokenizer | None, *, is_chat: bool
     ) -> None:
-        self.kind, self.model = settings.kind, settings.model
-        self.server = ScoringServer(settings, PATHS[settings.kind])
-        self._size, self._tokenizer, self._is_chat = settings.batch_size, tokenizer, is_chat
-        # A chat template writes the special tokens itself.
-        self._is_rendered = is_chat and has_template(tokenizer)
+        self.kind, self.model = config.kind, config.model
+        self.server = ScoringServer(config, PATH_BY_KIND[config.kind])
+        self._batch_size, self._tokenizer, self._is_chat = config.batch_size, tokenizer, is_chat
+        # A chat template writes the special tokens itself, so the server must not add them.
+        self._has_special_tokens = is_chat and has_template(tokenizer)
 
     async def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         """Returns one result per row, in order."""
-        texts = [self._text(row.extra_info["prompt"], row.solution_str) for row in rows]
+        texts = [self._request_texts(row.extra_info["prompt"], row.solution_str) for row in rows]
         scores = await self.scores(texts)
         return [score if isinstance(score, Failed) else read_result(score) for score in scores]
 
@@ -62,19 +62,21 @@ class ServedClassifier:
     def connection_error(self) -> str | None:
         return self.server.connection_error()
 
-    def _text(self, prompt: Any, answer: str) -> tuple[str, ...]:
-        answer = escape_special_tokens(answer, self._tokenizer)
+    def _request_texts(self, prompt: Any, response: str) -> tuple[str, ...]:
+        response = escape_special_tokens(response, self._tokenizer)
         if self.kind == "score":
-            return prompt_text(prompt), answer
+            return prompt_text(prompt), response
         if self._tokenizer is None:
-            return (f"{prompt_text(prompt)}\n\n{answer}" if self._is_chat else f"{prompt}{answer}",)
+            return (
+                f"{prompt_text(prompt)}\n\n{response}" if self._is_chat else f"{prompt}{response}",
+            )
         turns = as_messages(prompt) if self._is_chat else prompt
-        return (conversation_text(turns, answer, self._tokenizer),)
+        return (conversation_text(turns, response, self._tokenizer),)
 
     async def scores(self, texts: Sequence[tuple[str, ...]]) -> list[float | Failed]:
-        """Returns one score per text, or the failure of its request; equal texts are sent once.
+        """Returns the score of each text, or the failure of its request; equal texts are sent once.
 
-        A text is a tuple of one rendered conversation, or of prompt and response (`kind` score).
+        Each item is one rendered conversation, or (`kind` score) a prompt and a response.
         """
         cache = self.server.cache
         name = self.model or self.server.address
@@ -85,7 +87,8 @@ class ServedClassifier:
                 scores[text] = cached
         self.server.counts["cache_hits"] += len(scores)
         uncached = [text for text in keys if text not in scores]
-        batches = [uncached[i : i + self._size] for i in range(0, len(uncached), self._size)]
+        size = self._batch_size
+        batches = [uncached[i : i + size] for i in range(0, len(uncached), size)]
         answers = await asyncio.gather(*map(self._request_scores, batches))
         for text, score in zip(uncached, chain.from_iterable(answers), strict=True):
             scores[text] = score
@@ -94,35 +97,35 @@ class ServedClassifier:
         return [scores[text] for text in texts]
 
     async def _request_scores(self, texts: Sequence[tuple[str, ...]]) -> Sequence[float | Failed]:
-        first: list[JsonValue] = [text[0] for text in texts]
+        first_texts: list[JsonValue] = [text[0] for text in texts]
         body: JsonObject = {"model": self.model}
         if self.kind == "texts":
-            body = {"texts": first}
+            body = {"texts": first_texts}
         elif self.kind == "score":
-            body |= {"text_1": first, "text_2": [text[1] for text in texts]}
+            body |= {"text_1": first_texts, "text_2": [text[1] for text in texts]}
         else:
-            special = {"add_special_tokens": not self._is_rendered}
-            body |= {"input": first, **_RAW_OUTPUT, **special}
+            options = {**_RAW_OUTPUT, "add_special_tokens": not self._has_special_tokens}
+            body |= {"input": first_texts, **options}
         try:
             return await self.server.post(body, lambda answer: self._parse(answer, len(texts)))
         except RemoteError as error:
             return [error.failure] * len(texts)
 
     def _parse(self, answer: Fields, count: int) -> list[float]:
-        """Returns the scores of an answer; raises an error for any other content."""
+        """Returns the `count` scores of an answer; raises an error if it has anything else."""
         if self.kind == "texts":
             values = list(answer["scores"])
         else:
             rows = sorted(answer["data"], key=lambda row: row.get("index", 0))
-            name = {"classify": "probs", "pooling": "data", "score": "score"}[self.kind]
-            values = [_last_value(row[name]) for row in rows]
+            field = {"classify": "probs", "pooling": "data", "score": "score"}[self.kind]
+            values = [_last_value(row[field]) for row in rows]
         if len(values) != count:
-            raise ValueError(f"{count} texts got {len(values)} scores")
-        return [_number(value) for value in values]
+            raise ValueError(f"{count} scores expected, got {len(values)}")
+        return [_check_number(value) for value in values]
 
 
 def _last_value(value: JsonValue) -> JsonValue:
-    """Returns the only value of a row, or that of the last token if there is a row per token."""
+    """Returns the only value of a row, or that of the last token if the row has one per token."""
     while isinstance(value, list):
         if len(value) > 1 and not isinstance(value[-1], list):
             raise ValueError(f"a reward model has one label, this one has {len(value)}")
@@ -130,7 +133,7 @@ def _last_value(value: JsonValue) -> JsonValue:
     return value
 
 
-def _number(value: object) -> float:
+def _check_number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"a score is {value!r:.40}, not a number")
     return float(value)

@@ -26,6 +26,6 @@ def of_policy(text: str) -> JsonObject:
 
 
 def segments_of(solution_str: str, extra_info: Settings | None) -> Segments:
-    """Returns the segments of a row; without any, the whole text is the policy's."""
+    """Returns the segments of a row; a row without them has one, the policy's whole text."""
     segments = (extra_info or {}).get("transcript_segments")
     return segments if segments else [{"role": POLICY, "text": solution_str}]

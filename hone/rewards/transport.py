@@ -19,22 +19,23 @@ from hone.rewards.scores import symbolic, table
 from hone.types import Fields, Function, Settings
 
 
-def reference(function: Function) -> str | Function:
-    """Returns the import path of a function, or the object itself if it is not a function."""
+def import_path_of(function: Function) -> str | Function:
+    """Returns the import path of a function; returns any other object unchanged."""
     name = getattr(function, "__qualname__", None)
     if name is None:
         return function
     if "<" in name:
         raise TypeError(
-            f"scorer {describe(function)} is local to another function, so a scoring process "
-            "cannot import it. Define it at the top level of a file, or use the naive manager."
+            f"scorer {describe(function)} is local to another function, so a scoring "
+            "process cannot import it. Define it at the top level of a file, or use the naive "
+            "manager."
         )
     if function.__module__ == "__main__" or function.__module__.startswith("hone_extern_"):
         file = getattr(sys.modules.get(function.__module__), "__file__", None)
         if file is None:
             raise TypeError(
-                f"scorer {describe(function)} is defined in an interactive session; write it to a "
-                "file and set custom_reward_function.path, or use the naive manager."
+                f"scorer {describe(function)} is defined in an interactive session; write "
+                "it to a file and set custom_reward_function.path, or use the naive manager."
             )
         return f"{file}:{name}"
     return f"{function.__module__}:{name}"
@@ -42,38 +43,43 @@ def reference(function: Function) -> str | Function:
 
 def row_scorer_keywords(compute_score: Function, options: Settings) -> Fields:
     """Returns the arguments with which `make_row_scorer` builds the scorer in another process."""
-    bound: Fields = {}
+    bound_kwargs: Fields = {}
     function = compute_score
     while isinstance(function, functools.partial):
         if function.args:
             raise TypeError(f"bind arguments of {describe(function)} by name, not by position")
-        bound = {**function.keywords, **bound}
+        bound_kwargs = {**function.keywords, **bound_kwargs}
         function = function.func
 
-    def portable(entry: table.Entry) -> table.Entry:
-        target = entry.target if isinstance(entry.target, str) else reference(entry.target)
+    def with_import_path(entry: table.Entry) -> table.Entry:
+        target = entry.target if isinstance(entry.target, str) else import_path_of(entry.target)
         return dataclasses.replace(entry, target=target)
 
-    registered = {
-        match: {source: portable(entry) for source, entry in entries.items()}
+    registered_entries = {
+        match: {source: with_import_path(entry) for source, entry in entries.items()}
         for match, entries in table.registered_scores().items()
     }
-    scorer = reference(function)
-    return {"scorer": scorer, "bound": bound, "options": dict(options), "registered": registered}
+    scorer = import_path_of(function)
+    return {
+        "scorer": scorer,
+        "bound_kwargs": bound_kwargs,
+        "options": dict(options),
+        "registered_entries": registered_entries,
+    }
 
 
 def make_row_scorer(
     scorer: str | Function,
-    bound: Settings,
+    bound_kwargs: Settings,
     options: Settings,
-    registered: Mapping[str, Mapping[str, table.Entry]],
+    registered_entries: Mapping[str, Mapping[str, table.Entry]],
 ) -> Callable[..., Scored | Failed]:
     """Returns a function that scores a row; called in the scoring process."""
-    table.restore_scores(registered)
+    table.restore_scores(registered_entries)
     function = load_object(scorer) if isinstance(scorer, str) else scorer
-    if bound:
-        function = functools.partial(function, **bound)
-    symbolic.use_processes(1)  # one scoring process per core already runs
+    if bound_kwargs:
+        function = functools.partial(function, **bound_kwargs)
+    symbolic.set_num_processes(1)  # one scoring process per core already runs
 
     def score(row: Response, comparisons: Comparisons | None = None) -> Scored | Failed:
         symbolic.add_to_cache(comparisons or {})

@@ -1,7 +1,7 @@
 """Tries a scorer before training, on rows of the data with responses that contain the ground truth.
 
-A scorer that returns any number works. It cannot work if every response fails with the same error,
-and no response can cause that error. Other failures may be caused by the response.
+A scorer works if it returns a number for one of them. It cannot work if every response fails with
+the same error and no response can cause that error. The response may cause other failures.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ RESPONSE_FORMATS = (
     "{prompt}\n{truth}",
     "",
 )
-"""Responses, the simplest first. The prompt is one because it often shows the required format."""
+"""Formats of responses, simplest first; one has the prompt, which often shows the format."""
 TEXT_ERRORS = {"ValueError", "LookupError", "TypeError", "AttributeError", "AssertionError"}
-"""Errors, including subclasses, that a scorer may raise for a text that it cannot parse."""
+"""Errors (with their subclasses) that a scorer may raise for a text that it cannot parse."""
 
 
 @dataclass(frozen=True)
 class TrialRow:
     """A row of the data, its location in the file, and the scorer's arguments for it."""
 
-    where: str
+    location: str
     data_source: str
     ground_truth: JsonValue
     extra_info: Fields
     prompt: str
 
     @staticmethod
-    def of(row: Settings, where: str, source_key: str, prompt_key: str) -> TrialRow:
+    def of(row: Settings, location: str, source_key: str, prompt_key: str) -> TrialRow:
         reward_model = dict(row.get("reward_model") or {})
         return TrialRow(
-            where,
+            location,
             str(row.get(source_key)),
             reward_model.get("ground_truth"),
             extra_info_of({"extra_info": [row.get("extra_info")]}, reward_model, 0),
-            _text_in(row.get(prompt_key)),
+            _text_of(row.get(prompt_key)),
         )
 
     def responses(self) -> list[Response]:
-        truth = _text_in(self.ground_truth)
+        truth = _text_of(self.ground_truth)
         texts = [
             response_format.format(truth=truth, prompt=self.prompt)
             for response_format in RESPONSE_FORMATS
@@ -75,7 +75,7 @@ class Verdict:
 
 
 def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
-    """Calls the scorer in the process that the run will use; all `rows` have one data source."""
+    """Calls the scorer as the run will, until one row has a score; `rows` have one data source."""
     failures: list[Failed] = []
     for row in rows:
         for response in row.responses():
@@ -84,14 +84,14 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
                 return Verdict()
             failures.append(outcome)
             if outcome.reason in ("no_ground_truth", "timeout"):
-                break  # another text does not help, or each takes the whole time limit
+                break  # another text cannot help, or would take the whole time limit too
     first = failures[0]
     detail = first.detail
     location = None if manager.uses_table else definition_location(manager.compute_score)
     if location is not None and location.rpartition(":")[0] not in detail:
         detail = f"the score function of {location}: {detail}"
-    is_same_error = len({(failed.reason, failed.error) for failed in failures}) == 1
-    source = f"{rows[0].where} (data_source {rows[0].data_source!r})"
+    is_same_error = len({(failed.reason, failed.error_classes) for failed in failures}) == 1
+    source = f"{rows[0].location} (data_source {rows[0].data_source!r})"
     if is_same_error and _is_response_independent(first):
         return Verdict(problem=f"{source} cannot be scored, whatever the response: {detail}")
     policy = manager.policy
@@ -107,28 +107,28 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
 
 
 def _is_response_independent(failed: Failed) -> bool:
-    """Whether no response could have caused the failure."""
+    """Returns whether no response could have caused the failure."""
     if failed.reason == "exception":
-        return not TEXT_ERRORS & set(failed.error)
+        return not TEXT_ERRORS & set(failed.error_classes)
     # A function without a final `return` returns None for a text that it does not recognize.
     return failed.reason in ("no_ground_truth", "nan", "inf") or (
         failed.reason == "bad_return" and not failed.detail.startswith("None ")
     )
 
 
-def _text_in(value: JsonValue) -> str:
+def _text_of(value: JsonValue) -> str:
     """Returns the text of a ground truth or prompt, or of one item of a container."""
     if isinstance(value, Mapping):
-        return _text_in(value.get("content") or next(iter(value.values()), ""))
+        return _text_of(value.get("content") or next(iter(value.values()), ""))
     if isinstance(value, (list, tuple)):
-        return _text_in(value[-1]) if value else ""
+        return _text_of(value[-1]) if value else ""
     return "" if value is None else str(value)
 
 
 def ground_truth_scorer(
     target: str, source_key: str, prompt_key: str
 ) -> Callable[[Settings], float | str]:
-    """Returns a function from a row to the score of its ground truth, or to the failure.
+    """Returns a function that maps a row to the score of its ground truth, or to the failure.
 
     `target` is the score function as `file.py` or `file.py:name`.
     """

@@ -15,11 +15,11 @@ from hone.data.prompts import PromptError, render_prompt
 from .conftest import CHATML, build_tokenizer
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-TALK = [{"role": "user", "content": "hi"}]
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits renderings to 0.2 CPU seconds and clears the cache of templates."""
     monkeypatch.setattr(chat_template, "RENDER_CPU_S", 0.2)
     monkeypatch.setattr(chat_template, "_template_faults", {})
@@ -30,9 +30,9 @@ DOUBLING = (
 )
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("short_limits")
 @pytest.mark.parametrize(
-    ("template", "why"),
+    ("template", "fault"),
     [
         (LOOP, "does not end within 0.2 s"),
         ("{{ 9 ** (9 ** 9) }}", "does not end within 0.2 s"),
@@ -41,32 +41,32 @@ DOUBLING = (
         (DOUBLING, "writes more than"),
     ],
 )
-def test_a_template_without_end_or_measure_is_named(
-    template: str, why: str, monkeypatch: pytest.MonkeyPatch
+def test_a_template_that_never_ends_or_writes_too_much_is_named(
+    template: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if why == "writes more than":
+    if fault == "writes more than":
         monkeypatch.setattr(chat_template, "RENDER_CPU_S", 5.0)
-        monkeypatch.setattr(chat_template, "TRIAL_BYTES", 1 << 28)
+        monkeypatch.setattr(chat_template, "TRIAL_MEMORY_BYTES", 1 << 28)
         monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1 << 16)
     tokenizer = build_tokenizer(template)
     tokenizer.name_or_path = "models/hostile"
     for _ in range(2):  # the second time without another trial
-        with pytest.raises(BrokenTemplate, match=rf"template of models/hostile {why}"):
-            render_prompt(TALK, tokenizer)
+        with pytest.raises(BrokenTemplate, match=rf"template of models/hostile {fault}"):
+            render_prompt(MESSAGES, tokenizer)
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("short_limits")
 def test_a_loop_that_only_some_rows_enter_is_interrupted() -> None:
     tokenizer = build_tokenizer("{% if messages|length > 1 %}" + LOOP + "{% endif %}ok")
-    assert tokenizer.decode(render_prompt(TALK, tokenizer)) == "ok"
+    assert tokenizer.decode(render_prompt(MESSAGES, tokenizer)) == "ok"
     with pytest.raises(BrokenTemplate, match="does not end"):
-        render_prompt(TALK * 2, tokenizer)
-    assert tokenizer.decode(render_prompt(TALK, tokenizer)) == "ok"
+        render_prompt(MESSAGES * 2, tokenizer)
+    assert tokenizer.decode(render_prompt(MESSAGES, tokenizer)) == "ok"
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("short_limits")
 def test_a_broken_template_is_no_bad_row(config: Any, write_jsonl: Any) -> None:
-    """Skipping the row would only render the next one."""
+    """Skipping the row would not help, because every row has the same template."""
     path = write_jsonl([{"prompt": "a"}] * 3)
     settings = config(on_bad_row="skip", filter_overlong_prompts=True)
     with pytest.raises(BrokenTemplate):
@@ -80,23 +80,23 @@ def test_a_broken_template_is_no_bad_row(config: Any, write_jsonl: Any) -> None:
 )
 def test_a_template_that_raises_is_a_prompt_error(template: str) -> None:
     with pytest.raises(PromptError, match="cannot render"):
-        render_prompt(TALK, build_tokenizer(template))
+        render_prompt(MESSAGES, build_tokenizer(template))
 
 
-def test_a_template_is_tried_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
+def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried_templates: list[str] = []
 
     def trial(template: str, variables: Any) -> None:
-        tried.append(template)
+        tried_templates.append(template)
 
     monkeypatch.setattr(chat_template, "_template_faults", {})
     monkeypatch.setattr(chat_template, "_find_fault", trial)
     for text in ("a", "b", "c"):
         render_prompt(text, build_tokenizer(CHATML))
-    assert tried == [CHATML]
+    assert tried_templates == [CHATML]
 
 
-def test_a_trial_that_cannot_be_made_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_cannot_be_tried_is_still_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "_template_faults", {})
     monkeypatch.setattr("sys.executable", "/no/such/python")
-    assert render_prompt(TALK, build_tokenizer(CHATML))
+    assert render_prompt(MESSAGES, build_tokenizer(CHATML))

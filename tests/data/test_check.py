@@ -70,7 +70,7 @@ def test_rows_for_a_reward_model_or_with_tests_need_no_ground_truth(
     assert check_file(write_jsonl(rows))[0] == 0
 
 
-def test_unknown_sources_are_errors_and_known_ones_may_be_a_rule(
+def test_unknown_sources_are_errors_by_any_predicate(
     write_jsonl: Callable[..., str], make_rows: Any
 ) -> None:
     path = write_jsonl(make_rows(2, source="my_task"))
@@ -111,13 +111,13 @@ def test_missing_empty_and_unreadable_files_fail(tmp_path: Path) -> None:
         assert report.startswith("error: ")
 
 
-def test_a_column_that_some_rows_lack_is_said(write_jsonl: Callable[..., str]) -> None:
+def test_a_column_that_some_rows_lack_is_reported(write_jsonl: Callable[..., str]) -> None:
     report = check_file(write_jsonl([{"prompt": "a", "x": 1}, {"prompt": "b", "x": None}]))[1]
     assert "x       number, missing in 1" in report
 
 
 def test_the_histogram_counts_every_length_once() -> None:
-    lines = histogram([1, 1, 2, 9, 10], "tokens", buckets=5)
+    lines = histogram([1, 1, 2, 9, 10], "tokens", num_buckets=5)
     counts = [int(line.split()[3]) for line in lines[1:]]
     assert counts == [3, 0, 0, 0, 2]
     assert histogram([], "tokens") == []
@@ -143,17 +143,17 @@ def test_files_for_supervised_training_are_asked_for_no_ground_truth(
 
 
 def test_rows_that_supervised_training_refuses_are_errors(write_jsonl: Callable[..., str]) -> None:
-    ask, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
-    talks = [{"messages": [ask, answer]}, {"messages": [ask]}]
-    status, report = check_file(write_jsonl(talks))
+    question, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+    conversations = [{"messages": [question, answer]}, {"messages": [question]}]
+    status, report = check_file(write_jsonl(conversations))
     assert status == 1
     assert "row 1: column 'messages' has no assistant turn" in report
-    for name, message in (
+    for row, message in (
         ({"question": "a"}, "row 1: column 'answer' is missing"),
-        ({"question": "a", "answer": 5}, "row 1: column 'answer' is text, got number"),
+        ({"question": "a", "answer": 5}, "row 1: column 'answer' must be text, got number"),
         ({"answer": "b"}, "row 1: column 'question' (data.prompt_key) is missing"),
     ):
-        status, report = check_file(write_jsonl([{"question": "x", "answer": "y"}, name]))
+        status, report = check_file(write_jsonl([{"question": "x", "answer": "y"}, row]))
         assert status == 1
         assert message in report
         assert report.endswith("1 error (1 bad row), 0 warnings")
@@ -166,7 +166,7 @@ def test_a_question_is_no_prompt_where_a_scorer_is_named(write_jsonl: Callable[.
     assert "column 'prompt' (data.prompt_key) is missing" in report
 
 
-def test_the_count_is_of_findings_and_of_rows_not_of_lines(write_jsonl: Callable[..., str]) -> None:
+def test_the_last_line_counts_errors_and_bad_rows(write_jsonl: Callable[..., str]) -> None:
     good = {"prompt": "a", "reward_model": {"ground_truth": "1"}}
     bad: list[Any] = [{"x": 1}, {"x": 2}, {**good, "prompt": 5}]
     report = check_file(write_jsonl([good, *bad]))[1]
@@ -174,7 +174,7 @@ def test_the_count_is_of_findings_and_of_rows_not_of_lines(write_jsonl: Callable
     assert [line.startswith("  ") for line in report.splitlines()[-4:-1]] == [True] * 3
 
 
-def test_a_missing_file_is_told_without_a_word_about_a_runs_settings(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_file_names_no_config_key(tmp_path: Path) -> None:
     for path, message in ((tmp_path / "no.parquet", "does not exist"), (tmp_path, "is a folder")):
         status, report = check_file(path)
         assert (status, f"error: {path} {message}" in report) == (1, True)
@@ -191,30 +191,33 @@ def test_an_answer_column_does_not_excuse_a_row_with_a_data_source(
 
 
 @pytest.mark.parametrize(
-    ("row", "why"),
+    ("row", "pattern"),
     [
-        ({"agent_name": "evil.py:Loop"}, "never a place to import"),
-        ({"agent_name": "unheard_of"}, "known are single_turn_agent, tool_agent"),
-        ({"agent_name": 5}, "'agent_name' is text, got number"),
+        ({"agent_name": "evil.py:Loop"}, "not its import path"),
+        ({"agent_name": "unheard_of"}, "use single_turn_agent, tool_agent"),
+        ({"agent_name": 5}, "'agent_name' must be text, got number"),
         ({"prompt": "a\ud800"}, "lone surrogate"),
         ({"extra_info": {"x": ["\udfff"]}}, "lone surrogate"),
         ({"prompt": "a\0b"}, "NUL"),
         ({"prompt": [{"role": "wizard", "content": "a"}]}, "role 'wizard'"),
         ({"prompt": [{"role": "user", "content": ["a"]}]}, "every part"),
         ({"prompt": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "every part"),
-        ({"tools_kwargs": "abc"}, "tools_kwargs is an object|'tools_kwargs' is an object"),
-        ({"extra_info": {"tools_kwargs": {"t": 5}}}, "extra_info.tools_kwargs.t is an object"),
+        (
+            {"tools_kwargs": "abc"},
+            "tools_kwargs must be an object|'tools_kwargs' must be an object",
+        ),
+        ({"extra_info": {"tools_kwargs": {"t": 5}}}, "extra_info.tools_kwargs.t must be an object"),
     ],
 )
 def test_what_training_would_refuse_is_an_error(
-    write_jsonl: Callable[..., str], make_rows: Any, row: dict[str, Any], why: str
+    write_jsonl: Callable[..., str], make_rows: Any, row: dict[str, Any], pattern: str
 ) -> None:
     rows = [*make_rows(1), {**make_rows(1)[0], **row}]
     if isinstance(row.get("prompt"), list):
         rows[0]["prompt"] = [{"role": "user", "content": "a"}]
     status, report = check_file(write_jsonl(rows))
     assert status == 1
-    assert re.search(f"row 1: .*({why})", report), report
+    assert re.search(f"row 1: .*({pattern})", report), report
     assert "1 bad row" in report
 
 
@@ -248,6 +251,6 @@ def test_a_scorer_of_ones_own_is_called_on_every_row(write_jsonl: Callable[..., 
 
     status, report = check_file(path, score=score)
     assert status == 1
-    assert "score of the ground truth itself: 1 in 1, 0 in 2 rows" in report
+    assert "score of the ground truth as the response: 1 in 1, 0 in 2 rows" in report
     assert "error: 2 rows cannot be scored (rows 2, 4); row 2: exception: no" in report
     assert check_file(path, score=lambda row: 0.5)[0] == 0

@@ -64,7 +64,7 @@ def conversation(*turns: str) -> list[dict[str, Any]]:
     return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
 
 
-def marked(
+def text_with_targets(
     tokenizer: Any, messages: list[dict[str, Any]], template: str | None = None, **options: Any
 ) -> str:
     """Returns the conversation as text, with the targets between « and »."""
@@ -72,14 +72,18 @@ def marked(
     ids, mask = encode_conversation(messages, tokenizer, template_kwargs=kwargs, **options)
     assert len(ids) == len(mask)
     text = ""
-    for token, keep, before in zip(ids, mask, [0, *mask], strict=False):
-        text += {(0, 1): "«", (1, 0): "»"}.get((before, keep), "") + tokenizer.decode([token])
+    for token, is_target, was_target in zip(ids, mask, [0, *mask], strict=False):
+        text += {(0, 1): "«", (1, 0): "»"}.get((was_target, is_target), "") + tokenizer.decode(
+            [token]
+        )
     return text + ("»" if mask[-1] else "")
 
 
-def learnt(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+def target_text(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
     ids, mask = encode_conversation(messages, tokenizer, **options)
-    return str(tokenizer.decode([token for token, keep in zip(ids, mask, strict=True) if keep]))
+    return str(
+        tokenizer.decode([token for token, is_target in zip(ids, mask, strict=True) if is_target])
+    )
 
 
 text = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=6)
@@ -96,12 +100,12 @@ def test_every_assistant_turn_and_nothing_else_is_learnt(
     ids, _ = encode_conversation(messages, tokenizer)
     whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert ids == whole
-    assert learnt(tokenizer, messages) == "".join(f"{a}<|im_end|>" for _, a in turns)
+    assert target_text(tokenizer, messages) == "".join(f"{a}<|im_end|>" for _, a in turns)
 
 
 def test_a_tool_turn_is_not_learnt(tokenizer: Any) -> None:
     messages = conversation("u:q", "a:call", "t:result", "a:done")
-    assert learnt(tokenizer, messages) == "call<|im_end|>done<|im_end|>"
+    assert target_text(tokenizer, messages) == "call<|im_end|>done<|im_end|>"
 
 
 def test_a_template_that_drops_earlier_thinking_is_refused_or_learnt_as_written(
@@ -111,7 +115,7 @@ def test_a_template_that_drops_earlier_thinking_is_refused_or_learnt_as_written(
     with pytest.raises(PromptError, match="ignore_input_ids_mismatch"):
         encode_conversation(messages, forgetful_tokenizer)
     ids, _ = encode_conversation(messages, forgetful_tokenizer, ignore_mismatch=True)
-    assert learnt(forgetful_tokenizer, messages, ignore_mismatch=True) == (
+    assert target_text(forgetful_tokenizer, messages, ignore_mismatch=True) == (
         "THINK b<|im_end|>THINK d<|im_end|>"
     )
     assert forgetful_tokenizer.decode(ids).count("<|im_start|>user\nc<|im_end|>\n") == 1
@@ -119,7 +123,7 @@ def test_a_template_that_drops_earlier_thinking_is_refused_or_learnt_as_written(
 
 def test_turns_joined_as_written_keep_their_heads(tokenizer: Any) -> None:
     messages = conversation("u:q", "a:x", "u:rrrr", "a:y", "u:bye")
-    assert marked(tokenizer, messages, THINKING, ignore_mismatch=True) == (
+    assert text_with_targets(tokenizer, messages, THINKING, ignore_mismatch=True) == (
         "[user]q<|im_end|>\n[assistant]«{think}x<|im_end|>»\n"
         "[user]rrrr<|im_end|>\n[assistant]«{think}y<|im_end|>»\n[user]bye<|im_end|>\n"
     )
@@ -127,7 +131,7 @@ def test_turns_joined_as_written_keep_their_heads(tokenizer: Any) -> None:
 
 def test_tool_results_in_a_row_are_one_block(tokenizer: Any) -> None:
     messages = conversation("u:q", "a:call", "t:1", "t:2", "a:done")
-    assert marked(tokenizer, messages, TOOL_BLOCK) == (
+    assert text_with_targets(tokenizer, messages, TOOL_BLOCK) == (
         "[user]q<|im_end|>\n[assistant]«call<|im_end|>»\n[user](1)(2)<|im_end|>\n"
         "[assistant]«done<|im_end|>»\n"
     )
@@ -136,42 +140,42 @@ def test_tool_results_in_a_row_are_one_block(tokenizer: Any) -> None:
 def test_an_answer_to_nothing_learns_no_header_and_no_default_system_prompt(
     tokenizer: Any,
 ) -> None:
-    assert marked(tokenizer, conversation("a:hi", "u:q", "a:x"), DEFAULT_SYSTEM) == (
+    assert text_with_targets(tokenizer, conversation("a:hi", "u:q", "a:x"), DEFAULT_SYSTEM) == (
         "[system]Be kind.<|im_end|>\n[assistant]«hi<|im_end|>»\n"
         "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"
     )
-    assert marked(tokenizer, conversation("a:0"), DEFAULT_SYSTEM) == (
+    assert text_with_targets(tokenizer, conversation("a:0"), DEFAULT_SYSTEM) == (
         "[system]Be kind.<|im_end|>\n[assistant]«0<|im_end|>»\n"
     )
 
 
 def test_a_system_prompt_alone_need_not_be_renderable(tokenizer: Any) -> None:
-    assert marked(tokenizer, conversation("s:S", "a:hi"), DEFAULT_SYSTEM) == (
+    assert text_with_targets(tokenizer, conversation("s:S", "a:hi"), DEFAULT_SYSTEM) == (
         "[system]S<|im_end|>\n[assistant]«hi<|im_end|>»\n"
     )
 
 
 def test_an_end_token_inside_the_text_does_not_end_the_turn(tokenizer: Any) -> None:
     messages = conversation("u:q", "a:x<|im_end|>y")
-    assert learnt(tokenizer, messages) == "x<|im_end|>y<|im_end|>"
-    assert marked(tokenizer, messages, OTHER_END) == (
+    assert target_text(tokenizer, messages) == "x<|im_end|>y<|im_end|>"
+    assert text_with_targets(tokenizer, messages, OTHER_END) == (
         "[user]q<pad>\n[assistant]«x<|im_end|>y<pad><|im_end|>»\n"
     )
 
 
 def test_what_follows_the_end_of_a_turn_is_not_learnt(tokenizer: Any) -> None:
     turns = conversation("u:q", "a:x", "u:r", "a:y\n")
-    assert marked(tokenizer, turns, WORD_END) == (
+    assert text_with_targets(tokenizer, turns, WORD_END) == (
         "[user]q END\n[assistant]«x END»\n[user]r END\n[assistant]«y\n END<|im_end|>»\n"
     )
-    assert marked(tokenizer, turns, OTHER_END) == (
+    assert text_with_targets(tokenizer, turns, OTHER_END) == (
         "[user]q<pad>\n[assistant]«x<pad>»\n[user]r<pad>\n[assistant]«y\n<pad><|im_end|>»\n"
     )
 
 
 def test_words_that_follow_the_end_token_are_not_learnt(tokenizer: Any) -> None:
-    ruled = LOOP + "{{ '[' + m.role + ']' + m.content + '<|im_end|>--\n' }}" + OPEN
-    assert marked(tokenizer, conversation("u:q", "a:x"), ruled) == (
+    template_with_rule = LOOP + "{{ '[' + m.role + ']' + m.content + '<|im_end|>--\n' }}" + OPEN
+    assert text_with_targets(tokenizer, conversation("u:q", "a:x"), template_with_rule) == (
         "[user]q<|im_end|>--\n[assistant]«x<|im_end|>»--\n"
     )
 
@@ -180,11 +184,11 @@ def test_a_template_that_closes_turns_with_nothing_gets_the_end_token_at_each(
     tokenizer: Any,
 ) -> None:
     messages = conversation("u:q", "a:x", "t:1", "a:", "u:bye")
-    assert marked(tokenizer, messages, NEWLINE_END) == (
+    assert text_with_targets(tokenizer, messages, NEWLINE_END) == (
         "[user]q\n[assistant]«x<|im_end|>»\n[tool]1\n[assistant]«<|im_end|>»\n[user]bye\n"
     )
     run_on = NEWLINE_END.replace("\n", "")
-    assert marked(tokenizer, messages, run_on) == (
+    assert text_with_targets(tokenizer, messages, run_on) == (
         "[user]q[assistant]«x<|im_end|>»[tool]1[assistant]«<|im_end|>»[user]bye"
     )
 
@@ -192,8 +196,8 @@ def test_a_template_that_closes_turns_with_nothing_gets_the_end_token_at_each(
 def test_one_question_and_answer_as_messages_are_learnt_as_in_two_columns(tokenizer: Any) -> None:
     kwargs = {"chat_template": NEWLINE_END}
     ids, mask = encode_conversation(conversation("u:q", "a:x"), tokenizer, template_kwargs=kwargs)
-    alike, alike_mask = encode_single_turn("q", "x", tokenizer, "chat", kwargs)
-    assert (ids[:-1], mask[:-1]) == (alike, alike_mask)
+    single_turn_ids, single_turn_mask = encode_single_turn("q", "x", tokenizer, "chat", kwargs)
+    assert (ids[:-1], mask[:-1]) == (single_turn_ids, single_turn_mask)
     assert (tokenizer.decode(ids[-1:]), mask[-1]) == ("\n", 0)
 
 
@@ -202,7 +206,7 @@ def test_an_end_token_the_template_lacks_is_put_in_also_where_turns_are_joined_a
 ) -> None:
     endless = THINKING.replace("<|im_end|>", "")
     messages = conversation("u:q", "a:x", "u:r", "a:y")
-    assert marked(tokenizer, messages, endless, ignore_mismatch=True) == (
+    assert text_with_targets(tokenizer, messages, endless, ignore_mismatch=True) == (
         "[user]q\n[assistant]«{think}x<|im_end|>»\n[user]r\n[assistant]«{think}y<|im_end|>»\n"
     )
 
@@ -210,11 +214,14 @@ def test_an_end_token_the_template_lacks_is_put_in_also_where_turns_are_joined_a
 def test_white_space_is_learnt_where_nothing_else_can_end_the_turn(tokenizer: Any) -> None:
     endless = copy.deepcopy(tokenizer)
     endless.eos_token = None
-    assert marked(endless, conversation("u:q", "a:x"), NEWLINE_END) == "[user]q\n[assistant]«x\n»"
+    assert (
+        text_with_targets(endless, conversation("u:q", "a:x"), NEWLINE_END)
+        == "[user]q\n[assistant]«x\n»"
+    )
 
 
 def test_an_end_token_at_the_very_end_is_learnt_with_what_leads_to_it(tokenizer: Any) -> None:
-    assert marked(tokenizer, conversation("u:q", "a:x"), EOS_AT_THE_VERY_END) == (
+    assert text_with_targets(tokenizer, conversation("u:q", "a:x"), EOS_AT_THE_VERY_END) == (
         "[user]q<pad>\n[assistant]«x<pad>\n<|im_end|>»"
     )
 
@@ -224,18 +231,18 @@ def test_a_question_that_reads_otherwise_once_answered_is_refused_and_never_lear
 ) -> None:
     messages = conversation("u:q", "a:x")
     with pytest.raises(PromptError, match="before turn 2 differently"):
-        marked(tokenizer, messages, MOVING_SYSTEM)
-    assert marked(tokenizer, messages, MOVING_SYSTEM, ignore_mismatch=True) == (
+        text_with_targets(tokenizer, messages, MOVING_SYSTEM)
+    assert text_with_targets(tokenizer, messages, MOVING_SYSTEM, ignore_mismatch=True) == (
         "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"
     )
 
 
 def test_what_generation_opens_and_the_row_leaves_out_changes_nothing(tokenizer: Any) -> None:
-    wordy = LOOP + TURN + OPEN.replace("'[assistant]'", "'[assistant]{think}'")
-    assert marked(tokenizer, conversation("u:q", "a:x"), wordy) == (
+    thinking_prompt = LOOP + TURN + OPEN.replace("'[assistant]'", "'[assistant]{think}'")
+    assert text_with_targets(tokenizer, conversation("u:q", "a:x"), thinking_prompt) == (
         "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"
     )
-    assert marked(tokenizer, conversation("u:q", "a:{think}x"), wordy) == (
+    assert text_with_targets(tokenizer, conversation("u:q", "a:{think}x"), thinking_prompt) == (
         "[user]q<|im_end|>\n[assistant]{think}«x<|im_end|>»\n"
     )
 
@@ -244,7 +251,7 @@ def test_turns_after_the_last_answer_are_shown(tokenizer: Any) -> None:
     messages = conversation("u:q", "a:x", "u:bye", "u:now")
     ids, mask = encode_conversation(messages, tokenizer)
     assert ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    assert learnt(tokenizer, messages) == "x<|im_end|>"
+    assert target_text(tokenizer, messages) == "x<|im_end|>"
     assert len(mask) == len(ids)
 
 
@@ -255,10 +262,13 @@ def test_contents_in_parts_are_learnt_alike(tokenizer: Any) -> None:
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         for message in conversation("u:q", "a:x")
     ]
-    assert marked(tokenizer, messages, parts) == "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"
+    assert (
+        text_with_targets(tokenizer, messages, parts)
+        == "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"
+    )
 
 
 def test_a_template_that_leaves_answers_out_is_refused(tokenizer: Any) -> None:
-    silent = LOOP + "{{ '[' + m.role + ']' }}" + OPEN
+    template_without_text = LOOP + "{{ '[' + m.role + ']' }}" + OPEN
     with pytest.raises(PromptError, match="omits the assistant's text"):
-        marked(tokenizer, conversation("u:q", "a:x"), silent)
+        text_with_targets(tokenizer, conversation("u:q", "a:x"), template_without_text)

@@ -105,8 +105,8 @@ def test_validation_takes_all_rows_at_once_or_batches_with_the_tail(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any
 ) -> None:
     data = create_rl_dataset(write_jsonl(make_rows(5)), config(), tokenizer)
-    whole = list(create_val_loader(config(), data).one_epoch())
-    assert [list(batch["index"]) for batch in whole] == [[0, 1, 2, 3, 4]]
+    batches_of_all_rows = list(create_val_loader(config(), data).one_epoch())
+    assert [list(batch["index"]) for batch in batches_of_all_rows] == [[0, 1, 2, 3, 4]]
     batches = create_val_loader(config(val_batch_size=2), data).one_epoch()
     assert [len(batch["uid"]) for batch in batches] == [2, 2, 1]
 
@@ -115,7 +115,7 @@ def test_mistakes_in_the_names_are_explained(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any, plug_in: str
 ) -> None:
     path = write_jsonl(make_rows(5))
-    for chosen, message in [
+    for custom_class, message in [
         (CustomClassConfig("no/such.py", "X"), "no such file"),
         (CustomClassConfig("no_such_module", "X"), "neither a file"),
         (CustomClassConfig(plug_in, "Shoting"), "has no 'Shoting'; it has .*Shouting"),
@@ -123,7 +123,7 @@ def test_mistakes_in_the_names_are_explained(
         (CustomClassConfig(plug_in, "NotAnything"), "__len__ and"),
     ]:
         with pytest.raises(DataError, match=message):
-            create_rl_dataset(path, config(custom_cls=chosen), tokenizer)
+            create_rl_dataset(path, config(custom_cls=custom_class), tokenizer)
     data = create_rl_dataset(path, config(), tokenizer)
     both = config(sampler=SamplerConfig(plug_in, "Backwards"), dataset_weights=(1.0,))
     with pytest.raises(DataError, match="both decide the order"):

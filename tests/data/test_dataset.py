@@ -11,7 +11,7 @@ from hone.data.prompts import PromptError
 from hone.data.rows import DataError, write_parquet
 
 
-def test_a_row_carries_the_familys_columns_and_everything_else(
+def test_a_row_has_verls_columns_and_all_others(
     tokenizer: Any, config: Any, tmp_path: Path
 ) -> None:
     row = {
@@ -28,46 +28,50 @@ def test_a_row_carries_the_familys_columns_and_everything_else(
         "agent_name": "tool_agent",
     }
     write_parquet([row], tmp_path / "x.parquet")
-    got = RLHFDataset(str(tmp_path / "x.parquet"), tokenizer, config())[0]
-    assert got["raw_prompt"] == row["prompt"]
-    assert tokenizer.decode(got["prompt_ids"]).endswith("1+1?<|im_end|>\n<|im_start|>assistant\n")
-    assert all(type(token) is int for token in got["prompt_ids"])
-    assert got["reward_model"] == row["reward_model"]
-    assert got["extra_info"] == row["extra_info"]
-    assert got["tools_kwargs"] == row["extra_info"]["tools_kwargs"]  # type: ignore[index]
-    assert got["interaction_kwargs"] == {"name": "gsm8k"}
-    assert (got["agent_name"], got["index"], got["ability"]) == ("tool_agent", 7, "math")
-    assert "prompt" not in got
+    item = RLHFDataset(str(tmp_path / "x.parquet"), tokenizer, config())[0]
+    assert item["raw_prompt"] == row["prompt"]
+    assert tokenizer.decode(item["prompt_ids"]).endswith("1+1?<|im_end|>\n<|im_start|>assistant\n")
+    assert all(type(token) is int for token in item["prompt_ids"])
+    assert item["reward_model"] == row["reward_model"]
+    assert item["extra_info"] == row["extra_info"]
+    assert item["tools_kwargs"] == row["extra_info"]["tools_kwargs"]  # type: ignore[index]
+    assert item["interaction_kwargs"] == {"name": "gsm8k"}
+    assert (item["agent_name"], item["index"], item["ability"]) == ("tool_agent", 7, "math")
+    assert "prompt" not in item
 
 
 def test_a_bare_row_gets_empty_columns(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
 ) -> None:
-    got = RLHFDataset(write_jsonl([{"prompt": "hi"}]), tokenizer, config())[0]
-    assert got["data_source"] == "unknown"
-    assert got["agent_name"] is None
-    assert (got["reward_model"], got["extra_info"], got["tools_kwargs"]) == ({}, {}, {})
-    assert got["index"] == 0
+    item = RLHFDataset(write_jsonl([{"prompt": "hi"}]), tokenizer, config())[0]
+    assert item["data_source"] == "unknown"
+    assert item["agent_name"] is None
+    assert (item["reward_model"], item["extra_info"], item["tools_kwargs"]) == ({}, {}, {})
+    assert item["index"] == 0
 
 
 def test_raw_prompts_stay_text(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
 ) -> None:
     path = write_jsonl([{"prompt": [{"role": "user", "content": "User: hi"}]}])
-    got = RLHFDataset(path, tokenizer, config(prompt_format="raw"))[0]
-    assert got["raw_prompt"] == "User: hi"
-    assert tokenizer.decode(got["prompt_ids"]) == "User: hi"
+    item = RLHFDataset(path, tokenizer, config(prompt_format="raw"))[0]
+    assert item["raw_prompt"] == "User: hi"
+    assert tokenizer.decode(item["prompt_ids"]) == "User: hi"
 
 
 @pytest.mark.parametrize(
-    ("how", "left_over"), [("left", "6789"), ("right", "0123"), ("middle", "0189")]
+    ("truncation", "remaining_text"), [("left", "6789"), ("right", "0123"), ("middle", "0189")]
 )
 def test_truncation_cuts_the_prompt_ids(
-    tokenizer: Any, config: Any, write_jsonl: Callable[..., str], how: str, left_over: str
+    tokenizer: Any,
+    config: Any,
+    write_jsonl: Callable[..., str],
+    truncation: str,
+    remaining_text: str,
 ) -> None:
-    settings = config(prompt_format="raw", max_prompt_length=4, truncation=how)
-    got = RLHFDataset(write_jsonl([{"prompt": "0123456789"}]), tokenizer, settings)[0]
-    assert tokenizer.decode(got["prompt_ids"]) == left_over
+    settings = config(prompt_format="raw", max_prompt_length=4, truncation=truncation)
+    item = RLHFDataset(write_jsonl([{"prompt": "0123456789"}]), tokenizer, settings)[0]
+    assert tokenizer.decode(item["prompt_ids"]) == remaining_text
 
 
 def test_truncation_error_names_file_row_and_lengths(
@@ -92,7 +96,7 @@ def test_overlong_prompts_are_left_out_and_counted_with_the_template_measured(
         3,
         4,
     ]
-    assert (len(data), data.overlong_rows) == (4, 6)
+    assert (len(data), data.num_overlong_rows) == (4, 6)
     with pytest.raises(DataError, match="all 10 prompts"):
         RLHFDataset(path, tokenizer, config(max_prompt_length=1, filter_overlong_prompts=True))
 
@@ -125,7 +129,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD)
-def test_a_bad_row_stops_with_its_place_or_is_skipped_and_counted(
+def test_a_bad_row_is_an_error_with_its_location_or_is_skipped_and_counted(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str], bad: Any, reason: str
 ) -> None:
     good = {"prompt": "a", "reward_model": {"ground_truth": "1"}}
@@ -140,9 +144,9 @@ def test_a_bad_row_stops_with_its_place_or_is_skipped_and_counted(
 def test_ground_truths_may_differ_in_kind_between_files(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
 ) -> None:
-    one = write_jsonl([{"prompt": "a", "reward_model": {"ground_truth": "1"}}], "one.jsonl")
-    two = write_jsonl([{"prompt": "a", "reward_model": {"ground_truth": {"t": 1}}}], "two.jsonl")
-    data = RLHFDataset([one, two], tokenizer, config())
+    first = write_jsonl([{"prompt": "a", "reward_model": {"ground_truth": "1"}}], "one.jsonl")
+    second = write_jsonl([{"prompt": "a", "reward_model": {"ground_truth": {"t": 1}}}], "two.jsonl")
+    data = RLHFDataset([first, second], tokenizer, config())
     assert data[1]["reward_model"]["ground_truth"] == {"t": 1}
     assert data.indices_by_file() == [[0], [1]]
 
@@ -181,7 +185,7 @@ def test_state_of_other_data_is_refused(
 ) -> None:
     state = RLHFDataset(write_jsonl(make_rows(3)), tokenizer, config()).state_dict()
     other = RLHFDataset(write_jsonl(make_rows(4), "other.jsonl"), tokenizer, config())
-    with pytest.raises(DataError, match="differ from those of the checkpoint"):
+    with pytest.raises(DataError, match="differ from the checkpoint's data"):
         other.load_state_dict(state)
 
 
@@ -202,10 +206,10 @@ def test_another_selection_of_the_same_rows_is_other_data(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any
 ) -> None:
     path = write_jsonl(make_rows(30))
-    one = RLHFDataset(path, tokenizer, config(seed=1), max_samples=10)
-    two = RLHFDataset(path, tokenizer, config(seed=2), max_samples=10)
-    with pytest.raises(DataError, match="differ from those of the checkpoint"):
-        two.load_state_dict(one.state_dict())
+    first = RLHFDataset(path, tokenizer, config(seed=1), max_samples=10)
+    second = RLHFDataset(path, tokenizer, config(seed=2), max_samples=10)
+    with pytest.raises(DataError, match="differ from the checkpoint's data"):
+        second.load_state_dict(first.state_dict())
 
 
 def test_a_prompt_with_a_picture_is_named_or_skipped(
@@ -232,7 +236,7 @@ def test_arguments_of_tools_that_a_row_does_not_name_are_dropped(
     assert data[1]["tools_kwargs"] == {"b": {"x": 1}}
 
 
-def test_a_row_without_a_prompt_is_told_with_the_columns_it_has(
+def test_the_error_of_a_row_without_a_prompt_names_its_columns(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
 ) -> None:
     with pytest.raises(DataError, match=r"row 0: column 'prompt' .*the row has question, id"):

@@ -54,13 +54,13 @@ def test_a_generator_adds_rows_after_each_batch_and_resumes(
             assert loader.on_batch_end(batch) == 1
         return batches
 
-    whole = run(start(), 12)
+    expected = run(start(), 12)
     stopped = start()
     run(stopped, 5)
     resumed = start()
     resumed.load_state_dict(stopped.state_dict())
-    assert run(resumed, 7) == whole[5:]
-    assert any("new" in text for _, texts in whole for text in texts)
+    assert run(resumed, 7) == expected[5:]
+    assert any("new" in text for _, texts in expected for text in texts)
 
 
 def test_validation_data_do_not_grow(
@@ -77,10 +77,10 @@ def test_a_generator_without_generate_is_refused(
 ) -> None:
     (tmp_path / "generator.py").write_text(GENERATOR)
     path = write_jsonl(make_rows(2))
-    for chosen, message in [
+    for class_name, message in [
         ("Idle", "needs a method generate"),
         (None, "needs the name of the class"),
     ]:
-        settings = config(datagen=CustomClassConfig(str(tmp_path / "generator.py"), chosen))
+        settings = config(datagen=CustomClassConfig(str(tmp_path / "generator.py"), class_name))
         with pytest.raises(DataError, match=message):
             create_rl_dataset(path, settings, tokenizer)

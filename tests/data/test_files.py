@@ -25,7 +25,7 @@ def put(url: str, text: str, tmp_path: Path) -> None:
     files.copy(tmp_path / "text", url)
 
 
-def test_a_local_path_and_a_models_name_stay(tmp_path: Path) -> None:
+def test_a_local_path_and_a_models_name_are_unchanged(tmp_path: Path) -> None:
     assert files.copy_to_local(str(tmp_path)) == str(tmp_path)
     assert files.copy_to_local("Qwen/Qwen3-0.6B", use_shm=True) == "Qwen/Qwen3-0.6B"
     assert not files.is_non_local("file:///a")
@@ -53,20 +53,20 @@ def test_a_copy_that_fails_half_way_leaves_nothing_in_the_cache(
 ) -> None:
     put(f"{store}/a.txt", "one", tmp_path)
 
-    def fails(src: str, dst: Path) -> None:
+    def fail_half_way(src: str, dst: Path) -> None:
         dst.write_text("o")
         raise OSError("no route to host")
 
     with monkeypatch.context() as broken:
-        broken.setattr(files, "copy", fails)
+        broken.setattr(files, "copy", fail_half_way)
         with pytest.raises(OSError, match="no route"):
             files.copy_to_local(f"{store}/a.txt", cache_dir=tmp_path / "cache")
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
-    copied = files.copy_to_local(f"{store}/a.txt", cache_dir=tmp_path / "cache")
-    assert Path(copied).read_text() == "one"
+    local_path = files.copy_to_local(f"{store}/a.txt", cache_dir=tmp_path / "cache")
+    assert Path(local_path).read_text() == "one"
 
 
-def test_folders_go_there_and_back_with_all_that_is_in_them(store: str, tmp_path: Path) -> None:
+def test_folders_are_copied_to_a_store_and_back_with_all_files(store: str, tmp_path: Path) -> None:
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "deep" / "f").write_text("x")
     (tmp_path / "in" / "g").write_text("y")
@@ -80,7 +80,7 @@ def test_folders_go_there_and_back_with_all_that_is_in_them(store: str, tmp_path
     assert (local / "deep" / "f").read_text() == "x"
 
 
-def test_the_file_that_says_all_is_there_comes_last(
+def test_the_file_that_marks_a_folder_as_complete_is_uploaded_last(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "in"
@@ -115,20 +115,20 @@ def test_rows_and_models_are_read_from_a_store(store: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("url", ["memory://nothing/x.jsonl", "nosuchstore://a/x.jsonl"])
-def test_what_is_not_there_is_said_with_its_key(url: str) -> None:
+def test_a_missing_remote_path_is_an_error_with_its_config_key(url: str) -> None:
     with pytest.raises(SettingError, match=rf"{url} cannot be read: .*check data.train_files"):
         expand_files(url)
     with pytest.raises(ModelNotFound, match=f"model path {url} cannot be read"):
         resolve_model_path(url)
 
 
-def test_hdfs_without_java_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hdfs_without_java_is_explained_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_java(url: str) -> None:
         raise OSError("Unable to load libjvm: dlopen(a) failed\ndlopen(b) failed")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", no_java)
     monkeypatch.setitem(sys.modules, "hdfs_native.fsspec", None)
-    with pytest.raises(OSError, match=r"pip install hdfs-native, or .*JAVA_HOME") as caught:
+    with pytest.raises(OSError, match=r"pip install hdfs-native\), or .*JAVA_HOME") as caught:
         files.file_system("hdfs://host:9000/run")
     assert "\n" not in str(caught.value)
 
@@ -162,7 +162,7 @@ def test_a_name_that_leads_out_of_the_store_is_not_written(
 ) -> None:
     put(f"{store}/a", "x", tmp_path)
     monkeypatch.setattr(files, "remote_files", lambda url: {"../../out": f"{store}/a"})
-    with pytest.raises(OSError, match="outside its folder"):
+    with pytest.raises(OSError, match="leaves the folder"):
         files.copy(store, tmp_path / "deep" / "in")
     assert not (tmp_path / "out").exists()
 

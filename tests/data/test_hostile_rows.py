@@ -39,10 +39,10 @@ LINE = ROW.map(lambda row: json.dumps(row).encode()) | st.binary(max_size=30)
 GOOD = {"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}
 
 
-def error_text(use: Callable[[], Any]) -> str:
+def error_text(call: Callable[[], Any]) -> str:
     """Returns the message of the documented error; any other error fails the test."""
     try:
-        use()
+        call()
     except DataError as error:
         return str(error)
     return "rows.jsonl, row"
@@ -62,10 +62,10 @@ def test_no_row_breaks_what_reads_it(tokenizer: Any, tmp_path: Path, lines: list
     data = RLHFDataset(str(path), tokenizer, config)
     for index in range(len(data)):
         assert "rows.jsonl, row" in error_text(lambda index=index: data[index])  # type: ignore[misc]
-    strict = replace(config, on_bad_row="raise")
-    assert "rows.jsonl, row" in error_text(lambda: RLHFDataset(str(path), tokenizer, strict))
-    supervised = replace(SFTDataConfig(), on_bad_row="skip")
-    assert not MultiTurnSFTDataset(str(path), tokenizer, supervised).encode_all()
+    raising = replace(config, on_bad_row="raise")
+    assert "rows.jsonl, row" in error_text(lambda: RLHFDataset(str(path), tokenizer, raising))
+    sft_config = replace(SFTDataConfig(), on_bad_row="skip")
+    assert not MultiTurnSFTDataset(str(path), tokenizer, sft_config).encode_all()
 
 
 def test_a_megabyte_is_refused_before_it_is_tokenised(
@@ -87,7 +87,7 @@ def test_a_megabyte_is_refused_before_it_is_tokenised(
 
     counting = Counting(tokenizer)
     data = RLHFDataset(path, counting, config(max_prompt_length=64, filter_overlong_prompts=True))
-    assert (len(data), data.overlong_rows) == (1, 1)
+    assert (len(data), data.num_overlong_rows) == (1, 1)
     with pytest.raises(DataError, match=r"row 1: .*1,000,0\d\d characters"):
         RLHFDataset(path, counting, config(max_prompt_length=64))[1]
     report = check_file(path, tokenizer=counting, config=config(max_prompt_length=64))[1]

@@ -21,12 +21,14 @@ class Picture:
         buffer.write(format.encode())
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
+def fake_datasets_package(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
 
 
 def test_splits_become_plain_rows_and_images_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, lambda name: {"train": [{"images": [Picture()], "problem": name}]})
+    fake_datasets_package(
+        monkeypatch, lambda name: {"train": [{"images": [Picture()], "problem": name}]}
+    )
     assert hub_splits("a/b", None) == {
         "train": [{"images": [{"bytes": b"PNG", "path": None}], "problem": "a/b"}]
     }
@@ -42,7 +44,7 @@ def test_a_data_set_is_read_once_with_its_config(
         record = {"question": "q", "answer": "#### 1"}
         return {"train": [record], "test": [record]}
 
-    pretend(monkeypatch, load)
+    fake_datasets_package(monkeypatch, load)
     report = prepare("gsm8k", local_dir=tmp_path, hub=True)
     assert list(report.rows.values()) == [1, 1]
     assert requests == [("openai/gsm8k", "main")]
@@ -52,8 +54,8 @@ def test_a_hub_that_cannot_be_reached_is_explained(monkeypatch: pytest.MonkeyPat
     def load(name: str) -> None:
         raise ConnectionError("no route")
 
-    pretend(monkeypatch, load)
+    fake_datasets_package(monkeypatch, load)
     with pytest.raises(
-        DataError, match=r"a/b could not be read from the hub: no route.*source_dir"
+        DataError, match=r"a/b could not be read from the Hub: no route.*source_dir"
     ):
         hub_splits("a/b", None)

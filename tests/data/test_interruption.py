@@ -18,31 +18,31 @@ def spin() -> None:
 
 
 def test_an_endless_loop_is_ended_in_any_thread() -> None:
-    ended: list[str] = []
+    interrupted: list[bool] = []
 
-    def work() -> None:
+    def run_endless_loop() -> None:
         with pytest.raises(CpuTimeExceeded):
             run_limited(spin, 0.05)
-        ended.append("yes")
+        interrupted.append(True)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=run_endless_loop)
     thread.start()
-    work()
+    run_endless_loop()
     thread.join(60)
-    assert ended == ["yes", "yes"]
+    assert interrupted == [True, True]
 
 
 def test_waiting_is_not_computing() -> None:
     assert run_limited(lambda: time.sleep(0.6) or "done", 0.1) == "done"  # type: ignore[func-returns-value]
 
 
-def test_what_a_call_raises_comes_through() -> None:
+def test_an_exception_of_the_call_is_raised() -> None:
     with pytest.raises(KeyError):
         run_limited(lambda: {}["x"], 1.0)
 
 
 def test_no_interrupt_arrives_after_a_call() -> None:
-    """Calls that end at about their time limit."""
+    """The calls end at about their CPU time limit."""
     for _ in range(40):
         try:
             run_limited(lambda: sum(range(10**5)), 1e-9)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hone.data.loader import PromptLoader, collate_fn, row_uid
 from hone.data.rows import DataError
-from hone.data.samplers import AbstractCurriculumSampler, AbstractSampler, Mixture
+from hone.data.samplers import AbstractCurriculumSampler, AbstractSampler, MixtureSampler
 
 
 class Numbers:
@@ -57,7 +57,7 @@ class SeededSampler(AbstractSampler):
 
 
 class HardFirst(AbstractCurriculumSampler):
-    """Draws the rarest row, weighted by `update`; has state_dict."""
+    """Draws the row with the smallest weight, which draws and `update` raise; has state_dict."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
@@ -89,7 +89,7 @@ class Remembering(AbstractSampler):
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
-        self.passes, self.at = 0, 0
+        self.passes, self.next_position = 0, 0
         self.start: int | None = None
 
     def __iter__(self) -> Iterator[int]:
@@ -99,14 +99,14 @@ class Remembering(AbstractSampler):
         order = list(range(len(self)))
         random.Random(self.passes).shuffle(order)
         for position in range(begin, len(self)):
-            self.at = position + 1
+            self.next_position = position + 1
             yield order[position]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"passes": self.passes, "at": self.at}
+        return {"passes": self.passes, "at": self.next_position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.passes, self.at = state["passes"], state["at"]
+        self.passes, self.next_position = state["passes"], state["at"]
         self.start = state["at"] if state["passes"] else None
 
 
@@ -117,8 +117,8 @@ def make_loader(
     sampler: Any = None
     if mode == "mixture":
         cut = max(rows // 3, 1)
-        groups = [range(cut), range(cut, rows)] if rows > 1 else [range(1), range(1)]
-        sampler = Mixture(groups, [0.7, 0.3], shuffle=True, seed=seed)
+        indices_by_file = [range(cut), range(cut, rows)] if rows > 1 else [range(1), range(1)]
+        sampler = MixtureSampler(indices_by_file, [0.7, 0.3], shuffle=True, seed=seed)
     elif mode == "seeded sampler":
         sampler = SeededSampler(dataset, None)
     elif mode == "remembering sampler":
@@ -168,15 +168,15 @@ def test_a_resumed_loader_goes_on_with_the_exact_row(
     mode: str, rows: int, batch_size: int, drop_last: bool, before: int, after: int
 ) -> None:
     batch_size = min(batch_size, rows)
-    whole = make_loader(mode, rows, batch_size, drop_last)
-    expected = run(whole, before + after)[before:]
+    uninterrupted = make_loader(mode, rows, batch_size, drop_last)
+    expected = run(uninterrupted, before + after)[before:]
     stopped = make_loader(mode, rows, batch_size, drop_last)
     run(stopped, before)
     state = json.loads(json.dumps(stopped.state_dict()))  # it must survive a checkpoint file
     resumed = make_loader(mode, rows, batch_size, drop_last)
     resumed.load_state_dict(state)
     assert run(resumed, after) == expected
-    assert resumed.epoch == whole.epoch
+    assert resumed.epoch == uninterrupted.epoch
 
 
 @given(st.sampled_from(["in order", "shuffled", "seeded sampler"]), st.integers(1, 30))
@@ -237,12 +237,12 @@ def test_a_batch_may_change_its_size_on_resume() -> None:
     run(loader, 1)
     resumed = make_loader("shuffled", 12, 2, drop_last=True)
     resumed.load_state_dict(loader.state_dict())
-    assert [use for batch in run(resumed, 2) for use in batch] == run(loader, 1)[0]
+    assert [draw for batch in run(resumed, 2) for draw in batch] == run(loader, 1)[0]
 
 
 def test_another_order_on_resume_is_refused() -> None:
     state = make_loader("shuffled", 12, 4, True, seed=1).state_dict()
-    with pytest.raises(DataError, match="shuffle with seed 1, this run by shuffle with seed 2"):
+    with pytest.raises(DataError, match="shuffle with seed 1, of this run shuffle with seed 2"):
         make_loader("shuffled", 12, 4, True, seed=2).load_state_dict(state)
 
 
@@ -274,9 +274,9 @@ def test_added_rows_are_drawn_from_the_next_epoch_on() -> None:
 
 def test_rows_added_to_a_mixture_are_refused() -> None:
     data = Numbers(4, grows_by=1)
-    mixture = Mixture([[0, 1], [2, 3]], [1, 1], shuffle=False, seed=0)
+    mixture = MixtureSampler([[0, 1], [2, 3]], [1, 1], shuffle=False, seed=0)
     loader = PromptLoader(data, 2, shuffle=False, seed=0, drop_last=True, sampler=mixture)
-    with pytest.raises(DataError, match="dataset_weights gives them no share"):
+    with pytest.raises(DataError, match="dataset_weights gives no weight to them"):
         loader.on_batch_end(loader.next_batch())
 
 
@@ -298,7 +298,7 @@ def test_collate_gives_one_dimensional_object_arrays_with_none_for_absent() -> N
 
 
 def test_a_row_drawn_twice_in_one_batch_is_two_groups() -> None:
-    mixture = Mixture([[0], [1, 2, 3]], [0.5, 0.5], shuffle=False, seed=0)
+    mixture = MixtureSampler([[0], [1, 2, 3]], [0.5, 0.5], shuffle=False, seed=0)
     loader = PromptLoader(Numbers(4), 4, shuffle=False, seed=0, drop_last=True, sampler=mixture)
     batch = loader.next_batch()
     assert Counter(batch["n"])[0] == 2

@@ -81,20 +81,20 @@ def test_truncation_drops_the_start_of_the_prompt_of_both(tokenizer: Any) -> Non
         (PLAIN | {"rejected": " 2"}, "the two responses of the pair are the same"),
         (PLAIN | {"chosen": " "}, "a response of the pair is empty"),
         (PLAIN | {"chosen": None}, "column 'chosen' is missing or empty"),
-        (PLAIN | {"chosen": 2}, "a response is text or a message with text"),
-        (PLAIN | {"margin": "much"}, "column 'margin' is a number"),
+        (PLAIN | {"chosen": 2}, "a response must be text or a message with text"),
+        (PLAIN | {"margin": "much"}, "column 'margin' must be a number"),
         (PLAIN | {"prompt": [{"role": "usr", "content": "1"}]}, "which no chat template knows"),
-        (HH | {"chosen": "2"}, "must be a dialogue from Human: on"),
+        (HH | {"chosen": "2"}, "must be a dialogue that starts with Human:"),
         (HH | {"chosen": HH["chosen"].replace("what?", "why?")}, "differ before their last turn"),
-        (HH | {"chosen": HH["chosen"] + "\n\nHuman: ok"}, "ends with the assistant's response"),
+        (HH | {"chosen": HH["chosen"] + "\n\nHuman: ok"}, "must end with the assistant's response"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_number_and_the_reason(
     tokenizer: Any, row: Any, reason: str
 ) -> None:
-    with pytest.raises(DataError, match=r"row 1: .*") as refusal:
+    with pytest.raises(DataError, match=r"row 1: .*") as caught:
         dataset(tokenizer, PLAIN, row)
-    assert reason in str(refusal.value)
+    assert reason in str(caught.value)
     assert len(dataset(tokenizer, PLAIN, row, on_bad_row="skip")) == 1
 
 

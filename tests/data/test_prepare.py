@@ -84,7 +84,7 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_gsm8k_rows_have_the_familys_schema(source: Path, tmp_path: Path) -> None:
+def test_gsm8k_rows_have_verls_schema(source: Path, tmp_path: Path) -> None:
     report = prepare("gsm8k", source_dir=source, local_dir=tmp_path / "out")
     assert list(report.rows.values()) == [2, 1]
     row = rows_of(tmp_path / "out", "train")[1]
@@ -156,12 +156,12 @@ def test_hellaswag_cleans_brackets_and_leaves_unknown_labels_empty(
     assert rows_of(tmp_path, "test")[0]["reward_model"]["ground_truth"] is None
 
 
-def test_hh_rlhf_gives_three_subsets_and_drops_pairs_that_part_too_early(
+def test_hh_rlhf_gives_three_subsets_and_drops_pairs_with_different_prompts(
     source: Path, tmp_path: Path
 ) -> None:
     report = prepare("full_hh_rlhf", source_dir=source, local_dir=tmp_path)
-    sizes = {str(Path(name).relative_to(tmp_path)): n for name, n in report.rows.items()}
-    assert sizes == {
+    row_counts = {str(Path(name).relative_to(tmp_path)): n for name, n in report.rows.items()}
+    assert row_counts == {
         "sft/train.parquet": 8,
         "rm/train.parquet": 3,
         "rm/test.parquet": 1,
@@ -171,8 +171,8 @@ def test_hh_rlhf_gives_three_subsets_and_drops_pairs_that_part_too_early(
     assert row["data_source"] == "Dahoas/full-hh-rlhf"
     assert row["reward_model"] == {"style": "model", "ground_truth": " good0"}
     assert set(rows_of(tmp_path, "rm/test")[0]) == {"prompt", "chosen", "rejected"}
-    only = prepare("full_hh_rlhf", source_dir=source, local_dir=tmp_path / "x", subsets="rl")
-    assert len(only.rows) == 1
+    rl_report = prepare("full_hh_rlhf", source_dir=source, local_dir=tmp_path / "x", subsets="rl")
+    assert len(rl_report.rows) == 1
     with pytest.raises(DataError, match="sft, rm, rl"):
         prepare("full_hh_rlhf", source_dir=source, local_dir=tmp_path, subsets="dpo")
 
@@ -202,7 +202,7 @@ def test_generated_sets_need_no_source_and_take_their_options(tmp_path: Path) ->
         assert list(prepare_from_arguments(name, [*folder, *options[2:]]).rows.values()) == [20, 5]
 
 
-def test_the_familys_flag_names_are_understood() -> None:
+def test_verls_flag_names_are_accepted() -> None:
     parsed = argument_parser("gsm8k").parse_args(
         ["--local_save_dir", "out", "--local_dataset_path", "in"]
     )
@@ -245,17 +245,17 @@ def test_every_recipe_has_a_builder_with_its_arguments() -> None:
         assert "--local_dir" in argument_parser(name).format_help()
 
 
-def test_a_script_runs_and_ends_with_a_sentence_when_it_cannot(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_script_runs_or_ends_with_one_error_line(source: Path, tmp_path: Path) -> None:
     script = ROOT / "examples/data_preprocess/gsm8k.py"
     command = [sys.executable, str(script), "--local_dir", str(tmp_path / "out"), "--source_dir"]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=True)
-    assert "2 rows" in done.stdout
-    failed = subprocess.run([*command, str(tmp_path / "no")], capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert failed.stderr.startswith("error: source folder")
-    assert "Traceback" not in failed.stderr
+    process = subprocess.run([*command, str(source)], capture_output=True, text=True, check=True)
+    assert "2 rows" in process.stdout
+    failed_process = subprocess.run(
+        [*command, str(tmp_path / "no")], capture_output=True, text=True
+    )
+    assert failed_process.returncode == 1
+    assert failed_process.stderr.startswith("error: source folder")
+    assert "Traceback" not in failed_process.stderr
 
 
 EXPECTED = {
@@ -297,11 +297,11 @@ def test_all_sets_at_hand_are_prepared_checked_and_the_others_named(
         " sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     arguments = [str(script), "--local_dir", str(tmp_path / "out"), "--source_dir", str(source)]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT
     )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
     assert lines[0].startswith("| gsm8k | train: 2 | warning: 1 rows repeat")
     assert "| gsm8k | test: 1 | 0 errors, 0 warnings |" in lines
     assert "| mbpp | no files there | |" in lines

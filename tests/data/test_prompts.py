@@ -20,8 +20,8 @@ def test_raw_text_is_tokenised_as_it_is_without_special_tokens(tokenizer: Any) -
 
 
 def test_raw_takes_the_content_of_a_single_message(tokenizer: Any) -> None:
-    one = render_prompt([{"role": "user", "content": "2+2="}], tokenizer, "raw")
-    assert one == render_prompt("2+2=", tokenizer, "raw")
+    ids = render_prompt([{"role": "user", "content": "2+2="}], tokenizer, "raw")
+    assert ids == render_prompt("2+2=", tokenizer, "raw")
 
 
 def test_raw_refuses_a_conversation(tokenizer: Any) -> None:
@@ -74,8 +74,8 @@ def test_a_prompt_of_another_shape_is_refused(prompt: Any) -> None:
 @given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 40))
 def test_truncation_keeps_the_named_part(ids: list[int], limit: int) -> None:
     if len(ids) <= limit:
-        for how in ("left", "right", "middle", "error"):
-            assert truncate(ids, limit, how) == ids
+        for truncation in ("left", "right", "middle", "error"):
+            assert truncate(ids, limit, truncation) == ids
         return
     assert truncate(ids, limit, "left") == ids[-limit:]
     assert truncate(ids, limit, "right") == ids[:limit]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hone.data.dataset import RLHFDataset
-from hone.data.question_answer import INSTRUCTION, SOURCE
+from hone.data.question_answer import DEFAULT_DATA_SOURCE, INSTRUCTION
 from hone.data.rows import DataError, write_parquet
 from hone.rewards.ground_truth import is_missing
 from hone.rewards.scores.table import default_compute_score
@@ -24,10 +24,10 @@ def test_pures_rows_have_a_ground_truth_and_the_instruction(
     settings = config(prompt_key="question", prompt_format="raw", max_prompt_length=400)
     first, second = RLHFDataset(str(tmp_path / "train.parquet"), tokenizer, settings)
     assert first["raw_prompt"] == f"1+1?\n\n{INSTRUCTION}"
-    assert (first["data_source"], second["data_source"]) == (SOURCE, "math")
+    assert (first["data_source"], second["data_source"]) == (DEFAULT_DATA_SOURCE, "math")
     truth = first["reward_model"]["ground_truth"]
-    assert default_compute_score(SOURCE, "so\n\n\\boxed{2}", truth) == 1.0
-    assert default_compute_score(SOURCE, "so\n\n\\boxed{3}", truth) == 0.0
+    assert default_compute_score(DEFAULT_DATA_SOURCE, "so\n\n\\boxed{2}", truth) == 1.0
+    assert default_compute_score(DEFAULT_DATA_SOURCE, "so\n\n\\boxed{3}", truth) == 0.0
     assert is_missing(second["reward_model"]["ground_truth"])
 
 

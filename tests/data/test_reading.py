@@ -91,7 +91,7 @@ def test_an_override_that_reads_nothing_is_an_error() -> None:
         def _read_files_and_tokenize(self) -> None:
             self.dataframe = []
 
-    with pytest.raises(DataError, match=r"sets no self\.dataframe"):
+    with pytest.raises(DataError, match=r"must set self\.dataframe"):
         Nothing("none", TOKENIZER, {})
     with pytest.raises(DataError, match="has no rows"):
         Empty("none", TOKENIZER, {})

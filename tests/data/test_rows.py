@@ -27,7 +27,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         assert list(store.scan(["a"])) == [{"a": 1}, {"a": 2}], name
 
 
-def test_several_files_are_one_store_that_knows_each_rows_place(tmp_path: Path) -> None:
+def test_several_files_are_one_store_with_the_location_of_each_row(tmp_path: Path) -> None:
     write_parquet(ROWS, tmp_path / "x.parquet")
     (tmp_path / "y.jsonl").write_text('{"a": 3}\n')
     store = read_rows(
@@ -35,7 +35,7 @@ def test_several_files_are_one_store_that_knows_each_rows_place(tmp_path: Path) 
     )
     assert len(store) == 3
     assert store[2] == {"a": 3}
-    assert store.file_of(2) == 1
+    assert store.file_index_of(2) == 1
     assert store.where(1) == f"{tmp_path}/x.parquet, row 1"
     assert store.key(2)[1] == 0
 
@@ -60,11 +60,11 @@ def test_a_line_that_is_not_json_is_named_with_file_and_row(tmp_path: Path) -> N
     path.write_text('{"a": 1}\n{"a": \n[1]\n{"a": 4}\n')
     with pytest.raises(DataError, match=r"x\.jsonl, row 1: not JSON"):
         read_rows(str(path), BadRowPolicy("raise"))
-    bad = BadRowPolicy("skip")
-    store = read_rows(str(path), bad)
+    bad_rows = BadRowPolicy("skip")
+    store = read_rows(str(path), bad_rows)
     assert [store[i]["a"] for i in range(len(store))] == [1, 4]
     assert store.where(1).endswith("row 3")
-    assert bad.counts == {"not json": 1, "not an object": 1}
+    assert bad_rows.counts == {"not json": 1, "not an object": 1}
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_an_unreadable_or_empty_file_is_named_or_skipped(
     with pytest.raises(DataError, match=message):
         read_rows(str(path), BadRowPolicy("raise"))
     (tmp_path / "good.jsonl").write_text('{"a": 1}\n')
-    bad = BadRowPolicy("skip")
-    assert len(read_rows([str(path), str(tmp_path / "good.jsonl")], bad)) == 1
-    assert bad.total == 1
+    bad_rows = BadRowPolicy("skip")
+    assert len(read_rows([str(path), str(tmp_path / "good.jsonl")], bad_rows)) == 1
+    assert bad_rows.total == 1
     with pytest.raises(DataError, match="no rows could be read"):
         read_rows(str(path), BadRowPolicy("skip"))
 
@@ -138,7 +138,7 @@ def test_a_separator_inside_a_string_does_not_end_a_line(tmp_path: Path) -> None
         assert list(read_rows(tmp_path / name, BadRowPolicy("raise")).scan()) == rows, name
 
 
-def test_structs_without_fields_are_written_as_null_wherever_they_stand(tmp_path: Path) -> None:
+def test_structs_without_fields_are_written_as_null_at_any_depth(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"a": {}, "b": {"c": {}, "d": 1}, "e": [{}, {}], "f": {}},
         {"a": None, "b": {"c": None, "d": 2}, "e": [], "f": {"g": 1}},
@@ -151,7 +151,7 @@ def test_structs_without_fields_are_written_as_null_wherever_they_stand(tmp_path
 
 
 @pytest.mark.parametrize("values", [(1, "1"), (2**70, 1), ("\ud800", "x"), ([1], {"a": 1})])
-def test_a_column_that_has_no_one_type_is_named(tmp_path: Path, values: tuple[Any, Any]) -> None:
+def test_a_column_with_mixed_types_is_named(tmp_path: Path, values: tuple[Any, Any]) -> None:
     rows = [{"fine": 1, "truth": value} for value in values]
     with pytest.raises(DataError, match="column 'truth' cannot be written to parquet"):
         write_parquet(rows, tmp_path / "x.parquet")
@@ -192,18 +192,18 @@ def test_a_hostile_line_is_a_bad_row_with_its_number(tmp_path: Path, line: bytes
     path.write_bytes(b'{"a": "good"}\n' + line + b'\n{"a": "\xc3\xa9 \\ud83d\\ude00"}\n')
     with pytest.raises(DataError, match=HOSTILE_LINES[line]):
         read_rows(str(path), BadRowPolicy("raise"))
-    bad = BadRowPolicy("skip")
-    rows = read_rows(str(path), bad)
-    assert ([row["a"] for row in rows.scan()], bad.total) == (["good", "é 😀"], 1)
+    bad_rows = BadRowPolicy("skip")
+    rows = read_rows(str(path), bad_rows)
+    assert ([row["a"] for row in rows.scan()], bad_rows.total) == (["good", "é 😀"], 1)
     assert rows.where(1).endswith("row 2")
 
 
 def test_hostile_rows_of_a_json_list_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(b'[{"a": 1}, {"a": "\\udc00"}, {"a": "\xfe"}]')
-    bad = BadRowPolicy("skip")
-    assert len(read_rows(str(path), bad)) == 1
-    assert [line.split(", row ")[1][:2] for line in bad.examples] == ["1:", "2:"]
+    bad_rows = BadRowPolicy("skip")
+    assert len(read_rows(str(path), bad_rows)) == 1
+    assert [line.split(", row ")[1][:2] for line in bad_rows.examples] == ["1:", "2:"]
     path.write_bytes(b"[" * 100_000)
     with pytest.raises(DataError, match=r"x\.json: cannot be read: .*nested"):
         read_rows(str(path), BadRowPolicy("raise"))
@@ -220,17 +220,17 @@ def test_parquet_rows_that_python_cannot_hold_are_named(tmp_path: Path) -> None:
         pq.write_table(pa.table({"x": column}), tmp_path / f"{name}.parquet")
     with pytest.raises(DataError, match=r"talks\.parquet, row 1: not UTF-8"):
         read_rows(str(tmp_path / "talks.parquet"), BadRowPolicy("raise"))
-    bad = BadRowPolicy("skip")
-    rows = read_rows([str(tmp_path / f"{name}.parquet") for name in ("talks", "days")], bad)
+    bad_rows = BadRowPolicy("skip")
+    rows = read_rows([str(tmp_path / f"{name}.parquet") for name in ("talks", "days")], bad_rows)
     assert [rows.where(i)[-5:] for i in range(len(rows))] == ["row 0", "row 2", "row 0", "row 1"]
-    assert bad.counts == {"not UTF-8": 1, "unreadable value": 1}
+    assert bad_rows.counts == {"not UTF-8": 1, "unreadable value": 1}
     assert len(list(rows.scan())) == 4
 
 
 @pytest.mark.parametrize(
     ("name", "content"), [("x.jsonl", b'{"a": 1}\n'), ("x.json", b'[{"a": 1}]')]
 )
-def test_a_mark_of_the_byte_order_is_left_out(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_byte_order_mark_is_dropped(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
     assert list(read_rows(str(tmp_path / name), BadRowPolicy("raise")).scan()) == [{"a": 1}]
 

@@ -9,7 +9,7 @@ import pytest
 
 from hone.config.data import DataConfig
 from hone.data.rows import DataError
-from hone.data.show import row_numbers, show_file
+from hone.data.show import parse_row_numbers, show_file
 
 
 def test_a_prompt_is_shown_with_its_special_tokens_tools_and_ground_truth(
@@ -59,13 +59,15 @@ def test_a_row_that_cannot_be_shown_says_why_and_the_others_are_shown(
 ) -> None:
     text = show_file(write_jsonl([{"prompt": "a"}, {"q": "b"}, {"prompt": 5}, {"prompt": "d"}]))
     assert "cannot be shown: column 'prompt' (--prompt-key) is missing; the row has q" in text
-    assert "cannot be shown: a prompt is a string or a non-empty list of messages, not 5" in text
+    assert (
+        "cannot be shown: a prompt must be a string or a non-empty list of messages, got 5" in text
+    )
     assert text.count("== ") == 3  # the first three rows
 
 
 def test_rows_are_chosen_by_number() -> None:
-    assert row_numbers("0,3-5", 6) == [0, 3, 4, 5]
+    assert parse_row_numbers("0,3-5", 6) == [0, 3, 4, 5]
     with pytest.raises(DataError, match="write numbers and ranges, as in 0,3-5"):
-        row_numbers("first", 6)
-    with pytest.raises(DataError, match="the file has rows 0 to 5, so none 6"):
-        row_numbers("4-6", 6)
+        parse_row_numbers("first", 6)
+    with pytest.raises(DataError, match="the file has rows 0 to 5, not 6"):
+        parse_row_numbers("4-6", 6)

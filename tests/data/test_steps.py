@@ -14,7 +14,7 @@ import pytest
 from hone.config import ConfigError
 from hone.config.sft import StepDataConfig
 from hone.data.rows import DataError
-from hone.data.steps import StepDataset, separator_id
+from hone.data.steps import StepDataset, single_token_id
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 TRL = {"prompt": "1+1=", "completions": ["1+1", " 3\n"], "labels": [True, False]}
@@ -23,7 +23,7 @@ SHEPHERD = {
     "label": "What is 1+1? Step 1: 1+1 = 2 +\nStep 2: The answer is: 3 -",
     "task": "GSM8K",
 }
-OFFICIAL = {
+PRM800K = {
     "question": {"problem": "1+1?"},
     "label": {
         "steps": [
@@ -47,27 +47,27 @@ OFFICIAL = {
 }
 
 
-def settings(**changes: Any) -> StepDataConfig:
+def step_config(**changes: Any) -> StepDataConfig:
     return replace(StepDataConfig(prompt_format="raw"), **changes)
 
 
 def dataset(tokenizer: Any, *rows: Any, **changes: Any) -> StepDataset:
-    return StepDataset(None, tokenizer, settings(**changes), rows=list(rows))
+    return StepDataset(None, tokenizer, step_config(**changes), rows=list(rows))
 
 
-def labelled(tokenizer: Any, row: dict[str, list[Any]]) -> list[tuple[str, float]]:
+def labelled_texts(tokenizer: Any, row: dict[str, list[Any]]) -> list[tuple[str, float]]:
     """Returns the text up to each label, and the label."""
     ids = row["input_ids"]
     return [
         (tokenizer.decode(ids[: i + 1]), label)
-        for i, (keep, label) in enumerate(zip(row["loss_mask"], row["labels"], strict=True))
-        if keep
+        for i, (has_label, label) in enumerate(zip(row["loss_mask"], row["labels"], strict=True))
+        if has_label
     ]
 
 
 def test_the_separator_after_each_step_carries_its_label(tokenizer: Any) -> None:
     row = dataset(tokenizer, TRL)[0]
-    assert labelled(tokenizer, row) == [("1+1=1+1\n", 1.0), ("1+1=1+1\n3\n", 0.0)]
+    assert labelled_texts(tokenizer, row) == [("1+1=1+1\n", 1.0), ("1+1=1+1\n3\n", 0.0)]
     assert row["prompt_tokens"] == [4]
 
 
@@ -83,18 +83,21 @@ def test_a_prompt_is_rendered_as_the_rollout_renders_it(tokenizer: Any) -> None:
 
 def test_labels_may_be_probabilities_and_steps_without_one_are_context(tokenizer: Any) -> None:
     row = TRL | {"labels": [0.25, None]}
-    assert [label for _, label in labelled(tokenizer, dataset(tokenizer, row)[0])] == [0.25]
+    assert [label for _, label in labelled_texts(tokenizer, dataset(tokenizer, row)[0])] == [0.25]
 
 
 def test_math_shepherd_labels_are_read_where_the_marks_stand(tokenizer: Any) -> None:
     row = dataset(tokenizer, SHEPHERD)[0]
     first = "What is 1+1?Step 1: 1+1 = 2\n"
-    assert labelled(tokenizer, row) == [(first, 1.0), (first + "Step 2: The answer is: 3\n", 0.0)]
+    assert labelled_texts(tokenizer, row) == [
+        (first, 1.0),
+        (first + "Step 2: The answer is: 3\n", 0.0),
+    ]
 
 
 def test_prm800k_has_one_row_per_rated_step_in_both_of_its_layouts(tokenizer: Any) -> None:
-    rows = dataset(tokenizer, OFFICIAL)
-    assert [labelled(tokenizer, rows[i])[0] for i in range(len(rows))] == [
+    rows = dataset(tokenizer, PRM800K)
+    assert [labelled_texts(tokenizer, rows[i])[0] for i in range(len(rows))] == [
         ("1+1?one\n", 1.0),
         ("1+1?two\n", 0.0),
         ("1+1?one\nfour\n", 1.0),
@@ -103,27 +106,30 @@ def test_prm800k_has_one_row_per_rated_step_in_both_of_its_layouts(tokenizer: An
     assert rows.bad_rows.counts == {"no rating": 1}
     step = {"instruction": "1+1?", "responses": ["one"], "next_response": "four", "rating": 0.0}
     assert dataset(tokenizer, step)[0] == rows[2]
-    assert len(dataset(tokenizer, OFFICIAL, neutral_label=None)) == 2
+    assert len(dataset(tokenizer, PRM800K, neutral_label=None)) == 2
     soft = dataset(tokenizer, step, neutral_label=0.5)[0]
-    assert labelled(tokenizer, soft)[0][1] == 0.5
+    assert labelled_texts(tokenizer, soft)[0][1] == 0.5
 
 
 def test_processbench_rows_are_good_before_the_first_error_and_unlabelled_after_it(
     tokenizer: Any,
 ) -> None:
     row = {"problem": "1", "steps": ["a", "b", "c"], "label": 1}
-    assert [label for _, label in labelled(tokenizer, dataset(tokenizer, row)[0])] == [1.0, 0.0]
+    assert [label for _, label in labelled_texts(tokenizer, dataset(tokenizer, row)[0])] == [
+        1.0,
+        0.0,
+    ]
     right = dataset(tokenizer, row | {"label": -1})[0]
-    assert [label for _, label in labelled(tokenizer, right)] == [1.0] * 3
+    assert [label for _, label in labelled_texts(tokenizer, right)] == [1.0] * 3
 
 
 def test_truncation_keeps_the_end_as_the_worker_of_rl_does(tokenizer: Any) -> None:
     whole = dataset(tokenizer, TRL)[0]
     left = dataset(tokenizer, TRL, max_length=5)[0]
     assert left["input_ids"] == whole["input_ids"][-5:]
-    assert labelled(tokenizer, left) == [("+1\n", 1.0), ("+1\n3\n", 0.0)]
+    assert labelled_texts(tokenizer, left) == [("+1\n", 1.0), ("+1\n3\n", 0.0)]
     right = dataset(tokenizer, TRL, max_length=9, truncation="right")[0]
-    assert [label for _, label in labelled(tokenizer, right)] == [1.0]
+    assert [label for _, label in labelled_texts(tokenizer, right)] == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -135,9 +141,9 @@ def test_truncation_keeps_the_end_as_the_worker_of_rl_does(tokenizer: Any) -> No
         (TRL | {"labels": [True, "yes"]}, "got 'yes'"),
         (TRL | {"labels": [None, None]}, "no step of the row has a label"),
         (TRL | {"completions": ["1", " "]}, "step 1 of 'completions' is not text, or is empty"),
-        (TRL | {"completions": "1"}, "'completions' is a list"),
+        (TRL | {"completions": "1"}, "'completions' must be a list"),
         (TRL | {"completions": [], "labels": []}, "has no steps"),
-        (TRL | {"prompt": None}, "a prompt is a string"),
+        (TRL | {"prompt": None}, "a prompt must be a string"),
         ({"question": "1", "answer": "2"}, "not a known layout of labelled steps"),
         (SHEPHERD | {"label": SHEPHERD["input"]}, "'label' differs from 'input' at step 1"),
         (SHEPHERD | {"label": SHEPHERD["label"] + " more"}, "after the last"),
@@ -151,9 +157,9 @@ def test_truncation_keeps_the_end_as_the_worker_of_rl_does(tokenizer: Any) -> No
 def test_a_bad_row_is_refused_with_its_number_and_the_reason(
     tokenizer: Any, row: Any, reason: str
 ) -> None:
-    with pytest.raises(DataError, match=r"row 1: .*") as refusal:
+    with pytest.raises(DataError, match=r"row 1: .*") as caught:
         dataset(tokenizer, TRL, row)
-    assert reason in str(refusal.value)
+    assert reason in str(caught.value)
     skipping = dataset(tokenizer, TRL, row, on_bad_row="skip")
     assert len(skipping) == 1
 
@@ -167,8 +173,8 @@ def test_a_row_that_is_too_long_stops_the_run_only_where_truncation_is_refused(
 
 
 def test_a_separator_of_several_tokens_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"step_separator='ab' is 2 tokens"):
-        separator_id(tokenizer, "ab")
+    with pytest.raises(ConfigError, match=r"step_separator='ab' has 2 tokens"):
+        single_token_id(tokenizer, "ab")
 
 
 @pytest.mark.parametrize("name", ["prm800k_phase1", "processbench"])
@@ -179,8 +185,8 @@ def test_the_public_files_are_read_whole(name: str, tmp_path: Path, tokenizer: A
     (file,) = sorted(folder.glob("*test*.jsonl*")) or sorted(folder.glob("gsm8k.jsonl"))
     opener: Callable[..., Any] = gzip.open if file.suffix == ".gz" else open
     with opener(file, "rt", encoding="utf-8") as lines:
-        head = [json.loads(line) for line, _ in zip(lines, range(300), strict=False)]
-    rows = dataset(tokenizer, *head, max_length=100_000)  # one token per character
+        first_rows = [json.loads(line) for line, _ in zip(lines, range(300), strict=False)]
+    rows = dataset(tokenizer, *first_rows, max_length=100_000)  # one token per character
     rows.encode_all()
     assert len(rows) > 200
     assert set(rows.bad_rows.counts) <= {"no rating"}

@@ -11,15 +11,15 @@ from hone.data import prompts as rendering
 from hone.data.prompts import (
     PromptError,
     PromptTooLong,
-    prompt_text,
     render_prompt,
+    render_text_or_ids,
     token_counts,
 )
 
 
 def counts(prompts: list[Any], tokenizer: Any, max_tokens: int | None = None) -> list[Any]:
     def call(prompt: Any) -> Callable[[], str | list[int]]:
-        return lambda: prompt_text(prompt, tokenizer)
+        return lambda: render_text_or_ids(prompt, tokenizer)
 
     return list(token_counts(map(call, prompts), tokenizer, max_tokens))
 
@@ -29,12 +29,12 @@ def test_counts_equal_those_of_rendering_one_by_one(
     tokenizer: Any, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendering, "usable_cores", lambda: threads)
-    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * rendering.COUNT_BATCH + 5)]
-    alone = [len(render_prompt(prompt, tokenizer)) for prompt in prompts]
-    assert counts(prompts, tokenizer) == alone
+    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * rendering.COUNT_BATCH_SIZE + 5)]
+    expected = [len(render_prompt(prompt, tokenizer)) for prompt in prompts]
+    assert counts(prompts, tokenizer) == expected
 
 
-def test_a_prompt_that_cannot_be_rendered_is_its_own_error_and_no_other_row_s(
+def test_a_prompt_that_cannot_be_rendered_does_not_affect_others(
     tokenizer: Any,
 ) -> None:
     results = counts(["a", 5, "b" * 100_000, "\ud800", "c"], tokenizer, max_tokens=10)
@@ -44,7 +44,7 @@ def test_a_prompt_that_cannot_be_rendered_is_its_own_error_and_no_other_row_s(
     assert results[0] == results[4] == len(render_prompt("a", tokenizer))
 
 
-def test_a_tokenizer_that_does_more_than_its_backend_is_asked_itself(tokenizer: Any) -> None:
+def test_a_tokenizer_that_differs_from_its_backend_encodes_each_text(tokenizer: Any) -> None:
     class Doubling:
         chat_template = None
         backend_tokenizer = tokenizer.backend_tokenizer

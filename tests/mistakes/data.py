@@ -68,13 +68,13 @@ MISTAKES = [
     Mistake(
         "a number for a prompt",
         train(),
-        ("row 0", "a string or a non-empty list of messages, not 5"),
+        ("row 0", "a string or a non-empty list of messages, got 5"),
         files={"rows.jsonl": eight(prompt=5)},
     ),
     Mistake(
         "a message without its text",
         train(),
-        ("row 0", "'content' is text"),
+        ("row 0", "'content' must be text"),
         files={"rows.jsonl": eight(prompt=[{"role": "user"}])},
     ),
     Mistake(
@@ -100,13 +100,13 @@ MISTAKES = [
     Mistake(
         "a reward_model that is text",
         train(),
-        ("row 0", "column 'reward_model' is an object of fields, got text"),
+        ("row 0", "column 'reward_model' must be an object, got text"),
         files={"rows.jsonl": eight(reward_model="42")},
     ),
     Mistake(
         "a data source that no score knows",
         train("custom_reward_function.path=null"),
-        ("no score for data_source 'my/own'", "row 0", "custom_reward_function.path=FILE.py"),
+        ("no scorer for data_source 'my/own'", "row 0", "custom_reward_function.path=FILE.py"),
     ),
     Mistake(
         "a misspelt data source",

@@ -186,7 +186,7 @@ MISTAKES = [
     Mistake(
         "a run resumed with other data",
         train(),
-        ("the data differ from those of the checkpoint", "restore the files"),
+        ("the data differ from the checkpoint's data", "restore the files"),
         arrange=other_rows,
     ),
     Mistake(

@@ -21,7 +21,7 @@ MISTAKES = [
     Mistake(
         "SFT: an answer that is no text",
         SFT,
-        ("row 0", "column 'answer' is text, got int"),
+        ("row 0", "column 'answer' must be text, got int"),
         files={"sums.jsonl": jsonl({"question": "1+1=", "answer": 2})},
     ),
     Mistake(

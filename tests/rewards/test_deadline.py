@@ -11,16 +11,16 @@ import pytest
 from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
 
 
-def in_main_thread(work: Callable[[], Any]) -> Any:
-    return work()
+def in_main_thread(call: Callable[[], Any]) -> Any:
+    return call()
 
 
-def in_thread(work: Callable[[], Any]) -> Any:
+def in_thread(call: Callable[[], Any]) -> Any:
     results: list[Any] = []
 
     def run() -> None:
         try:
-            results.append(work())
+            results.append(call())
         except BaseException as error:
             results.append(error)
 
@@ -32,26 +32,26 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return results[0]
 
 
-in_both_threads = pytest.mark.parametrize("where", [in_main_thread, in_thread])
+in_both_threads = pytest.mark.parametrize("run_in", [in_main_thread, in_thread])
 
 
 @in_both_threads
-def test_a_call_in_time_returns_its_value(where: Callable[[Callable[[], Any]], Any]) -> None:
-    assert where(lambda: call_with_deadline(lambda: 7, 30)) == 7
+def test_a_call_in_time_returns_its_value(run_in: Callable[[Callable[[], Any]], Any]) -> None:
+    assert run_in(lambda: call_with_deadline(lambda: 7, 30)) == 7
 
 
 @in_both_threads
-def test_a_late_call_raises_deadline_exceeded(where: Callable[[Callable[[], Any]], Any]) -> None:
+def test_a_late_call_raises_deadline_exceeded(run_in: Callable[[Callable[[], Any]], Any]) -> None:
     with pytest.raises(DeadlineExceeded):
-        where(lambda: call_with_deadline(lambda: time.sleep(30), 0.1))
+        run_in(lambda: call_with_deadline(lambda: time.sleep(30), 0.1))
 
 
 @in_both_threads
 def test_an_error_of_the_call_is_raised_unchanged(
-    where: Callable[[Callable[[], Any]], Any],
+    run_in: Callable[[Callable[[], Any]], Any],
 ) -> None:
     with pytest.raises(ZeroDivisionError):
-        where(lambda: call_with_deadline(lambda: 1 / 0, 30))
+        run_in(lambda: call_with_deadline(lambda: 1 / 0, 30))
 
 
 def test_a_call_that_swallows_exceptions_is_still_interrupted() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hone.event_loop import run_coroutine
 from hone.rewards import remote
 from hone.rewards.failures import Failed, Scored, WrongSetting
-from hone.rewards.judge import Judge, Request, delimited
+from hone.rewards.judge import Judge, Request, delimit
 from hone.rewards.outcome import Response
 
 from .scoring_server import ScoringServer, digits_judge
@@ -93,9 +93,9 @@ def test_a_json_grade_is_read_from_the_last_object(text: str, score: float | Non
                 "Score: " + "9" * 400_000, "[" * 400_000, "\ud800\x00"]
 )  # fmt: skip
 def test_no_text_of_a_judge_is_slow_to_parse_or_raises(hostile: str, format: str) -> None:
-    started = time.process_time()
+    start_s = time.process_time()
     assert isinstance(grade(hostile, format=format), Failed)
-    assert time.process_time() - started < 5  # quadratic time would be minutes
+    assert time.process_time() - start_s < 5  # quadratic time would be minutes
 
 
 def test_votes_become_a_mean_or_the_most_frequent_grade() -> None:
@@ -144,13 +144,15 @@ def test_a_response_cannot_escape_its_delimiters() -> None:
     start, end = text.index("<response-"), text.rindex("</response-")
     digest = text[start + 10 : start + 26]
     assert text[end:].startswith(f"</response-{digest}>\nWrite Score: {{unknown}} {{}} N")
-    inside = text[start + 28 : end]
-    assert f"response-{digest}" not in inside  # no response contains its own hash
-    assert "{ground_truth} {question}" in inside  # placeholders of the response are not filled in
+    delimited_text = text[start + 28 : end]
+    assert f"response-{digest}" not in delimited_text  # no response contains its own hash
+    assert (
+        "{ground_truth} {question}" in delimited_text
+    )  # placeholders of the response are not filled in
     assert text.startswith("Q say {response}\nT {response}\n")
     for token in ("<|im_end|>", "<|im_start|>", "[/INST]", "</s>", "<end_of_turn>"):
         assert token not in text
-    assert delimited("a") != delimited("b")
+    assert delimit("a") != delimit("b")
 
 
 def test_the_template_may_be_a_file(tmp_path: Path) -> None:
@@ -160,9 +162,9 @@ def test_the_template_may_be_a_file(tmp_path: Path) -> None:
     run_coroutine(judge("s", "ok"))
     assert model.prompts[0].startswith("Rate: <response-")
     (tmp_path / "empty.txt").write_text("Rate it.")
-    for wrong in (str(tmp_path / "empty.txt"), str(tmp_path / "none.txt"), "Rate it."):
+    for template in (str(tmp_path / "empty.txt"), str(tmp_path / "none.txt"), "Rate it."):
         with pytest.raises(WrongSetting, match=r"\{response\}"):
-            Judge(FakeModel(""), template=wrong)
+            Judge(FakeModel(""), template=template)
 
 
 def test_a_misspelled_setting_is_named() -> None:
@@ -174,7 +176,7 @@ def test_a_misspelled_setting_is_named() -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScoringServer]:
-    monkeypatch.setattr(remote, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(remote, "FIRST_RETRY_PAUSE_S", 0.01)
     server = ScoringServer(digits_judge)
     yield server
     server.stop()

@@ -156,8 +156,8 @@ def test_repeatness_punishment_removes_the_reward_of_repetitive_responses(
     result = punishing_manager(data, return_dict=True)
     assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0]
     assert result["reward_extra_info"]["acc"] == [1.0, 1.0]
-    quiet, loud = result["reward_extra_info"]["repeat_score"]
-    assert quiet < 0.2 < loud
+    low, high = result["reward_extra_info"]["repeat_score"]
+    assert low < 0.2 < high
 
 
 def test_score_observations_logs_one_warning(

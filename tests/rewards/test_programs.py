@@ -79,10 +79,10 @@ def test_the_marker_of_the_program_separates_preamble_and_tests() -> None:
 def test_the_suite_stops_at_the_first_failure_then_counts_the_first_tests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ran: list[int] = []
+    tests_run: list[int] = []
 
     def passes(code: str, test: Any, limits: Any) -> bool:
-        ran.append(int(test.stdin))
+        tests_run.append(int(test.stdin))
         return test.expected == "pass"
 
     monkeypatch.setattr(programs, "passes", passes)
@@ -92,11 +92,11 @@ def test_the_suite_stops_at_the_first_failure_then_counts_the_first_tests(
         return [StdinTest(str(i), "pass" if m == "1" else "fail") for i, m in enumerate(outcomes)]
 
     assert programs.count_passed("", suite("1" * 15), limits, 10) == (True, 10)
-    assert ran == list(range(15))
-    ran.clear()
+    assert tests_run == list(range(15))
+    tests_run.clear()
     assert programs.count_passed("", suite("1101" + "1" * 20), limits, 10) == (False, 9)
-    assert ran == list(range(10))
-    ran.clear()
+    assert tests_run == list(range(10))
+    tests_run.clear()
     assert programs.count_passed("", suite("1" * 12 + "0" + "1"), limits, 10) == (False, 10)
-    assert ran == list(range(13))
+    assert tests_run == list(range(13))
     assert programs.count_passed("", suite("0111"), limits, 0) == (False, 0)

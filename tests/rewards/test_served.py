@@ -25,7 +25,7 @@ from .scoring_server import ScoringServer, by_length
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScoringServer]:
-    monkeypatch.setattr(remote, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(remote, "FIRST_RETRY_PAUSE_S", 0.01)
     server = ScoringServer(by_length)
     yield server
     server.stop()

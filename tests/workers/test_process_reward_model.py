@@ -203,7 +203,7 @@ def test_an_escaped_line_break_is_a_line_break(prm: Path) -> None:
 def test_models_without_a_step_head_are_refused(prm: Path, tmp_path: Path) -> None:
     from hone.models.tiny import save_pretrained, tiny_lm
 
-    with pytest.raises(ConfigError, match="step_separator='ab' is 2 tokens"):
+    with pytest.raises(ConfigError, match="step_separator='ab' has 2 tokens"):
         make_worker(prm, "reward_model.step_separator='ab'")
     tokenizer = character_tokenizer()
     base = save_pretrained(tiny_lm(len(tokenizer), hidden=16), tokenizer, tmp_path / "base")
@@ -264,7 +264,7 @@ def test_a_causal_model_scores_a_step_by_the_logits_of_two_tokens(
 def test_label_tokens_are_refused_for_a_classifier_and_must_be_two_single_tokens(prm: Path) -> None:
     with pytest.raises(ConfigError, match="is for causal models"):
         make_worker(prm, "reward_model.step_labels=['+','-']")
-    for labels, reason in ((("+", "ab"), "is 2 tokens"), (("+", "+"), "two different ones")):
+    for labels, reason in ((("+", "ab"), "has 2 tokens"), (("+", "+"), "two different tokens")):
         with pytest.raises(ConfigError, match=reason):
             step_mark(character_tokenizer(), "a", labels)
 

@@ -16,8 +16,8 @@ TEMPLATE = (
     " in <answer> </answer> tags, for example <answer> RESULT_NUMBER </answer>.\n"
     "Assistant: Let me solve this step by step.\n<think>"
 )
-MAX_MISSES = 100_000
-"""Number of repeated draws in a row after which generation gives up."""
+MAX_CONSECUTIVE_REPEATS = 100_000
+"""Generation stops after more consecutive draws of problems that were drawn before."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Problem:
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """Identifies a problem; a+b and b+a are the same problem."""
+        """Identifies the problem; a+b and b+a have the same key."""
         a, b = (self.a, self.b) if self.operation == "-" else sorted((self.a, self.b))
         return a, self.operation, b
 
 
-def _operand(rng: random.Random) -> int:
-    """Draws an operand as TinyZero does: one third up to 99, two thirds up to 999."""
+def _draw_operand(rng: random.Random) -> int:
+    """Draws an operand as TinyZero does: up to 99 with probability 1/3, else up to 999."""
     return rng.randint(0, 99 if rng.randint(1, 3) == 1 else 999)
 
 
@@ -50,14 +50,14 @@ def distinct_problems(seed: int, operations: Sequence[str]) -> Iterator[Problem]
     """Yields distinct problems without negative results, in an order set by the seed."""
     rng = random.Random(f"arithmetic:{seed}")
     seen: set[tuple[int, str, int]] = set()
-    misses = 0
-    while misses <= MAX_MISSES:
-        a, operation, b = _operand(rng), rng.choice(list(operations)), _operand(rng)
+    repeats = 0
+    while repeats <= MAX_CONSECUTIVE_REPEATS:
+        a, operation, b = _draw_operand(rng), rng.choice(list(operations)), _draw_operand(rng)
         if operation == "-" and a < b:
             a, b = b, a
         problem = Problem(a, operation, b)
-        misses = misses + 1 if problem.key in seen else 0
-        if misses == 0:
+        repeats = repeats + 1 if problem.key in seen else 0
+        if repeats == 0:
             seen.add(problem.key)
             yield problem
     raise DataError(f"there are only about {len(seen)} distinct problems; ask for fewer rows")
@@ -71,7 +71,7 @@ def tinyzero_splits(
     test_size: int = 4_096,
     seed: int = 1,
 ) -> Splits:
-    """Builds `yolo/<name>-3_digit` with operands up to 999; the test rows are drawn first."""
+    """Builds rows of the data source `yolo/<name>-3_digit`; the test rows are drawn first."""
     problems = distinct_problems(seed, operations)
     splits: Splits = {"train": [], "test": []}
     for split, size in (("test", test_size), ("train", train_size)):

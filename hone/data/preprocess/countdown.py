@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from hone.data.preprocess.sources import Source, Splits, Upstream, rows_by_split, task_row
+from hone.data.preprocess.sources import Source, Splits, UpstreamDataset, rows_by_split, task_row
 from hone.data.rows import DataError
 from hone.types import Fields, Row
 
-_INTRO = (
+_CONVERSATION_INTRO = (
     "A conversation between User and Assistant. The User poses a problem; the Assistant first"
     " thinks it through and then gives the answer.\n"
 )
@@ -22,27 +22,27 @@ _TASK = (
     " <answer> (1 + 2) / 3 </answer>."
 )
 _SYSTEM = "You are a helpful assistant. Think a problem through first, then give the answer."
-_OPENING = "Let me solve this step by step.\n<think>"
+_RESPONSE_START = "Let me solve this step by step.\n<think>"
 
 TEMPLATES = {
-    "base": f"{_INTRO}User: {_TASK}\nAssistant: {_OPENING}",
+    "base": f"{_CONVERSATION_INTRO}User: {_TASK}\nAssistant: {_RESPONSE_START}",
     "qwen-instruct": (
         f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n{_TASK}<|im_end|>\n"
-        f"<|im_start|>assistant\n{_OPENING}"
+        f"<|im_start|>assistant\n{_RESPONSE_START}"
     ),
     "chat": _TASK,
 }
 """`base` and `qwen-instruct` are pre-rendered (data.prompt_format=raw); `chat` is one user turn."""
 
-UPSTREAM = Upstream(("countdown", "Countdown-Tasks-3to4"), "Jiayi-Pan/Countdown-Tasks-3to4")
-MAX_MISSES = 100_000
-"""Number of unusable draws in a row after which generation gives up."""
+UPSTREAM = UpstreamDataset(("countdown", "Countdown-Tasks-3to4"), "Jiayi-Pan/Countdown-Tasks-3to4")
+MAX_CONSECUTIVE_MISSES = 100_000
+"""Generation stops after more consecutive draws that give no new problem."""
 
-Key = tuple[tuple[int, ...], int]
+ProblemKey = tuple[tuple[int, ...], int]
 
 
-def problem_key(numbers: Iterable[int], target: int) -> Key:
-    """Identifies a problem regardless of the order of its numbers."""
+def problem_key(numbers: Iterable[int], target: int) -> ProblemKey:
+    """Returns a key that identifies a problem regardless of the order of its numbers."""
     return tuple(sorted(int(number) for number in numbers)), int(target)
 
 
@@ -53,7 +53,7 @@ class CountdownProblem:
     solution: str
 
     @property
-    def key(self) -> Key:
+    def key(self) -> ProblemKey:
         return problem_key(self.numbers, self.target)
 
 
@@ -71,7 +71,8 @@ class Ranges:
     def __post_init__(self) -> None:
         if not 2 <= self.min_numbers <= self.max_numbers:
             raise DataError(
-                f"{self.min_numbers} to {self.max_numbers} numbers per problem; 2 <= min <= max"
+                f"{self.min_numbers} to {self.max_numbers} numbers per problem: need 2 <= min <="
+                " max"
             )
         if not 0 <= self.min_number <= self.max_number:
             raise DataError(
@@ -79,7 +80,7 @@ class Ranges:
             )
 
     @property
-    def sizes(self) -> range:
+    def number_counts(self) -> range:
         return range(self.min_numbers, self.max_numbers + 1)
 
     @property
@@ -92,25 +93,25 @@ class Ranges:
 
 
 def _draw_problem(rng: random.Random, ranges: Ranges) -> CountdownProblem | None:
-    """Combines two values until one is left; returns None if a division is not exact."""
-    numbers = tuple(rng.choice(ranges.numbers) for _ in range(rng.choice(ranges.sizes)))
-    pool = [(number, str(number)) for number in numbers]
-    while len(pool) > 1:
-        rng.shuffle(pool)
-        (a, left), (b, right) = pool.pop(), pool.pop()
+    """Combines two random terms until one is left; returns None if a division is not exact."""
+    numbers = tuple(rng.choice(ranges.numbers) for _ in range(rng.choice(ranges.number_counts)))
+    terms = [(number, str(number)) for number in numbers]
+    while len(terms) > 1:
+        rng.shuffle(terms)
+        (a, left), (b, right) = terms.pop(), terms.pop()
         operation = rng.choice("+-*/")
         if operation == "/" and (b == 0 or a % b):
             return None
         if operation == "-" and a < b:
             (a, left), (b, right) = (b, right), (a, left)
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0}[operation]
-        pool.append((value, f"({left} {operation} {right})"))
-    value, text = pool[0]
+        terms.append((value, f"({left} {operation} {right})"))
+    value, text = terms[0]
     return CountdownProblem(numbers, value, text[1:-1] if text.startswith("(") else text)
 
 
 def generate_problems(
-    count: int, *, seed: int, ranges: Ranges, exclude: Collection[Key] = ()
+    count: int, *, seed: int, ranges: Ranges, exclude: Collection[ProblemKey] = ()
 ) -> list[CountdownProblem]:
     """Generates `count` distinct solvable problems whose keys are not in `exclude`."""
     rng = random.Random(f"countdown:{seed}")
@@ -121,7 +122,7 @@ def generate_problems(
         problem = _draw_problem(rng, ranges)
         if problem is None or problem.target not in ranges.targets or problem.key in seen:
             misses += 1
-            if misses > MAX_MISSES:
+            if misses > MAX_CONSECUTIVE_MISSES:
                 raise DataError(
                     f"found only {len(problems)} of {count} distinct countdown problems; widen the"
                     " range of numbers or targets, or ask for fewer"
@@ -146,23 +147,23 @@ def countdown_row(record: Row, split: str, index: int, *, template: str) -> Row:
     return {"target": target, "nums": numbers, **row, **solution_column}
 
 
-def splits(
+def upstream_splits(
     source: Source,
     *,
     train_size: int | None = 327_680,
     test_size: int = 1_024,
     template_type: str = "base",
 ) -> Splits:
-    """Builds rows of upstream's problems; drops training problems that are in the test set."""
-    records = source.need(UPSTREAM)
+    """Builds rows of the upstream problems; drops training problems that are in the test set."""
+    records = source.require_splits(UPSTREAM)
     train = records["train"]
     if "test" in records:
         test = records["test"][:test_size]
     else:
         test_start = min(train_size or len(train), len(train) - test_size)
         train, test = train[:test_start], train[test_start : test_start + test_size]
-    held_out = {problem_key(record["nums"], record["target"]) for record in test}
-    train = [r for r in train[:train_size] if problem_key(r["nums"], r["target"]) not in held_out]
+    test_keys = {problem_key(record["nums"], record["target"]) for record in test}
+    train = [r for r in train[:train_size] if problem_key(r["nums"], r["target"]) not in test_keys]
     return rows_by_split(
         {"train": train, "test": test}, partial(countdown_row, template=template_type)
     )
@@ -184,8 +185,8 @@ def generated_splits(
     """Generates the test problems first, then training problems that are not among them."""
     ranges = Ranges(min_numbers, max_numbers, min_number, max_number, min_target, max_target)
     test = generate_problems(test_size, seed=seed, ranges=ranges)
-    held_out = {problem.key for problem in test}
-    train = generate_problems(train_size, seed=seed + 1, ranges=ranges, exclude=held_out)
+    test_keys = {problem.key for problem in test}
+    train = generate_problems(train_size, seed=seed + 1, ranges=ranges, exclude=test_keys)
     records = {
         split: [{"nums": p.numbers, "target": p.target, "solution": p.solution} for p in problems]
         for split, problems in (("train", train), ("test", test))

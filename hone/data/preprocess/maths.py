@@ -5,30 +5,32 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from hone.data.preprocess.sources import Source, Splits, Upstream, rows_by_split, task_row
+from hone.data.preprocess.sources import Source, Splits, UpstreamDataset, rows_by_split, task_row
 from hone.data.rows import DataError
 from hone.types import Fields, JsonValue, Row
 
-GSM8K = Upstream(("gsm8k", "openai/gsm8k"), "openai/gsm8k", "main")
-HASHES = 'Let\'s think step by step and output the final answer after "####".'
-TICKED_HASHES = "Let's think step by step and output the final answer after `####`."
-EXPERT = "You are a math expert. Solve the {task} you are given step by step"
-CHECK = (
+GSM8K = UpstreamDataset(("gsm8k", "openai/gsm8k"), "openai/gsm8k", "main")
+HASH_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+BACKTICK_HASH_INSTRUCTION = "Let's think step by step and output the final answer after `####`."
+EXPERT_SYSTEM = "You are a math expert. Solve the {task} you are given step by step"
+CHECK_INSTRUCTION = (
     ". Before you state your final answer, use the `{tool}` tool to check it, and improve the"
     " answer where the tool says that it is wrong. Put the final answer in "
 )
 GSM8K_TOOL = "calc_gsm8k_reward"
 TOOL_SYSTEM = (
-    EXPERT.format(task="question") + CHECK.format(tool=GSM8K_TOOL) + "the form `#### <answer>`."
+    EXPERT_SYSTEM.format(task="question")
+    + CHECK_INSTRUCTION.format(tool=GSM8K_TOOL)
+    + "the form `#### <answer>`."
 )
 INTERACTION_SYSTEM = (
-    EXPERT.format(task="question")
+    EXPERT_SYSTEM.format(task="question")
     + ", and put the final answer in the form `#### <answer>`. If you"
     " are told that the answer is wrong, think again."
 )
 
 
-def final_answer(answer: str) -> str:
+def number_after_hashes(answer: str) -> str:
     """Returns the number after `#### `, without commas."""
     match = re.search(r"####\s*(-?[0-9.,]+)", answer)
     if match is None:
@@ -39,35 +41,36 @@ def final_answer(answer: str) -> str:
 def gsm8k_row(record: Row, split: str, index: int, *, kind: str) -> Row:
     """Builds a row of kind plain, tool, agent_loop, interaction or conversation."""
     question, answer = record["question"], record["answer"]
-    prompt = f"{question} {HASHES if kind in ('plain', 'conversation') else TICKED_HASHES}"
+    has_backticks = kind not in ("plain", "conversation")
+    prompt = f"{question} {BACKTICK_HASH_INSTRUCTION if has_backticks else HASH_INSTRUCTION}"
     if kind == "conversation":
         turns = (("user", prompt), ("assistant", answer))
         return {"messages": [{"role": role, "content": text} for role, text in turns]}
-    truth = final_answer(answer)
+    truth = number_after_hashes(answer)
     extra: Fields = {"answer": answer, "question": question}
-    interaction = {"query": prompt, "ground_truth": truth}
+    interaction_kwargs = {"query": prompt, "ground_truth": truth}
     system = None
     if kind == "interaction":
         system = INTERACTION_SYSTEM
-        extra["interaction_kwargs"] = {"name": "gsm8k", **interaction}
+        extra["interaction_kwargs"] = {"name": "gsm8k", **interaction_kwargs}
     elif kind != "plain":
         system = TOOL_SYSTEM
-        extra |= _tool_kwargs(GSM8K_TOOL, truth) | {"interaction_kwargs": interaction}
-    row = task_row(GSM8K.hub, prompt, "math", truth, split, index, system=system, **extra)
+        extra |= _tool_kwargs(GSM8K_TOOL, truth) | {"interaction_kwargs": interaction_kwargs}
+    row = task_row(GSM8K.hub_path, prompt, "math", truth, split, index, system=system, **extra)
     return {"agent_name": "tool_agent", **row} if kind == "agent_loop" else row
 
 
 def _tool_kwargs(tool: str, ground_truth: str) -> Fields:
-    create = {"create_kwargs": {"ground_truth": ground_truth}}
-    return {"need_tools_kwargs": True, "tools_kwargs": {tool: create}}
+    tool_kwargs = {"create_kwargs": {"ground_truth": ground_truth}}
+    return {"need_tools_kwargs": True, "tools_kwargs": {tool: tool_kwargs}}
 
 
-MATH = Upstream(("math", "MATH-lighteval"), "DigitalLearningGmbH/MATH-lighteval")
-BOXED = "Let's think step by step and output the final answer within \\boxed{}."
+MATH = UpstreamDataset(("math", "MATH-lighteval"), "DigitalLearningGmbH/MATH-lighteval")
+BOXED_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 
 def last_boxed(text: str) -> str | None:
-    """Returns the content of the last balanced `\\boxed{…}` or `\\fbox{…}`, or of `\\boxed x`."""
+    """Returns the content of the last `\\boxed{…}` or `\\fbox{…}`, or of `\\boxed x`."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -85,27 +88,27 @@ def last_boxed(text: str) -> str | None:
 def math_row(record: Row, split: str, index: int) -> Row | None:
     """Builds a row; returns None if the solution has no boxed answer to compare with."""
     answer = last_boxed(record["solution"])
-    prompt = f"{record['problem']} {BOXED}"
-    return task_row(MATH.hub, prompt, "math", answer, split, index) if answer else None
+    prompt = f"{record['problem']} {BOXED_INSTRUCTION}"
+    return task_row(MATH.hub_path, prompt, "math", answer, split, index) if answer else None
 
 
-ANSWER_LINE = (
+ANSWER_LINE_PROMPT = (
     "Solve the problem step by step. Write the final answer on the last line, in the form"
     " `Answer: <answer>`.\n\n{problem}"
 )
 BENCHMARKS = {
-    "math500": ("HuggingFaceH4/MATH-500", "HuggingFaceH4/MATH-500", BOXED),
-    "aime24": ("aime24", "HuggingFaceH4/aime_2024", ANSWER_LINE),
-    "aime25": ("aime25", "math-ai/aime25", ANSWER_LINE),
-    "amc23": ("amc23", "math-ai/amc23", BOXED),
-    "olympiadbench": ("olympiadbench", "math-ai/olympiadbench", BOXED),
-    "minerva_math": ("minerva_math", "math-ai/minervamath", BOXED),
-    "svamp": ("svamp", "ChilleD/SVAMP", BOXED),
-    "asdiv": ("asdiv", "EleutherAI/asdiv", BOXED),
-    "mawps": ("mawps", "MU-NLPC/Calc-mawps", BOXED),
-    "dapo_math": ("math_dapo", "BytedTsinghua-SIA/DAPO-Math-17k", ANSWER_LINE),
+    "math500": ("HuggingFaceH4/MATH-500", "HuggingFaceH4/MATH-500", BOXED_INSTRUCTION),
+    "aime24": ("aime24", "HuggingFaceH4/aime_2024", ANSWER_LINE_PROMPT),
+    "aime25": ("aime25", "math-ai/aime25", ANSWER_LINE_PROMPT),
+    "amc23": ("amc23", "math-ai/amc23", BOXED_INSTRUCTION),
+    "olympiadbench": ("olympiadbench", "math-ai/olympiadbench", BOXED_INSTRUCTION),
+    "minerva_math": ("minerva_math", "math-ai/minervamath", BOXED_INSTRUCTION),
+    "svamp": ("svamp", "ChilleD/SVAMP", BOXED_INSTRUCTION),
+    "asdiv": ("asdiv", "EleutherAI/asdiv", BOXED_INSTRUCTION),
+    "mawps": ("mawps", "MU-NLPC/Calc-mawps", BOXED_INSTRUCTION),
+    "dapo_math": ("math_dapo", "BytedTsinghua-SIA/DAPO-Math-17k", ANSWER_LINE_PROMPT),
 }
-"""Name -> data source, path on the Hub, and the answer format that the scorer reads."""
+"""Name -> data source, path on the Hub, and the instruction for the answer format of its scorer."""
 
 
 def tidy_answer(answer: JsonValue) -> str:
@@ -114,25 +117,31 @@ def tidy_answer(answer: JsonValue) -> str:
     return re.sub(r"^(-?\d+)\.0$", r"\1", text)
 
 
-def benchmark(source: Source, *, name: str) -> Splits:
-    """Builds a test set, or DAPO's training set."""
-    data_source, hub, form = BENCHMARKS[name]
+def benchmark_splits(source: Source, *, name: str) -> Splits:
+    """Builds the test set of a benchmark, or DAPO's training set."""
+    data_source, hub_path, instruction = BENCHMARKS[name]
     if name == "dapo_math":
-        upstream = Upstream((name,), hub, splits={"train": ("train",)})
+        upstream = UpstreamDataset((name,), hub_path, splits={"train": ("train",)})
     else:
-        upstream = Upstream(("math_eval", name), hub, splits={"test": (name, "test", "train")})
+        upstream = UpstreamDataset(
+            ("math_eval", name), hub_path, splits={"test": (name, "test", "train")}
+        )
 
-    def row(record: Row, split: str, index: int) -> Row:
+    def make_row(record: Row, split: str, index: int) -> Row:
         problem = record.get("problem") or record.get("question")
         if not problem:
             raise DataError(f"record {index} of {data_source} has no problem")
-        prompt = form.format(problem=problem) if form is ANSWER_LINE else f"{problem} {form}"
+        prompt = (
+            instruction.format(problem=problem)
+            if instruction is ANSWER_LINE_PROMPT
+            else f"{problem} {instruction}"
+        )
         return task_row(data_source, prompt, "math", tidy_answer(record["answer"]), split, index)
 
-    return source.rows(upstream, row)
+    return source.build_rows(upstream, make_row)
 
 
-GEO3K = Upstream(
+GEO3K = UpstreamDataset(
     ("geometry3k", "geo3k"),
     "hiyouga/geometry3k",
     splits={
@@ -147,9 +156,13 @@ GEO3K_INSTRUCTION = (
     " give the final answer in \\boxed{}."
 )
 GEO3K_TOOL = "calc_geo3k_reward"
-GEO3K_SYSTEM = EXPERT.format(task="geometry problem") + CHECK.format(tool=GEO3K_TOOL) + "\\boxed{}."
+GEO3K_SYSTEM = (
+    EXPERT_SYSTEM.format(task="geometry problem")
+    + CHECK_INSTRUCTION.format(tool=GEO3K_TOOL)
+    + "\\boxed{}."
+)
 HOLD_OUT_EVERY = 5
-"""Every fifth problem of a source without splits is held out."""
+"""Every fifth problem of a source without splits is a test problem."""
 
 
 def geo3k_row(record: Row, split: str, index: int, *, with_tool: bool) -> Row:
@@ -159,13 +172,13 @@ def geo3k_row(record: Row, split: str, index: int, *, with_tool: bool) -> Row:
         extra |= _tool_kwargs(GEO3K_TOOL, answer)
     prompt = f"{problem} {GEO3K_INSTRUCTION}"
     system = GEO3K_SYSTEM if with_tool else None
-    row = task_row(GEO3K.hub, prompt, "math", answer, split, index, system=system, **extra)
-    return {**row, "images": record["images"]}  # as {bytes, path}
+    row = task_row(GEO3K.hub_path, prompt, "math", answer, split, index, system=system, **extra)
+    return {**row, "images": record["images"]}  # objects with bytes and path
 
 
 def _geo3k_example(record: Row, source: Source) -> Row:
     """Converts an upstream record: a question with four choices and a diagram named by its id."""
-    file = source.path(GEO3K, "examples")
+    file = source.split_file(GEO3K, "examples")
     assert file is not None
     name = f"{record['id']}.png"
     return {
@@ -175,8 +188,8 @@ def _geo3k_example(record: Row, source: Source) -> Row:
     }
 
 
-def geo3k(source: Source, *, with_tool: bool) -> Splits:
-    splits = source.need(GEO3K)
+def geo3k_splits(source: Source, *, with_tool: bool) -> Splits:
+    splits = source.require_splits(GEO3K)
     if "examples" in splits:
         examples = [_geo3k_example(record, source) for record in splits.pop("examples")]
         test = examples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]

@@ -5,51 +5,51 @@ from __future__ import annotations
 import ast
 import json
 
-from hone.data.preprocess.sources import Source, Splits, Upstream, rows_by_split, task_row
+from hone.data.preprocess.sources import Source, Splits, UpstreamDataset, rows_by_split, task_row
 from hone.types import JsonValue, Row
 
-ASK = "Write the whole solution in one Python code block (```python)."
-# The scorer replaces this placeholder with the model's program.
-CODE_MARK = "__CODE__"
+CODE_BLOCK_INSTRUCTION = "Write the whole solution in one Python code block (```python)."
+CODE_PLACEHOLDER = "__CODE__"
+"""The scorer replaces it with the model's program."""
 
-HUMANEVAL = Upstream(("humaneval",), "openai/openai_humaneval", splits={"test": ("test",)})
-MBPP = Upstream(
+HUMANEVAL = UpstreamDataset(("humaneval",), "openai/openai_humaneval", splits={"test": ("test",)})
+MBPP = UpstreamDataset(
     ("mbpp",),
     "google-research-datasets/mbpp",
     "full",
     {"all": ("mbpp",), "train": ("train",), "validation": ("validation",), "test": ("test",)},
 )
-LEETCODE = Upstream(
+LEETCODE = UpstreamDataset(
     ("leetcode",),
     "newfacade/LeetCodeDataset",
     splits={"train": ("train", "train_v0.2.0"), "test": ("test", "test_v0.3.1")},
 )
-TACO = Upstream(("taco",), "likaixin/TACO-verified", splits={"test": ("test", "test_512")})
+TACO = UpstreamDataset(("taco",), "likaixin/TACO-verified", splits={"test": ("test", "test_512")})
 
 
-def _row(
-    data_source: str, prompt: str, tests: JsonValue, split: str, index: int, **info: str
+def _program_row(
+    data_source: str, prompt: str, tests: JsonValue, split: str, index: int, **extra_info: str
 ) -> Row:
-    return task_row(data_source, prompt, "code", json.dumps(tests), split, index, **info)
+    return task_row(data_source, prompt, "code", json.dumps(tests), split, index, **extra_info)
 
 
 def humaneval_tests(record: Row) -> str:
-    """Returns the tests as one source, with the helper functions of the prompt."""
+    """Returns the source of the tests, with the helper functions that the prompt defines."""
     helpers = ""
     try:
-        tree = ast.parse(record.get("prompt") or "")
+        module = ast.parse(record.get("prompt") or "")
     except SyntaxError:
-        tree = ast.Module([], [])
-    tree.body = [n for n in tree.body if getattr(n, "name", None) != record["entry_point"]]
-    if any(isinstance(node, ast.FunctionDef) for node in tree.body):
-        helpers = ast.unparse(tree)
+        module = ast.Module([], [])
+    module.body = [n for n in module.body if getattr(n, "name", None) != record["entry_point"]]
+    if any(isinstance(node, ast.FunctionDef) for node in module.body):
+        helpers = ast.unparse(module)
     return f"{helpers}\n{record['test']}\ncheck({record['entry_point']})\n"
 
 
 def humaneval_row(record: Row, split: str, index: int) -> Row:
-    prompt = f"Complete this function.\n```python\n{record['prompt']}```\n{ASK}"
+    prompt = f"Complete this function.\n```python\n{record['prompt']}```\n{CODE_BLOCK_INSTRUCTION}"
     tests: JsonValue = {"functional": humaneval_tests(record)}
-    return _row("humaneval", prompt, tests, split, index, task_id=str(record["task_id"]))
+    return _program_row("humaneval", prompt, tests, split, index, task_id=str(record["task_id"]))
 
 
 def mbpp_row(record: Row, split: str, index: int) -> Row:
@@ -57,13 +57,13 @@ def mbpp_row(record: Row, split: str, index: int) -> Row:
     setup = [*(record.get("test_imports") or ()), record.get("test_setup_code") or ""]
     task = f"{record.get('text') or record['prompt']}\nYour code should pass this test:\n"
     tests: JsonValue = {"functional": "\n".join([*filter(None, setup), *asserts])}
-    prompt = f"{task}{asserts[0]}\n{ASK}"
-    return _row("mbpp", prompt, tests, split, index, task_id=str(record["task_id"]))
+    prompt = f"{task}{asserts[0]}\n{CODE_BLOCK_INSTRUCTION}"
+    return _program_row("mbpp", prompt, tests, split, index, task_id=str(record["task_id"]))
 
 
 def mbpp_splits(source: Source) -> Splits:
-    """Builds upstream's splits; records of its single file name their split."""
-    files = source.need(MBPP)
+    """Builds the upstream splits; if they are in one file, each record names its split."""
+    files = source.require_splits(MBPP)
     splits: Splits = {name: files.get(name, []) for name in MBPP.splits}
     for record in splits.pop("all"):
         name = {"val": "validation"}.get(record["split"], record["split"])
@@ -77,11 +77,16 @@ def leetcode_row(record: Row, split: str, index: int) -> Row:
     task = record.get("problem_description") or meta.get("problem_description")
     task = task or record.get("query") or meta.get("question_title")
     starter = record.get("starter_code") or meta.get("lang_code") or meta.get("starter_code") or ""
-    prompt = f"{task}\n```python\n{starter.rstrip()}\n```\n{ASK}" if starter else f"{task}\n{ASK}"
-    source = f"{record['prompt']}\n{CODE_MARK}\n{record['test']}\ncheck({record['entry_point']})\n"
-    tests: JsonValue = {"functional": source}
-    return _row("leetcode", prompt, tests, split, index, task_id=str(record["task_id"]))
+    prompt = (
+        f"{task}\n```python\n{starter.rstrip()}\n```\n{CODE_BLOCK_INSTRUCTION}"
+        if starter
+        else f"{task}\n{CODE_BLOCK_INSTRUCTION}"
+    )
+    call = f"check({record['entry_point']})"
+    test_source = f"{record['prompt']}\n{CODE_PLACEHOLDER}\n{record['test']}\n{call}\n"
+    tests: JsonValue = {"functional": test_source}
+    return _program_row("leetcode", prompt, tests, split, index, task_id=str(record["task_id"]))
 
 
 def taco_row(record: Row, split: str, index: int) -> Row:
-    return _row("taco", record["prompt"], record["tests"], split, index)
+    return _program_row("taco", record["prompt"], record["tests"], split, index)

@@ -18,17 +18,17 @@ MakeRow = Callable[[Row, str, int], Row | None]
 
 
 @dataclass(frozen=True)
-class Upstream:
-    """The names of a dataset: local folders and file stems, and its path and config on the Hub."""
+class UpstreamDataset:
+    """The names of a dataset: its local folders and file stems, its path and config on the Hub."""
 
     folders: Sequence[str]
     """Possible folder names; the first is the usual one."""
-    hub: str
-    config: str | None = None
+    hub_path: str
+    config_name: str | None = None
     splits: Mapping[str, Sequence[str]] = field(
         default_factory=lambda: {"train": ("train",), "test": ("test",)}
     )
-    """Our split -> its possible upstream names (`stem` or `folder/stem`), best first."""
+    """Split -> its possible upstream names (`stem` or `folder/stem`), preferred first."""
 
 
 class Source:
@@ -36,55 +36,55 @@ class Source:
 
     def __init__(self, source_dir: str | os.PathLike[str] | None = None) -> None:
         self.folder = None if source_dir is None else Path(source_dir).expanduser()
-        self._hub: dict[tuple[str, str | None], Splits] = {}
+        self._hub_splits: dict[tuple[str, str | None], Splits] = {}
         if self.folder is not None and not self.folder.is_dir():
             raise DataError(f"source folder {self.folder} does not exist")
 
-    def find(self, upstream: Upstream, split: str) -> list[Row] | None:
+    def find_records(self, upstream: UpstreamDataset, split: str) -> list[Row] | None:
         """Returns the records of a split, or None if the source has none."""
         if self.folder is not None:
-            path = self.path(upstream, split)
+            path = self.split_file(upstream, split)
             file = None if path is None else read_file(path, BadRowPolicy("raise"))
             return None if file is None else list(file.scan())
-        key = (upstream.hub, upstream.config)
-        if key not in self._hub:
-            self._hub[key] = hub_splits(*key)
-        names = (name for name in upstream.splits[split] if name in self._hub[key])
-        return next((self._hub[key][name] for name in names), None)
+        key = (upstream.hub_path, upstream.config_name)
+        if key not in self._hub_splits:
+            self._hub_splits[key] = hub_splits(*key)
+        names = (name for name in upstream.splits[split] if name in self._hub_splits[key])
+        return next((self._hub_splits[key][name] for name in names), None)
 
-    def path(self, upstream: Upstream, split: str) -> Path | None:
-        """Returns the file of a split in the folder, or None."""
+    def split_file(self, upstream: UpstreamDataset, split: str) -> Path | None:
+        """Returns the file of a split in the source folder, or None if there is none."""
         assert self.folder is not None
         for name in upstream.splits[split]:
-            *inside, stem = name.split("/")
-            for folder, suffix in product(inside or (*upstream.folders, "."), SUFFIXES):
+            *subfolders, stem = name.split("/")
+            for folder, suffix in product(subfolders or (*upstream.folders, "."), SUFFIXES):
                 if (path := self.folder / folder / f"{stem}{suffix}").is_file():
                     return path
         return None
 
-    def need(self, upstream: Upstream, *splits: str) -> Splits:
-        """Returns the splits that exist (of all by default); raises DataError if none does."""
+    def require_splits(self, upstream: UpstreamDataset, *splits: str) -> Splits:
+        """Returns the given splits (default: all) that exist; raises DataError if none exists."""
         splits = splits or tuple(upstream.splits)
-        by_split = {split: self.find(upstream, split) for split in splits}
-        present = {split: records for split, records in by_split.items() if records is not None}
-        if not present:
+        by_split = {split: self.find_records(upstream, split) for split in splits}
+        existing = {split: records for split, records in by_split.items() if records is not None}
+        if not existing:
             names = [name for split in splits for name in upstream.splits[split]]
-            where = f"folder {self.folder}" if self.folder else f"hub data set {upstream.hub}"
+            where = f"folder {self.folder}" if self.folder else f"Hub data set {upstream.hub_path}"
             raise DataError(
                 f"{where} has none of {', '.join(names)} for {upstream.folders[0]}; files are"
                 f" looked for as {upstream.folders[0]}/{names[0]}.parquet|jsonl|jsonl.gz|json"
             )
-        return present
+        return existing
 
-    def rows(self, upstream: Upstream, make: MakeRow) -> Splits:
+    def build_rows(self, upstream: UpstreamDataset, make_row: MakeRow) -> Splits:
         """Builds the rows of every split that exists."""
-        return rows_by_split(self.need(upstream), make)
+        return rows_by_split(self.require_splits(upstream), make_row)
 
 
-def rows_by_split(splits: Splits, make: MakeRow) -> Splits:
+def rows_by_split(splits: Splits, make_row: MakeRow) -> Splits:
     """Builds rows from the records of each split."""
     return {
-        split: [row for i, record in enumerate(records) if (row := make(record, split, i))]
+        split: [row for i, record in enumerate(records) if (row := make_row(record, split, i))]
         for split, records in splits.items()
     }
 

@@ -1,7 +1,7 @@
 """The batch manager: calls the scorer once for the whole batch.
 
-It is for scorers that work on lists (a model, a service). A failed call fails every row, since the
-cause is unknown; an invalid value in the list fails only its row.
+It is for scorers that score lists (a model, a service). If the call fails, every row fails, since
+the cause is unknown; an invalid value in the returned list fails only its row.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class BatchRewardManager(RuleRewardManager):
         """Returns the scorer's results; the built-in rules are called row by row."""
         if self.uses_table:
             return [score_row(self.compute_score, row, self.options) for row in rows]
-        names = zip(BATCH_ARGUMENTS, ROW_ARGUMENTS, strict=True)
-        arguments = {plural: [getattr(row, name) for row in rows] for plural, name in names}
+        name_pairs = zip(BATCH_ARGUMENTS, ROW_ARGUMENTS, strict=True)
+        arguments = {plural: [getattr(row, name) for row in rows] for plural, name in name_pairs}
         try:
             results = call_scorer(self.compute_score, arguments, self.options)
         except SetupError:
             raise
         except Exception as error:  # a user's scorer may raise anything; the policy applies
             return [exception_failure(error, self.compute_score)] * len(rows)
-        count = len(results) if hasattr(results, "__len__") else type(results).__name__
-        if count != len(rows):
-            return [Failed("bad_return", f"{len(rows)} scores expected, got {count}")] * len(rows)
+        got = len(results) if hasattr(results, "__len__") else type(results).__name__
+        if got != len(rows):
+            return [Failed("bad_return", f"{len(rows)} scores expected, got {got}")] * len(rows)
         return [read_result(result) for result in results]

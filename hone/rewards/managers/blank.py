@@ -6,7 +6,7 @@ import torch
 
 from hone.protocol import DataProto
 from hone.rewards.managers.abstract import AbstractRewardManager
-from hone.rewards.managers.reading import tensors
+from hone.rewards.managers.reading import batch_tensors
 from hone.types import Fields
 
 
@@ -14,5 +14,5 @@ class BlankRewardManager(AbstractRewardManager):
     """Returns zeros [B, T] for any batch."""
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
-        rewards = torch.zeros(tensors(data)["responses"].shape, dtype=torch.float32)  # [B, T]
+        rewards = torch.zeros(batch_tensors(data)["responses"].shape, dtype=torch.float32)  # [B, T]
         return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards

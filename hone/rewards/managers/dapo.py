@@ -1,7 +1,7 @@
 """The dapo manager: naive scores with a soft penalty for responses close to the length limit.
 
-The penalty falls from 0 to -factor over the last `len` tokens before `max_resp_len`, and further
-beyond it. The reward includes the penalty; `acc` and `score` do not.
+The penalty falls linearly from 0 to -factor over the last `len` tokens before `max_resp_len`, and
+further beyond it. The reward includes the penalty; `acc` and `score` do not.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from hone.tokenizer import Tokenizer
 from hone.types import JsonValue, Settings
 
 
-def overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float) -> float:
-    """Returns 0 up to `max_resp_len - buffer` tokens, then less, and -factor at `max_resp_len`."""
-    excess = length - (max_resp_len - buffer)
-    return min(-excess / buffer * factor, 0.0)
+def overlong_penalty(length: int, max_resp_len: int, buffer_len: int, factor: float) -> float:
+    """Returns 0 up to `max_resp_len - buffer_len` tokens; it falls linearly from there.
+
+    At `max_resp_len` tokens it is -factor.
+    """
+    excess = length - (max_resp_len - buffer_len)
+    return min(-excess / buffer_len * factor, 0.0)
 
 
 class DAPORewardManager(NaiveRewardManager):

@@ -1,4 +1,4 @@
-"""The naive manager: scores rows one by one in this process, or concurrently by an async scorer.
+"""The naive manager: scores rows one by one in this process; an async scorer runs concurrently.
 
 Its deadlines are soft (see `deadline.py`). Use `prime` for a scorer that may hang in C code.
 """
@@ -35,9 +35,9 @@ class NaiveRewardManager(RuleRewardManager):
         return [self._score_one(row) for row in rows]
 
     def _score_one(self, row: Response) -> Scored | Failed:
-        work = partial(score_row, self.compute_score, row, self.options)
+        score = partial(score_row, self.compute_score, row, self.options)
         try:
-            return call_with_deadline(work, self.policy.timeout_s)
+            return call_with_deadline(score, self.policy.timeout_s)
         except DeadlineExceeded:
             return self.timeout_failure()
 
@@ -50,17 +50,18 @@ class NaiveRewardManager(RuleRewardManager):
         arguments = accepted_arguments(function, row.arguments(), self.options)
         try:
             call = asyncio.ensure_future(function(**arguments))
-            limit = None if getattr(function, "has_own_deadline", False) else self.policy.timeout_s
-            done, _ = await asyncio.wait({call}, timeout=limit)
+            has_own_deadline = getattr(function, "has_own_deadline", False)
+            timeout_s = None if has_own_deadline else self.policy.timeout_s
+            done, _ = await asyncio.wait({call}, timeout=timeout_s)
             if not done:
-                call.cancel()  # not awaited, because it may ignore this; the loop cancels it again
+                call.cancel()  # not awaited, because the call may ignore the cancellation
                 return self.timeout_failure()
             if call.cancelled():
-                raise RuntimeError("it cancelled itself (asyncio.CancelledError)")
+                raise RuntimeError("the call cancelled itself (asyncio.CancelledError)")
             return read_result(call.result())
         except SetupError:
             raise
         except Exception as error:  # a user's scorer may raise anything; the policy applies
             return exception_failure(error, function)
-        except SystemExit as error:  # our event loop continues after it
+        except SystemExit as error:  # `run_coroutine` continues after it
             return exception_failure(as_exception(error), function)

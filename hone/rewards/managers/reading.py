@@ -1,7 +1,7 @@
 """Converts a batch to the rows that scorers read: text, ground truth, extra information.
 
-The text is that of the policy's tokens (`response_mask` 1), without special tokens. The output of
-tools, searches and users is only in `extra_info["transcript"]`.
+The text contains only the policy's tokens (`response_mask` 1), without special tokens. The output
+of tools, searches and users is only in `extra_info["transcript"]`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hone.types import Fields, Settings
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-_TURNS = ("__num_turns__", "num_turns")
-_ROLLOUT_SCORES = ("reward_scores", "rollout_reward_scores")
+_NUM_TURNS_COLUMNS = ("__num_turns__", "num_turns")
+_ROLLOUT_SCORE_COLUMNS = ("reward_scores", "rollout_reward_scores")
 
 
-def tensors(data: DataProto) -> TensorDict:
+def batch_tensors(data: DataProto) -> TensorDict:
     """Returns the batch's tensors, or raises if it has none."""
     if data.batch is None:
         raise ValueError("the batch has no tensors; a reward manager needs 'responses'")
@@ -35,26 +35,28 @@ def tensors(data: DataProto) -> TensorDict:
 
 def response_attention(data: DataProto) -> torch.Tensor:
     """Returns the attention mask of the responses, bool [B, T]."""
-    _, attention = split_at_response(tensors(data)["attention_mask"], tensors(data)["responses"])
+    batch = batch_tensors(data)
+    _, attention = split_at_response(batch["attention_mask"], batch["responses"])
     return attention.bool()
 
 
 def valid_response_ids(data: DataProto) -> list[list[int]]:
     """Returns the token ids of each response without padding."""
-    rows = zip(tensors(data)["responses"].tolist(), response_attention(data).tolist(), strict=True)
+    responses = batch_tensors(data)["responses"].tolist()
+    rows = zip(responses, response_attention(data).tolist(), strict=True)
     return [list(compress(ids, mask)) for ids, mask in rows]
 
 
 def policy_mask(data: DataProto) -> torch.Tensor:
-    """Returns the mask of policy tokens, bool [B, T]; by default all response tokens."""
-    if "response_mask" in tensors(data):
-        return tensors(data)["response_mask"].bool()
+    """Returns the mask of policy tokens, bool [B, T]: `response_mask`, or all response tokens."""
+    if "response_mask" in batch_tensors(data):
+        return batch_tensors(data)["response_mask"].bool()
     return response_attention(data)
 
 
 def on_last_policy_token(data: DataProto, scores: Sequence[float]) -> torch.Tensor:
-    """Returns zeros [B, T] with each row's score on the last policy token, if there is one."""
-    rewards = torch.zeros(tensors(data)["responses"].shape, dtype=torch.float32)
+    """Returns rewards [B, T]: each row has its score on its last policy token, and 0 elsewhere."""
+    rewards = torch.zeros(batch_tensors(data)["responses"].shape, dtype=torch.float32)
     for row, position in enumerate(last_true(policy_mask(data)).tolist()):
         if position >= 0:
             rewards[row, position] = scores[row]
@@ -65,32 +67,32 @@ def read_rows(
     data: DataProto,
     ids: list[list[int]],
     tokenizer: Tokenizer | None,
-    key: str,
+    source_key: str,
     *,
     score_observations: bool = False,
 ) -> list[Response]:
-    """Returns one row per response; `score_observations` includes observations in the text."""
+    """Returns one row per response; with `score_observations`, the text includes observations."""
     columns = data.non_tensor_batch
-    if key not in columns:
+    if source_key not in columns:
         raise KeyError(
-            f"the batch has no column {key!r} that selects the scorer; it has "
+            f"the batch has no column {source_key!r} that selects the scorer; it has "
             f"{', '.join(sorted(columns)) or 'none'}. Set data.reward_fn_key to the right column."
         )
-    attention, by_policy = response_attention(data), policy_mask(data)
-    has_observation = (attention & ~by_policy).any(dim=1).tolist()
-    assert tokenizer is not None, "a manager without a tokenizer scores texts, not batches"
+    attention, policy_tokens = response_attention(data), policy_mask(data)
+    has_observation = (attention & ~policy_tokens).any(dim=1).tolist()
+    assert tokenizer is not None, "a manager without a tokenizer cannot score a batch"
     rows = []
     for index, token_ids in enumerate(ids):
         reward_model = _dict_at(columns, "reward_model", index)
         transcript = tokenizer.decode(token_ids, skip_special_tokens=True)
         segments = [{"role": POLICY, "text": transcript}]
         if has_observation[index]:
-            is_policy = by_policy[index][attention[index]].tolist()
+            is_policy = policy_tokens[index][attention[index]].tolist()
             segments = _segments(token_ids, is_policy, tokenizer)
         extra = extra_info_of(columns, reward_model, index)
         rows.append(
             Response(
-                data_source=str(columns[key][index]),
+                data_source=str(columns[source_key][index]),
                 solution_str=transcript if score_observations else policy_text(segments),
                 ground_truth=reward_model.get("ground_truth"),
                 extra_info=extra | {"transcript": transcript, "transcript_segments": segments},
@@ -100,23 +102,23 @@ def read_rows(
 
 
 def _segments(ids: list[int], is_policy: list[bool], tokenizer: Tokenizer) -> list[dict[str, str]]:
-    """Returns the segments of the response by author (see `transcript.py`)."""
+    """Splits a response into segments by author (see `transcript.py`)."""
     segments, start = [], 0
-    for policy, run in groupby(is_policy):
+    for is_policy_run, run in groupby(is_policy):
         end = start + len(list(run))
         text = tokenizer.decode(ids[start:end], skip_special_tokens=True)
-        segments.append({"role": POLICY if policy else OBSERVATION, "text": text})
+        segments.append({"role": POLICY if is_policy_run else OBSERVATION, "text": text})
         start = end
     return segments
 
 
 def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Fields:
-    """Returns the row's `extra_info`, other fields of `reward_model`, and rollout statistics."""
+    """Returns `extra_info` of a row, with fields of `reward_model` and rollout statistics."""
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(_dict_at(columns, "extra_info", index))
     turns, calls, scores = (
         next((columns[name][index] for name in names if name in columns), None)
-        for names in (_TURNS, ("tool_call_counts",), _ROLLOUT_SCORES)
+        for names in (_NUM_TURNS_COLUMNS, ("tool_call_counts",), _ROLLOUT_SCORE_COLUMNS)
     )
     extra["num_turns"] = extra.get("num_turns") if turns is None else turns
     extra["num_tool_calls"] = extra.get("num_tool_calls", 0) if calls is None else calls

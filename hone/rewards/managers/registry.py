@@ -1,4 +1,4 @@
-"""The table of reward managers by name; users register theirs or name it `pkg.mod:Class`."""
+"""The table of reward managers by name; users register their own or name it as `pkg.mod:Class`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hone.plugins import Table
 if TYPE_CHECKING:
     from hone.rewards.managers.abstract import AbstractRewardManager
 
-_HERE = "hone.rewards.managers"
+_PACKAGE = "hone.rewards.managers"
 
 MANAGERS: Table[type[AbstractRewardManager]] = Table(
     "reward manager",
     {
-        "naive": f"{_HERE}.naive:NaiveRewardManager",
-        "batch": f"{_HERE}.batch:BatchRewardManager",
-        "prime": f"{_HERE}.prime:PrimeRewardManager",
-        "dapo": f"{_HERE}.dapo:DAPORewardManager",
-        "blank": f"{_HERE}.blank:BlankRewardManager",
-        "rate_limited": f"{_HERE}.streaming:RateLimitedRewardManager",
+        "naive": f"{_PACKAGE}.naive:NaiveRewardManager",
+        "batch": f"{_PACKAGE}.batch:BatchRewardManager",
+        "prime": f"{_PACKAGE}.prime:PrimeRewardManager",
+        "dapo": f"{_PACKAGE}.dapo:DAPORewardManager",
+        "blank": f"{_PACKAGE}.blank:BlankRewardManager",
+        "rate_limited": f"{_PACKAGE}.streaming:RateLimitedRewardManager",
     },
 )
 

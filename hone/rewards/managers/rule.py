@@ -20,10 +20,10 @@ from hone.rewards.failures import NO_GROUND_TRUTH, Failed, FailurePolicy, Reward
 from hone.rewards.ground_truth import is_missing
 from hone.rewards.managers.abstract import AbstractRewardManager, RawRewardFn
 from hone.rewards.managers.reading import (
+    batch_tensors,
     on_last_policy_token,
     policy_mask,
     read_rows,
-    tensors,
     valid_response_ids,
 )
 from hone.rewards.outcome import Response
@@ -36,11 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 class RuleRewardManager(AbstractRewardManager):
-    """Scores every row by a rule. Unknown keywords are passed to the scorer.
+    """Scores every row by a rule. Unknown keyword arguments are passed to the scorer.
 
-    `repeat_threshold` (0 to 1) sets the reward of more repetitive responses to 0.
-    `score_observations` includes the output of tools and searches in the scorer's text.
-    `masks_missing` leaves rows without a ground truth unscored, because a reward model scores them.
+    Responses that repeat themselves more than `repeat_threshold` (0 to 1) get the reward 0.
+    With `score_observations`, the scorer's text includes the output of tools and searches.
+    With `masks_missing`, rows without a ground truth get no score: a reward model
+    scores them.
     """
 
     arguments: tuple[str, ...] = ROW_ARGUMENTS
@@ -68,7 +69,7 @@ class RuleRewardManager(AbstractRewardManager):
         self.score_observations = score_observations
         self.masks_missing = masks_missing
         self.num_masked = 0
-        self.has_warned = False
+        self.has_warned_about_missing_truth = False
         self.is_first_batch = True
         self.options = options
         if score_observations and self.uses_table:
@@ -86,9 +87,9 @@ class RuleRewardManager(AbstractRewardManager):
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
         extras: dict[str, Sequence[JsonValue]] = {}
-        if "rm_scores" in tensors(data) and "reward_model" not in data.non_tensor_batch:
+        if "rm_scores" in batch_tensors(data) and "reward_model" not in data.non_tensor_batch:
             # As in verl: without ground truths, the reward model's scores are the rewards.
-            rewards = tensors(data)["rm_scores"]
+            rewards = batch_tensors(data)["rm_scores"]
         else:
             rewards, extras = self.score_batch(data)
         return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
@@ -105,10 +106,10 @@ class RuleRewardManager(AbstractRewardManager):
         scores = [result.score for result in results]
         rewards, extras = self.shape_rewards(scores, [len(r) for r in ids])
         if self.repeat_threshold is not None:
-            repeats = repeatness([row.solution_str for row in rows])
-            extras["repeat_score"] = repeats
-            for index, repeat in enumerate(repeats):
-                if repeat > self.repeat_threshold:
+            repeat_scores = repeatness([row.solution_str for row in rows])
+            extras["repeat_score"] = repeat_scores
+            for index, repeat_score in enumerate(repeat_scores):
+                if repeat_score > self.repeat_threshold:
                     rewards[index] = 0.0
         num_without_policy_token = int((~policy_mask(data).any(dim=1)).sum())
         if num_without_policy_token:
@@ -122,10 +123,10 @@ class RuleRewardManager(AbstractRewardManager):
         return read_rows(data, ids, self.tokenizer, key, score_observations=observations)
 
     def score_checked_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        """Scores rows; one that lacks the ground truth of its rule fails without a call."""
+        """Scores rows; a row without the ground truth that its rule needs fails without a call."""
         lacks_truth = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
-        scorable = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
-        results = iter(self.score_rows(scorable))
+        rows_to_score = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
+        results = iter(self.score_rows(rows_to_score))
         outcomes = [
             Failed(NO_GROUND_TRUTH, f"reward_model.ground_truth is {row.ground_truth!r:.80}")
             if lacks
@@ -134,13 +135,13 @@ class RuleRewardManager(AbstractRewardManager):
         ]
         if not self.masks_missing:
             return outcomes
-        # If a user's function fails for a row without a ground truth, it needs one.
+        # A user's function that fails for a row without a ground truth apparently needs one.
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
             if not isinstance(outcome, Failed) or not is_missing(row.ground_truth):
                 continue
             outcomes[index] = Failed(NO_GROUND_TRUTH, outcome.detail)
-            if outcome.reason != NO_GROUND_TRUTH and not self.has_warned:
-                self.has_warned = True
+            if outcome.reason != NO_GROUND_TRUTH and not self.has_warned_about_missing_truth:
+                self.has_warned_about_missing_truth = True
                 logger.warning(
                     "the score function fails for a row without a ground truth (%s: %s); only the "
                     "reward model scores such rows",
@@ -150,11 +151,11 @@ class RuleRewardManager(AbstractRewardManager):
         return outcomes
 
     def lacks_ground_truth(self, data_source: str, ground_truth: JsonValue) -> bool:
-        """Whether a built-in rule needs a ground truth and the row has none."""
+        """Returns whether a built-in rule needs a ground truth and the row has none."""
         return self.uses_table and table.lacks_ground_truth(data_source, ground_truth)
 
     def knows(self, data_source: str) -> bool:
-        """Whether rows of a data source have a score function."""
+        """Returns whether rows of a data source have a score function."""
         return not self.uses_table or table.find(data_source) is not None
 
     @property
@@ -163,14 +164,14 @@ class RuleRewardManager(AbstractRewardManager):
         return table.is_table_scorer(self.compute_score)
 
     def check_scorer(self) -> None:
-        """Raises if the user's score function cannot be called; used before the first step."""
+        """Raises ScorerSignatureError if the user's score function cannot be called."""
         if not self.uses_table:
             check_signature(self.compute_score, self.arguments, self.options)
 
     def check_rows(
         self, rows: Iterable[Settings], where: Callable[[int], str] = "row {}".format
     ) -> None:
-        """Raises if a row's data source has no scorer; used before the first step."""
+        """Raises UnknownSourceError if the data source of a row has no scorer."""
         if self.uses_table:
             table.check_sources(rows, self.reward_fn_key, where)
 
@@ -181,7 +182,7 @@ class RuleRewardManager(AbstractRewardManager):
     def _raise_if_all_failed(
         self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
     ) -> None:
-        """Raises if no row of the first batch has a score, because such a scorer never works."""
+        """Raises RewardError if no row of the first batch has a score: the scorer never works."""
         outcomes = [outcome for outcome in outcomes if not self._is_masked(outcome)]
         is_first, self.is_first_batch = self.is_first_batch, self.is_first_batch and not outcomes
         first = outcomes[0] if outcomes else None
@@ -190,8 +191,8 @@ class RuleRewardManager(AbstractRewardManager):
         if all(isinstance(outcome, Failed) for outcome in outcomes):
             raise RewardError(
                 f"none of the {len(rows)} responses of the first batch could be scored, so there "
-                f"is nothing to learn from. The first (data_source {rows[0].data_source!r}): "
-                f"{first.reason}: {first.detail}"
+                f"is nothing to learn from. The first failure (data_source "
+                f"{rows[0].data_source!r}): {first.reason}: {first.detail}"
             )
 
     def _apply_policy(
@@ -220,7 +221,7 @@ class RuleRewardManager(AbstractRewardManager):
         return results
 
     def _is_masked(self, outcome: Scored | Failed) -> bool:
-        """Whether the row has no ground truth and only its reward model counts."""
+        """Returns whether only the reward model scores the row, which has no ground truth."""
         lacks_truth = isinstance(outcome, Failed) and outcome.reason == NO_GROUND_TRUTH
         return lacks_truth and self.masks_missing
 
@@ -250,11 +251,11 @@ class RuleRewardManager(AbstractRewardManager):
 
     def _log_examples(self, rows: Sequence[Response], scores: Sequence[float]) -> None:
         """Logs the first `num_examine` responses of each data source."""
-        logged: Counter[str] = Counter()
+        row_counts: Counter[str] = Counter()
         text = "[%s] score %s, ground truth %s, response:\n%s"
         for row, score in zip(rows, scores, strict=True):
-            logged[row.data_source] += 1
-            if logged[row.data_source] <= self.num_examine:
+            row_counts[row.data_source] += 1
+            if row_counts[row.data_source] <= self.num_examine:
                 logger.info(text, row.data_source, score, row.ground_truth, row.solution_str)
 
 

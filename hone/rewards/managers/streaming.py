@@ -32,9 +32,9 @@ from hone.types import Fields, Function, Settings
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 300.0
-TOKENS_PER_REQUEST = 2000
-"""The tokens per call that `max_tpm` counts unless `estimated_tokens_per_request` is set."""
+DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_TOKENS_PER_REQUEST = 2000
+"""The tokens that `max_tpm` counts per call if `estimated_tokens_per_request` is not set."""
 
 
 class RewardManagerBase(AbstractRewardManager, ABC):
@@ -57,7 +57,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         self.reward_router_address = reward_router_address
         self.reward_model_tokenizer = reward_model_tokenizer
         self.failures: Counter[str] = Counter()
-        self.loop = asyncio._get_running_loop()  # replaced by the loop of the batch
+        self.loop = asyncio._get_running_loop()  # `_run_all` sets the loop that scores the batch
         self.init_class(config, tokenizer)
 
     @classmethod
@@ -87,16 +87,16 @@ class RewardManagerBase(AbstractRewardManager, ABC):
 
     async def _run_one(self, data: DataProto) -> Fields:
         """Calls `run_single` under the failure policy of `reward_kwargs`, if there is one."""
-        policy = _reward_kwargs(self.config)
+        reward_kwargs = _reward_kwargs(self.config)
         try:
             return await self.run_single(data)
         except Exception as error:  # a user's manager may raise anything; the policy applies
-            if policy.get("on_failure", "raise") != "score":
+            if reward_kwargs.get("on_failure", "raise") != "score":
                 raise
             self.failures["exception"] += 1
             if self.failures["exception"] == 1:
                 logger.warning("a response could not be scored: %s", described(error))
-            return _result(policy["failure_score"], {"reward_failure": "exception"})
+            return _result_dict(reward_kwargs["failure_score"], {"reward_failure": "exception"})
 
     async def _score(self, data: DataProto) -> tuple[float, Fields, int]:
         """Returns the score, extra information and token count of the batch's last trajectory."""
@@ -125,7 +125,7 @@ class NaiveRewardManager(RewardManagerBase):
 
     async def run_single(self, data: DataProto) -> Fields:
         score, extra, _ = await self._score(data)
-        return _result(score, extra)
+        return _result_dict(score, extra)
 
 
 class DAPORewardManager(RewardManagerBase):
@@ -142,7 +142,7 @@ class DAPORewardManager(RewardManagerBase):
             reward += penalty
             if buffer.log:
                 extra |= {"overlong_reward": penalty, "overlong": penalty < 0}
-        return _result(reward, extra)
+        return _result_dict(reward, extra)
 
 
 class AsyncTokenBucket:
@@ -155,7 +155,7 @@ class AsyncTokenBucket:
         self.last_update: float | None = None
 
     async def acquire(self, num_tokens: float = 1.0) -> None:
-        """Takes tokens and waits until they are refilled, so that calls proceed in order."""
+        """Takes tokens and waits until the bucket is refilled, so that calls proceed in order."""
         self._refill()
         missing = num_tokens - self.tokens
         self.tokens -= num_tokens
@@ -183,11 +183,11 @@ class RateLimitedRewardManager(RewardManagerBase):
     _semaphore_loop: ClassVar[asyncio.AbstractEventLoop | None] = None
     _rpm_limiter: ClassVar[AsyncTokenBucket | None] = None
     _tpm_limiter: ClassVar[AsyncTokenBucket | None] = None
-    _estimated_tokens_per_request: ClassVar[int] = TOKENS_PER_REQUEST
+    _estimated_tokens_per_request: ClassVar[int] = DEFAULT_TOKENS_PER_REQUEST
 
     @property
     def timeout(self) -> float:
-        return _limits(self.config).get("timeout", TIMEOUT_S)
+        return _limits(self.config).get("timeout", DEFAULT_TIMEOUT_S)
 
     @classmethod
     def init_class(cls, config: Settings, tokenizer: Tokenizer) -> None:
@@ -200,11 +200,11 @@ class RateLimitedRewardManager(RewardManagerBase):
         cls._semaphore = None
         cls._rpm_limiter = None if rpm is None else AsyncTokenBucket(rpm / 60.0)
         cls._tpm_limiter = None if tpm is None else AsyncTokenBucket(tpm / 60.0)
-        tokens = limits.get("estimated_tokens_per_request", TOKENS_PER_REQUEST)
+        tokens = limits.get("estimated_tokens_per_request", DEFAULT_TOKENS_PER_REQUEST)
         cls._estimated_tokens_per_request = tokens
 
     def _current_semaphore(self) -> asyncio.Semaphore:
-        """Returns a semaphore of the running event loop; others cannot be awaited."""
+        """Returns the semaphore of the running event loop; others cannot be awaited."""
         cls, loop = type(self), asyncio.get_running_loop()
         if cls._semaphore is None or cls._semaphore_loop is not loop:
             cls._semaphore = asyncio.Semaphore(cls._max_concurrent)
@@ -226,10 +226,10 @@ class RateLimitedRewardManager(RewardManagerBase):
                 self.failures["exception"] += 1
                 logger.warning("a score function failed and its response scores 0: %r", error)
                 score, extra = 0.0, {"error": str(error), "acc": 0.0}
-        return _result(score, extra)
+        return _result_dict(score, extra)
 
 
-def _result(score: float, extra: Fields) -> Fields:
+def _result_dict(score: float, extra: Fields) -> Fields:
     return {"reward_score": score, "reward_extra_info": extra}
 
 
@@ -244,12 +244,12 @@ def _reward_kwargs(config: Settings) -> Settings:
 
 
 def _limits(config: Settings) -> Settings:
-    """Returns the settings of the block, and those under its `reward_kwargs`."""
+    """Returns the settings of the reward block, and those under its `reward_kwargs.extra`."""
     return {**_reward_block(config), **(_reward_kwargs(config).get("extra") or {})}
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """Returns a manager class by name; names of verl's reward loop select classes of this file."""
+    """Returns a manager class by name; this file has those of verl's reward loop."""
     managers: dict[str, type[AbstractRewardManager]] = {
         "naive": NaiveRewardManager,
         "dapo": DAPORewardManager,

@@ -37,8 +37,8 @@ def compute_score(
     *,
     compat: bool = False,
 ) -> float:
-    """Returns `score` for the right integer, `format_score` for another one, 0 for none."""
+    """Returns `score` for the right integer, `format_score` for another, 0 without an answer."""
     answer = extract_solution(solution_str, compat=compat)
     if answer is None:
         return 0.0
-    return score if answer == truth.integer(ground_truth, "the number") else format_score
+    return score if answer == truth.as_integer(ground_truth, "the number") else format_score

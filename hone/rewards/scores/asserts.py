@@ -32,7 +32,7 @@ def compute_score(
 
 def _benchmark_assertions(extra_info: Settings) -> list[JsonValue]:
     """Returns the assertions from the fields of MBPP and HumanEval."""
-    info: Fields = {name: truth.plain(value) for name, value in extra_info.items()}
+    info: Fields = {name: truth.to_python(value) for name, value in extra_info.items()}
     if info.get("test") and info.get("entry_point"):
         return [humaneval_tests(info)]
     if not info.get("test_list"):

@@ -1,4 +1,4 @@
-"""Countdown: combine all numbers of the row, each once, with + - * / to reach the target.
+"""Countdown: the answer must combine all numbers, each once, with + - * / to reach the target.
 
 The default reads the last `<answer>` anywhere in the response and computes exact fractions.
 `compat=True` gives TinyZero's scores, including its quirks (last line only, `**`, `//`).
@@ -14,7 +14,7 @@ from hone.rewards.expressions import ExpressionError, evaluate, evaluate_compat
 from hone.rewards.scores.answer_tag import all_answers, last_answer
 from hone.types import JsonValue
 
-_MARKERS = ("Assistant:", "<|im_start|>assistant")
+_ASSISTANT_MARKERS = ("Assistant:", "<|im_start|>assistant")
 _COMPAT_TOLERANCE = 1e-5
 
 
@@ -28,7 +28,7 @@ def extract_solution(
     """Returns the model's expression, or None. `assistant_marker` defaults to `compat`."""
     text = solution_str
     if compat if assistant_marker is None else assistant_marker:
-        marker = next((m for m in _MARKERS if m in text), None)
+        marker = next((m for m in _ASSISTANT_MARKERS if m in text), None)
         if marker is None:
             return None
         text = text.split(marker, 1)[1]
@@ -51,10 +51,10 @@ def compute_score(
     assistant_marker: bool | None = None,
     require_all: bool = True,
 ) -> float:
-    """Returns `score` if right, `format_score` for any other tagged answer, 0 without one."""
-    problem = truth.mapping(ground_truth, "target", "numbers")
-    target = truth.integer(problem["target"], "target")
-    numbers = truth.integers(problem["numbers"], "numbers")
+    """Returns `score` for a right answer, `format_score` for another one, 0 without an answer."""
+    problem = truth.as_mapping(ground_truth, "target", "numbers")
+    target = truth.as_integer(problem["target"], "target")
+    numbers = truth.as_integers(problem["numbers"], "numbers")
     answer = extract_solution(
         solution_str,
         compat=compat,
@@ -65,7 +65,7 @@ def compute_score(
         return 0.0
     try:
         if compat:
-            used_numbers = [int(run) for run in re.findall(r"\d+", answer[:1024])]
+            used_numbers = [int(digits) for digits in re.findall(r"\d+", answer[:1024])]
             is_right = abs(evaluate_compat(answer) - target) < _COMPAT_TOLERANCE
         else:
             result = evaluate(answer)

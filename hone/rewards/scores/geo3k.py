@@ -28,7 +28,7 @@ def acc_reward(solution_str: str, ground_truth: JsonValue, use_boxed: bool = Tru
 def judge(
     solution_str: str, ground_truth: JsonValue, use_boxed: bool = True, format_score: float = 0.1
 ) -> dict[str, float]:
-    """Returns the score and its two parts."""
+    """Returns the score and its parts, accuracy and format."""
     accuracy = acc_reward(solution_str, ground_truth, use_boxed)
     format_valid = format_reward(solution_str)
     score = (1.0 - format_score) * accuracy + format_score * format_valid

@@ -14,20 +14,20 @@ from hone.types import JsonValue
 TAIL_CHARS = 300
 """Only the end of a response, which has the answer, is read; this bounds the regex time."""
 
-_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_STRICT_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|-?[0-9]*\.?[0-9]+")
-_GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
+_GROUPED_NUMBER = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     """Returns the answer's text without commas, or None."""
     tail = solution_str[-TAIL_CHARS:]
     if method == "strict":
-        matches = [text for text in _STRICT.findall(tail) if any(map(str.isdigit, text))]
-        return _without_commas(matches[-1]) if matches else None
+        matches = [text for text in _STRICT_ANSWER.findall(tail) if any(map(str.isdigit, text))]
+        return _remove_commas(matches[-1]) if matches else None
     if method == "flexible":
         matches = _NUMBER.findall(tail)
-        return _without_commas(matches[-1]) if matches else None
+        return _remove_commas(matches[-1]) if matches else None
     raise ValueError(f"gsm8k method={method!r} is not known; use 'strict' or 'flexible'")
 
 
@@ -38,23 +38,23 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Returns `score` if the answer is right, `format_score` if it is wrong, 0 without one."""
+    """Returns `score` for a right answer, `format_score` for a wrong one, 0 without an answer."""
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
-    expected = _without_commas(str(ground_truth).strip())
-    if answer == expected or (method == "flexible" and _same_number(answer, expected)):
+    expected = _remove_commas(str(ground_truth).strip())
+    if answer == expected or (method == "flexible" and _is_same_number(answer, expected)):
         return score
     return format_score
 
 
-def _without_commas(number: str) -> str:
+def _remove_commas(number: str) -> str:
     """Removes thousands separators; `42,43` is not one number and stays unchanged."""
     number = number.rstrip(",")
-    return number.replace(",", "") if _GROUPED.fullmatch(number) else number
+    return number.replace(",", "") if _GROUPED_NUMBER.fullmatch(number) else number
 
 
-def _same_number(left: str, right: str) -> bool:
+def _is_same_number(left: str, right: str) -> bool:
     try:
         return Decimal(left) == Decimal(right)
     except InvalidOperation:

@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 
 MAX_CHARS = 2000
-"""Longer answers are compared unchanged: no real answer is that long."""
+"""Longer answers are not normalized, because no real answer is that long."""
 
 
 def last_boxed_only_string(string: str) -> str | None:
@@ -18,15 +18,15 @@ def last_boxed_only_string(string: str) -> str | None:
     start = max(string.rfind("\\boxed"), string.rfind("\\fbox"))
     if start < 0:
         return None
-    head = re.match(r"\\(?:boxed|fbox)\s*", string[start:])
-    assert head is not None
-    body = start + head.end()
-    if not string.startswith("{", body):
-        word = re.match(r"[^\s$]+", string[body:])
-        has_space = string[start:body].endswith(" ")
-        return string[start : body + word.end()] if has_space and word else None
+    command = re.match(r"\\(?:boxed|fbox)\s*", string[start:])
+    assert command is not None
+    body_start = start + command.end()
+    if not string.startswith("{", body_start):
+        word = re.match(r"[^\s$]+", string[body_start:])
+        has_space = string[start:body_start].endswith(" ")
+        return string[start : body_start + word.end()] if has_space and word else None
     depth = 0
-    for index in range(body, len(string)):
+    for index in range(body_start, len(string)):
         if string[index] == "{":
             depth += 1
         elif string[index] == "}":
@@ -38,12 +38,12 @@ def last_boxed_only_string(string: str) -> str | None:
 
 def remove_boxed(boxed: str) -> str:
     r"""Returns the content of a box from `last_boxed_only_string`."""
-    inner = re.sub(r"^\\(?:boxed|fbox)\s*", "", boxed)
-    return inner[1:-1] if inner.startswith("{") and inner.endswith("}") else inner
+    content = re.sub(r"^\\(?:boxed|fbox)\s*", "", boxed)
+    return content[1:-1] if content.startswith("{") and content.endswith("}") else content
 
 
 def boxed_answer(text: str) -> str | None:
-    """Returns the content of a response's last box."""
+    """Returns the content of the last box of a response, or None."""
     boxed = last_boxed_only_string(text)
     return None if boxed is None else remove_boxed(boxed)
 
@@ -54,10 +54,12 @@ _NOT_A_UNIT = re.compile(
     r"|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)\b",
     re.IGNORECASE,
 )
-"""Words that change the number before them; other words are a unit."""
-_WORDS = r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}"
-_TEXT = re.compile(_WORDS)
-_TRAILING = re.compile(rf"(?<=[\w}})\]])(?:\s|\\[,;:! ]|~)*{_WORDS}(?:\^\{{?\d\}}?)?\s*$")
+"""Words that change the number before them; any other word is a unit."""
+_TEXT_PATTERN = r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}"
+_TEXT_COMMAND = re.compile(_TEXT_PATTERN)
+_TRAILING_TEXT = re.compile(
+    rf"(?<=[\w}})\]])(?:\s|\\[,;:! ]|~)*{_TEXT_PATTERN}(?:\^\{{?\d\}}?)?\s*$"
+)
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -71,7 +73,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°", " "),
         (r"\\?\$", " "),
         (r"\\?%", " "),
-        (_WORDS, r" \1 "),
+        (_TEXT_PATTERN, r" \1 "),
         (r"\{,\}", ","),
         (r"_\s*\{\s*(\w)\s*\}", r"_\1"),
         (r"\s+", " "),
@@ -84,12 +86,12 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 _SHORT_NAME = re.compile(r"[^=\d\s][^=\s]? ?=(?!=)")
-_GROUPED = re.compile(r"[+-]? ?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
-_MIXED = re.compile(
+_GROUPED_NUMBER = re.compile(r"[+-]? ?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
+_MIXED_NUMBER = re.compile(
     r"(?<![\w.^}\\])(\d{1,64})"
     r"(?: (\d{1,64})/(\d{1,64})| ?\\frac\{(\d{1,64})\}\{(\d{1,64})\})(?![\w.])"
 )
-_PRIMED = re.compile(r"\d\s*'+\s*\d")
+_PRIMED_NUMBER = re.compile(r"\d\s*'+\s*\d")
 _LOOSE_SPACE = re.compile(r"(?<![\d.]) | (?![\d.])")
 _RATIO = re.compile(r"([+-]?)(\d+)/(\d+)")
 _DECIMAL = re.compile(r"[+-]?\d{1,64}(?:\.\d{1,64})?", re.ASCII)
@@ -105,31 +107,31 @@ def strip_string(string: str) -> str:
     text = string.strip()
     if len(text) > MAX_CHARS:
         return text
-    text = without_unit(text.replace("\\\\", "\\").replace("\n", " "))
+    text = remove_unit(text.replace("\\\\", "\\").replace("\n", " "))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip()
     name = _SHORT_NAME.match(text)
     if name and name.end() < len(text):
         text = text[name.end() :].strip()
-    if _GROUPED.fullmatch(text):
+    if _GROUPED_NUMBER.fullmatch(text):
         text = text.replace(",", "").replace(" ", "")
-    text = _LOOSE_SPACE.sub("", _MIXED.sub(_to_improper_fraction, text))
+    text = _LOOSE_SPACE.sub("", _MIXED_NUMBER.sub(_to_improper_fraction, text))
     return _RATIO.sub(r"\1\\frac{\2}{\3}", text) if _RATIO.fullmatch(text) else text
 
 
-def without_unit(text: str) -> str:
+def remove_unit(text: str) -> str:
     r"""Removes a `\text{…}` at the end of the text if it is a unit (`5\text{ cm}^2`)."""
-    match = _TRAILING.search(text)
+    match = _TRAILING_TEXT.search(text)
     return text[: match.start()] if match and not _NOT_A_UNIT.search(match.group(1)) else text
 
 
 def is_unambiguous(string: str) -> bool:
-    r"""Whether a symbolic parser reads the whole text, unlike `42\text{ or 43}`, `4 2` or `4'2`."""
-    words = [text.strip() for text in _TEXT.findall(without_unit(string.strip()))]
+    r"""Returns whether a parser reads the whole text, unlike `42\text{ or 43}`, `4 2` or `4'2`."""
+    words = [text.strip() for text in _TEXT_COMMAND.findall(remove_unit(string.strip()))]
     if any(_NOT_A_UNIT.search(text) and text not in ("or", "and") for text in words):
         return False
-    return " " not in strip_string(string) and not _PRIMED.search(string)
+    return " " not in strip_string(string) and not _PRIMED_NUMBER.search(string)
 
 
 def _to_improper_fraction(match: re.Match[str]) -> str:
@@ -139,34 +141,34 @@ def _to_improper_fraction(match: re.Match[str]) -> str:
     return rf"\frac{{{int(whole) * int(denominator) + int(numerator)}}}{{{denominator}}}"
 
 
-def as_number(normal: str) -> Fraction | None:
+def as_number(normal_form: str) -> Fraction | None:
     """Returns the value of a normal form that is a decimal or a fraction of integers, else None."""
-    if _DECIMAL.fullmatch(normal):
-        return Fraction(normal)
-    match = _FRACTION.fullmatch(normal)
+    if _DECIMAL.fullmatch(normal_form):
+        return Fraction(normal_form)
+    match = _FRACTION.fullmatch(normal_form)
     if match is None or int(match.group(3)) == 0:
         return None
     value = Fraction(int(match.group(2)), int(match.group(3)))
     return -value if match.group(1) == "-" else value
 
 
-def num_decimals(normal: str) -> int | None:
+def num_decimals(normal_form: str) -> int | None:
     """Returns the number of digits after the decimal point; None if there is none."""
-    _, point, digits = normal.partition(".")
-    return len(digits) if point and _DECIMAL.fullmatch(normal) else None
+    _, point, digits = normal_form.partition(".")
+    return len(digits) if point and _DECIMAL.fullmatch(normal_form) else None
 
 
-def collection_kind(normal: str) -> str | None:
+def collection_kind(normal_form: str) -> str | None:
     """Returns the kind of an answer with commas (set, tuple, interval, list), or None."""
     depth, first_close, has_outer_comma = 0, None, False
-    for index, character in enumerate(normal):
+    for index, character in enumerate(normal_form):
         depth += (character in "([{") - (character in ")]}")
         if depth == 0 and character in ")]}" and first_close is None:
             first_close = index
         has_outer_comma |= depth == 0 and character == ","
-    if normal.startswith(("(", "[", "\\{")) and first_close == len(normal) - 1:
-        if normal.startswith("\\{"):
+    if normal_form.startswith(("(", "[", "\\{")) and first_close == len(normal_form) - 1:
+        if normal_form.startswith("\\{"):
             return "set"
-        kind = "tuple" if normal[0] == "(" and normal[-1] == ")" else "interval"
-        return kind if "," in normal else None
+        kind = "tuple" if normal_form[0] == "(" and normal_form[-1] == ")" else "interval"
+        return kind if "," in normal_form else None
     return "list" if has_outer_comma else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from hone.rewards.ground_truth import INVALID
+from hone.rewards.ground_truth import INVALID_PREDICTION
 from hone.rewards.scores.latex import as_number, boxed_answer, strip_string
 from hone.types import JsonObject, JsonValue
 
@@ -16,7 +16,7 @@ TAIL_CHARS = 300
 BOX_TAIL_CHARS = 100
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-_NUMBER = re.compile(r"\d")
+_DIGIT = re.compile(r"\d")
 _UNIT_WORDS = re.compile(
     r"(?<![A-Za-z\\])(?:square|cubic|units?|ways?|integers?|dollars?|cents?|mph|inch(?:es)?|feet|ft"
     r"|hours?|minutes?|seconds?|days?|km|cm|mm|gm|kg|meters?|points?|digits?|degrees?|pounds?"
@@ -33,23 +33,23 @@ def normalize_final_answer(final_answer: str) -> str:
         text = boxed
     elif text.count("$") >= 2:
         start, end = text.index("$"), text.rindex("$")
-        if not _NUMBER.search(text[:start] + " " + text[end + 1 :]):  # reject `43 or $42$`
+        if not _DIGIT.search(text[:start] + " " + text[end + 1 :]):  # reject `43 or $42$`
             text = text[start + 1 : end]
     text = _UNIT_WORDS.sub(" ", text.replace("**", " "))
     return strip_string(text)
 
 
 def verify(solution_str: str, answer: str, strict_box_verify: bool = False) -> tuple[bool, str]:
-    """Returns whether the response's answer is `answer`, and the response's answer."""
+    """Returns (whether the answer in the response equals `answer`, the answer in the response)."""
     if strict_box_verify:
         boxed = boxed_answer(solution_str[-BOX_TAIL_CHARS:])
-        pred = INVALID if boxed is None else boxed
+        pred = INVALID_PREDICTION if boxed is None else boxed
         return boxed is not None and _is_equal(pred.strip(), answer.strip()), pred
     tail = solution_str[-TAIL_CHARS:]
     matches = _ANSWER.findall(tail)
     answer_text = matches[-1] if matches else boxed_answer(tail)
     if answer_text is None:
-        return False, INVALID
+        return False, INVALID_PREDICTION
     pred = normalize_final_answer(answer_text)
     return _is_equal(pred, normalize_final_answer(answer)), pred
 

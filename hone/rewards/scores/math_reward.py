@@ -16,8 +16,8 @@ from hone.rewards.scores.latex import (
     is_unambiguous,
     last_boxed_only_string,
     remove_boxed,
+    remove_unit,
     strip_string,
-    without_unit,
 )
 from hone.rewards.scores.symbolic import MAX_CHARS, symbolically_equal
 from hone.types import JsonValue, Settings
@@ -31,8 +31,8 @@ __all__ = [
     "strip_string",
 ]
 
-_UNORDERED = {"list": "set"}
-_BASE = re.compile(r"\d_")
+_COMPARED_KINDS = {"list": "set"}  # a list equals a set
+_BASE_SUBSCRIPT = re.compile(r"\d_")
 _PERCENT = re.compile(r"\\?%")
 
 
@@ -55,7 +55,7 @@ def compute_score_batched(
 
 
 def is_equiv(str1: str | None, str2: str | None, *, symbolic: bool = True) -> bool:
-    """Whether answer `str1` equals reference `str2`; empty text equals nothing."""
+    """Returns whether answer `str1` equals reference `str2`; an empty text equals nothing."""
     if str1 is None or str2 is None:
         return False
     answer, truth = strip_string(str1), strip_string(str2)
@@ -65,10 +65,17 @@ def is_equiv(str1: str | None, str2: str | None, *, symbolic: bool = True) -> bo
     if left is not None and right is not None:
         return left == right
     # math-verify alone is too lenient: it accepts a set for a pair, and `42_8` for 42.
-    kinds = {_UNORDERED.get(kind, kind) for kind in map(collection_kind, (answer, truth)) if kind}
-    has_base = _BASE.search(answer) or _BASE.search(truth)
-    too_long = max(len(str1), len(str2)) > MAX_CHARS
-    if not symbolic or len(kinds) > 1 or has_base or too_long or not is_unambiguous(str1):
+    kinds = [kind for kind in map(collection_kind, (answer, truth)) if kind]
+    compared_kinds = {_COMPARED_KINDS.get(kind, kind) for kind in kinds}
+    has_base = _BASE_SUBSCRIPT.search(answer) or _BASE_SUBSCRIPT.search(truth)
+    is_too_long = max(len(str1), len(str2)) > MAX_CHARS
+    if (
+        not symbolic
+        or len(compared_kinds) > 1
+        or has_base
+        or is_too_long
+        or not is_unambiguous(str1)
+    ):
         return False
-    forms = (_PERCENT.sub("", without_unit(text.strip())) for text in (str1, str2))
-    return symbolically_equal(*forms)
+    texts = (_PERCENT.sub("", remove_unit(text.strip())) for text in (str1, str2))
+    return symbolically_equal(*texts)

@@ -1,6 +1,7 @@
 """Programming contests: checks the program's output on the tests, in the sandbox.
 
-The score is 1 if all tests pass, else 0; with `continuous`, the share of the first ten that pass.
+The score is 1 if all tests pass, else 0, or with `continuous` the share of the first ten tests that
+pass.
 Tests come from the ground truth or from `extra_info.test_cases`.
 """
 
@@ -12,7 +13,8 @@ from threading import Semaphore
 from hone.rewards.programs import Limits, count_passed, extract_code, read_tests
 from hone.types import Fields, JsonValue, Settings
 
-FIRST_TESTS = 10
+MAX_COUNTED_TESTS = 10
+"""How many tests count with `continuous`."""
 TEST_TIMEOUT_S = 10.0
 
 
@@ -26,13 +28,14 @@ def judge(
     continuous: bool = True,
     timeout_s: float = TEST_TIMEOUT_S,
 ) -> dict[str, float]:
-    """Returns the score and `acc` (all tests pass)."""
+    """Returns the score and `acc`, which is 1 if all tests pass."""
     limits = Limits(timeout_s, memory_limit_mb, sandbox_fusion_url)
     tests = read_tests(ground_truth, extra_info)
     code = extract_code(solution_str)
     with concurrent_semaphore or contextlib.nullcontext():
-        all_passed, passed = count_passed(code, tests, limits, FIRST_TESTS if continuous else 0)
-    share = passed / min(FIRST_TESTS, len(tests)) if continuous else 0.0
+        num_counted = MAX_COUNTED_TESTS if continuous else 0
+        all_passed, num_passed = count_passed(code, tests, limits, num_counted)
+    share = num_passed / min(MAX_COUNTED_TESTS, len(tests)) if continuous else 0.0
     return {"score": 1.0 if all_passed else share, "acc": float(all_passed)}
 
 

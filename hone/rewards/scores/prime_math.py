@@ -47,10 +47,10 @@ def last_environment(text: str) -> str | None:
 
 
 def grade_answer(answer: str, truth: str) -> bool:
-    """Whether the answers are equal as text, number or mathematics, or one is the other rounded.
+    """Returns whether the answers are equal (text, number, mathematics) or one is rounded.
 
-    Rounded numbers must agree in the decimals of the shorter one, and in at least four digits.
-    Nothing is rounded to an integer.
+    A rounded number must agree in all its decimals, and in at least four digits. Nothing is rounded
+    to an integer.
     """
     if is_equiv(answer, truth, symbolic=False):
         return True
@@ -58,7 +58,7 @@ def grade_answer(answer: str, truth: str) -> bool:
     left, right = map(as_number, forms)
     if left is None or right is None:
         return is_equiv(answer, truth)
-    decimals = [places for places in map(num_decimals, forms) if places is not None]
+    decimals = [count for count in map(num_decimals, forms) if count is not None]
     if not decimals or left.denominator == 1 or right.denominator == 1:
         return False
     half_unit = Fraction(1, 2 * 10 ** min(decimals))

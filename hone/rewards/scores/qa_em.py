@@ -15,7 +15,7 @@ from hone.rewards.scores.answer_tag import all_answers, last_answer
 from hone.types import JsonValue, Settings
 
 MAX_TAGS = 10
-"""More opening or closing answer tags than this are tag spam, which scores a quarter."""
+"""A response with more opening or closing answer tags gets a quarter of its score."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -23,37 +23,39 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def normalize_answer(text: str) -> str:
     """Converts to lower case and removes punctuation, articles and extra spaces, as SQuAD does."""
-    bare = text.lower().translate(_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", bare).split())
+    text_without_punctuation = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", text_without_punctuation).split())
 
 
 def golden_answers(ground_truth: JsonValue) -> list[str]:
-    """Returns the reference answers: `{"target": one or many}`, or one or many directly."""
-    decoded = truth.decode(truth.plain(ground_truth))
+    """Returns the reference answers of `{"target": answer or answers}`, or of the value itself."""
+    decoded = truth.decode_json(truth.to_python(ground_truth))
     target = decoded.get("target") if isinstance(decoded, dict) else decoded
     if isinstance(target, str):
         return [target]
     if isinstance(target, Iterable):
         return [str(item) for item in target]
-    raise truth.invalid(f"ground_truth must be {{'target': [answers]}}; got {ground_truth!r:.80}")
+    raise truth.ground_truth_error(
+        f"ground_truth must be {{'target': [answers]}}; got {ground_truth!r:.80}"
+    )
 
 
 def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
-    """Whether normalized texts match exactly; an answer of only articles is not normalized."""
-    answer_text = normalize_answer(prediction)
+    """Returns whether normalized texts are equal; a text of only articles is not normalized."""
+    normalized = normalize_answer(prediction)
     for answer in [golden] if isinstance(golden, str) else golden:
-        if answer_text and answer_text == normalize_answer(answer):
+        if normalized and normalized == normalize_answer(answer):
             return True
-        if not answer_text and prediction.strip() and prediction.strip().lower() == answer.lower():
+        if not normalized and prediction.strip() and prediction.strip().lower() == answer.lower():
             return True
     return False
 
 
 def subem_check(prediction: str, golden: str | Iterable[str]) -> bool:
-    """Whether the prediction contains a reference answer."""
-    answer_text = normalize_answer(prediction)
+    """Returns whether the prediction contains a reference answer."""
+    normalized = normalize_answer(prediction)
     answers = [golden] if isinstance(golden, str) else golden
-    return any(answer and answer in answer_text for answer in map(normalize_answer, answers))
+    return any(answer and answer in normalized for answer in map(normalize_answer, answers))
 
 
 def remove_information(text: str) -> str:
@@ -70,7 +72,7 @@ def remove_information(text: str) -> str:
 
 
 def extract_solution(solution_str: str, *, compat: bool = False) -> str | None:
-    """Returns the last answer. With `compat` the text includes the prompt's example answer."""
+    """Returns the last answer; with `compat`, the text begins with the prompt's example answer."""
     if compat:
         answers = all_answers(solution_str)
         return answers[-1] if len(answers) > 1 else None
@@ -88,7 +90,7 @@ def judge(
     extra_info: Settings | None = None,
     score_observations: bool = False,
 ) -> dict[str, float]:
-    """Returns the score and `acc` (exact match, regardless of the format score)."""
+    """Returns the score and `acc`, which is 1 for an exact match in any format."""
     if structure_format_score or final_format_score or retrieval_score:
         from hone.rewards.scores import qa_em_format
 
@@ -112,7 +114,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Returns `score` for an exact match, `format_score` for another answer, 0 without one."""
+    """Returns `score` for an exact match, `format_score` for another answer, 0 for no answer."""
     return _grade_answer(solution_str, ground_truth, em_check, format_score, score)["score"]
 
 
@@ -133,14 +135,14 @@ def compute_score_subem(
 def _grade_answer(
     text: str,
     ground_truth: JsonValue,
-    check: Callable[[str, list[str]], bool],
+    is_match: Callable[[str, list[str]], bool],
     format_score: float,
     score: float,
 ) -> dict[str, float]:
     answer = extract_solution(text)
     if answer is None:
         return {"score": 0.0, "acc": 0.0}
-    if not check(answer, golden_answers(ground_truth)):
+    if not is_match(answer, golden_answers(ground_truth)):
         return {"score": format_score, "acc": 0.0}
     is_spam = max(text.count("<answer>"), text.count("</answer>")) > MAX_TAGS
     return {"score": score / 4 if is_spam else score, "acc": 1.0}

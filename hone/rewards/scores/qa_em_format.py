@@ -1,4 +1,4 @@
-"""Search-R1 with format rewards: for a right answer, a well-formed trajectory, a useful retrieval.
+"""Search-R1 with format rewards for a well-formed trajectory and a useful retrieval.
 
 A well-formed trajectory is think, any number of (search, information, think), and answer, with only
 white space in between. The policy must not write information. Tags in a passage are ignored.
@@ -16,8 +16,8 @@ from hone.types import JsonValue, Settings
 _TAGS = ("think", "search", "information", "answer")
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 _OPEN, _CLOSE = "<information>", "</information>"
-_MARKER = "<|im_start|>assistant"
-_SPECIAL = re.compile(r"<\|[^|<>]{1,40}\|>$")
+_ASSISTANT_MARKER = "<|im_start|>assistant"
+_TRAILING_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>$")
 _NEXT_BLOCKS = {
     "start": ("think",),
     "think": ("search", "answer"),
@@ -28,19 +28,19 @@ _NEXT_BLOCKS = {
 
 
 def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
-    """Returns whether a whole transcript is well formed, and the reason when it is not.
+    """Returns whether a whole transcript is well formed, and the reason if it is not.
 
-    Like upstream, `compat` requires the ChatML marker and rejects a trailing end-of-turn token.
+    Like Search-R1, `compat` requires the ChatML marker and rejects a trailing end-of-turn token.
     """
-    if _MARKER in text:
-        text = text.split(_MARKER, 1)[1]
+    if _ASSISTANT_MARKER in text:
+        text = text.split(_ASSISTANT_MARKER, 1)[1]
     elif compat:
         return False, "missing assistant marker"
-    return _check_blocks(text if compat else _without_trailing_special(text))
+    return _check_blocks(text if compat else _strip_special_tokens(text))
 
 
 def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
-    """Like `is_valid_sequence`, for segments with authors."""
+    """Returns the same as `is_valid_sequence`, for segments with authors."""
     parts = []
     for segment in segments:
         text = segment["text"]
@@ -52,13 +52,13 @@ def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
             parts.append(_OPEN + _CLOSE)  # tags inside a passage are ignored
         elif text.strip():
             return False, "an observation without <information>"
-    return _check_blocks(_without_trailing_special("".join(parts)))
+    return _check_blocks(_strip_special_tokens("".join(parts)))
 
 
-def _without_trailing_special(text: str) -> str:
+def _strip_special_tokens(text: str) -> str:
     text = text.rstrip()
-    while (special := _SPECIAL.search(text, max(0, len(text) - 44))) is not None:
-        text = text[: special.start()].rstrip()
+    while (token := _TRAILING_SPECIAL_TOKEN.search(text, max(0, len(text) - 44))) is not None:
+        text = text[: token.start()].rstrip()
     return text
 
 
@@ -86,7 +86,7 @@ def _check_blocks(text: str) -> tuple[bool, str]:
 
 
 def extract_information_blocks(text: str) -> list[str]:
-    """Returns the `<information>` blocks of a whole transcript, by any author."""
+    """Returns the `<information>` blocks of a whole transcript, whoever wrote them."""
     blocks = re.findall(r"<information>(.*?)</information>", text, re.DOTALL)
     return [block.strip() for block in blocks]
 
@@ -104,7 +104,7 @@ def _passage(observation: str) -> str | None:
 
 
 def is_retrieval_correct(passages: Iterable[str], golden: list[str]) -> bool:
-    """Whether a retrieved passage contains a reference answer."""
+    """Returns whether a retrieved passage contains a reference answer."""
     answers = [answer for answer in map(normalize_answer, golden) if answer]
     return any(answer in normalize_answer(passage) for passage in passages for answer in answers)
 
@@ -122,7 +122,7 @@ def judge(
     """Returns the score and its parts.
 
     `extra_info["transcript_segments"]` separates retrieved passages from the policy's text; with
-    `score_observations` only the text is read, like upstream.
+    `score_observations`, only the text is read, as in Search-R1.
     """
     golden = golden_answers(ground_truth)
     if score_observations:

@@ -19,7 +19,7 @@ FORMAT_REWARD = 1.0
 MAX_CALLS_REWARD = 3.0
 _BLOCKS = ("tool_call", "response")
 _MARKERS = ("<|im_start|>assistant", "<|start_header_id|>assistant<|end_header_id|>")
-_ENDS = re.compile(r"<\|im_end\|>|<\|eot_id\|>")
+_END_TOKENS = re.compile(r"<\|im_end\|>|<\|eot_id\|>")
 
 
 def compute_score(
@@ -32,7 +32,7 @@ def compute_score(
     """Returns `{"score", "format_reward", "accuracy_reward"}`."""
     for marker in _MARKERS:
         solution_str = solution_str.rpartition(marker)[2]
-    response = _ENDS.split(solution_str)[0].strip()
+    response = _END_TOKENS.split(solution_str)[0].strip()
     format_reward = FORMAT_REWARD if _has_format(response, ground_truth) else 0.0
     calls_reward = _calls_reward(response, ground_truth)
     score = format_reward + calls_reward
@@ -40,7 +40,7 @@ def compute_score(
 
 
 def _has_format(response: str, reference: str) -> bool:
-    """Whether the response has the blocks of the reference, each once, after its think block."""
+    """Returns whether a response has a think block, then each block of the reference once."""
     names = [name for name in _BLOCKS if f"<{name}>" in reference]
     bodies = {"tool_call": r"\n.*?\n", "response": ".*?"}
     parts = [rf"\n<{name}>{bodies[name]}</{name}>" for name in names]
@@ -54,7 +54,7 @@ def _has_format(response: str, reference: str) -> bool:
 def _calls_reward(response: str, reference: str) -> float:
     if "<tool_call>" not in reference:
         return 0.0
-    expected, calls = _calls(reference), _calls(response)
+    expected, calls = _parse_calls(reference), _parse_calls(response)
     if expected is None:
         raise ValueError(f"the tool calls of the ground truth cannot be read: {reference!r:.80}")
     if calls is None:
@@ -67,14 +67,14 @@ def _calls_reward(response: str, reference: str) -> float:
     for call in expected:
         max_score += 1.0 + len(call[1])
         similarities = [(_similarity(call, other), index) for index, other in enumerate(unmatched)]
-        best, index = max(similarities, default=(0.0, 0), key=lambda pair: pair[0])
-        if best > 0:
-            score += best
+        best_similarity, index = max(similarities, default=(0.0, 0), key=lambda pair: pair[0])
+        if best_similarity > 0:
+            score += best_similarity
             del unmatched[index]
     return 2 * MAX_CALLS_REWARD * score / max_score - MAX_CALLS_REWARD
 
 
-def _calls(text: str) -> list[Call] | None:
+def _parse_calls(text: str) -> list[Call] | None:
     """Returns the calls of the first block, one per line; None if one cannot be parsed."""
     _, opening, after = text.partition("<tool_call>")
     body, closing, _ = after.partition("</tool_call>")
@@ -91,16 +91,19 @@ def _calls(text: str) -> list[Call] | None:
 
 
 def _similarity(call: Call, other: Call) -> float:
-    """Returns 0 for another tool, else the overlap of names plus the number of equal values."""
-    (name, parameters), (other_name, others) = call, other
+    """Returns 0 for another tool, else the overlap of parameter names plus the equal values."""
+    (name, parameters), (other_name, other_parameters) = call, other
     if name != other_name:
         return 0.0
-    equal = sum(key in others and others[key] == value for key, value in parameters.items())
-    return _overlap(list(parameters), list(others)) + equal
+    num_equal = sum(
+        key in other_parameters and other_parameters[key] == value
+        for key, value in parameters.items()
+    )
+    return _overlap(list(parameters), list(other_parameters)) + num_equal
 
 
 def _overlap(left: Sequence[str], right: Sequence[str]) -> float:
-    """Returns the number of shared entries divided by that of all entries, with multiplicity."""
+    """Returns the Jaccard index of two lists, with multiplicity."""
     if not left or not right:
         return float(left == right)
     shared = (Counter(left) & Counter(right)).total()

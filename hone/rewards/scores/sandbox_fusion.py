@@ -1,11 +1,11 @@
-"""Scores programs with a Sandbox Fusion service or in the local box; returns verl's format."""
+"""Scores programs with a Sandbox Fusion service or in a local box, with verl's return value."""
 
 from __future__ import annotations
 
 import contextlib
 
 from hone.rewards.programs import Limits, extract_code, passes, read_tests
-from hone.rewards.scores.prime_code import FIRST_TESTS
+from hone.rewards.scores.prime_code import MAX_COUNTED_TESTS
 from hone.types import Fields, JsonValue
 
 
@@ -18,10 +18,10 @@ def compute_score(
     continuous: bool = False,
     timeout: float = 10,
 ) -> tuple[float, list[Fields]]:
-    """Returns the share of passed tests and an entry per test; `continuous` runs the first ten."""
+    """Returns the share of passed tests and a dict per test; `continuous` runs ten tests."""
     limits = Limits(timeout, memory_limit_mb, sandbox_fusion_url)
     code = extract_code(completion)
-    tests = read_tests(test_cases, None)[: FIRST_TESTS if continuous else None]
+    tests = read_tests(test_cases, None)[: MAX_COUNTED_TESTS if continuous else None]
     with concurrent_semaphore or contextlib.nullcontext():
         results = [passes(code, test, limits) for test in tests]
     metadata: list[Fields] = [{"test": i, "passed": passed} for i, passed in enumerate(results)]

@@ -30,20 +30,20 @@ SHORT_CPU_S = 0.1
 """CPU time per comparison in the first round, which includes every comparison of a batch."""
 LONG_CPU_S = 0.5
 """CPU time per comparison in the second round, for those that timed out in the first."""
-MAX_LONG = 32
+MAX_LONG_COMPARISONS = 32
 """Limit on comparisons per batch in the second round."""
 MAX_CRASHES = 8
-"""Number of crashed processes after which the rest of a round is skipped."""
+"""The rest of a round is skipped after this many crashed processes."""
 WALL_LIMIT_S = 60.0
-"""Seconds after which a process that uses no CPU is killed."""
+"""Wall-clock limit of a comparison, for a process that uses no CPU time."""
 MAX_PROCESSES = 8
 MAX_CHARS = 1000
 _CACHE_SIZE = 65_536
 
 MAX_EXPONENT = 9_999
-MAX_POWERS = 1_000_000
-"""Limit on the product of exponents from 100 on, because a power of a power multiplies them."""
-MAX_COUNTING = 999
+MAX_EXPONENT_PRODUCT = 1_000_000
+"""Limit on the product of all exponents of at least 100: a power of a power multiplies them."""
+MAX_COUNTING_NUMBER = 999
 """Largest number in a factorial, binomial, sum, product, integral or limit."""
 MAX_DIGITS = 64
 MAX_DEPTH = 40
@@ -57,14 +57,14 @@ _COUNTING_OPERATOR = re.compile(
 
 _lock = threading.Lock()
 _pool: DeadlinePool[bool | None] | None = None
-_processes: int | None = None
+_num_processes: int | None = None
 _cache: dict[Pair, bool | Failed] = {}
-_recorded_pairs: ContextVar[list[Pair] | None] = ContextVar("noted", default=None)
+_recorded_pairs: ContextVar[list[Pair] | None] = ContextVar("recorded_pairs", default=None)
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
-    """Whether math-verify finds both equal; False if it is not installed or times out."""
-    if not available() or max(len(answer), len(truth)) > MAX_CHARS:
+    """Returns whether math-verify finds both equal; False if it is missing or times out."""
+    if not is_available() or max(len(answer), len(truth)) > MAX_CHARS:
         return False
     pair = (answer, truth)
     pairs = _recorded_pairs.get()
@@ -81,8 +81,8 @@ def symbolically_equal(answer: str, truth: str) -> bool:
 
 
 @lru_cache(maxsize=1)
-def available() -> bool:
-    """Whether math-verify is installed; logs one warning if not."""
+def is_available() -> bool:
+    """Returns whether math-verify is installed; logs one warning if it is not."""
     if importlib.util.find_spec("math_verify") is not None:
         return True
     logger.warning(
@@ -94,7 +94,7 @@ def available() -> bool:
 
 @contextmanager
 def recording_pairs() -> Iterator[list[Pair]]:
-    """Yields a list; inside the block, comparisons are added to it and return False."""
+    """Yields a list, to which comparisons inside the block are added; they return False."""
     pairs: list[Pair] = []
     token = _recorded_pairs.set(pairs)
     try:
@@ -104,16 +104,17 @@ def recording_pairs() -> Iterator[list[Pair]]:
 
 
 def compare_all(pairs: Iterable[Pair]) -> None:
-    """Runs the uncached comparisons in parallel, and those that time out a second time."""
+    """Runs the uncached comparisons in parallel; repeats those that time out with more CPU time."""
     uncached = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
-    reasons = {pair: size_problem(pair[0]) or size_problem(pair[1]) for pair in uncached}
-    add_to_cache({pair: Failed("refused", reason) for pair, reason in reasons.items() if reason})
-    pending = [pair for pair in uncached if not reasons[pair]]
+    size_problems = {pair: size_problem(pair[0]) or size_problem(pair[1]) for pair in uncached}
+    items = size_problems.items()
+    add_to_cache({pair: Failed("refused", problem) for pair, problem in items if problem})
+    pending = [pair for pair in uncached if not size_problems[pair]]
     if len(pending) > 1:
         results = _compare_within_budget(pending, SHORT_CPU_S)
         outcomes = zip(pending, results, strict=True)
         pending = [pair for pair, r in outcomes if isinstance(r, Failed) and r.reason == "timeout"]
-    _compare_within_budget(pending[:MAX_LONG], LONG_CPU_S)
+    _compare_within_budget(pending[:MAX_LONG_COMPARISONS], LONG_CPU_S)
 
 
 def size_problem(text: str) -> str | None:
@@ -121,18 +122,18 @@ def size_problem(text: str) -> str | None:
     numbers = [match.group().lstrip("0") for match in _NUMBER.finditer(text)]
     if any(len(number) > MAX_DIGITS for number in numbers):
         return f"a number of more than {MAX_DIGITS} digits"
-    powers = 1
+    exponent_product = 1
     for exponent in _EXPONENT.findall(text):
         value = int(exponent[:20])
-        powers *= value if value >= 100 else 1
-        if value > MAX_EXPONENT or powers > MAX_POWERS:
+        exponent_product *= value if value >= 100 else 1
+        if value > MAX_EXPONENT or exponent_product > MAX_EXPONENT_PRODUCT:
             return f"a power of {value}"
     if _TOWER.search(text):
         return "a tower of powers"
     if _COUNTING_OPERATOR.search(text) and any(
-        int(number or 0) > MAX_COUNTING for number in numbers
+        int(number or 0) > MAX_COUNTING_NUMBER for number in numbers
     ):
-        return f"a factorial, sum or the like of more than {MAX_COUNTING}"
+        return f"a factorial, sum or the like of more than {MAX_COUNTING_NUMBER}"
     return "nested too deeply" if nesting_depth(text) > MAX_DEPTH else None
 
 
@@ -149,30 +150,30 @@ def add_to_cache(comparisons: Mapping[Pair, bool | Failed]) -> None:
         _cache[pair] = result
 
 
-def use_processes(count: int) -> None:
+def set_num_processes(count: int) -> None:
     """Sets the number of comparison processes; the default is one per core."""
-    global _processes
-    _processes = count
+    global _num_processes
+    _num_processes = count
 
 
 def _compare_within_budget(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
-    """Compares in parts, so that a batch that kills many processes ends early."""
+    """Compares in chunks, so that a batch that crashes many processes ends early."""
     results: list[bool | Failed] = []
     for start in range(0, len(pairs), 2 * MAX_PROCESSES):
-        part = pairs[start : start + 2 * MAX_PROCESSES]
+        chunk = pairs[start : start + 2 * MAX_PROCESSES]
         if sum(isinstance(r, Failed) and r.reason == "crash" for r in results) >= MAX_CRASHES:
-            results += [Failed("skipped", "the budget is spent")] * len(part)
+            results += [Failed("skipped", "the budget is spent")] * len(chunk)
         else:
-            results += _run(part, cpu_s)
+            results += _compare_in_pool(chunk, cpu_s)
     add_to_cache(dict(zip(pairs, results, strict=True)))
     return results
 
 
-def _run(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
+def _compare_in_pool(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
     global _pool
     with _lock:
         if _pool is None:
-            size = _processes or min(usable_cores(), MAX_PROCESSES)
+            size = _num_processes or min(usable_cores(), MAX_PROCESSES)
             _pool = DeadlinePool("hone.rewards.scores.symbolic_worker:make_verifier", {}, size)
         pool = _pool
     jobs = [{"answer": answer, "truth": truth, "cpu_s": cpu_s} for answer, truth in pairs]

@@ -41,7 +41,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def make_verifier() -> Callable[..., bool | None]:
-    """Limits memory, loads math-verify and returns a comparison; it returns None on a timeout."""
+    """Limits memory, loads math-verify and returns a function that compares two answers.
+
+    The function returns None if it exceeds its CPU time.
+    """
     from math_verify import LatexExtractionConfig, parse, verify
 
     limit = MEMORY_LIMIT_MB << 20

@@ -14,15 +14,15 @@ from typing import Any
 from hone.plugins import load_object, proposal
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
-from hone.rewards.ground_truth import invalid, is_missing
+from hone.rewards.ground_truth import ground_truth_error, is_missing
 from hone.types import Fields, Function, JsonValue, Settings
 
-_HERE = "hone.rewards.scores"
-_MATCHES = ("exact", "prefix", "substring")
+_PACKAGE = "hone.rewards.scores"
+_MATCH_KINDS = ("exact", "prefix", "substring")
 _SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 _BOXED_SETS = ("math500", "amc23", "olympiadbench", "minerva_math", "svamp", "asdiv", "mawps")
 _AIME_SETS = ("Maxwell-Jia/AIME_2024", "yentinglin/aime_2025", "HuggingFaceH4/aime_2024")
-_CONTESTS = ("codecontests", "apps", "codeforces", "taco")
+_CONTEST_SETS = ("codecontests", "apps", "codeforces", "taco")
 _ASSERT_SETS = (
     *("mbpp", "google-research-datasets/mbpp", "humaneval", "openai/openai_humaneval", "leetcode"),
 )
@@ -35,14 +35,14 @@ class UnknownSourceError(SetupError, NotImplementedError):
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the table."""
+    """The scorer of a data source."""
 
     target: str | Function
     """`"module:function"`, or the function itself."""
     full_mark: float = 1.0
     """The score that counts as correct (`acc` = 1) when the scorer returns a plain number."""
     needs_ground_truth: bool = True
-    """False for scorers that may find their tests in `extra_info`."""
+    """Whether a row needs a ground truth; some scorers find tests in `extra_info` instead."""
     symbolic: bool = False
     """Whether the rule compares expressions symbolically."""
 
@@ -50,7 +50,7 @@ class Entry:
 def _entries(
     module: str, *sources: str, function: str = "compute_score", **options: Any
 ) -> dict[str, Entry]:
-    return {source: Entry(f"{_HERE}.{module}:{function}", **options) for source in sources}
+    return {source: Entry(f"{_PACKAGE}.{module}:{function}", **options) for source in sources}
 
 
 _EXACT: dict[str, Entry] = {
@@ -61,7 +61,7 @@ _EXACT: dict[str, Entry] = {
     **_entries("math_reward", "HuggingFaceH4/MATH-500", *_BOXED_SETS, symbolic=True),
     **_entries("math_dapo", "math_dapo", "math", "math_dapo_reasoning", *_AIME_SETS),
     **_entries("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS), symbolic=True),
-    **_entries("prime_code", *_CONTESTS, function="judge", needs_ground_truth=False),
+    **_entries("prime_code", *_CONTEST_SETS, function="judge", needs_ground_truth=False),
     **_entries("geo3k", "hiyouga/geometry3k", function="judge", symbolic=True),
     **_entries("qa_em", *_SEARCH_SETS, function="judge"),
     **_entries("qa_em", *(f"searchR1_{name}" for name in _SEARCH_SETS), function="judge"),
@@ -72,7 +72,7 @@ SYMBOLIC_MODULES = frozenset(
     for entry in _EXACT.values()
     if entry.symbolic and isinstance(entry.target, str)
 )
-"""Modules whose score functions `custom_reward_function.path` may also select for all rows."""
+"""Modules with symbolic rules, which `custom_reward_function.path` may select for all rows."""
 _BUILT_IN: dict[str, dict[str, Entry]] = {
     "exact": _EXACT,
     "prefix": _entries("math_dapo", "aime"),
@@ -81,7 +81,7 @@ _BUILT_IN: dict[str, dict[str, Entry]] = {
         **_entries("arithmetic", "multiply", "arithmetic"),
     },
 }
-_registered: dict[str, dict[str, Entry]] = {match: {} for match in _MATCHES}
+_registered: dict[str, dict[str, Entry]] = {match: {} for match in _MATCH_KINDS}
 
 
 def register_score(
@@ -97,8 +97,8 @@ def register_score(
     The function takes any of data_source, solution_str, ground_truth, extra_info by name. It
     replaces a built-in entry. `match` may be exact, prefix or substring.
     """
-    if match not in _MATCHES:
-        raise ValueError(f"match={match!r} is not known; use one of {', '.join(_MATCHES)}")
+    if match not in _MATCH_KINDS:
+        raise ValueError(f"match={match!r} is not known; use one of {', '.join(_MATCH_KINDS)}")
     if isinstance(target, str) and ":" not in target:
         raise ValueError(f"score of {source!r}: got {target!r}; write 'pkg.mod:function'")
     _registered[match][source] = Entry(target, full_mark, needs_ground_truth)
@@ -112,7 +112,7 @@ def registered_scores() -> dict[str, dict[str, Entry]]:
 
 def restore_scores(registered: Mapping[str, Mapping[str, Entry]]) -> None:
     """Replaces the registered entries by those of `registered_scores`."""
-    for match in _MATCHES:
+    for match in _MATCH_KINDS:
         _registered[match] = dict(registered.get(match, {}))
     _clear_caches()
 
@@ -138,7 +138,7 @@ def find(data_source: str) -> Entry | None:
 
 
 def lacks_ground_truth(data_source: str, ground_truth: JsonValue) -> bool:
-    """Whether the rule of `data_source` needs a ground truth and the row has none."""
+    """Returns whether the rule of `data_source` needs a ground truth and the row has none."""
     entry = find(data_source)
     return entry is not None and entry.needs_ground_truth and is_missing(ground_truth)
 
@@ -166,8 +166,8 @@ def default_compute_score(
     """
     result = compute_score_details(data_source, solution_str, ground_truth, extra_info, **options)
     target = scorer_of(data_source)[0].target
-    is_judge = isinstance(target, str) and target.endswith(":judge")
-    return float(result["score"]) if is_judge and isinstance(result, dict) else result
+    returns_details = isinstance(target, str) and target.endswith(":judge")
+    return float(result["score"]) if returns_details and isinstance(result, dict) else result
 
 
 def compute_score_details(
@@ -177,10 +177,12 @@ def compute_score_details(
     extra_info: Settings | None = None,
     **options: JsonValue,
 ) -> float | Fields:
-    """Like `default_compute_score`, with the parts of the score if the rule has any."""
+    """Scores like `default_compute_score`, and returns the parts of the score if there are any."""
     entry, scorer = scorer_of(data_source)
     if entry.needs_ground_truth and is_missing(ground_truth):
-        raise invalid(f"ground_truth is {ground_truth!r:.80}, which no response can equal")
+        raise ground_truth_error(
+            f"ground_truth is {ground_truth!r:.80}, which no response can equal"
+        )
     arguments = {
         "data_source": data_source,
         "solution_str": solution_str,
@@ -201,15 +203,15 @@ def detailed_scorer(function: Function) -> Function:
 
 
 def is_table_scorer(function: Function) -> bool:
-    """Whether a score function is `default_compute_score`, possibly with bound arguments."""
+    """Returns whether a score function is `default_compute_score`, with or without a partial."""
     while isinstance(function, partial):
         function = function.func
     return function is default_compute_score
 
 
 def known_sources() -> dict[str, list[str]]:
-    """Returns every name in the table, by how it is matched."""
-    return {match: sorted({*_registered[match], *_BUILT_IN[match]}) for match in _MATCHES}
+    """Returns every name in the table, by kind of match."""
+    return {match: sorted({*_registered[match], *_BUILT_IN[match]}) for match in _MATCH_KINDS}
 
 
 def check_sources(
@@ -219,8 +221,8 @@ def check_sources(
 ) -> None:
     """Raises UnknownSourceError for the first row without a scorer.
 
-    A row is its data source, or the data row itself; rows of style "model" need no rule. `where`
-    describes the row with a given index.
+    A row is given as its data source or as the data row; rows of style "model" need no rule.
+    `where(index)` is the row's location for the message.
     """
     checked_sources: set[str] = set()
     for index, row in enumerate(rows):
@@ -245,7 +247,7 @@ def _unknown_source_message(source: str, where: str) -> str:
     others = sum(map(len, names.values())) - len(_EXAMPLES)
     hint = proposal(source, names["exact"])
     return (
-        f"no score for data_source {source!r} ({where}).{hint} Known are {', '.join(_EXAMPLES)} "
+        f"no scorer for data_source {source!r} ({where}).{hint} Known are {', '.join(_EXAMPLES)} "
         f"and {others} more (docs/rewards.md); name your own score function with "
         "custom_reward_function.path=FILE.py"
     )

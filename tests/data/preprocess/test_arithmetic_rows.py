@@ -11,7 +11,7 @@ from hone.data.rows import DataError
 from hone.types import Row
 
 
-def parsed(row: Row) -> Problem:
+def problem_of(row: Row) -> Problem:
     a, operation, b = row["extra_info"]["question"].split()
     return Problem(int(a), operation, int(b))
 
@@ -22,16 +22,16 @@ def test_rows_are_distinct_disjoint_in_range_and_right(seed: int, operations: li
     splits = tinyzero_splits(
         name="arithmetic", operations=operations, train_size=30, test_size=10, seed=seed
     )
-    problems = [parsed(row) for rows in splits.values() for row in rows]
+    problems = [problem_of(row) for rows in splits.values() for row in rows]
     assert len({problem.key for problem in problems}) == 40
     for split, rows in splits.items():
         assert [row["extra_info"]["index"] for row in rows] == list(range(len(rows)))
         assert {row["extra_info"]["split"] for row in rows} == {split}
         for row in rows:
-            problem = parsed(row)
+            problem = problem_of(row)
             a, b = problem.a, problem.b
-            right = {"+": a + b, "-": a - b, "*": a * b}[problem.operation]
-            assert row["reward_model"]["ground_truth"] == right >= 0
+            result = {"+": a + b, "-": a - b, "*": a * b}[problem.operation]
+            assert row["reward_model"]["ground_truth"] == result >= 0
             assert problem.operation in operations
             assert max(a, b) <= 999
 
@@ -49,8 +49,10 @@ def test_a_seed_fixes_the_problems() -> None:
 
 
 def test_too_small_a_range_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.data.preprocess.arithmetic.MAX_MISSES", 3000)
-    monkeypatch.setattr("hone.data.preprocess.arithmetic._operand", lambda rng: rng.randint(0, 9))
+    monkeypatch.setattr("hone.data.preprocess.arithmetic.MAX_CONSECUTIVE_REPEATS", 3000)
+    monkeypatch.setattr(
+        "hone.data.preprocess.arithmetic._draw_operand", lambda rng: rng.randint(0, 9)
+    )
     with pytest.raises(DataError, match="only about 55 distinct"):
         list(distinct_problems(0, "+"))
 

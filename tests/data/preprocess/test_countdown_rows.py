@@ -15,7 +15,7 @@ from hone.data.preprocess.countdown import (
     generate_problems,
     generated_splits,
     problem_key,
-    splits,
+    upstream_splits,
 )
 from hone.data.preprocess.sources import Source
 from hone.data.rows import DataError
@@ -44,12 +44,12 @@ def is_solvable(numbers: tuple[int, ...], target: int) -> bool:
 
 def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
     """Returns the value of an expression and its numbers, from its syntax tree."""
-    used: list[int] = []
+    numbers_used: list[int] = []
 
     def walk(node: ast.expr) -> Fraction:
         if isinstance(node, ast.Constant):
             assert isinstance(node.value, int)
-            used.append(node.value)
+            numbers_used.append(node.value)
             return Fraction(node.value)
         assert isinstance(node, ast.BinOp)
         left, right = walk(node.left), walk(node.right)
@@ -62,7 +62,7 @@ def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
         assert isinstance(node.op, ast.Div)
         return left / right
 
-    return walk(ast.parse(expression, mode="eval").body), sorted(used)
+    return walk(ast.parse(expression, mode="eval").body), sorted(numbers_used)
 
 
 def test_the_independent_solver_knows_right_from_wrong() -> None:
@@ -80,13 +80,15 @@ def test_the_independent_solver_knows_right_from_wrong() -> None:
     st.integers(20, 200),
 )
 def test_generated_problems_are_solvable_distinct_and_in_range(
-    seed: int, least: int, more: int, low: int, high: int
+    seed: int, min_numbers: int, extra: int, min_number: int, max_target: int
 ) -> None:
-    ranges = Ranges(least, min(least + more, 4), low, low + 40, 5, high)
+    ranges = Ranges(
+        min_numbers, min(min_numbers + extra, 4), min_number, min_number + 40, 5, max_target
+    )
     problems = generate_problems(12, seed=seed, ranges=ranges)
     assert len({problem.key for problem in problems}) == 12
     for problem in problems:
-        assert len(problem.numbers) in ranges.sizes
+        assert len(problem.numbers) in ranges.number_counts
         assert all(number in ranges.numbers for number in problem.numbers)
         assert problem.target in ranges.targets
         assert is_solvable(problem.numbers, problem.target)
@@ -94,9 +96,9 @@ def test_generated_problems_are_solvable_distinct_and_in_range(
 
 def test_the_worked_solution_uses_every_number_once_and_reaches_the_target() -> None:
     for problem in generate_problems(300, seed=1, ranges=Ranges()):
-        value, used = value_and_numbers(problem.solution)
+        value, numbers_used = value_and_numbers(problem.solution)
         assert value == problem.target
-        assert used == sorted(problem.numbers)
+        assert numbers_used == sorted(problem.numbers)
 
 
 def test_a_seed_fixes_the_problems_and_another_changes_them() -> None:
@@ -108,11 +110,11 @@ def test_a_seed_fixes_the_problems_and_another_changes_them() -> None:
 @given(st.integers(0, 1000))
 @settings(max_examples=10, deadline=None)
 def test_train_never_holds_a_test_problem(seed: int) -> None:
-    small = generated_splits(
+    splits = generated_splits(
         train_size=60, test_size=30, seed=seed, max_numbers=3, min_number=1, max_number=9
     )
     keys = [
-        {problem_key(row["nums"], row["target"]) for row in small[split]}
+        {problem_key(row["nums"], row["target"]) for row in splits[split]}
         for split in ("train", "test")
     ]
     assert (len(keys[0]), len(keys[1])) == (60, 30)
@@ -148,7 +150,7 @@ def test_templates_carry_their_markers() -> None:
 
 
 def test_a_range_that_holds_too_few_problems_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.data.preprocess.countdown.MAX_MISSES", 2000)
+    monkeypatch.setattr("hone.data.preprocess.countdown.MAX_CONSECUTIVE_MISSES", 2000)
     with pytest.raises(DataError, match="found only"):
         generate_problems(100, seed=0, ranges=Ranges(2, 2, 1, 2, 1, 3))
 
@@ -163,7 +165,7 @@ def test_wrong_ranges_are_named() -> None:
 def test_upstreams_file_is_cut_by_position_and_cleared_of_test_problems(tmp_path: Path) -> None:
     lines = [f'{{"nums": [{n}, 2, 3], "target": {n + 5}}}' for n in [1, 2, 3, 4, 5, 6, 2]]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    rows_by_split = splits(Source(tmp_path), train_size=4, test_size=3)
+    rows_by_split = upstream_splits(Source(tmp_path), train_size=4, test_size=3)
     assert [row["nums"][0] for row in rows_by_split["test"]] == [5, 6, 2]
     assert [row["nums"][0] for row in rows_by_split["train"]] == [1, 3, 4]
     assert [row["extra_info"]["index"] for row in rows_by_split["train"]] == [0, 1, 2]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.data.preprocess.maths import benchmark, last_boxed, tidy_answer
+from hone.data.preprocess.maths import benchmark_splits, last_boxed, tidy_answer
 from hone.data.preprocess.sources import Source
 
 
@@ -21,12 +21,12 @@ from hone.data.preprocess.sources import Source
         ("(3, 4)", "(3, 4)"),
     ],
 )
-def test_units_and_empty_fractions_are_cut(answer: object, tidy: str) -> None:
+def test_units_and_empty_fractions_are_removed(answer: object, tidy: str) -> None:
     assert tidy_answer(answer) == tidy
 
 
 @pytest.mark.parametrize(
-    ("text", "inside"),
+    ("text", "content"),
     [
         (r"\boxed{1}", "1"),
         (r"a \boxed{1} b \boxed{\frac{1}{2}} c", r"\frac{1}{2}"),
@@ -37,8 +37,8 @@ def test_units_and_empty_fractions_are_cut(answer: object, tidy: str) -> None:
         ("nothing", None),
     ],
 )
-def test_the_last_box_is_found_with_balanced_braces(text: str, inside: str | None) -> None:
-    assert last_boxed(text) == inside
+def test_the_last_box_is_found_with_balanced_braces(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
 
 
 def test_each_set_is_asked_in_the_form_its_scorer_reads(tmp_path: Path) -> None:
@@ -46,10 +46,10 @@ def test_each_set_is_asked_in_the_form_its_scorer_reads(tmp_path: Path) -> None:
     line = json.dumps({"problem": "1+1?", "answer": "2"})
     for name in ("aime24", "math500"):
         (tmp_path / f"math_eval/{name}.jsonl").write_text(line)
-    (aime,) = benchmark(Source(tmp_path), name="aime24")["test"]
+    (aime,) = benchmark_splits(Source(tmp_path), name="aime24")["test"]
     assert "`Answer: <answer>`" in aime["prompt"][0]["content"]
     assert aime["data_source"] == "aime24"
-    (boxed,) = benchmark(Source(tmp_path), name="math500")["test"]
+    (boxed,) = benchmark_splits(Source(tmp_path), name="math500")["test"]
     assert boxed["prompt"][0]["content"].endswith(r"within \boxed{}.")
     assert boxed["data_source"] == "HuggingFaceH4/MATH-500"
     assert boxed["reward_model"]["ground_truth"] == "2"

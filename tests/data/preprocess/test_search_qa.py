@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hone.data.preprocess.search_qa import closed_world_splits, splits
+from hone.data.preprocess.search_qa import closed_world_splits, question_splits
 from hone.data.preprocess.sources import Source
 from hone.data.rows import DataError
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_row_has_search_r1s_schema(folder: Path) -> None:
-    rows_by_split = splits(Source(folder), data_sources="nq")
+    rows_by_split = question_splits(Source(folder), data_sources="nq")
     row = rows_by_split["test"][0]
     assert row["data_source"] == "nq"
     assert row["ability"] == "fact-reasoning"
@@ -44,24 +44,24 @@ def test_a_row_has_search_r1s_schema(folder: Path) -> None:
 
 
 def test_ambignq_stands_in_for_nqs_training_file(folder: Path) -> None:
-    assert splits(Source(folder), data_sources="nq")["train"][0]["reward_model"][
+    assert question_splits(Source(folder), data_sources="nq")["train"][0]["reward_model"][
         "ground_truth"
     ] == {"target": ["1989"]}
 
 
 def test_several_sets_are_merged_and_dev_serves_as_test(folder: Path) -> None:
-    rows_by_split = splits(Source(folder), data_sources="nq,hotpotqa")
+    rows_by_split = question_splits(Source(folder), data_sources="nq,hotpotqa")
     assert [row["data_source"] for row in rows_by_split["test"]] == ["nq", "hotpotqa"]
     assert [row["data_source"] for row in rows_by_split["train"]] == ["nq"]
 
 
 def test_without_search_the_prompt_does_not_offer_it(folder: Path) -> None:
-    row = splits(Source(folder), data_sources="nq", style="reason")["test"][0]
+    row = question_splits(Source(folder), data_sources="nq", style="reason")["test"][0]
     assert "<search>" not in row["prompt"][0]["content"]
 
 
 def test_the_tool_form_names_the_source_and_carries_the_tools_arguments(folder: Path) -> None:
-    row = splits(Source(folder), data_sources="nq", style="tool")["test"][0]
+    row = question_splits(Source(folder), data_sources="nq", style="tool")["test"][0]
     assert row["data_source"] == "searchR1_nq"
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
     assert row["extra_info"]["need_tools_kwargs"] is True
@@ -92,11 +92,11 @@ def test_closed_world_questions_hold_out_each_eighth_answerable_one(tmp_path: Pa
 
 def test_mistakes_are_named(folder: Path) -> None:
     with pytest.raises(DataError, match="'trivia' is not known"):
-        splits(Source(folder), data_sources="trivia")
+        question_splits(Source(folder), data_sources="trivia")
     with pytest.raises(DataError, match="style 'chat'"):
-        splits(Source(folder), data_sources="nq", style="chat")
+        question_splits(Source(folder), data_sources="nq", style="chat")
     with pytest.raises(DataError, match="has none of train, test"):
-        splits(Source(folder), data_sources="musique")
+        question_splits(Source(folder), data_sources="musique")
     write(folder / "bamboogle/test.jsonl", [{"question": "q"}])
     with pytest.raises(DataError, match="has no answers"):
-        splits(Source(folder), data_sources="bamboogle")
+        question_splits(Source(folder), data_sources="bamboogle")

@@ -16,7 +16,7 @@ MakeBatch = Callable[..., DataProto]
     ("length", "penalty"), [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (22, -1.5)]
 )
 def test_the_penalty_grows_over_the_buffer(length: int, penalty: float) -> None:
-    assert overlong_penalty(length, max_resp_len=20, buffer=4, factor=1.0) == penalty
+    assert overlong_penalty(length, max_resp_len=20, buffer_len=4, factor=1.0) == penalty
 
 
 def always_one(solution_str: str) -> float:

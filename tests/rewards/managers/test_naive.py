@@ -347,9 +347,11 @@ def test_mishaps_inside_the_symbolic_check_become_metrics(
     from hone.rewards.failures import Failed
     from hone.rewards.scores import symbolic
 
-    monkeypatch.setattr(symbolic, "available", lambda: True)
+    monkeypatch.setattr(symbolic, "is_available", lambda: True)
     monkeypatch.setattr(symbolic, "_cache", {})
-    monkeypatch.setattr(symbolic, "_run", lambda pairs, cpu_s: [Failed("timeout", "")] * len(pairs))
+    monkeypatch.setattr(
+        symbolic, "_compare_in_pool", lambda pairs, cpu_s: [Failed("timeout", "")] * len(pairs)
+    )
     data = make_batch([r"\boxed{x^9}"], "lighteval/MATH", [r"\sqrt{y}"])
     manager = NaiveRewardManager(tokenizer, 0, policy=STRICT)
     assert manager(data).sum() == 0.0

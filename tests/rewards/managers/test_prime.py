@@ -69,8 +69,8 @@ def test_a_scorer_that_hangs_raises_returns_nan_or_dies_fails_only_its_own_row(
         "reward/failures/timeout": 1.0,
     }
     assert result["reward_extra_info"]["turns"][0] == 3
-    again = manager(make_batch(["a"]), return_dict=True)
-    assert again["reward_tensor"].sum() == 1.5
+    next_result = manager(make_batch(["a"]), return_dict=True)
+    assert next_result["reward_tensor"].sum() == 1.5
 
 
 def test_the_strict_policy_stops_the_run(

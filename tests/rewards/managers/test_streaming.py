@@ -21,7 +21,7 @@ from hone.rewards.managers.streaming import (
     RewardManagerBase,
 )
 
-Make = Callable[..., DataProto]
+MakeBatch = Callable[..., DataProto]
 
 
 @pytest.fixture(autouse=True)
@@ -30,20 +30,20 @@ def reset_limits() -> Iterator[None]:
     RateLimitedRewardManager._class_initialized = False
 
 
-async def by_length(solution_str: str, ground_truth: Any, **more: Any) -> dict[str, Any]:
+async def by_length(solution_str: str, ground_truth: Any, **kwargs: Any) -> dict[str, Any]:
     await asyncio.sleep(0)
     return {"score": len(solution_str), "right": solution_str == ground_truth}
 
 
-def plain(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+def exact_match(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
     return float(solution_str == ground_truth)
 
 
 def test_one_trajectory_is_scored_by_a_plain_and_an_async_function(
-    make_batch: Make, tokenizer: Any
+    make_batch: MakeBatch, tokenizer: Any
 ) -> None:
     data = make_batch(["ab"], truths=["ab"])
-    sync_manager = NaiveRewardManager({}, tokenizer, plain)
+    sync_manager = NaiveRewardManager({}, tokenizer, exact_match)
     assert asyncio.run(sync_manager.run_single(data)) == {
         "reward_score": 1.0,
         "reward_extra_info": {"acc": 1.0},
@@ -58,7 +58,7 @@ def test_one_trajectory_is_scored_by_a_plain_and_an_async_function(
 
 
 def test_a_batch_has_each_score_at_the_last_token_of_the_policy(
-    make_batch: Make, tokenizer: Any
+    make_batch: MakeBatch, tokenizer: Any
 ) -> None:
     data = make_batch(["ab", "abc"], truths=["x", "abc"], masks=["110", "1100"])
     manager = NaiveRewardManager({}, tokenizer, by_length)
@@ -71,7 +71,7 @@ def test_a_batch_has_each_score_at_the_last_token_of_the_policy(
     assert result["reward_extra_info"]["right"] == [False, False]
 
 
-def test_dapo_subtracts_the_penalty(make_batch: Make, tokenizer: Any) -> None:
+def test_dapo_subtracts_the_penalty(make_batch: MakeBatch, tokenizer: Any) -> None:
     config = OmegaConf.create(
         {
             "reward_model": {
@@ -87,19 +87,19 @@ def test_dapo_subtracts_the_penalty(make_batch: Make, tokenizer: Any) -> None:
             }
         }
     )
-    manager = DAPORewardManager(config, tokenizer, plain)
+    manager = DAPORewardManager(config, tokenizer, exact_match)
     result = asyncio.run(manager.run_single(make_batch(["ab"], truths=["ab"])))  # 3 tokens of 4
     assert result["reward_score"] == 0.5
     assert result["reward_extra_info"] == {"acc": 1.0, "overlong_reward": -0.5, "overlong": True}
 
 
-def test_concurrent_calls_are_limited(make_batch: Make, tokenizer: Any) -> None:
-    running, highest = 0, 0
+def test_concurrent_calls_are_limited(make_batch: MakeBatch, tokenizer: Any) -> None:
+    running, max_running = 0, 0
 
     async def count_calls(**_: Any) -> float:
-        nonlocal running, highest
+        nonlocal running, max_running
         running += 1
-        highest = max(highest, running)
+        max_running = max(max_running, running)
         await asyncio.sleep(0.001)
         running -= 1
         return 1.0
@@ -109,10 +109,12 @@ def test_concurrent_calls_are_limited(make_batch: Make, tokenizer: Any) -> None:
     data = make_batch(["a"] * 5)
     for _ in range(2):  # each call has an event loop of its own
         assert manager(data).sum() == 5.0  # type: ignore[union-attr]
-    assert highest == 2
+    assert max_running == 2
 
 
-def test_a_late_or_failing_call_scores_0_and_is_counted(make_batch: Make, tokenizer: Any) -> None:
+def test_a_late_or_failing_call_scores_0_and_is_counted(
+    make_batch: MakeBatch, tokenizer: Any
+) -> None:
     async def hangs(**_: Any) -> float:
         await asyncio.sleep(60)
         return 1.0
@@ -172,7 +174,9 @@ class Mine(RewardManagerBase):
 
 
 @pytest.mark.parametrize("name", [f"{__name__}:Mine", "rate_limited"])
-def test_a_manager_is_selected_by_its_name(make_batch: Make, tokenizer: Any, name: str) -> None:
+def test_a_manager_is_selected_by_its_name(
+    make_batch: MakeBatch, tokenizer: Any, name: str
+) -> None:
     config = load_config(["actor_rollout_ref.model.path=x", f"reward_model.reward_manager={name}"])
     manager = load_reward_manager(config, tokenizer, 0)
     assert isinstance(manager, RewardManagerBase)
@@ -181,7 +185,7 @@ def test_a_manager_is_selected_by_its_name(make_batch: Make, tokenizer: Any, nam
 
 
 def test_the_failure_policy_applies_to_a_manager_that_raises(
-    make_batch: Make, tokenizer: Any
+    make_batch: MakeBatch, tokenizer: Any
 ) -> None:
     data = make_batch(["ab", "abc"], truths=["good", "bad"])
     settings = ["actor_rollout_ref.model.path=x", "reward_model.reward_kwargs.failure_score=-1"]

@@ -100,7 +100,7 @@ def test_different_answers_stay_different(left: str, right: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("normal", "value"),
+    ("normal_form", "value"),
     [
         ("0.50", Fraction(1, 2)),
         (r"-\frac{3}{4}", Fraction(-3, 4)),
@@ -111,8 +111,8 @@ def test_different_answers_stay_different(left: str, right: str) -> None:
         ("٣", None),
     ],
 )
-def test_only_plain_numbers_have_a_value(normal: str, value: Fraction | None) -> None:
-    assert as_number(normal) == value
+def test_only_plain_numbers_have_a_value(normal_form: str, value: Fraction | None) -> None:
+    assert as_number(normal_form) == value
 
 
 @given(st.text(alphabet=r"\{}boxedfrac12 .,$%^=/", max_size=60))
@@ -125,7 +125,7 @@ def test_any_text_has_a_normal_form_and_a_box_is_balanced(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("normal", "kind"),
+    ("normal_form", "kind"),
     [
         (r"\{1,2\}", "set"),
         (r"\{1\}", "set"),
@@ -141,5 +141,5 @@ def test_any_text_has_a_normal_form_and_a_box_is_balanced(text: str) -> None:
         ("", None),
     ],
 )
-def test_kinds_of_collections(normal: str, kind: str | None) -> None:
-    assert collection_kind(normal) == kind
+def test_kinds_of_collections(normal_form: str, kind: str | None) -> None:
+    assert collection_kind(normal_form) == kind

@@ -45,7 +45,7 @@ def test_every_reference_solution_of_the_real_set_scores_one(
     assert wrong == []
 
 
-needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs math-verify")
+needs_math_verify = pytest.mark.skipif(not symbolic.is_available(), reason="needs math-verify")
 
 
 @needs_math_verify
@@ -68,12 +68,12 @@ def test_without_math_verify_one_warning_is_logged_and_text_is_compared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    symbolic.available.cache_clear()
+    symbolic.is_available.cache_clear()
     try:
         assert math_reward.compute_score(r"\boxed{\sqrt{12}}", r"2\sqrt{3}") == 0.0
         assert math_reward.compute_score(r"\boxed{0.5}", r"\frac12") == 1.0
         assert math_reward.compute_score(r"\boxed{\sqrt{12}}", r"2\sqrt{3}") == 0.0
     finally:
         monkeypatch.undo()
-        symbolic.available.cache_clear()
+        symbolic.is_available.cache_clear()
     assert len([r for r in caplog.records if "hone-rl[math]" in r.message]) == 1

@@ -20,7 +20,7 @@ def test_a_comparison_that_times_out_scores_timeout_score(monkeypatch: pytest.Mo
         count_mishap("symbolic_timeout")
         return False, True, ""
 
-    monkeypatch.setattr(module, "compare", time_out)
+    monkeypatch.setattr(module, "compare_answer", time_out)
     assert math_verify.compute_score("x", "y", timeout_score=0.3) == 0.3
 
 

@@ -17,7 +17,7 @@ FORMAT_SCORES: dict[str, Any] = {
 SEARCH = "<search>q</search>\n<information>{}</information>\n"
 
 
-def observed(text: str) -> dict[str, Any]:
+def info_with_search_results(text: str) -> dict[str, Any]:
     """Returns the `extra_info` of a response whose `<information>` blocks are search results."""
     parts = re.split(r"(<information>.*</information>)", text, flags=re.DOTALL)
     roles = ["policy", "observation"] * len(parts)
@@ -25,7 +25,7 @@ def observed(text: str) -> dict[str, Any]:
     return {"transcript": text, "transcript_segments": segments}
 
 
-def valid(answer: str, passage: str | None = None) -> str:
+def well_formed(answer: str, passage: str | None = None) -> str:
     middle = "" if passage is None else SEARCH.format(passage) + "<think>y</think>\n"
     return f"<think>x</think>\n{middle}<answer>{answer}</answer>"
 
@@ -33,29 +33,31 @@ def valid(answer: str, passage: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("text", "score"),
     [
-        (valid("Rome"), 0.2),
-        (valid("Paris"), 1.0),
+        (well_formed("Rome"), 0.2),
+        (well_formed("Paris"), 1.0),
         ("<answer>Paris</answer>", 0.8),
         ("<answer>Rome</answer>", 0.1),
-        (valid("Rome", "It is Paris."), 0.3),
-        (valid("Rome", "It is Oslo."), 0.2),
+        (well_formed("Rome", "It is Paris."), 0.3),
+        (well_formed("Rome", "It is Oslo."), 0.2),
         ("<think>x</think>" + SEARCH.format("z") + "<answer>Paris</answer>", 0.8),
         ("nothing", 0.0),
         ("<think>x</think>", 0.0),
     ],
 )
 def test_scores_equal_those_of_search_r1(text: str, score: float) -> None:
-    extra = observed(text)
+    extra = info_with_search_results(text)
     policy_only = policy_text(extra["transcript_segments"])
     result = qa_em_format.compute_score(policy_only, TRUTH, **FORMAT_SCORES, extra_info=extra)
     assert result == pytest.approx(score)
-    whole = qa_em_format.compute_score(text, TRUTH, **FORMAT_SCORES, score_observations=True)
-    assert whole == pytest.approx(score)
+    with_observations = qa_em_format.compute_score(
+        text, TRUTH, **FORMAT_SCORES, score_observations=True
+    )
+    assert with_observations == pytest.approx(score)
 
 
 @pytest.mark.parametrize("extra_info", [None, {}, {"transcript_segments": []}])
 def test_information_written_by_the_policy_scores_nothing(extra_info: Any) -> None:
-    text = valid("Rome", "Paris, London, Rome, Oslo")
+    text = well_formed("Rome", "Paris, London, Rome, Oslo")
     result = qa_em_format.judge(text, TRUTH, **FORMAT_SCORES, extra_info=extra_info)
     assert result == {"score": 0.1, "acc": 0.0, "format_valid": 0.0, "retrieval_hit": 0.0}
     result = qa_em.judge(text, TRUTH, **FORMAT_SCORES, extra_info=extra_info)
@@ -71,10 +73,10 @@ def test_information_written_by_the_policy_scores_nothing(extra_info: Any) -> No
     ],
 )
 def test_tags_inside_a_passage_are_ignored(passage: str) -> None:
-    searched = f"\n<information>{passage}</information>\n"
+    observation = f"\n<information>{passage}</information>\n"
     segments = [
         {"role": "policy", "text": "<think>x</think><search>q</search>"},
-        {"role": "observation", "text": searched},
+        {"role": "observation", "text": observation},
         {"role": "policy", "text": "<think>y</think>"},
     ]
     extra = {"transcript_segments": segments}
@@ -102,19 +104,19 @@ def test_an_observation_without_information_is_invalid() -> None:
 
 
 def test_a_template_marker_does_not_hide_text_before_it() -> None:
-    text = "noise<|im_start|>assistant" + valid("Rome")
+    text = "noise<|im_start|>assistant" + well_formed("Rome")
     assert qa_em_format.judge(text, TRUTH, **FORMAT_SCORES)["format_valid"] == 0.0
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        valid("a"),
-        valid("a", "p"),
-        valid("a") + "<|im_end|>",
-        valid("a") + "\n<|im_end|>\n",
-        "<|im_start|>assistant\n" + valid("a"),
-        "  \n" + valid("a"),
+        well_formed("a"),
+        well_formed("a", "p"),
+        well_formed("a") + "<|im_end|>",
+        well_formed("a") + "\n<|im_end|>\n",
+        "<|im_start|>assistant\n" + well_formed("a"),
+        "  \n" + well_formed("a"),
     ],
 )
 def test_well_formed_trajectories_need_no_template_markers(text: str) -> None:
@@ -125,9 +127,9 @@ def test_well_formed_trajectories_need_no_template_markers(text: str) -> None:
     ("text", "reason"),
     [
         ("<answer>a</answer>", "<answer> after start"),
-        ("hm " + valid("a"), "text between blocks"),
-        (valid("a") + " more", "text after"),
-        (valid("a") + valid("b"), "<think> after answer"),
+        ("hm " + well_formed("a"), "text between blocks"),
+        (well_formed("a") + " more", "text after"),
+        (well_formed("a") + well_formed("b"), "<think> after answer"),
         ("<think>x<think>y</think></think><answer>a</answer>", "inside"),
         ("<think>x<answer>a</answer>", "unbalanced <think>"),
         ("<think>x</think><search>q</search><answer>a</answer>", "<answer> after search"),
@@ -142,10 +144,10 @@ def test_the_reason_of_an_invalid_trajectory_is_returned(text: str, reason: str)
 
 
 def test_compat_requires_the_marker_and_rejects_an_end_token() -> None:
-    assert not qa_em_format.is_valid_sequence(valid("a"), compat=True)[0]
-    marked = "<|im_start|>assistant" + valid("a")
-    assert qa_em_format.is_valid_sequence(marked, compat=True)[0]
-    assert not qa_em_format.is_valid_sequence(marked + "<|im_end|>", compat=True)[0]
+    assert not qa_em_format.is_valid_sequence(well_formed("a"), compat=True)[0]
+    with_marker = "<|im_start|>assistant" + well_formed("a")
+    assert qa_em_format.is_valid_sequence(with_marker, compat=True)[0]
+    assert not qa_em_format.is_valid_sequence(with_marker + "<|im_end|>", compat=True)[0]
 
 
 def test_accuracy_does_not_depend_on_the_format() -> None:
@@ -154,5 +156,5 @@ def test_accuracy_does_not_depend_on_the_format() -> None:
 
 
 def test_qa_em_uses_format_scores_if_set() -> None:
-    assert qa_em.judge(valid("Rome"), TRUTH)["score"] == 0.0
-    assert qa_em.judge(valid("Rome"), TRUTH, structure_format_score=0.2)["score"] == 0.2
+    assert qa_em.judge(well_formed("Rome"), TRUTH)["score"] == 0.0
+    assert qa_em.judge(well_formed("Rome"), TRUTH, structure_format_score=0.2)["score"] == 0.2

@@ -18,7 +18,7 @@ from hone.rewards.scores import default_compute_score, math_reward, symbolic
 from hone.rewards.scores.symbolic import size_problem
 
 MakeBatch = Callable[..., DataProto]
-needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs math-verify")
+needs_math_verify = pytest.mark.skipif(not symbolic.is_available(), reason="needs math-verify")
 
 REFUSED = [
     "9^{9^{9^{9}}}",
@@ -74,10 +74,10 @@ class Recorder:
         return counts
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, reason: str = "timeout") -> Recorder:
+def install_recorder(monkeypatch: pytest.MonkeyPatch, reason: str = "timeout") -> Recorder:
     recorder = Recorder(reason)
-    monkeypatch.setattr(symbolic, "available", lambda: True)
-    monkeypatch.setattr(symbolic, "_run", recorder)
+    monkeypatch.setattr(symbolic, "is_available", lambda: True)
+    monkeypatch.setattr(symbolic, "_compare_in_pool", recorder)
     return recorder
 
 
@@ -85,7 +85,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, reason: str = "timeout") -> Record
 def test_expressions_of_huge_numbers_are_refused_before_parsing(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = recorded(monkeypatch)
+    recorder = install_recorder(monkeypatch)
     assert size_problem(text) is not None
     with counted_mishaps() as mishaps:
         assert symbolic.symbolically_equal(text, r"\sqrt{2}") is False
@@ -100,56 +100,58 @@ def test_ordinary_expressions_are_not_refused(text: str) -> None:
 
 
 def test_very_long_answers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = recorded(monkeypatch)
+    recorder = install_recorder(monkeypatch)
     assert symbolic.symbolically_equal("x" * 5000, "x+1") is False
     assert recorder.runs == []
 
 
 def test_512_hostile_comparisons_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = recorded(monkeypatch)
+    recorder = install_recorder(monkeypatch)
     pairs = [(f"x^{{{i}}}", r"\sqrt{y}") for i in range(2, 514)]
     symbolic.compare_all(pairs)
     short, long = symbolic.SHORT_CPU_S, symbolic.LONG_CPU_S
-    assert recorder.counts() == {short: 512, long: symbolic.MAX_LONG}
+    assert recorder.counts() == {short: 512, long: symbolic.MAX_LONG_COMPARISONS}
     # On two cores, with nothing refused for its size.
-    assert (512 * short + symbolic.MAX_LONG * long) / 2 < 60
+    assert (512 * short + symbolic.MAX_LONG_COMPARISONS * long) / 2 < 60
     symbolic.compare_all(pairs)
     with counted_mishaps() as mishaps:
         assert not any(symbolic.symbolically_equal(*pair) for pair in pairs)
-    assert sum(recorder.counts().values()) == 512 + symbolic.MAX_LONG
+    assert sum(recorder.counts().values()) == 512 + symbolic.MAX_LONG_COMPARISONS
     assert mishaps == {"symbolic_timeout": 512}
 
 
 def test_a_batch_that_crashes_many_processes_ends_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recorder = recorded(monkeypatch, "crash")
+    recorder = install_recorder(monkeypatch, "crash")
     symbolic.compare_all([(f"x^{{{i}}}", "y") for i in range(2, 514)])
     assert recorder.counts() == {symbolic.SHORT_CPU_S: 2 * symbolic.MAX_PROCESSES}
     assert len(symbolic._cache) == 512
 
 
 def test_a_single_comparison_gets_the_long_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = recorded(monkeypatch)
+    recorder = install_recorder(monkeypatch)
     symbolic.compare_all([("x", "y")])
     assert recorder.runs == [(1, symbolic.LONG_CPU_S)]
 
 
-@pytest.mark.parametrize("manager", [NaiveRewardManager, BatchRewardManager, PrimeRewardManager])
+@pytest.mark.parametrize(
+    "manager_class", [NaiveRewardManager, BatchRewardManager, PrimeRewardManager]
+)
 def test_every_manager_makes_the_comparisons_of_a_batch_together(
-    manager: Any, tokenizer: Any, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+    manager_class: Any, tokenizer: Any, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = recorded(monkeypatch)
+    recorder = install_recorder(monkeypatch)
     sources = ["lighteval/MATH", "numina_olympiads", "hiyouga/geometry3k", "openai/gsm8k"] * 3
     texts = [rf"\boxed{{x^{{{i + 2}}}}}" for i in range(12)]
     data = make_batch(texts, sources, [r"\sqrt{y}"] * 12)
-    options = {"num_processes": 1} if manager is PrimeRewardManager else {}
-    scorer = manager(tokenizer, 0, **options)
+    options = {"num_processes": 1} if manager_class is PrimeRewardManager else {}
+    manager = manager_class(tokenizer, 0, **options)
     try:
-        assert scorer(data).sum() == 0.0
-        assert scorer.pop_metrics() == {"reward/failures/symbolic_timeout": 9.0}
+        assert manager(data).sum() == 0.0
+        assert manager.pop_metrics() == {"reward/failures/symbolic_timeout": 9.0}
     finally:
-        scorer.close()
+        manager.close()
     assert recorder.counts() == {symbolic.SHORT_CPU_S: 9, symbolic.LONG_CPU_S: 9}
     assert len(recorder.runs) == 2
 
@@ -157,7 +159,7 @@ def test_every_manager_makes_the_comparisons_of_a_batch_together(
 def test_comparisons_of_a_built_in_rule_for_all_rows_are_precomputed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recorder = recorded(monkeypatch)
+    recorder = install_recorder(monkeypatch)
     rows = [Response("mine", rf"\boxed{{x^{{{i + 2}}}}}", r"\sqrt{y}", {}) for i in range(3)]
     precompute_comparisons(math_reward.compute_score, rows, {})
     assert recorder.runs == [(3, symbolic.SHORT_CPU_S), (3, symbolic.LONG_CPU_S)]
@@ -180,16 +182,16 @@ def test_a_slow_comparison_is_interrupted_and_its_process_continues(
 ) -> None:
     from hone.rewards import pool
 
-    started: list[Any] = []
+    starts: list[Any] = []
     worker = pool._Worker
 
     def count_start(*arguments: Any) -> Any:
-        started.append(arguments)
+        starts.append(arguments)
         return worker(*arguments)
 
     monkeypatch.setattr(pool, "_Worker", count_start)
     monkeypatch.setattr(symbolic, "_pool", None)
-    monkeypatch.setattr(symbolic, "_processes", 1)
+    monkeypatch.setattr(symbolic, "_num_processes", 1)
     monkeypatch.setattr(symbolic, "LONG_CPU_S", 0.2)
     rows = [
         Response("lighteval/MATH", rf"\boxed{{{text}}}", r"\sqrt{2}+x", {}) for text in SLOW[:2]
@@ -202,7 +204,7 @@ def test_a_slow_comparison_is_interrupted_and_its_process_continues(
         ]
         assert all(isinstance(r, Failed) and r.reason == "timeout" for [r] in results[:-1])
         assert results[-1] == [True]
-        assert len(started) == 1
+        assert len(starts) == 1
     finally:
         assert symbolic._pool is not None
         symbolic._pool.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hone.data.prepare import RECIPES
-from hone.data.preprocess.sources import Source, Upstream
+from hone.data.preprocess.sources import Source, UpstreamDataset
 from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.scores import table
 from hone.rewards.scores.table import (
@@ -192,10 +192,10 @@ ANY_RECORD = {
 def test_every_source_that_a_preparer_writes_has_a_rule(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(self: Source, upstream: Upstream, split: str) -> list[Any] | None:
+    def find_records(self: Source, upstream: UpstreamDataset, split: str) -> list[Any] | None:
         return None if split == "examples" else [dict(ANY_RECORD)]
 
-    monkeypatch.setattr(Source, "find", find)
+    monkeypatch.setattr(Source, "find_records", find_records)
     recipe = RECIPES[name]
     builders = [b for b in (recipe.builder, recipe.generator) if b]
     for builder in builders:
@@ -215,5 +215,5 @@ def test_a_data_source_is_a_name_and_never_imported(
         raise AssertionError(f"{target} was imported")
 
     monkeypatch.setattr("hone.rewards.scores.table.load_object", refuse)
-    with pytest.raises(UnknownSourceError, match="no score for data_source"):
+    with pytest.raises(UnknownSourceError, match="no scorer for data_source"):
         table.scorer_of(source)

@@ -144,7 +144,7 @@ SYMBOLIC_RIGHT = [
     (r"x=1\text{ or }x=2", "1,2"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
 ]
-needs_math_verify = pytest.mark.skipif(not symbolic.available(), reason="needs math-verify")
+needs_math_verify = pytest.mark.skipif(not symbolic.is_available(), reason="needs math-verify")
 
 
 @pytest.fixture
@@ -215,9 +215,9 @@ def test_no_spelling_of_an_integer_equals_another_integer(
     b: int,
     spell: Callable[[int], str],
     spell_truth: Callable[[int], str],
-    near: bool,
+    is_near: bool,
 ) -> None:
-    b = a + b if near else b
+    b = a + b if is_near else b
     assume(a != b)
     for name, rule in INTEGERS.items():
         truth: Any = b if name == "arithmetic" else spell_truth(b)
@@ -238,14 +238,14 @@ def test_every_integer_equals_itself(a: int) -> None:
 @settings(max_examples=100, deadline=None)
 def test_two_answers_in_one_place_are_wrong(a: int, b: int, between: str) -> None:
     assume(a != b)
-    hedged = f"{a}{between}{b}"
+    two_answers = f"{a}{between}{b}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(math_reward, "symbolically_equal", lambda answer, truth: False)
         for name, rule in {**BOXED, "arithmetic": INTEGERS["arithmetic"]}.items():
-            assert not rule(hedged, str(a)), name
-            assert not rule(hedged, str(b)), name
+            assert not rule(two_answers, str(a)), name
+            assert not rule(two_answers, str(b)), name
         for rule in INTEGERS.values():
-            assert not (rule(hedged, str(a)) and rule(hedged, str(b)))
+            assert not (rule(two_answers, str(a)) and rule(two_answers, str(b)))
 
 
 def test_the_last_box_is_the_answer() -> None:

@@ -105,7 +105,7 @@ def test_other_data_are_refused_before_models_load(
     task: Task, finished_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dry_run(task, finished_run, f"data.train_files={task.test}") == 2
-    assert "the data differ from those of the checkpoint" in capsys.readouterr().err
+    assert "the data differ from the checkpoint's data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
