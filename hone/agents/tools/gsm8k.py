@@ -19,7 +19,7 @@ NO_IMPROVEMENT_REWARD = -0.05
 
 
 class Gsm8kTool(BaseTool):
-    """Returns the `score` of an answer; a call without improvement gets a small penalty."""
+    """Scores an answer; a call that does not improve the best score gets a small penalty."""
 
     def __init__(self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema)

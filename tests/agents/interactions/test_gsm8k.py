@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from hone.agents.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
+from hone.agents.interactions.gsm8k import CORRECT_REPLY, INCORRECT_REPLY, Gsm8kInteraction
 
 
 def test_it_ends_at_the_first_right_answer() -> None:
@@ -22,7 +22,11 @@ def test_it_ends_at_the_first_right_answer() -> None:
         assert teacher._instance_dict == {}
         return results
 
-    assert asyncio.run(run()) == [(False, WRONG, 0.0), (False, WRONG, 0.0), (True, RIGHT, 1.0)]
+    assert asyncio.run(run()) == [
+        (False, INCORRECT_REPLY, 0.0),
+        (False, INCORRECT_REPLY, 0.0),
+        (True, CORRECT_REPLY, 1.0),
+    ]
 
 
 def test_a_message_without_text_is_a_wrong_answer_and_not_an_error() -> None:

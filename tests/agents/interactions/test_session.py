@@ -49,7 +49,7 @@ async def run_session(
 ) -> tuple[str | None, float | None]:
     await session.start(60.0)
     reply, score = await session.reply([], left_s), await session.score()
-    await session.finish()
+    await session.release()
     return reply, score
 
 

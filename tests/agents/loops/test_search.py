@@ -12,7 +12,7 @@ import pytest
 
 from hone.agents.loops.search import (
     CLOSING,
-    INVALID,
+    INVALID_ACTION_TEXT,
     OPENING,
     Action,
     read_action,
@@ -102,7 +102,7 @@ def test_a_turn_ends_at_the_tag_and_its_last_token_stays_whole(
 
 def test_a_turn_without_an_action_is_told_so(play: Play, tokenizer: Any) -> None:
     _, batch = play(["Rome, I think", "<search>Italy", ANSWER])
-    assert text(tokenizer, batch, 0) == INVALID * 2
+    assert text(tokenizer, batch, 0) == INVALID_ACTION_TEXT * 2
     env_counts = counts(batch)
     assert (env_counts["number_of_actions"], env_counts["number_of_valid_action"]) == (3, 1)
     assert env_counts["ratio_of_valid_action"] == pytest.approx(1 / 3)
@@ -143,7 +143,7 @@ def test_turns_end_where_the_model_length_ends(play: Play, tokenizer: Any) -> No
 def test_a_turn_without_tokens_is_the_last(play: Play, tokenizer: Any) -> None:
     engine, batch = play(["Rome", [], ANSWER])
     assert len(engine.requests) == 2
-    assert text(tokenizer, batch) == f"Rome</s>{INVALID}"
+    assert text(tokenizer, batch) == f"Rome</s>{INVALID_ACTION_TEXT}"
 
 
 def test_a_retriever_that_does_not_answer_gives_empty_information(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hone.agents.interactions.gsm8k import WRONG
+from hone.agents.interactions.gsm8k import INCORRECT_REPLY
 from hone.agents.loops.tool import ToolAgentLoop
 from hone.agents.trajectory import AgentLoopFailed
 from hone.models.tiny import character_tokenizer
@@ -264,7 +264,7 @@ def test_a_simulated_user_answers_until_the_answer_is_right(
     kwargs = {"name": "gsm8k", "query": "6*7?", "ground_truth": "42"}
     engine, batch = play(["#### 41", "#### 42", "never"], talks, interaction_kwargs=[kwargs])
     assert len(engine.requests) == 2
-    assert text_with_mask(tokenizer, batch, 0) == f"\nu:{WRONG}\na:"
+    assert text_with_mask(tokenizer, batch, 0) == f"\nu:{INCORRECT_REPLY}\na:"
     assert batch.non_tensor_batch["turn_scores"][0] == [0.0, 1.0]
     assert batch.non_tensor_batch["reward_scores"][0] == {"gsm8k": 1.0}
 
