@@ -10,7 +10,7 @@ from hone.types import Settings
 
 
 class CustomClassConfig(SchemaBlock):
-    """A custom class, in a file or module."""
+    """A custom class in a file or module."""
 
     path: str | None = None
     """File or module that holds the class, or `file.py:Class`; null uses the built-in one."""
@@ -54,12 +54,12 @@ class RowsConfig(SchemaBlock):
 
 
 class DataConfig(RowsConfig):
-    """Prompts."""
+    """Prompts to train and validate on."""
 
     dataset_weights: tuple[float, ...] | None = None
     """Share of each training file in a batch, in the order of `train_files`; null mixes by size."""
     reward_fn_key: str = "data_source"
-    """Column that chooses the score function."""
+    """Column whose value selects the score function."""
     max_prompt_length: Count = 512
     """Maximum prompt length in tokens."""
     max_response_length: Count = 512
@@ -69,7 +69,7 @@ class DataConfig(RowsConfig):
     gen_batch_size: Count | None = None
     """Prompts per generation round when groups are filtered; null is `train_batch_size`."""
     oversample_factor: OneOrMore = 1.0
-    """Prompts to generate for, as a multiple of `train_batch_size`; filters choose those of the step."""
+    """Prompts to generate for, as a multiple of `train_batch_size`; filters choose the prompts of the step."""
     filter_accuracy: bool = False
     """Prefer groups whose mean score lies between the two accuracy bounds; others fill the batch."""
     accuracy_lower_bound: Share = 0.2
@@ -104,5 +104,5 @@ class DataConfig(RowsConfig):
     @property
     def prompts_per_generation(self) -> int:
         """Prompts in one generation round."""
-        oversampled = int(self.train_batch_size * self.oversample_factor)
-        return self.gen_batch_size or oversampled
+        oversampled_prompts = int(self.train_batch_size * self.oversample_factor)
+        return self.gen_batch_size or oversampled_prompts

@@ -10,7 +10,7 @@ from hone.config import ConfigError, compose, load_config
 from hone.config.apply import compose_settings
 from hone.config.keys import get
 from hone.config.sources import Setting
-from hone.config.states import COMPUTED, names, new_name, rule_of, rules
+from hone.config.states import COMPUTED, matches_pattern, new_name, rule_of, rules
 from hone.config.trees import TREES
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -214,7 +214,7 @@ def test_every_alias_has_a_case() -> None:
     blocks = {old.removesuffix(".**") for old in table if old.endswith(".**")}
     assert set(BLOCK_CASES) == blocks
     for old in table:
-        named = any(names(old, case) for case in (*RENAMED_CASES, *VALUE_CASES))
+        named = any(matches_pattern(old, case) for case in (*RENAMED_CASES, *VALUE_CASES))
         assert old.endswith(".**") or named, old
     rewritten = {rule.pattern.lstrip("!") for rule in rules("rewritten", tree="ppo_trainer")}
     assert rewritten <= {*VALUE_CASES, *BESIDE_OTHERS}

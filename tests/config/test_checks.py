@@ -541,7 +541,7 @@ def test_megatron_notes_what_it_does_not_read_of_the_sharding(
 )
 def test_validation_samples_where_it_has_a_temperature(overrides: list[str], samples: bool) -> None:
     config = load_config([f"{ROLLOUT}.val_kwargs.{text}" for text in overrides])
-    assert config.actor_rollout_ref.rollout.val_kwargs.samples is samples
+    assert config.actor_rollout_ref.rollout.val_kwargs.uses_sampling is samples
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from hone.config import ConfigError, load_config
-from hone.config.keys import by_omegaconf, leaves, resolve
+from hone.config.keys import leaves, resolve, resolve_with_omegaconf
 from hone.config.trees import TREES
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_the_schemas_references_resolve_as_omegaconf_would(name: str) -> None:
     defaults = {key: leaf.default for key, leaf in leaves(TREES[name].root).items()}
-    assert resolve(defaults) == by_omegaconf(defaults)
+    assert resolve(defaults) == resolve_with_omegaconf(defaults)
 
 
 def test_a_key_follows_the_one_it_names_unless_it_is_set() -> None:
