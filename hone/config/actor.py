@@ -79,7 +79,7 @@ class ActorConfig(UpdateConfig):
     kl_loss_coef: NotNegative = 0.001
     """Weight of the KL loss."""
     kl_loss_type: str = "low_var_kl"
-    """KL estimator of the loss: kl|k1, abs, mse|k2, low_var_kl|k3; with a trailing +, the gradient is k2's."""
+    """KL estimator of the loss: kl|k1, abs, mse|k2, low_var_kl|k3; a trailing + uses the gradient of k2."""
     router_replay: RouterReplayConfig = block(RouterReplayConfig)
     use_torch_compile: bool = follows(".fsdp_config.use_torch_compile")
     """Compile each decoder block with torch.compile."""

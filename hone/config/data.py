@@ -69,7 +69,7 @@ class DataConfig(RowsConfig):
     gen_batch_size: Count | None = None
     """Prompts per generation round when groups are filtered; null is `train_batch_size`."""
     oversample_factor: OneOrMore = 1.0
-    """Prompts to generate for, as a multiple of `train_batch_size`; filters choose the prompts of the step."""
+    """Prompts to generate for, as a multiple of `train_batch_size`; filters choose those of the step."""
     filter_accuracy: bool = False
     """Prefer groups whose mean score lies between the two accuracy bounds; others fill the batch."""
     accuracy_lower_bound: Share = 0.2

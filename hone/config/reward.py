@@ -119,7 +119,8 @@ class RewardServerConfig(SchemaBlock):
     url: str | tuple[str, ...] | None = None
     """Address as http://HOST:PORT or with the endpoint's path; requests alternate between several."""
     kind: Literal["classify", "pooling", "score", "texts"] = "classify"
-    """Endpoint of a classifier: vLLM's classify, pooling or score; texts gets `{texts}`, returns `{scores}`."""
+    """Endpoint of a classifier: vLLM's classify, pooling or score; texts takes `{texts}` and returns
+    `{scores}`."""
     model: str | None = follows("reward_model.model.path")
     """Name of the model at the server."""
     batch_size: Count = 16

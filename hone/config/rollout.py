@@ -94,7 +94,7 @@ class SearchServiceConfig(SchemaBlock):
     timeout_s: Positive = 30.0
     """Timeout of a request in seconds."""
     retries: CountOrZero = 3
-    """Retries with exponential backoff; after the last one the search returns nothing and counts as failed."""
+    """Retries with exponential backoff; if all fail, the search returns nothing and counts as failed."""
 
 
 class RetrieverConfig(SearchServiceConfig):
@@ -108,7 +108,7 @@ class CheckpointEngineConfig(SchemaBlock):
     """Weight transfer to a rollout engine with separate weights."""
 
     backend: str = "naive"
-    """Transfer to a separate rollout pool: memory_file, cuda_ipc (one node), gloo or nccl; naive selects one."""
+    """Transfer to a separate rollout pool: memory_file, cuda_ipc (one node), gloo, nccl; naive chooses."""
     update_weights_bucket_megabytes: int = 2048
     """Megabytes per transfer."""
 
@@ -136,8 +136,8 @@ class ServerConfig(SchemaBlock):
     max_attempts: Count = 3
     """Consecutive streams of a request that may break off without a new token before the request fails."""
     max_start_wait_time: Positive = 300.0
-    """Seconds that a server may take to become healthy, at the start and after it was lost, and that a request
-    may wait for its first token, which includes the time in the server's queue."""
+    """Seconds that a server may take to become healthy, at the start and after it was lost, and that a
+    request may wait for its first token, which includes the time in the server's queue."""
 
 
 class SGLangConfig(SchemaBlock):
@@ -209,7 +209,7 @@ class RolloutEngineConfig(SamplingConfig):
     max_num_batched_tokens: int = 8192
     """Maximum tokens of a prefill batch."""
     max_model_len: Count | None = None
-    """Maximum prompt plus response in tokens, at which a response ends; null is the sum of the two lengths."""
+    """Maximum prompt plus response in tokens, where a response ends; null is the sum of the two lengths."""
     max_num_seqs: Count = 256
     """Maximum concurrent sequences."""
     enable_prefix_caching: bool = True

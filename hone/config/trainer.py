@@ -63,8 +63,8 @@ class TrainingRunConfig(RunConfig):
 
 
 class AlarmsConfig(SchemaBlock):
-    """Alarms at signs of reward hacking. The keys after `deviations` are the thresholds at which a sign raises
-    an alarm; null disables the sign."""
+    """Alarms at signs of reward hacking. The keys after `deviations` are the changes that raise an alarm;
+    null disables one."""
 
     enable: bool = follows("reward_model.enable")
     """Watch the metrics; follows the reward model."""
@@ -110,7 +110,7 @@ class TrainerConfig(TrainingRunConfig):
     log_train_generations: CountOrZero = 0
     """Training samples sent to the trackers per step."""
     response_metrics: bool | None = None
-    """Log PURE's metrics (docs/metrics.md); null does so with a reward model, a curriculum, alarms or prime."""
+    """Log PURE's metrics (docs/metrics.md); null does with a reward model, a curriculum, alarms or prime."""
     alarms: AlarmsConfig = block(AlarmsConfig)
     rollout_data_dir: str | None = None
     """Folder for the trajectories of every step; null keeps only the last steps, in the run folder."""
@@ -135,7 +135,7 @@ class TrainerConfig(TrainingRunConfig):
     ray_wait_register_center_timeout: int = 300
     """Seconds that a worker group may take to start."""
     liveness_deadline_s: Positive = 20.0
-    """Seconds after which a stopped worker process, or an unresponsive Ray node or control plane, ends the run."""
+    """Seconds until a stopped worker process, or an unresponsive Ray node or control plane, ends the run."""
     max_restarts: CountOrZero = 0
     """Restarts from the last checkpoint, on the nodes that are left, when a worker, a node or Ray is lost."""
     phase_deadline_floor_s: Positive = 7200.0
