@@ -47,7 +47,7 @@ class _Group:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # used in the event loop only
     aborted: bool = False
 
-    def finished(self) -> FinishedGroup:
+    def to_finished_group(self) -> FinishedGroup:
         pairs = [(row, output) for row in self.rows for output in self.outputs[row]]
         rows, outputs = zip(*pairs, strict=True)
         return FinishedGroup(self.uid, self.submission, rows, outputs)
@@ -106,7 +106,7 @@ class LoopRunner:
                 self._loop_thread = LoopThread(self._all_submissions_ended.wait(), self._notify)
                 self._loop_thread.start()
             self._active_submissions += 1
-            self._loop_thread.call_soon(self._start, list(groups.values()), jobs)
+            self._loop_thread.call_soon(self._start_submission, list(groups.values()), jobs)
             return self._num_submissions
 
     def finished(self, n_groups: int | None = None, wait_s: float = 0.0) -> list[FinishedGroup]:
@@ -124,7 +124,7 @@ class LoopRunner:
             del self._ready_groups[:n_groups]
             returned_groups = set(groups)
             self._groups = [group for group in self._groups if group not in returned_groups]
-            return [group.finished() for group in groups]
+            return [group.to_finished_group() for group in groups]
 
     def ready(self) -> int:
         """Returns the number of groups that `finished` would return without waiting."""
@@ -266,7 +266,7 @@ class LoopRunner:
 
     # -- in the event loop ---------------------------------------------------------------------
 
-    def _start(self, groups: list[_Group], jobs: list[Job]) -> None:
+    def _start_submission(self, groups: list[_Group], jobs: list[Job]) -> None:
         task = asyncio.get_running_loop().create_task(self._run_submission(groups, jobs))
         self._submission_tasks.add(task)
         task.add_done_callback(self._submission_tasks.discard)

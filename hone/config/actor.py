@@ -11,7 +11,7 @@ from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
 from hone.config.engine import (
-    ACTOR,
+    ACTOR_KEY,
     MEGATRON_PARALLEL_KEYS,
     ULYSSES_SIZE_KEY,
     FSDPConfig,
@@ -103,9 +103,9 @@ class ActorConfig(UpdateConfig):
 class RefConfig(LogProbConfig):
     """The reference policy, used for forward passes only."""
 
-    strategy: str = follows(f"{ACTOR}.strategy")
+    strategy: str = follows(f"{ACTOR_KEY}.strategy")
     """Engine; follows the actor."""
-    use_torch_compile: bool = follows(f"{ACTOR}.use_torch_compile")
+    use_torch_compile: bool = follows(f"{ACTOR_KEY}.use_torch_compile")
     """Compile each decoder block; follows the actor."""
     fsdp_config: FSDPConfig = block_following_actor(
         FSDPConfig, "fsdp_config", "tensor_parallel_size"
@@ -113,7 +113,7 @@ class RefConfig(LogProbConfig):
     megatron: MegatronConfig = block_following_actor(
         MegatronConfig, "megatron", *MEGATRON_PARALLEL_KEYS
     )
-    ulysses_sequence_parallel_size: Count = follows(f"{ACTOR}.ulysses_sequence_parallel_size")
+    ulysses_sequence_parallel_size: Count = follows(f"{ACTOR_KEY}.ulysses_sequence_parallel_size")
     """Ranks that split each sequence; follows the actor."""
     profiler: ProfilerConfig = block(ProfilerConfig)
 

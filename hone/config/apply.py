@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hone.config import keys
 from hone.config.checks import adjust_values, find_problems, keys_without_effect
-from hone.config.convert import NoFit, Value, describe_type, fit, scalar, show_value, to_plain
+from hone.config.convert import NoFit, Value, describe_type, fit, parse_scalar, show_value, to_plain
 from hone.config.errors import ConfigError
 from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
@@ -203,7 +203,7 @@ class _Composition:
             if rule.matches(value):
                 if rule.why and key in self.origins:
                     self.add_note(key, value, rule.why)
-                value = scalar(rule.becomes)
+                value = parse_scalar(rule.becomes)
                 break
         accepts_null = type(None) in typing.get_args(leaf.hint)
         if value is None and self.origins.get(key) != COMMAND_LINE and not accepts_null:

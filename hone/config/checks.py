@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from hone.config.block import SchemaBlock
-from hone.config.convert import Value, read_table, scalar
+from hone.config.convert import Value, parse_scalar, read_table
 from hone.config.engine import FSDPConfig, sequence_parallel
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get, leaves, replace
@@ -117,7 +117,7 @@ def _changes(tree: str, config: Value) -> Iterator[Change]:
     """Yields the changes that are still to be made."""
     for _, setting, why in _rows("adjusted", tree, config):
         key, _, value = setting.partition("=")
-        yield key, scalar(value), why
+        yield key, parse_scalar(value), why
     if isinstance(config, SupervisedConfig):
         sequences = 2 if isinstance(config, RMConfig) else 1  # a pair stays in one micro-batch
         longest = -(-sequences * config.data.max_length // sequence_parallel(config, config.engine))
@@ -171,13 +171,13 @@ def _min_token_budgets(config: PPOTrainerConfig) -> dict[str, int]:
     return {f"{key}_max_token_len_per_gpu": tokens for key, tokens in budgets.items()}
 
 
-def multiples(value: int, unit: int) -> str:
+def multiples_advice(value: int, unit: int) -> str:
     """Returns the multiples of `unit` nearest to `value`, as `use A or B`."""
     below = value // unit * unit
     return f"use {below} or {below + unit}" if below else f"use {unit}"
 
 
-def divisors(value: int, near: int) -> str:
+def divisors_advice(value: int, near: int) -> str:
     """Returns the divisors of `value` nearest to `near`, as `use A or B`."""
     all_divisors = [d for d in range(1, value + 1) if value % d == 0]
     below = [d for d in all_divisors if d <= near][-1:]
@@ -198,7 +198,7 @@ def uneven_mesh(
         key = f"{role_key}.ulysses_sequence_parallel_size".lstrip(".")
         sizes = [f"{key}={sequence}"] * (sequence > 1)
         sizes += [f"{block_key}.tensor_parallel_size={tensor}"] * (tensor > 1)
-        advice = divisors(ranks, sequence * tensor)
+        advice = divisors_advice(ranks, sequence * tensor)
         yield f"{' times '.join(sizes)} does not divide {ranks} ranks; {advice}"
 
 
@@ -207,7 +207,7 @@ def _divisibility_problems(prompts: int, ranks: int, n: int = 1) -> Iterator[str
     if prompts % unit:
         rows = f" times rollout.n={n}" if n > 1 else ""
         subject = f"data.train_batch_size={prompts}{rows}"
-        yield f"{subject} is not divisible by {ranks} data-parallel ranks; {multiples(prompts, unit)}"
+        yield f"{subject} is not divisible by {ranks} data-parallel ranks; {multiples_advice(prompts, unit)}"
 
 
 def uneven_batches(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
@@ -228,7 +228,7 @@ def _reward_and_rollout_problems(config: PPOTrainerConfig) -> Iterator[str]:
     size, ranks = rollout.tensor_model_parallel_size, config.rollout_ranks
     if rollout.name == "native" and ranks % size:
         subject = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
-        yield f"{subject} does not divide {ranks} rollout ranks; {divisors(ranks, size)}"
+        yield f"{subject} does not divide {ranks} rollout ranks; {divisors_advice(ranks, size)}"
 
 
 def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
@@ -274,5 +274,5 @@ def _shard_problems(config: PPOTrainerConfig) -> Iterator[str]:
         size: int = get(config, key)
         ranks = config.world_size // get(config, f"{block}.fsdp_config.tensor_parallel_size")
         if size != -1 and (size < 1 or ranks % size):
-            advice = divisors(ranks, max(size, 1)).removeprefix("use ")
+            advice = divisors_advice(ranks, max(size, 1)).removeprefix("use ")
             yield f"{key}={size} does not divide {ranks} ranks; use -1, or {advice}"

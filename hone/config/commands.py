@@ -108,7 +108,7 @@ def _explain_known(key: str, tree: Tree) -> str | None:
     tree_leaves = leaves(tree.root)
     if leaf := tree_leaves.get(key):
         lines = [key, f"  {leaf.doc}", ""]
-        lines += [f"  takes    {leaf.takes}", f"  default  {leaf.default_in_words}"]
+        lines += [f"  takes    {leaf.accepted_values}", f"  default  {leaf.default_in_words}"]
         value_rules = rules_of(key, "values")
         lines += [
             f"           {show_value(list(rule.values))} becomes {rule.becomes}"

@@ -125,19 +125,19 @@ def to_plain(value: Value) -> Value:
     return value
 
 
-def scalar(text: str) -> JsonValue:
+def parse_scalar(text: str) -> JsonValue:
     """Parses a value of `rules.txt`."""
     for member_type in (int, float):
         try:
             return member_type(text)
         except ValueError:
             continue
-    return list(scalars(text[1:-1])) if text.startswith("[") else _CONSTANTS.get(text, text)
+    return list(parse_scalars(text[1:-1])) if text.startswith("[") else _CONSTANTS.get(text, text)
 
 
-def scalars(text: str) -> tuple[JsonValue, ...]:
+def parse_scalars(text: str) -> tuple[JsonValue, ...]:
     """Parses comma-separated values."""
-    return tuple(scalar(word.strip()) for word in text.split(",") if word.strip())
+    return tuple(parse_scalar(word.strip()) for word in text.split(",") if word.strip())
 
 
 @functools.cache
@@ -160,6 +160,6 @@ def read_table() -> dict[str, list[list[str]]]:
     return sections
 
 
-def pairs(text: str) -> dict[str, JsonValue]:
+def parse_pairs(text: str) -> dict[str, JsonValue]:
     """Parses space-separated `key=value` words of `rules.txt`."""
-    return {key: scalar(value) for key, _, value in (w.partition("=") for w in text.split())}
+    return {key: parse_scalar(value) for key, _, value in (w.partition("=") for w in text.split())}

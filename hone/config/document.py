@@ -76,7 +76,7 @@ def _tree_section(tree: Tree) -> str:
     by_block: dict[str, list[tuple[str, ...]]] = {}
     for leaf in leaves(tree.root).values():
         block, _, name = leaf.key.rpartition(".")
-        row = (f"`{name}`", leaf.takes, f"`{leaf.default_in_words}`", leaf.doc)
+        row = (f"`{name}`", leaf.accepted_values, f"`{leaf.default_in_words}`", leaf.doc)
         by_block.setdefault(block, []).append(row)
     for block, rows in by_block.items():
         doc = f"\n{blocks(tree.root)[block].__doc__}\n" if block else ""

@@ -10,7 +10,7 @@ from hone.types import Settings
 
 SeqMean = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LossAggMode = Literal["token-mean", SeqMean, "token-sum"]
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+ACTOR_KEY, MODEL_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 ULYSSES_SIZE_KEY = "fsdp_config.ulysses_sequence_parallel_size"
 _PARALLEL_DIMENSIONS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
 MEGATRON_PARALLEL_KEYS = (
@@ -24,7 +24,7 @@ B = TypeVar("B")
 
 def block_following_actor(cls: type[B], name: str, *keys: str) -> B:
     """Declares a block whose `keys` follow the actor's block of that name."""
-    return block(cls, **{key: follows(f"{ACTOR}.{name}.{key}") for key in keys})
+    return block(cls, **{key: follows(f"{ACTOR_KEY}.{name}.{key}") for key in keys})
 
 
 class OptimConfig(SchemaBlock):
@@ -220,7 +220,7 @@ class LogProbConfig(MicroBatches):
     """Log-probs: sequences in one forward over all ranks; prefer `log_prob_micro_batch_size_per_gpu`."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
     """Log-probs: sequences in one forward on one rank; null forms micro-batches by token budget."""
-    log_prob_use_dynamic_bsz: bool = follows(f"{ACTOR}.use_dynamic_bsz")
+    log_prob_use_dynamic_bsz: bool = follows(f"{ACTOR_KEY}.use_dynamic_bsz")
     """Log-probs: form micro-batches by token budget; follows the actor."""
-    log_prob_max_token_len_per_gpu: Count = follows(f"{ACTOR}.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: Count = follows(f"{ACTOR_KEY}.ppo_max_token_len_per_gpu")
     """Log-probs: token budget of one forward on one rank; follows the actor."""

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Block)
 T = TypeVar("T")
 
-PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-BOUND = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
+PLAIN_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+BOUND_REFERENCE = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
 _REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
 _MAX_REFERENCE_CHAIN = 20
 """Maximum length of a chain of references; a longer chain is treated as a cycle."""
@@ -51,14 +51,14 @@ class Leaf:
     doc: str
 
     @property
-    def takes(self) -> str:
+    def accepted_values(self) -> str:
         """The values that the key accepts, in words."""
         return describe_type(self.hint) + (f" ({self.bounds})" if self.bounds else "")
 
     @property
     def followed_key(self) -> str | None:
         """The key whose value is the default, or None."""
-        match = PLAIN.fullmatch(self.default) if isinstance(self.default, str) else None
+        match = PLAIN_REFERENCE.fullmatch(self.default) if isinstance(self.default, str) else None
         return match and match[1]
 
     @property
@@ -66,7 +66,7 @@ class Leaf:
         """The default, in words: the value, the key that it follows, or the smaller of two."""
         if self.followed_key:
             return f"follows {self.followed_key}"
-        if bound := BOUND.fullmatch(str(self.default)):
+        if bound := BOUND_REFERENCE.fullmatch(str(self.default)):
             return f"{bound[1]}, or {bound[2]} where that is smaller"
         return show_value(self.default)
 
@@ -276,12 +276,12 @@ def _resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
             raise _NeedsOmegaConf
         return _resolve_value(values[key], values, depth + 1)
 
-    if reference := PLAIN.fullmatch(value):
+    if reference := PLAIN_REFERENCE.fullmatch(value):
         return look_up(reference[1])
-    if bound := BOUND.fullmatch(value):
+    if bound := BOUND_REFERENCE.fullmatch(value):
         other = look_up(bound[2])
         return min(int(bound[1]), other) if isinstance(other, int) else other
-    text = PLAIN.sub(lambda match: str(look_up(match[1])), value)
+    text = PLAIN_REFERENCE.sub(lambda match: str(look_up(match[1])), value)
     if "${" in text:
         raise _NeedsOmegaConf
     return text

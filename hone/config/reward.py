@@ -7,7 +7,7 @@ from typing import Literal
 from hone.config.block import SchemaBlock, block, follows
 from hone.config.data import CustomClassConfig
 from hone.config.engine import (
-    MODEL,
+    MODEL_KEY,
     ULYSSES_SIZE_KEY,
     FSDPConfig,
     MicroBatches,
@@ -108,7 +108,7 @@ class RewardModelModelConfig(SchemaBlock):
     """PRIME: weight β of the log-ratio."""
     loss_type: Literal["ce", "dpo"] = "ce"
     """PRIME: cross-entropy with the outcome, or DPO against the mean of a group's other outcomes."""
-    enable_gradient_checkpointing: bool = follows(f"{MODEL}.enable_gradient_checkpointing")
+    enable_gradient_checkpointing: bool = follows(f"{MODEL_KEY}.enable_gradient_checkpointing")
     """PRIME: recompute activations in the backward pass; follows the actor."""
     optim: OptimConfig = block(OptimConfig, weight_decay=0.0, clip_grad=10.0)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hone.config.convert import pairs, read_table
+from hone.config.convert import parse_pairs, read_table
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.types import JsonObject, JsonValue
 
@@ -150,7 +150,7 @@ def read_config(
         if file is not None:
             settings += read_file(file, package)
         elif path in BUILT_IN_TREES:
-            built_in_values = pairs(_CONFIGS[path][1])
+            built_in_values = parse_pairs(_CONFIGS[path][1])
             settings += [Setting(key, value, path) for key, value in built_in_values.items()]
         elif engine := _ENGINE_CHOICE.match(path):
             settings.append(Setting(f"{package}.strategy", engine[2], path))
@@ -245,7 +245,7 @@ def _register_with_hydra() -> None:
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    defaults = {tree: pairs(options) for tree, options in _TABLE["defaults"]}
+    defaults = {tree: parse_pairs(options) for tree, options in _TABLE["defaults"]}
     lists = {name: defaults.get(tree, {}) for name, tree in BUILT_IN_TREES.items()}
     lists |= {"reward_manager": {}, "legacy_reward_impl": {}}  # verl files without a tree
     for name, options in lists.items():

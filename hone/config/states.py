@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from hone.config.convert import Value, pairs, read_table, same, scalars, show_value
+from hone.config.convert import Value, parse_pairs, parse_scalars, read_table, same, show_value
 from hone.config.errors import nearest
 from hone.config.keys import leaves
 from hone.config.reward import RewardKwargs
@@ -87,7 +87,7 @@ def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
         default_tree = "ppo_trainer" if state in ("rewritten", "renamed") else "*"
         for patterns, *texts in read_table()[state]:
             cells = dict(zip(_CELLS[state], texts, strict=True))
-            values = scalars(cells.pop("values", ""))
+            values = parse_scalars(cells.pop("values", ""))
             for word in patterns.split():
                 owner, _, pattern = word.rpartition(":")
                 table.append(Rule(state, pattern, owner or default_tree, values, **cells))
@@ -226,7 +226,7 @@ def _new_settings(
             rule.where, lambda name: values.get(name, ABSENT)
         ):
             values_of = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
-            new = {k: values_of.get(str(v), v) for k, v in pairs(rule.becomes).items()}
+            new = {k: values_of.get(str(v), v) for k, v in parse_pairs(rule.becomes).items()}
             return rule.pattern, new
     if not rows or key in leaves(TREES[tree].root):
         return "", {key: value}
@@ -252,7 +252,7 @@ def condition_holds(condition: str, read: Callable[[str], Value]) -> bool:
         elif sign in ("<=", ">"):
             is_true = isinstance(value, int | float) and (value > float(match[4])) == (sign == ">")
         else:
-            is_true = is_one_of(value, scalars(match[4])) == (sign == "=")
+            is_true = is_one_of(value, parse_scalars(match[4])) == (sign == "=")
         if not is_true:
             return False
     return True

@@ -63,8 +63,7 @@ class TrainingRunConfig(RunConfig):
 
 
 class AlarmsConfig(SchemaBlock):
-    """Alarms at signs of reward hacking. The keys after `deviations` are the changes that raise an alarm;
-    null disables one."""
+    """Alarms at signs of reward hacking; the keys after `deviations` are the changes that raise an alarm."""
 
     enable: bool = follows("reward_model.enable")
     """Watch the metrics; follows the reward model."""
@@ -110,7 +109,8 @@ class TrainerConfig(TrainingRunConfig):
     log_train_generations: CountOrZero = 0
     """Training samples sent to the trackers per step."""
     response_metrics: bool | None = None
-    """Log PURE's metrics (docs/metrics.md); null does with a reward model, a curriculum, alarms or prime."""
+    """Log PURE's metrics (docs/metrics.md); null logs them with a reward model, a curriculum, alarms or the
+    reward manager prime."""
     alarms: AlarmsConfig = block(AlarmsConfig)
     rollout_data_dir: str | None = None
     """Folder for the trajectories of every step; null keeps only the last steps, in the run folder."""

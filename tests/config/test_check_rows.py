@@ -9,7 +9,7 @@ import pytest
 
 from hone.config import load_config
 from hone.config.checks import rows_of
-from hone.config.convert import scalar
+from hone.config.convert import parse_scalar
 from hone.config.keys import blocks, get, leaves
 from hone.config.states import condition_holds
 from hone.config.trees import TREES
@@ -57,7 +57,7 @@ def test_a_settled_value_is_one_that_its_condition_looks_at() -> None:
     """The rows are applied until none holds, so each must end its own condition."""
     for _, condition, setting, _ in ADJUSTED:
         key, _, text = setting.partition("=")
-        values = {key: scalar(re.sub(r"\{.*\}", "7", text))}
+        values = {key: parse_scalar(re.sub(r"\{.*\}", "7", text))}
         term = next(term for term in condition.split(" and ") if re.match(rf"{key}[=!>]", term))
         assert not condition_holds(term, lambda name, values=values: values.get(name, 7)), condition
 
