@@ -215,8 +215,9 @@ class LoopRunner:
             and self._loop_thread is not None
             and self._loop_thread.outcome.done()
         ):
+            error = self._loop_thread.outcome.exception()
             self._failure = self._failure or AgentLoopFailed(
-                f"the event loop of the agent loops ended: {self._loop_thread.outcome.exception()!r}"
+                f"the event loop of the agent loops ended: {error!r}"
             )
             self._active_submissions = 0
         return self._active_submissions == 0
@@ -252,9 +253,9 @@ class LoopRunner:
         if self._wait_for_loops():
             return
         with self._condition:
+            num_running = len(self._groups) - len(self._ready_groups)
             self._failure = self._failure or AgentLoopFailed(
-                f"decoding has stopped, and {len(self._groups) - len(self._ready_groups)} groups of agent "
-                "loops did not end"
+                f"decoding has stopped, and {num_running} groups of agent loops did not end"
             )
         self.abort()
         self._wait_for_loops()

@@ -1,7 +1,7 @@
 """The client of a retrieval service, which sends all waiting queries in one request.
 
-A request has a timeout and is retried with exponential backoff. If all retries fail, the result of its
-queries is None.
+A request has a timeout and is retried with exponential backoff. If all retries fail, the result of
+its queries is None.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def open_dense(file: Path, encoder: Encoder, num_passages: int) -> DenseIndex:
     index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
     if index.ntotal != num_passages:
         raise CorpusError(
-            f"{file} has {index.ntotal} vectors but the corpus has {num_passages} passages; build the "
-            "index again"
+            f"{file} has {index.ntotal} vectors but the corpus has {num_passages} passages; build "
+            "the index again"
         )
     return DenseIndex(index, encoder)

@@ -1,7 +1,7 @@
 """Search-R1's retrieval service over HTTP: `POST /retrieve` and `GET /health`.
 
-Queries that arrive during a search are batched into the next search. The service has no authentication, so
-it listens on loopback by default.
+Queries that arrive during a search are batched into the next search. The service has no
+authentication, so it listens on loopback by default.
 """
 
 from __future__ import annotations

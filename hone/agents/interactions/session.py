@@ -80,7 +80,8 @@ class InteractionSession:
         )
         if not done and not isinstance(text, str):
             raise TypeError(
-                f"generate_response returned the reply {text!r}; return text, or end the conversation"
+                f"generate_response returned the reply {text!r}; return text, or end the "
+                "conversation"
             )
         return None if done else clean_text(text), _check_finite(score)
 

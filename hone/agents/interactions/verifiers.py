@@ -67,7 +67,7 @@ class VerifiersEnvironment:
         return await self._answers.get()
 
     async def _next_step(self) -> tuple[str, float, bool]:
-        """Returns (observation after the model's last turn, reward, whether the rollout is done)."""
+        """Returns (observation after the last turn, reward, whether the rollout is done)."""
         event = await self._events.get()
         if isinstance(event, Exception):
             raise event

@@ -77,7 +77,7 @@ class LoopNames:
 
     @cached_property
     def _has_imported_all(self) -> bool:
-        """Imports the modules of configured loops, which may register further names; always true."""
+        """Imports the modules of configured loops, which may register names; always true."""
         for name in (*self._factory_loaders, self.default):
             self.factory(name)
         return True

@@ -92,7 +92,7 @@ class SearchConversation:
     max_observation_tokens: int | None = None
 
     async def run(self, agent_data: AgentData, generate: Generate) -> SearchCounts:
-        """Runs turns until an answer or a limit; calls `generate(prompt_ids, max_tokens)` per turn."""
+        """Runs turns until an answer or a limit, each with `generate(prompt_ids, max_tokens)`."""
         counts = SearchCounts()
         while True:
             started = time.perf_counter()
@@ -184,5 +184,5 @@ class SearchAgentLoop(AgentLoopBase):
 
 @functools.cache
 def retrieval_client(url: str, topk: int, timeout_s: float, retries: int) -> RetrievalClient:
-    """Returns a process's one client of a service, which batches the queries of all trajectories."""
+    """Returns the process's client of a service; it batches the queries of all trajectories."""
     return RetrievalClient(url, topk, timeout_s=timeout_s, retries=retries)

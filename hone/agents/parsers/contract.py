@@ -1,4 +1,4 @@
-"""The parser contract: a parser extracts the tool calls of a model turn, which is untrusted text."""
+"""The parser contract: a parser extracts the tool calls of a model turn (untrusted text)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ToolParser:
         raise NotImplementedError(f"{type(self).__name__} has neither calls nor extract_tool_calls")
 
     def calls_with_schemas(self, tools: Schemas, text: str) -> list[ToolCall]:
-        """Returns every call in the text; a parser that needs the schemas of `tools` overrides this."""
+        """Returns every call in the text; overridden by parsers that need the tool schemas."""
         return self.calls(text)
 
     def content(self, text: str) -> str:
@@ -79,7 +79,7 @@ class ToolParser:
         raise NotImplementedError(f"{type(self).__name__} has no instructions")
 
     def observation(self, text: str, answers: Sequence[str]) -> str:
-        """Returns the text of tool answers after the turn `text` if the template does not render them."""
+        """Returns the text of answers to the turn `text`, if the template does not render them."""
         raise NotImplementedError(f"{type(self).__name__} has no observation")
 
     async def extract_tool_calls(

@@ -42,7 +42,7 @@ class PythonicToolParser(ToolParser):
 
 
 class _CallListParser:
-    """A recursive-descent parser of a list of calls; `parse` raises ValueError on a syntax error."""
+    """A recursive-descent parser of a list of calls; it raises ValueError on a syntax error."""
 
     def __init__(self, text: str, start: int) -> None:
         self._text, self._position = text[: start + MAX_CALL_CHARS], start

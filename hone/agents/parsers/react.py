@@ -37,7 +37,7 @@ Final Answer: the answer"""
 
 
 class ReactToolParser(ToolParser):
-    """Named `react`: one call per turn; its input is a JSON object or the first parameter's value."""
+    """Named `react`: one call per turn, with a JSON object or the value of the first parameter."""
 
     in_template = False
     stop = (f"\n{OBSERVATION}",)

@@ -44,7 +44,7 @@ except Exception as error:
     traceback.print_exception(type(error), error, inside and inside.tb_next)
     sys.exit(1)
 """
-"""The program of a call: reruns earlier cells silently, then prints this cell's output and value."""
+"""The program of a call: reruns earlier cells, then prints this cell's output and value."""
 
 
 class CodeInterpreterTool(BaseTool):

@@ -119,7 +119,7 @@ class OpenAIFunctionSchema:
 
 @dataclass(frozen=True)
 class OpenAIFunctionToolSchema:
-    """The schema `{"type": "function", "function": {...}}`, with the methods of a pydantic model."""
+    """`{"type": "function", "function": {...}}` as an object with the methods of pydantic."""
 
     function: OpenAIFunctionSchema
     type: str = "function"

@@ -95,7 +95,7 @@ def _add_class_name(entry: JsonValue, path: str, section: str) -> Fields:
 
 
 def _built_in_tool(entry: Fields, path: str) -> Fields:
-    """Returns the entry of a built-in tool with its class, and with the schema that it describes."""
+    """Returns the entry of a built-in tool with its class, and its schema if it describes one."""
     name = entry["name"]
     if not isinstance(name, str) or name not in BUILT_IN_CLASSES:
         raise ToolError(
@@ -105,7 +105,8 @@ def _built_in_tool(entry: Fields, path: str) -> Fields:
         )
     if unknown_keys := sorted({str(key) for key in entry} - _BUILT_IN_KEYS):
         raise ToolError(
-            f"{path}, {name}: there is no key {unknown_keys[0]!r}; use {', '.join(sorted(_BUILT_IN_KEYS))}"
+            f"{path}, {name}: there is no key {unknown_keys[0]!r}; "
+            f"use {', '.join(sorted(_BUILT_IN_KEYS))}"
         )
     tool: Fields = {"class_name": BUILT_IN_CLASSES[name], "config": entry.get("config")}
     if not {"description", "parameters"} & entry.keys():

@@ -109,9 +109,8 @@ class McpServer:
         except Exception as error:
             if not isinstance(error, MCPError) or error.code not in _REQUEST_ERRORS:
                 close_event.set()
-                if (
-                    self._session_task is task
-                ):  # another call may have opened a new session meanwhile
+                # Another call may have opened a new session meanwhile.
+                if self._session_task is task:
                     self._session_task = None
             raise
 
@@ -129,7 +128,7 @@ class McpServer:
     async def _run_session(
         self, session_future: asyncio.Future[Any], close_event: asyncio.Event
     ) -> None:
-        """Keeps a session open until `close_event`; its context must exit in the task that entered it."""
+        """Keeps a session open until `close_event`; one task must enter and exit its context."""
         from mcp import ClientSession
 
         try:

@@ -105,7 +105,7 @@ class ToolSession:
                 for call, error_answer in zip(calls, error_answers, strict=True)
             )
         )
-        # Calls are recorded in call order, because the order in which they end is not deterministic.
+        # Calls are recorded in call order, because they end in any order.
         for call, answer in zip(calls, answers, strict=True):
             self._record_call(call, answer)
         return [answer.text for answer in answers]
@@ -210,7 +210,7 @@ class ToolSession:
         return (self.agent_data.tools_kwargs.get(name) or {}).get(key) or {}
 
     async def scores(self) -> dict[str, float]:
-        """Returns the score of each used tool; a tool that fails scores 0, and the failure is counted."""
+        """Returns each used tool's score; a tool that fails scores 0, and the failure is counted."""
         scores: dict[str, float] = {}
         for name, (tool, instance_id) in self._instances.items():
             try:
