@@ -210,7 +210,7 @@ class ToolSession:
         return (self.agent_data.tools_kwargs.get(name) or {}).get(key) or {}
 
     async def scores(self) -> dict[str, float]:
-        """Returns each used tool's score; a tool that fails scores 0, and the failure is counted."""
+        """Returns the score of each used tool; a tool that fails scores 0 and counts as a failure."""
         scores: dict[str, float] = {}
         for name, (tool, instance_id) in self._instances.items():
             try:
