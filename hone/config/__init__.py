@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hone.config.apply import Composed, ExtraChecks, compose_settings
-from hone.config.convert import Value
+from hone.config.convert import Config
 from hone.config.convert import to_plain as config_to_dict
 from hone.config.errors import ConfigError
 from hone.config.keys import replace
@@ -62,6 +62,6 @@ def load_config(
     *,
     config_name: str = "ppo_trainer",
     config_path: str | Path | None = None,
-) -> Value:
+) -> Config:
     """Returns the frozen config tree for a list of Hydra overrides and, optionally, a user's YAML."""
     return compose(overrides, config_name=config_name, config_path=config_path).config

@@ -15,7 +15,17 @@ from dataclasses import dataclass
 
 from hone.config import keys
 from hone.config.checks import adjust_values, find_problems, keys_without_effect
-from hone.config.convert import NoFit, Value, describe_type, fit, parse_scalar, show_value, to_plain
+from hone.config.convert import (
+    Config,
+    Hint,
+    NoFit,
+    Value,
+    describe_type,
+    fit,
+    parse_scalar,
+    show_value,
+    to_plain,
+)
 from hone.config.errors import ConfigError
 from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
@@ -25,7 +35,7 @@ from hone.types import JsonObject, JsonValue
 
 _SUGGESTED_KEY = re.compile(r"Did you mean '([^']+)'")
 
-ExtraChecks = Callable[[Value, dict[str, str]], tuple[list[str], list[str]]]
+ExtraChecks = Callable[[Config, dict[str, str]], tuple[list[str], list[str]]]
 """Takes a config and the origins of its requested keys, and returns problems and notes."""
 
 
@@ -33,7 +43,7 @@ ExtraChecks = Callable[[Value, dict[str, str]], tuple[list[str], list[str]]]
 class Composed:
     """A checked config, the origin of each value that was set, and the notes to print at the start."""
 
-    config: Value
+    config: Config
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
     """One line per topic about keys that have no effect, or another effect, in this run."""
@@ -165,7 +175,7 @@ class _Composition:
                 self.add_note(key, value, rule.why)
         self.problems += topics(refused, " is refused", " are refused")
 
-    def build_config(self) -> Value:
+    def build_config(self) -> Config:
         """Returns the frozen tree, with every leaf in its field's type and range.
 
         The default replaces a value that does not fit, and a null that the field does not accept. A key
@@ -222,10 +232,10 @@ def _set_nested(node: JsonValue, names: Sequence[str], setting: Setting) -> Json
     return copy
 
 
-def _build_block(cls: Value, values: Mapping[str, Value], prefix: str = "") -> Value:
+def _build_block(cls: Hint, values: Mapping[str, Value], prefix: str = "") -> Config:
     """Creates a block, and the blocks inside it, from values by dotted key."""
 
-    def field_value(name: str, hint: Value) -> Value:
+    def field_value(name: str, hint: Hint) -> Value:
         block_class, key = block_type(hint), f"{prefix}{name}"
         return values[key] if block_class is None else _build_block(block_class, values, key + ".")
 
@@ -239,7 +249,7 @@ def _defaults(root: type) -> dict[str, Value]:
     return {key: fit(value, leaves(root)[key].hint) for key, value in values.items()}
 
 
-def _requested_keys(config: Value, origins: Mapping[str, str]) -> dict[str, str]:
+def _requested_keys(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
     """Returns the keys that were set and their origins; a key from a file counts only if its value is not
     the default, because the saved config of a run contains every default."""
     root: type = type(config)

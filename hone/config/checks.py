@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from hone.config.block import SchemaBlock
-from hone.config.convert import Value, parse_scalar, read_table
+from hone.config.convert import Config, Value, parse_scalar, read_table
 from hone.config.engine import FSDPConfig, sequence_parallel
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get, leaves, replace
@@ -37,7 +37,7 @@ PreviousValue = tuple[str, JsonValue, str]
 """A key that was changed, its value before, and the reason."""
 
 
-def find_problems(tree: str, config: Value) -> Iterator[str]:
+def find_problems(tree: str, config: Config) -> Iterator[str]:
     """Yields one sentence for each problem of a tree."""
     if isinstance(config, SupervisedConfig):
         # One rank here may be one of several that torchrun starts.
@@ -62,7 +62,7 @@ def find_problems(tree: str, config: Value) -> Iterator[str]:
     yield from _unknown_name_problems(tree, config)
 
 
-def keys_without_effect(tree: str, config: Value) -> Iterator[tuple[str, str]]:
+def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
     """Yields each key that has no effect because of the other values, and the reason.
 
     A docstring that begins with a name (`clip_cov: …`) names the option to which the key belongs.
@@ -89,7 +89,7 @@ def rows_of(section: str) -> Iterator[list[str]]:
         yield [owner, *(cell.replace(f"{owner}:", "") for cell in row)]
 
 
-def _rows(section: str, tree: str, config: Value) -> Iterator[list[str]]:
+def _rows(section: str, tree: str, config: Config) -> Iterator[list[str]]:
     """Yields the cells of each row of a tree whose condition holds, with values in place of `{key}`."""
 
     def read(key: str) -> Value:
@@ -102,7 +102,7 @@ def _rows(section: str, tree: str, config: Value) -> Iterator[list[str]]:
             yield [condition, *(fill_values(cell, read) for cell in cells)]
 
 
-def adjust_values(tree: str, config: Value) -> tuple[Value, list[PreviousValue]]:
+def adjust_values(tree: str, config: Config) -> tuple[Config, list[PreviousValue]]:
     """Changes conflicting values that do not change the training result; returns the new config and the
     previous values."""
     previous_values: list[PreviousValue] = []
@@ -113,7 +113,7 @@ def adjust_values(tree: str, config: Value) -> tuple[Value, list[PreviousValue]]
     return config, previous_values
 
 
-def _changes(tree: str, config: Value) -> Iterator[Change]:
+def _changes(tree: str, config: Config) -> Iterator[Change]:
     """Yields the changes that are still to be made."""
     for _, setting, why in _rows("adjusted", tree, config):
         key, _, value = setting.partition("=")
@@ -251,7 +251,7 @@ def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
             yield f"data.{key}.path needs data.{key}.name, the class in that file"
 
 
-def _unknown_name_problems(tree: str, config: Value) -> Iterator[str]:
+def _unknown_name_problems(tree: str, config: Config) -> Iterator[str]:
     """Yields a problem for each name that is neither built in nor, where allowed, an import path."""
     for words, names, other_choice in read_table()["names"]:
         table = names.split(", ")

@@ -22,6 +22,8 @@ Hint: TypeAlias = Any
 """A type hint: a class, a union, a literal or a generic."""
 Value: TypeAlias = Any
 """The value of a key, in its field's type."""
+Config: TypeAlias = Any
+"""A config tree or a block of one; the class depends on the tree."""
 
 _TYPE_WORDS: dict[Hint, str] = {
     type(None): "null",

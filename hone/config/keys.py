@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from hone.config.block import Block
-from hone.config.convert import Hint, Value, describe_type, show_value, to_plain
+from hone.config.convert import Config, Hint, Value, describe_type, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.ranges import Range
 from hone.types import Fields, JsonObject, JsonValue, Settings
@@ -77,7 +77,7 @@ def leaves(root: type) -> dict[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(root, root(), "")}
 
 
-def _walk(cls: type, instance: Value, prefix: str) -> Iterator[Leaf]:
+def _walk(cls: type, instance: Config, prefix: str) -> Iterator[Leaf]:
     annotated_hints = typing.get_type_hints(cls, include_extras=True)
     for name, hint in hints(cls).items():
         key, value, block_class = f"{prefix}{name}", getattr(instance, name), block_type(hint)
@@ -135,7 +135,7 @@ def _module_docs(module: str) -> dict[tuple[str, str], str]:
     return docs
 
 
-def get(config: Value, key: str) -> Value:
+def get(config: Config, key: str) -> Value:
     """Returns the value of a dotted key."""
     return functools.reduce(getattr, key.split("."), config)
 
@@ -221,7 +221,7 @@ def plain_containers(config: DictConfig | Settings) -> Fields:
     return {str(key): value for key, value in tree.items()}
 
 
-def _create_block(cls: Value, tree: Settings) -> Value:
+def _create_block(cls: Hint, tree: Settings) -> Config:
     """Creates a block of `cls`, or of the class that `_target_` names (in verl or here); returns None if
     there is neither."""
     module, _, name = re.sub(r"^verl(?=\.)", "hone", str(tree.get("_target_") or "")).rpartition(

@@ -241,8 +241,8 @@ def test_a_renamed_block_moves_its_keys(old: str) -> None:
 def test_an_old_key_with_its_values_becomes_the_new_one(old: str) -> None:
     for value, expected in VALUE_CASES[old]:
         config = load({old: value}).config
-        for key, wanted in expected.items():
-            assert get(config, key) == wanted, (old, value, key)
+        for key, expected_value in expected.items():
+            assert get(config, key) == expected_value, (old, value, key)
 
 
 def test_a_retriever_asks_for_searches_unless_they_are_turned_off() -> None:
@@ -296,9 +296,9 @@ def test_the_two_bounds_of_a_rejection_become_one() -> None:
 
 def test_verls_response_length_of_a_reward_model_is_what_a_judge_may_write() -> None:
     judged = {"reward_model.enable": True, "reward_model.model.path": "m"}
-    given = {**judged, "reward_model.rollout.response_length": 77}
-    assert load(given).config.reward_model.judge.max_tokens == 512
-    config = load({**given, "reward_model.type": "judge"}).config
+    settings = {**judged, "reward_model.rollout.response_length": 77}
+    assert load(settings).config.reward_model.judge.max_tokens == 512
+    config = load({**settings, "reward_model.type": "judge"}).config
     assert config.reward_model.judge.max_tokens == 77
 
 

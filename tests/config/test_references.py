@@ -21,10 +21,10 @@ def test_a_key_follows_the_one_it_names_unless_it_is_set() -> None:
     config = load_config(["data.max_prompt_length=64", "actor_rollout_ref.rollout.n=3"])
     assert config.actor_rollout_ref.rollout.prompt_length == 64
     assert config.critic.rollout_n == 3
-    apart = load_config(
+    config_with_both = load_config(
         ["data.max_prompt_length=64", "actor_rollout_ref.rollout.prompt_length=128"]
     )
-    assert apart.actor_rollout_ref.rollout.prompt_length == 128
+    assert config_with_both.actor_rollout_ref.rollout.prompt_length == 128
 
 
 def test_a_user_may_refer_to_keys_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ A row's `interaction_kwargs`: `{name: gsm8k, query, ground_truth}`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hone.agents.interactions.contract import BaseInteraction, Messages
 from hone.rewards.scores import gsm8k
 from hone.types import Fields, JsonValue, Settings
@@ -18,7 +20,7 @@ class Gsm8kInteraction(BaseInteraction):
 
     def __init__(self, config: Settings) -> None:
         super().__init__(config)
-        self._instance_dict: dict[str, Fields] = {}
+        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: JsonValue

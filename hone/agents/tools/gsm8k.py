@@ -5,6 +5,8 @@ A row's `tools_kwargs.calc_gsm8k_reward.create_kwargs`: `{ground_truth}`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hone.agents.tools.contract import (
     BaseTool,
     OpenAIFunctionToolSchema,
@@ -23,7 +25,7 @@ class Gsm8kTool(BaseTool):
 
     def __init__(self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema)
-        self._states: dict[str, Fields] = {}
+        self._states: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return function_schema(

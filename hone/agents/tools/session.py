@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from hone.agents.agent_data import AgentData
@@ -49,7 +49,7 @@ class CallLimits:
 class ToolRecord:
     """The calls, timeouts and failures of one trajectory."""
 
-    outputs: list[Fields] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
     """One entry per call: `name`, `arguments`, `text`, `reward` and `metrics`."""
     timeouts: list[str] = field(default_factory=list)
     """The names of the tools that timed out."""
