@@ -42,7 +42,8 @@ def observation_ids(
 ) -> list[int]:
     """Returns the token ids of messages after a model turn, with the next generation prompt.
 
-    `last_token` is the turn's last id: an end token that the model generated is not repeated.
+    `last_token` is the turn's last id: an end token that the model generated is not repeated. If
+    not `chat`, the messages are formatted without the chat template.
     """
     messages = [_remove_placeholder(clean_values(message)) for message in messages]
     if not (chat and getattr(tokenizer, "chat_template", None)):
