@@ -1,6 +1,6 @@
 """The state of one trajectory of the tool loop, under verl's names; tools get it as `agent_data`.
 
-Images, video and audio are not supported. `AgentState` is here for imports only.
+Images, video and audio are not supported. `AgentState` exists because code for verl imports it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from torch import Tensor
 
@@ -42,29 +43,31 @@ class AgentData:
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    turn_spans: list[Message] = field(default_factory=list)
+    """The version of the weights per response token."""
+    turn_spans: list[dict[str, Any]] = field(default_factory=list)
     """Role, token count and mask per turn; a model turn may have `calls`, `score`, `reward`."""
     assistant_turns: int = 0
     user_turns: int = 0
     """Turns of tools and of the simulated user."""
     turn_scores: list[float] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
-    turn_rewards: list[Fields] = field(default_factory=list)
+    turn_rewards: list[dict[str, Any]] = field(default_factory=list)
     """Rewards of tools and interactions: `name`, `reward`, and the turn's last `token`."""
     extra_fields: Fields = field(default_factory=dict)
     """Values that tools set here become columns of the batch."""
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
+    """Time spent in model turns and in tool calls."""
     stop_reason: str | None = None
     routed_experts: Tensor | None = None
-    """[tokens, layers, k] of all tokens up to the last model turn that recorded experts."""
-    later_tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "cached": 0})
+    """[tokens, layers, k]: experts of all tokens up to the last model turn that recorded them."""
+    later_turn_tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "cached": 0})
     """Prompt tokens of the turns after the first, and how many of them were prefix-cache hits."""
 
     def add_turn(self, output: TokenOutput) -> None:
         """Appends the tokens of a model turn."""
         if self.assistant_turns and output.cached_tokens is not None:
-            self.later_tokens["prompt"] += len(self.prompt_ids)
-            self.later_tokens["cached"] += output.cached_tokens
+            self.later_turn_tokens["prompt"] += len(self.prompt_ids)
+            self.later_turn_tokens["cached"] += output.cached_tokens
         self.response_ids = list(output.token_ids)
         self._append(output.token_ids, 1, output.log_probs, output.versions, "assistant")
         self.assistant_turns += 1
@@ -87,10 +90,10 @@ class AgentData:
 
     def to_output(self, metrics: AgentLoopMetrics, extra_fields: Fields) -> AgentLoopOutput:
         """Returns the trajectory as the output of an agent loop."""
-        start = len(self.prompt_ids) - len(self.response_mask)
+        response_start = len(self.prompt_ids) - len(self.response_mask)
         return AgentLoopOutput(
-            prompt_ids=self.prompt_ids[:start],
-            response_ids=self.prompt_ids[start:],
+            prompt_ids=self.prompt_ids[:response_start],
+            response_ids=self.prompt_ids[response_start:],
             response_mask=self.response_mask,
             response_logprobs=self.response_logprobs,
             versions=self.versions,

@@ -1,6 +1,6 @@
 """Collates trajectories into one batch: prompts padded on the left, responses on the right.
 
-Each rank collates its own rows; `join_ranks` concatenates them to the batch of a single rank.
+Each rank collates its own rows; `join_ranks` concatenates the batches of the ranks.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ from torch import Tensor
 
 from hone.agents.contract import AgentLoopOutput
 from hone.agents.output_check import BadTrajectory
-from hone.agents.widths import NOT_RECORDED, equal_widths
+from hone.agents.widths import NOT_RECORDED, pad_to_equal_widths
 from hone.columns import reward_column, write
 from hone.ops.masked import last_true
 from hone.protocol import DataProto
 from hone.protocol.rows import fill_object_columns, object_array
 
 LOOP_SCORE = reward_column("agent")
-"""The score that a loop returned, on the last policy token."""
+"""The column of the score that a loop returned, on the last policy token."""
 
 
 def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) -> DataProto:
     """Pads the trajectories to the longest prompt and the longest response, and stacks them."""
     prompt_len = max(len(o.prompt_ids) for o in outputs)
     response_len = max(len(o.response_ids) for o in outputs)
-    in_prompt = np.arange(-prompt_len, 0) >= -_lengths([o.prompt_ids for o in outputs])
-    in_response = np.arange(response_len) < _lengths([o.response_ids for o in outputs])
-    prompts = _padded(in_prompt, [o.prompt_ids for o in outputs], pad_token_id, np.int64)
-    responses = _padded(in_response, [o.response_ids for o in outputs], pad_token_id, np.int64)
-    response_mask = _padded(in_response, [o.response_mask for o in outputs], 0, np.int64)
-    attention_mask = torch.from_numpy(np.concatenate([in_prompt, in_response], 1)).long()
+    prompt_token_mask = np.arange(-prompt_len, 0) >= -_row_lengths([o.prompt_ids for o in outputs])
+    response_token_mask = np.arange(response_len) < _row_lengths([o.response_ids for o in outputs])
+    prompts = _pad_rows(prompt_token_mask, [o.prompt_ids for o in outputs], pad_token_id, np.int64)
+    responses = _pad_rows(
+        response_token_mask, [o.response_ids for o in outputs], pad_token_id, np.int64
+    )
+    response_mask = _pad_rows(response_token_mask, [o.response_mask for o in outputs], 0, np.int64)
+    attention_mask = torch.from_numpy(
+        np.concatenate([prompt_token_mask, response_token_mask], 1)
+    ).long()
     tensors = {
         "prompts": prompts,
         "responses": responses,
@@ -43,7 +47,7 @@ def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) ->
     }
     log_probs = [o.response_logprobs for o in outputs if o.response_logprobs is not None]
     if len(log_probs) == len(outputs):
-        padded = _padded(in_response, log_probs, 0.0, np.float32)
+        padded = _pad_rows(response_token_mask, log_probs, 0.0, np.float32)
         tensors["rollout_log_probs"] = _zero_outside_mask(padded, response_mask)
     if any(o.routed_experts is not None for o in outputs):
         tensors["routed_experts"] = _routed_experts(outputs, prompt_len, response_len)
@@ -51,7 +55,7 @@ def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) ->
     _check_all_or_none(num_scored, len(outputs))
     if num_scored:
         scores = [float(o.reward_score or 0.0) for o in outputs]
-        tensors[LOOP_SCORE] = _on_last_policy_token(scores, response_mask)
+        tensors[LOOP_SCORE] = _put_on_last_policy_token(scores, response_mask)
     return DataProto.from_dict(tensors=tensors, non_tensors=_object_columns(outputs))
 
 
@@ -89,24 +93,26 @@ def join_ranks(group: object, results: Sequence[DataProto]) -> DataProto:
     if not all(b.has_column("rollout_log_probs") for b in batches):
         for batch in batches:
             batch.batch.pop("rollout_log_probs", None)
-    recorded = [b.batch["routed_experts"] for b in batches if b.has_column("routed_experts")]
-    for batch in batches if recorded else ():
+    recorded_experts = [
+        b.batch["routed_experts"] for b in batches if b.has_column("routed_experts")
+    ]
+    for batch in batches if recorded_experts else ():
         if not batch.has_column("routed_experts"):
-            shape = (*batch.batch["attention_mask"].shape, *recorded[0].shape[2:])
-            batch.batch["routed_experts"] = recorded[0].new_full(shape, NOT_RECORDED)
-    return DataProto.concat(equal_widths(batches))
+            shape = (*batch.batch["attention_mask"].shape, *recorded_experts[0].shape[2:])
+            batch.batch["routed_experts"] = recorded_experts[0].new_full(shape, NOT_RECORDED)
+    return DataProto.concat(pad_to_equal_widths(batches))
 
 
 def _routed_experts(
     outputs: Sequence[AgentLoopOutput], prompt_len: int, response_len: int
 ) -> Tensor:
     """Returns [B, P+T, layers, k]: the experts that the rollout recorded."""
-    recorded = [o.routed_experts for o in outputs]
-    shape = next(experts.shape[1:] for experts in recorded if experts is not None)
+    recorded_experts = [o.routed_experts for o in outputs]
+    shape = next(experts.shape[1:] for experts in recorded_experts if experts is not None)
     column = torch.full(
         (len(outputs), prompt_len + response_len, *shape), NOT_RECORDED, dtype=torch.int16
     )
-    for row, (output, experts) in enumerate(zip(outputs, recorded, strict=True)):
+    for row, (output, experts) in enumerate(zip(outputs, recorded_experts, strict=True)):
         if experts is not None:
             # A loop may have truncated its response.
             start, end = prompt_len - len(output.prompt_ids), prompt_len + len(output.response_ids)
@@ -124,7 +130,7 @@ def _check_all_or_none(num_scored: int, total: int) -> None:
 
 
 def _zero_outside_mask(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Returns the log-probs with 0 where the mask is 0."""
+    """Returns the log-probs with 0 where the mask is 0; raises on a NaN where the mask is 1."""
     missing = (log_probs.isnan() & (mask != 0)).nonzero()
     if len(missing):
         row, token = missing[0].tolist()
@@ -135,10 +141,11 @@ def _zero_outside_mask(log_probs: Tensor, mask: Tensor) -> Tensor:
     return log_probs.where(mask != 0, 0.0)
 
 
-def _on_last_policy_token(values: Sequence[float], mask: Tensor) -> Tensor:
-    last = last_true(mask).clamp(min=0)
+def _put_on_last_policy_token(values: Sequence[float], mask: Tensor) -> Tensor:
+    """Returns [B, T]: each row's value on its last policy token, 0 elsewhere."""
+    last_token = last_true(mask).clamp(min=0)
     scores = torch.zeros(mask.shape, dtype=torch.float32)
-    scores[torch.arange(len(values)), last] = torch.tensor(values)
+    scores[torch.arange(len(values)), last_token] = torch.tensor(values)
     return scores
 
 
@@ -156,7 +163,7 @@ def trajectory_rewards(batch: DataProto, name: str) -> Tensor:
     """Returns [B, T]: a tool's or interaction's final score, on the last policy token."""
     rows = batch.non_tensor_batch.get("reward_scores", [None] * len(batch))
     scores = [float((row or {}).get(name, 0.0)) for row in rows]
-    return _on_last_policy_token(scores, batch.batch["response_mask"])
+    return _put_on_last_policy_token(scores, batch.batch["response_mask"])
 
 
 def _object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
@@ -170,21 +177,21 @@ def _object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]
     return {name: object_array(values) for name, values in columns.items()}
 
 
-def _lengths(rows: Sequence[Sized]) -> np.ndarray:  # [N, 1]
+def _row_lengths(rows: Sequence[Sized]) -> np.ndarray:  # [N, 1]
     return np.array([[len(row)] for row in rows])
 
 
-def _padded(
-    inside: np.ndarray,  # [N, W] true where a row's values go
+def _pad_rows(
+    value_mask: np.ndarray,  # [N, W] true where a row's values go
     rows: Sequence[Sequence[float]],
-    pad: float,
+    pad_value: float,
     dtype: type,
 ) -> Tensor:
-    """Returns [N, W] with the rows' values at the true positions, and `pad` elsewhere."""
-    lengths = inside.sum(1, keepdims=True)
-    if len(wrong := (_lengths(rows) != lengths).nonzero()[0]):
-        row = int(wrong[0])
+    """Returns [N, W] with the rows' values at the true positions, and `pad_value` elsewhere."""
+    lengths = value_mask.sum(1, keepdims=True)
+    if len(mismatched_rows := (_row_lengths(rows) != lengths).nonzero()[0]):
+        row = int(mismatched_rows[0])
         raise BadTrajectory(f"row {row} has {len(rows[row])} values for {lengths[row, 0]} tokens")
-    out: np.ndarray = np.full(inside.shape, pad, dtype)
-    out[inside] = np.fromiter(chain.from_iterable(rows), dtype, count=int(lengths.sum()))
-    return torch.from_numpy(out)
+    array: np.ndarray = np.full(value_mask.shape, pad_value, dtype)
+    array[value_mask] = np.fromiter(chain.from_iterable(rows), dtype, count=int(lengths.sum()))
+    return torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""The agent-loop contract: `async run(sampling_params, **row) -> AgentLoopOutput`, or a list.
+"""The agent-loop contract: `async run(sampling_params, **row)` returns one or more outputs.
 
 A loop gets token ids and a client of the rollout engine; generated text is never tokenised again.
 Names and signatures are verl's. Images, video and audio are not supported.
@@ -59,7 +59,7 @@ class AgentLoopMetrics:
 
 @dataclass
 class AgentLoopOutput:
-    """One trajectory: `response_mask` is 1 for sampled tokens and 0 for observations."""
+    """One row of a trajectory: `response_mask` is 1 for sampled tokens and 0 for observations."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -95,11 +95,11 @@ class AgentLoopOutput:
             scores = torch.zeros(len(columns["responses"]))
             scores[-1] = fields.pop("reward_score")
             columns["rm_scores"] = scores
-        extra = copy.copy(fields.pop("extra_fields"))
+        extra_fields = copy.copy(fields.pop("extra_fields"))
         for name in ("teacher_ids", "teacher_logprobs"):
-            if name in extra:
-                columns[name] = extra.pop(name)
-        return {**columns, **fields, "extra_fields": extra}
+            if name in extra_fields:
+                columns[name] = extra_fields.pop(name)
+        return {**columns, **fields, "extra_fields": extra_fields}
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,10 @@ class DictConfigWrap(Generic[C]):
     def __init__(self, config: C) -> None:
         self.config = config
 
-    def __getattr__(self, name: str) -> Settings:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "config":
             raise AttributeError(name)
-        inner: Settings = getattr(self.config, name)
-        return inner
+        return getattr(self.config, name)
 
 
 class ToolListWrap:
@@ -131,7 +130,7 @@ class ToolListWrap:
 
 
 class ServerManager:
-    """The engine client of one trajectory: `generate` with the trajectory's seed."""
+    """The client of the engine for one trajectory; all its requests have the trajectory's seed."""
 
     def __init__(
         self, engine: RolloutEngine, *, seed: int, max_tokens: int, max_model_len: int | None = None
@@ -225,8 +224,8 @@ class AgentLoopBase(ABC):
         """Returns the maximum number of response tokens, observations included."""
         return self.rollout_config.response_limit(prompt_tokens)
 
-    def prompt_ids(self, row: Settings, tools: Sequence[Settings] | None = None) -> list[int]:
-        """Returns the dataset's token ids of the prompt, or renders the prompt with `tools`."""
+    def prompt_ids(self, row: Row, tools: Sequence[Settings] | None = None) -> list[int]:
+        """Returns the prompt's token ids: those of the dataset, or with `tools` a new rendering."""
         ids = row.get("prompt_ids")
         if ids is not None and not tools:
             return list(ids)
@@ -246,8 +245,8 @@ class AgentLoopBase(ABC):
         process = getattr(self.dataset_cls, "process_vision_info", None)
         if self.processor is None or process is None:
             return {}
-        patch = getattr(getattr(self.processor, "image_processor", None), "patch_size", 14)
-        media = await process(messages, image_patch_size=patch, config=self.data_config)
+        patch_size = getattr(getattr(self.processor, "image_processor", None), "patch_size", 14)
+        media = await process(messages, image_patch_size=patch_size, config=self.data_config)
         pairs = zip(("images", "videos"), media, strict=False)
         return {name: value for name, value in pairs if value is not None}
 
@@ -280,7 +279,7 @@ class AgentLoopBase(ABC):
         audios: Sequence[Fields] | None = None,
         mm_inputs_out: Fields | None = None,
     ) -> list[int]:
-        """Returns `apply_chat_template`, truncated on the left to `rollout.prompt_length` ids."""
+        """Returns the ids of `apply_chat_template`, truncated left to `rollout.prompt_length`."""
         ids = await self.apply_chat_template(messages, tools, images, videos, audios=audios)
         return ids[max(len(ids) - self.prompt_length, 0) :]
 
@@ -322,7 +321,7 @@ class AgentLoopBase(ABC):
         return merged, [*response_mask, *[1] * count], log_probs
 
     def problems(self) -> Iterable[str]:
-        """Returns errors that would stop this loop; called once before training."""
+        """Returns the problems that would make this loop fail; called once before training."""
         return ()
 
     @abstractmethod
@@ -340,7 +339,7 @@ def _unwrap(config: C | DictConfigWrap[C]) -> C:
 
 
 def register(agent_name: str) -> Callable[[L], L]:
-    """Decorator that registers a loop as `agent_name`."""
+    """Returns a decorator that registers a loop as `agent_name`."""
     return LOOPS.register(agent_name)
 
 

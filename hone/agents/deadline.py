@@ -21,7 +21,7 @@ GRACE_S = 2.0
 
 
 class DeadlineExceeded(Exception):
-    """The deadline of `run_with_deadline` passed; a TimeoutError comes from the work itself."""
+    """The deadline of `run_with_deadline` passed; a TimeoutError of the work itself stays one."""
 
 
 async def run_with_deadline(
@@ -43,7 +43,7 @@ async def run_with_deadline(
                 work.close()  # cancelled before its first step
     if not done:
         raise DeadlineExceeded(f"not done after {seconds:g} s")
-    if task.cancelled():  # by the work itself: a cancellation of this wait was raised above
+    if task.cancelled():  # by the work itself: a cancellation of this function was raised above
         raise RuntimeError("it cancelled itself (asyncio.CancelledError)")
     return task.result()
 
@@ -56,16 +56,17 @@ async def _convert_exits(work: Coroutine[None, None, T]) -> T:
         raise
     except BaseException as error:
         # Closing this coroutine from outside raises GeneratorExit here, not in the work.
-        is_closing = isinstance(error, GeneratorExit) and _raised_here(error)
+        is_closing = isinstance(error, GeneratorExit) and _raised_by_caller(error)
         if is_closing or raised_by_signal(error):
             raise
-        failure = as_exception(error)
-        if failure is error:
+        exception = as_exception(error)
+        if exception is error:
             raise
-        raise failure from error
+        raise exception from error
 
 
-def _raised_here(error: BaseException) -> bool:
+def _raised_by_caller(error: BaseException) -> bool:
+    """Returns whether the function that caught the error also raised it."""
     return error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 
@@ -74,11 +75,11 @@ async def _cancel(task: asyncio.Future[T], grace_s: float) -> None:
     task.cancel()
     try:
         await asyncio.wait({task}, timeout=grace_s)
-    finally:  # also when this wait is cancelled
+    finally:  # this wait may itself be cancelled
         if not task.done():
             forget_task(task)
         elif not task.cancelled():
-            task.exception()  # otherwise asyncio logs that it was never retrieved
+            task.exception()  # otherwise asyncio logs that the exception was never retrieved
 
 
 async def run_in_thread(function: Callable[..., T], **arguments: Any) -> T:

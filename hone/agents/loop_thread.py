@@ -20,35 +20,35 @@ P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_SETTLE_HOPS = 16
-"""Event-loop iterations (a few µs each) in which loops submit requests; a tool call takes nine."""
-_SETTLE_TIMEOUT_S = 5.0
-"""If an agent loop blocks the event loop for longer, decoding continues without it."""
+_SUBMIT_ITERATIONS = 16
+"""Event-loop iterations (a few µs each) that loops get to submit requests; a tool call takes 9."""
+_SUBMIT_TIMEOUT_S = 5.0
+"""If an agent loop blocks the event loop for longer, decoding continues without its request."""
 _POLL_S = 0.001
-"""Interval at which `settle` checks whether the event loop has ended."""
+"""Interval at which `wait_for_requests` checks whether the event loop has ended."""
 LOOPS_GRACE_S = 30.0
 """Seconds that agent loops get to end after decoding stops, and again after cancellation."""
 
 
 def run_beside(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
-    """Returns the result of the work; a `Driven` engine decodes in this thread until then."""
+    """Returns the result of the work; meanwhile a `Driven` engine decodes in this thread."""
     if not isinstance(engine, Driven):
         return run_coroutine(work)
-    loops = LoopThread(work, engine.notify)
-    loops.start()
+    loop_thread = LoopThread(work, engine.notify)
+    loop_thread.start()
 
     def is_done() -> bool:
-        loops.settle()
-        return loops.outcome.done()
+        loop_thread.wait_for_requests()
+        return loop_thread.outcome.done()
 
     try:
         engine.drive(is_done)
-        loops.end_after_decoding()
+        loop_thread.end_after_decoding()
     except BaseException:  # e.g. Ctrl-C: end the loops first, so that tools are released
-        loops.cancel()
-        loops.wait(LOOPS_GRACE_S)
+        loop_thread.cancel()
+        loop_thread.wait(LOOPS_GRACE_S)
         raise
-    return loops.outcome.result()
+    return loop_thread.outcome.result()
 
 
 class LoopThread(Generic[T]):
@@ -56,38 +56,38 @@ class LoopThread(Generic[T]):
 
     def __init__(self, work: Coroutine[None, None, T], on_end: Callable[[], None]) -> None:
         self.outcome: Future[T] = Future()
-        self._running = EventLoopRun(work)
+        self._event_loop_run = EventLoopRun(work)
         self._on_end = on_end
-        self._settled = threading.Event()
+        self._requests_submitted = threading.Event()
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="hone-loops", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self.outcome.set_result(self._running.run())
+            self.outcome.set_result(self._event_loop_run.run())
         except BaseException as error:
             self.outcome.set_exception(error)
-        self._settled.set()
+        self._requests_submitted.set()
         self._on_end()
 
     def call_soon(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
-        return self._running.call_soon(call, *args, **kwargs)
+        return self._event_loop_run.call_soon(call, *args, **kwargs)
 
-    def settle(self) -> None:
+    def wait_for_requests(self) -> None:
         """Waits until loops that got an answer have submitted their next requests."""
-        self._settled = settled = threading.Event()
-        if not self.call_soon(_after_hops, _SETTLE_HOPS, settled):
+        self._requests_submitted = submitted = threading.Event()
+        if not self.call_soon(_set_after_iterations, _SUBMIT_ITERATIONS, submitted):
             return
-        polls = round(_SETTLE_TIMEOUT_S / _POLL_S)
-        if not any(settled.wait(_POLL_S) or self.outcome.done() for _ in range(polls)):
+        polls = round(_SUBMIT_TIMEOUT_S / _POLL_S)
+        if not any(submitted.wait(_POLL_S) or self.outcome.done() for _ in range(polls)):
             log.warning(
-                "an agent loop has blocked its event loop for %.0f s; decoding continues without",
-                _SETTLE_TIMEOUT_S,
+                "an agent loop has blocked its event loop for %.0f s; decoding goes on without it",
+                _SUBMIT_TIMEOUT_S,
             )
 
     def cancel(self) -> None:
-        self._running.cancel()
+        self._event_loop_run.cancel()
 
     def wait(self, seconds: float) -> bool:
         """Returns whether the loops ended in time."""
@@ -102,8 +102,9 @@ class LoopThread(Generic[T]):
             raise RolloutError("decoding has stopped, but the agent loops did not end")
 
 
-def _after_hops(hops: int, settled: threading.Event) -> None:
-    if hops == 0:
-        settled.set()
+def _set_after_iterations(iterations: int, event: threading.Event) -> None:
+    """Sets the event after this number of iterations of the running event loop."""
+    if iterations == 0:
+        event.set()
     else:
-        asyncio.get_running_loop().call_soon(_after_hops, hops - 1, settled)
+        asyncio.get_running_loop().call_soon(_set_after_iterations, iterations - 1, event)

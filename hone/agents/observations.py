@@ -16,10 +16,10 @@ from hone.tokenizer import Tokenizer
 from hone.types import Settings
 
 _PLACEHOLDER = "QZ7assistantturnQZ7"
-"""Placeholder for the model's turn while a template renders what follows it."""
+"""Stands for the model's turn while a template renders the messages after it."""
 _TRUNCATED = "(truncated)"
 _TRUNCATION_ATTEMPTS = 8
-"""A truncated observation may tokenise to more ids, so it is truncated and rendered again."""
+"""Truncated text may tokenise to more ids, so truncation is repeated at most this often."""
 _QUESTION: Message = {"role": "user", "content": "What is 2+2?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 _ASSISTANT_TURNS = {
@@ -42,11 +42,14 @@ def observation_ids(
 ) -> list[int]:
     """Returns the token ids of messages after a model turn, with the next generation prompt.
 
-    `last_token` is the turn's last id: an end token that the model generated is not repeated.
+    `last_token` is the turn's last id: an end token that the model generated is not repeated. If
+    not `chat`, the messages are formatted without the chat template.
     """
-    messages = [_without_placeholder(clean_values(message)) for message in messages]
+    messages = [_remove_placeholder(clean_values(message)) for message in messages]
     if not (chat and getattr(tokenizer, "chat_template", None)):
-        return _encode("".join(_without_template(message) for message in messages), tokenizer)
+        return _encode(
+            "".join(_format_without_template(message) for message in messages), tokenizer
+        )
     text = clean_text(_render_after_assistant(messages, tokenizer, template_kwargs))
     end_text = tokenizer.decode([last_token], skip_special_tokens=False)
     is_special = not tokenizer.decode([last_token], skip_special_tokens=True)
@@ -74,7 +77,7 @@ def _render_after_assistant(
 
     try:
         try:
-            whole = render_text([turn, *messages], True)
+            text = render_text([turn, *messages], True)
         except BrokenTemplate:
             raise
         except Exception:  # the template may require the tool call before its answer
@@ -83,7 +86,7 @@ def _render_after_assistant(
             before, after = render_text(call_turn, False), render_text([*call_turn, *answers], True)
             if not after.startswith(before):
                 raise
-            whole = render_text([turn], False) + after[len(before) :]
+            text = render_text([turn], False) + after[len(before) :]
     except BrokenTemplate:
         raise
     except Exception as error:  # a template is third-party code
@@ -92,15 +95,15 @@ def _render_after_assistant(
             f"the tokenizer's chat template cannot render a turn of {roles}: {described(error)}; "
             "use a template that knows these roles (actor_rollout_ref.model.custom_chat_template)"
         ) from error
-    _, placeholder, rest = whole.rpartition(_PLACEHOLDER)
+    _, placeholder, following_text = text.rpartition(_PLACEHOLDER)
     if not placeholder:
         raise PromptError(
             "the tokenizer's chat template omits the assistant's turn, so no turn can be appended"
         )
-    return rest
+    return following_text
 
 
-def _without_placeholder(message: Message) -> Message:
+def _remove_placeholder(message: Message) -> Message:
     """Removes the placeholder from a message, because only the text after the last one is used."""
     content = message.get("content")
     if not isinstance(content, str):
@@ -110,7 +113,7 @@ def _without_placeholder(message: Message) -> Message:
     return {**message, "content": content}
 
 
-def _without_template(message: Message) -> str:
+def _format_without_template(message: Message) -> str:
     """Formats a turn without a chat template: tool answers in Hermes tags."""
     if message["role"] == "tool":
         return f"\n<tool_response>\n{message['content']}\n</tool_response>\n"
@@ -118,7 +121,7 @@ def _without_template(message: Message) -> str:
 
 
 class Drift(NamedTuple):
-    """A test conversation whose appended tokens differ from the template's rendering."""
+    """A case in which the appended tokens differ from the template's rendering."""
 
     case: str
     problem: str
@@ -127,7 +130,7 @@ class Drift(NamedTuple):
 def drifts(
     tokenizer: Tokenizer, template_kwargs: Settings, roles: Sequence[str] = tuple(_REPLIES)
 ) -> Iterator[Drift | str]:
-    """Compares appended with rendered turns; yields a `Drift`, or the name of an equal case."""
+    """Compares appended turns with the template's rendering; yields each case or its `Drift`."""
     for role in roles:
         for name, text in _ASSISTANT_TURNS.items():
             case = f"a {role} answers {name}"
@@ -140,33 +143,39 @@ def drifts(
 
 
 def _difference(text: str, reply: Message, tokenizer: Tokenizer, kwargs: Settings) -> str | None:
-    """Returns the first difference, None if there is none, "" if the template has no such turn."""
+    """Returns the first difference, None if there is none, "" if the case does not apply."""
     prompt = render_prompt([_QUESTION], tokenizer, template_kwargs=kwargs)
     starts_thinking = tokenizer.decode(prompt).rstrip().endswith("<think>")
     if starts_thinking and not text.startswith("<think>"):
         return ""
     turn_ids = _encode(text.removeprefix("<think>\n") if starts_thinking else text, tokenizer)
-    end = next(iter(_encode(_render_after_assistant([reply], tokenizer, kwargs), tokenizer)), None)
-    if end is not None and not tokenizer.decode([end], skip_special_tokens=True):
-        turn_ids.append(end)
+    end_token = next(
+        iter(_encode(_render_after_assistant([reply], tokenizer, kwargs), tokenizer)), None
+    )
+    if end_token is not None and not tokenizer.decode([end_token], skip_special_tokens=True):
+        turn_ids.append(end_token)
     observation = observation_ids(
         [reply], tokenizer, last_token=turn_ids[-1], template_kwargs=kwargs, chat=True
     )
-    appended = [*prompt, *turn_ids, *observation]
+    appended_ids = [*prompt, *turn_ids, *observation]
     messages = [_QUESTION, {"role": "assistant", "content": text}, reply]
     try:
-        whole = render_prompt(messages, tokenizer, template_kwargs=kwargs)
+        rendered_ids = render_prompt(messages, tokenizer, template_kwargs=kwargs)
     except PromptError:  # the template requires a call before an answer
         messages[1]["tool_calls"] = [_CALL]
-        whole = render_prompt(messages, tokenizer, template_kwargs=kwargs)
-    if appended == whole:
+        rendered_ids = render_prompt(messages, tokenizer, template_kwargs=kwargs)
+    if appended_ids == rendered_ids:
         return None
     start = next(
-        (i for i, pair in enumerate(zip(appended, whole, strict=False)) if len({*pair}) > 1),
-        len(whole),
+        (
+            i
+            for i, pair in enumerate(zip(appended_ids, rendered_ids, strict=False))
+            if len({*pair}) > 1
+        ),
+        len(rendered_ids),
     )
-    rest = [tokenizer.decode(ids[start : start + 12]) for ids in (appended, whole)]
-    return f"from token {start} the loop has {rest[0]!r}, the template {rest[1]!r}"
+    excerpts = [tokenizer.decode(ids[start : start + 12]) for ids in (appended_ids, rendered_ids)]
+    return f"from token {start} the loop has {excerpts[0]!r}, the template {excerpts[1]!r}"
 
 
 def render_with_observation(
@@ -174,33 +183,33 @@ def render_with_observation(
     observation: str,
     render: Callable[[str | list[Message]], list[int]],
     tokenizer: Tokenizer,
-    limit: int,
+    max_tokens: int,
     side: str,
 ) -> tuple[list[int], str]:
-    """Returns the ids of a prompt with an environment's first observation, and the observation.
+    """Returns the ids of a prompt that ends with an observation, and the observation's text.
 
-    The observation, not the prompt, is truncated to keep at most `limit` ids.
+    The observation, not the prompt, is truncated to keep at most `max_tokens` ids.
     """
-    text = truncate_text(observation, FAR_CHARACTERS * limit, side)
+    text = truncate_text(observation, FAR_CHARACTERS * max_tokens, side)
     ids = _render_ending_with(text, prompt, render)
     tokens: list[int] = []
     for attempt in range(_TRUNCATION_ATTEMPTS):
-        if len(ids) <= limit:
+        if len(ids) <= max_tokens:
             return ids, text
         tokens = tokens or _encode(text, tokenizer)
-        is_last = attempt == _TRUNCATION_ATTEMPTS - 1
-        count = 0 if is_last else max(len(tokens) - (len(ids) - limit), 0)
-        tokens = truncate(tokens, count, side)
+        is_last_attempt = attempt == _TRUNCATION_ATTEMPTS - 1
+        num_tokens = 0 if is_last_attempt else max(len(tokens) - (len(ids) - max_tokens), 0)
+        tokens = truncate(tokens, num_tokens, side)
         text = clean_text(tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
         ids = _render_ending_with(text, prompt, render)
-    return truncate(ids, limit, "left"), text
+    return truncate(ids, max_tokens, "left"), text
 
 
 def _render_ending_with(
     text: str, prompt: str | list[Message], render: Callable[[str | list[Message]], list[int]]
 ) -> list[int]:
     if isinstance(prompt, str):  # pre-rendered text
-        return render(f"{prompt}{_without_template({'role': 'user', 'content': text})}")
+        return render(f"{prompt}{_format_without_template({'role': 'user', 'content': text})}")
     try:
         return render([*prompt, {"role": "user", "content": text}])
     except PromptError:  # the template may require that roles alternate
@@ -211,7 +220,7 @@ def _render_ending_with(
 
 
 def truncate_text(text: str, max_chars: int, side: str) -> str:
-    """Truncates to `max_chars`; `side` is what is dropped: `left`, `right` or `middle`."""
+    """Truncates to `max_chars`; `side` names the part to drop: `left`, `right` or `middle`."""
     if len(text) <= max_chars:
         return text
     if side == "right":
@@ -223,7 +232,7 @@ def truncate_text(text: str, max_chars: int, side: str) -> str:
 
 
 def truncate_tokens(text: str, tokenizer: Tokenizer, max_tokens: int | None, side: str) -> str:
-    """Truncates to `max_tokens`; tags around the text are added later, so they stay complete."""
+    """Truncates to `max_tokens`, before tags are added around the text, so that tags stay whole."""
     if max_tokens is None:
         return text
     ids = tokenizer.encode(clean_text(text), add_special_tokens=False)

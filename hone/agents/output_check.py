@@ -10,7 +10,7 @@ from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.columns import COLUMNS
 from hone.protocol.rows import same
 from hone.text import shown
-from hone.types import Settings
+from hone.types import Row
 
 LOOP_METRICS = ("generate_sequences", "tool_calls", "num_preempted")
 """Metrics that any loop may return; missing ones are 0."""
@@ -26,15 +26,15 @@ class BadTrajectory(ValueError):
     """A loop returned an output that cannot be collated."""
 
 
-def check_output(output: Any, name: str, *, row: Settings, vocab_size: int | None) -> None:
+def check_output(output: Any, loop_name: str, *, row: Row, vocab_size: int | None) -> None:
     """Raises BadTrajectory on an invalid output."""
     if not isinstance(output, AgentLoopOutput):
         raise BadTrajectory(
-            f"agent loop {name!r} returned {shown(output)}; return an AgentLoopOutput, or a list "
-            "of at least one"
+            f"agent loop {loop_name!r} returned {shown(output)}; return an AgentLoopOutput, or a "
+            "list of at least one"
         )
     for problem in _problems(output, row, vocab_size):
-        raise BadTrajectory(f"agent loop {name!r} returned {problem}")
+        raise BadTrajectory(f"agent loop {loop_name!r} returned {problem}")
 
 
 def metric_values(output: AgentLoopOutput) -> dict[str, float]:
@@ -44,13 +44,13 @@ def metric_values(output: AgentLoopOutput) -> dict[str, float]:
     return {name: values.get(name, 0.0) for name in LOOP_METRICS}
 
 
-def _problems(output: AgentLoopOutput, row: Settings, vocab_size: int | None) -> Iterator[str]:
-    tokens = len(output.response_ids)
+def _problems(output: AgentLoopOutput, row: Row, vocab_size: int | None) -> Iterator[str]:
+    num_tokens = len(output.response_ids)
     for field in ("response_mask", "response_logprobs", "versions"):
         value = getattr(output, field)
-        if value is not None and len(value) != tokens:
-            yield (f"{tokens} response_ids but {len(value)} {field}; give one entry per token")
-    if len(output.prompt_ids) == 0 or tokens == 0:
+        if value is not None and len(value) != num_tokens:
+            yield (f"{num_tokens} response_ids but {len(value)} {field}; give one entry per token")
+    if len(output.prompt_ids) == 0 or num_tokens == 0:
         yield "an empty prompt or response"
     mask = list(output.response_mask)
     if mask.count(0) + mask.count(1) != len(mask):
@@ -71,27 +71,27 @@ def _problems(output: AgentLoopOutput, row: Settings, vocab_size: int | None) ->
         yield f"stop_reason={shown(output.stop_reason)}; give text or None"
     if not _is_finite(output.num_turns):
         yield f"num_turns={shown(output.num_turns)}; give a number"
-    for name, number in metric_values(output).items():
-        if not _is_finite(number):
-            yield f"metrics[{name!r}]={number!r}; give a number, or leave it out"
+    for name, value in metric_values(output).items():
+        if not _is_finite(value):
+            yield f"metrics[{name!r}]={value!r}; give a number, or leave it out"
     yield from _extra_field_problems(output, row)
 
 
-def _extra_field_problems(output: AgentLoopOutput, row: Settings) -> Iterator[str]:
-    """Yields extra fields that change a column of the row or write a reserved column."""
+def _extra_field_problems(output: AgentLoopOutput, row: Row) -> Iterator[str]:
+    """Yields a problem per extra field that changes a column of the row or a reserved column."""
     for field, value in output.extra_fields.items():
         column = COLUMNS.get(field)
-        owner = ""
+        origin = ""
         if field in row:
-            owner = "" if same(row[field], value) else "a column of the data row"
+            origin = "" if same(row[field], value) else "a column of the data row"
         elif field in RESERVED_COLUMNS:
-            owner = "built from the output's other fields"
+            origin = "built from the output's other fields"
         elif column is not None and column.step not in ("generate", "prompts"):
-            owner = f"written by the step {column.step!r}"
+            origin = f"written by the step {column.step!r}"
         elif field.startswith("reward/"):
-            owner = "written by the step 'score'"
-        if owner:
-            yield f"extra_fields[{field!r}], but the column {field!r} is {owner}; rename it"
+            origin = "written by the step 'score'"
+        if origin:
+            yield f"extra_fields[{field!r}], but the column {field!r} is {origin}; rename it"
 
 
 def _is_finite(value: Any) -> bool:

@@ -31,7 +31,7 @@ class FinishedGroup:
     submission: int
     """The number that `submit` returned."""
     rows: tuple[int, ...]
-    """The index of each output's row in the submitted batch."""
+    """Per output, the index of its row in the submitted batch."""
     outputs: tuple[AgentLoopOutput, ...]
     """At least one output per row, in row order."""
 
@@ -47,7 +47,7 @@ class _Group:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # used in the event loop only
     aborted: bool = False
 
-    def finished(self) -> FinishedGroup:
+    def to_finished_group(self) -> FinishedGroup:
         pairs = [(row, output) for row in self.rows for output in self.outputs[row]]
         rows, outputs = zip(*pairs, strict=True)
         return FinishedGroup(self.uid, self.submission, rows, outputs)
@@ -65,7 +65,7 @@ class LoopRunner:
         run_seed: int,
         vocabulary: int | None = None,
     ) -> None:
-        """`vocabulary` is its size; without it, token ids are only checked to be non-negative."""
+        """`vocabulary` is the number of token ids; without it, ids are only checked to be ≥ 0."""
         self._engine = engine
         self._trajectory_maker = TrajectoryMaker(config, engine, tokenizer, run_seed, vocabulary)
         self._deadlines = PhaseDeadlines(
@@ -74,15 +74,15 @@ class LoopRunner:
         # Guards the fields below; notified of every change.
         self._condition = threading.Condition()
         self._groups: list[_Group] = []  # submitted and not yet returned, in submission order
-        self._ready: list[_Group] = []  # the finished ones of `_groups`, in finish order
-        self._submissions = 0
+        self._ready_groups: list[_Group] = []  # finished and not yet returned, in finish order
+        self._num_submissions = 0
         self._active_submissions = 0  # submissions with running loops
         self._submission_tasks: set[asyncio.Task[None]] = set()
-        self._loops: LoopThread[bool] | None = None  # ends when no submission is running
-        self._idle = asyncio.Event()  # ends `_loops`
+        self._loop_thread: LoopThread[bool] | None = None  # ends when no submission is running
+        self._all_submissions_ended = asyncio.Event()  # ends `_loop_thread`
         self._failure: Exception | None = None
         self._decode_thread: threading.Thread | None = None
-        self._settling = False
+        self._is_waiting_for_requests = False
         self._closed = False
 
     def submit(self, rows: DataProto) -> int:
@@ -95,19 +95,19 @@ class LoopRunner:
             if self._closed:
                 raise AgentLoopFailed("the loop runner is closed; create a new one")
             self._raise_failure()
-            self._submissions += 1
+            self._num_submissions += 1
             groups: dict[str, _Group] = {}
             for index, job in enumerate(jobs):
                 uid = job.row["uid"]
-                groups.setdefault(uid, _Group(uid, self._submissions)).rows.append(index)
+                groups.setdefault(uid, _Group(uid, self._num_submissions)).rows.append(index)
             self._groups += groups.values()
-            if self._loops is None or self._active_submissions == 0:
-                self._idle = asyncio.Event()
-                self._loops = LoopThread(self._idle.wait(), self._notify)
-                self._loops.start()
+            if self._loop_thread is None or self._active_submissions == 0:
+                self._all_submissions_ended = asyncio.Event()
+                self._loop_thread = LoopThread(self._all_submissions_ended.wait(), self._notify)
+                self._loop_thread.start()
             self._active_submissions += 1
-            self._loops.call_soon(self._start, list(groups.values()), jobs)
-            return self._submissions
+            self._loop_thread.call_soon(self._start_submission, list(groups.values()), jobs)
+            return self._num_submissions
 
     def finished(self, n_groups: int | None = None, wait_s: float = 0.0) -> list[FinishedGroup]:
         """Returns finished groups in finish order, each of them once.
@@ -120,43 +120,43 @@ class LoopRunner:
                 wait_s,
             )
             self._raise_failure()
-            groups = self._ready[:n_groups]
-            del self._ready[:n_groups]
-            returned = set(groups)
-            self._groups = [group for group in self._groups if group not in returned]
-            return [group.finished() for group in groups]
+            groups = self._ready_groups[:n_groups]
+            del self._ready_groups[:n_groups]
+            returned_groups = set(groups)
+            self._groups = [group for group in self._groups if group not in returned_groups]
+            return [group.to_finished_group() for group in groups]
 
     def ready(self) -> int:
         """Returns the number of groups that `finished` would return without waiting."""
         with self._condition:
-            return len(self._ready)
+            return len(self._ready_groups)
 
     def pending(self) -> list[str]:
         """Returns the uids that were submitted and not yet returned, in submission order."""
         with self._condition:
             return [group.uid for group in self._groups]
 
-    def run_until(self, done: Callable[[], bool]) -> None:
-        """Decodes in this thread until `done()` is true or no loop is running."""
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Decodes in this thread until `is_done()` is true or no loop is running."""
         if self._decode_thread is not None:
-            raise RuntimeError("run_until cannot decode: the thread of `start` already does")
+            raise RuntimeError("run_until cannot decode: the thread of `start` already decodes")
 
-        def ended() -> bool:
+        def is_over() -> bool:
             with self._condition:
-                return self._all_ended() or (self._failure is None and done())
+                return self._all_ended() or (self._failure is None and is_done())
 
-        def until() -> bool:
-            self._settle()
-            return ended()
+        def should_stop() -> bool:
+            self._wait_for_requests()
+            return is_over()
 
         try:
             if isinstance(self._engine, Driven):
-                self._engine.drive(until)
-                if not ended():  # the engine stopped and every request got an error
+                self._engine.drive(should_stop)
+                if not is_over():  # the engine stopped and every request got an error
                     self._end_loops()
             else:
                 with self._condition:
-                    self._condition.wait_for(ended)
+                    self._condition.wait_for(is_over)
         except BaseException:  # e.g. Ctrl-C: end the loops first, so that tools are released
             self.abort()
             self._wait_for_loops()
@@ -170,30 +170,30 @@ class LoopRunner:
             self._raise_failure()
 
     def start(self) -> None:
-        """Starts a decode thread, so that `submit` and `finished` return immediately."""
+        """Starts a thread that decodes, so that `submit` and `finished` need no `run_until`."""
         engine = self._engine
         if self._decode_thread is not None or not isinstance(engine, Driven):
             return
 
-        def until() -> bool:
-            self._settle()
+        def should_stop() -> bool:
+            self._wait_for_requests()
             return self._closed
 
         self._decode_thread = threading.Thread(
-            target=engine.drive, args=(until,), name="hone-decode", daemon=True
+            target=engine.drive, args=(should_stop,), name="hone-decode", daemon=True
         )
         self._decode_thread.start()
 
     def abort(self, uids: Collection[str] | None = None) -> None:
-        """Cancels the loops of these groups (None: all); `finished` never returns the groups."""
+        """Cancels the loops of these groups (None: all), which `finished` then never returns."""
         with self._condition:
-            aborted = [g for g in self._groups if uids is None or g.uid in uids]
-            for group in aborted:
+            aborted_groups = [g for g in self._groups if uids is None or g.uid in uids]
+            for group in aborted_groups:
                 group.aborted = True
             self._groups = [g for g in self._groups if not g.aborted]
-            self._ready = [g for g in self._ready if not g.aborted]
-            if self._loops is not None:
-                self._loops.call_soon(_cancel, aborted)
+            self._ready_groups = [g for g in self._ready_groups if not g.aborted]
+            if self._loop_thread is not None:
+                self._loop_thread.call_soon(_cancel, aborted_groups)
         self._notify()
 
     def close(self) -> None:
@@ -206,41 +206,46 @@ class LoopRunner:
             self._decode_thread.join(timeout=LOOPS_GRACE_S)
 
     def _has_ready(self, n_groups: int) -> bool:
-        return self._failure is None and len(self._ready) >= n_groups
+        return self._failure is None and len(self._ready_groups) >= n_groups
 
     def _all_ended(self) -> bool:
-        """Returns whether all loops have ended; notes a failure if their event loop ended first."""
-        if self._active_submissions and self._loops is not None and self._loops.outcome.done():
+        """Returns whether all loops have ended; sets a failure if their event loop ended first."""
+        if (
+            self._active_submissions
+            and self._loop_thread is not None
+            and self._loop_thread.outcome.done()
+        ):
+            error = self._loop_thread.outcome.exception()
             self._failure = self._failure or AgentLoopFailed(
-                f"the event loop of the agent loops ended: {self._loops.outcome.exception()!r}"
+                f"the event loop of the agent loops ended: {error!r}"
             )
             self._active_submissions = 0
         return self._active_submissions == 0
 
     def _raise_failure(self) -> None:
-        """Raises the first failure, if any; once all loops have ended, also drops all groups."""
+        """Raises the first failure, if any; if all loops have ended, it also drops all groups."""
         failure = self._failure
         if failure is not None:
             if self._active_submissions == 0:
-                self._failure, self._groups, self._ready = None, [], []
+                self._failure, self._groups, self._ready_groups = None, [], []
             raise failure
 
     # -- threads -------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _wait_for_requests(self) -> None:
         """Waits until the loops have submitted their next requests after the engine's answers."""
         with self._condition:
-            loops, self._settling = self._loops, True
-        if loops is not None:
-            loops.settle()
+            loop_thread, self._is_waiting_for_requests = self._loop_thread, True
+        if loop_thread is not None:
+            loop_thread.wait_for_requests()
         with self._condition:
-            self._settling = False  # from here on, changes notify the engine
+            self._is_waiting_for_requests = False  # from here on, changes notify the engine
 
     def _notify(self) -> None:
         with self._condition:
             self._condition.notify_all()
-            settling = self._settling
-        if not settling and isinstance(self._engine, Driven):
+            is_waiting = self._is_waiting_for_requests
+        if not is_waiting and isinstance(self._engine, Driven):
             self._engine.notify()
 
     def _end_loops(self) -> None:
@@ -248,20 +253,21 @@ class LoopRunner:
         if self._wait_for_loops():
             return
         with self._condition:
+            num_running = len(self._groups) - len(self._ready_groups)
             self._failure = self._failure or AgentLoopFailed(
-                f"decoding has stopped, and {len(self._groups) - len(self._ready)} groups of agent "
-                "loops did not end"
+                f"decoding has stopped, and {num_running} groups of agent loops did not end"
             )
         self.abort()
         self._wait_for_loops()
 
     def _wait_for_loops(self) -> bool:
-        loops = self._loops
-        return loops is None or loops.wait(LOOPS_GRACE_S)
+        """Returns whether the loops ended within LOOPS_GRACE_S."""
+        loop_thread = self._loop_thread
+        return loop_thread is None or loop_thread.wait(LOOPS_GRACE_S)
 
     # -- in the event loop ---------------------------------------------------------------------
 
-    def _start(self, groups: list[_Group], jobs: list[Job]) -> None:
+    def _start_submission(self, groups: list[_Group], jobs: list[Job]) -> None:
         task = asyncio.get_running_loop().create_task(self._run_submission(groups, jobs))
         self._submission_tasks.add(task)
         task.add_done_callback(self._submission_tasks.discard)
@@ -279,16 +285,18 @@ class LoopRunner:
             with self._condition:
                 self._active_submissions -= 1
                 if self._active_submissions == 0:
-                    self._idle.set()
+                    self._all_submissions_ended.set()
             self._notify()
 
     async def _run_loops(self, groups: list[_Group], jobs: list[Job], limit_s: float) -> None:
         """Runs the loops; raises the first failure, or AgentLoopFailed after `limit_s`."""
-        group_of = {row: group for group in groups if not group.aborted for row in group.rows}
+        group_by_row = {row: group for group in groups if not group.aborted for row in group.rows}
         tasks: dict[int, asyncio.Task[None]] = {}
-        for row in sorted(group_of):
-            tasks[row] = asyncio.create_task(self._run_trajectory(group_of[row], row, jobs[row]))
-            group_of[row].tasks.append(tasks[row])
+        for row in sorted(group_by_row):
+            tasks[row] = asyncio.create_task(
+                self._run_trajectory(group_by_row[row], row, jobs[row])
+            )
+            group_by_row[row].tasks.append(tasks[row])
         if not tasks:
             return
         try:
@@ -297,16 +305,16 @@ class LoopRunner:
             )
         finally:
             _cancel(groups)
-            # Each task ends within its grace period.
+            # A cancelled task ends within its grace period.
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         for task in tasks.values():
             if task in done and not task.cancelled():
                 task.result()
-        late_uids = [group_of[row].uid for row, task in tasks.items() if task not in done]
+        late_uids = [group_by_row[row].uid for row, task in tasks.items() if task not in done]
         if late_uids:
             raise AgentLoopFailed(
                 f"{len(late_uids)} of {len(tasks)} agent loops had not ended after {limit_s:g} s, "
-                f"the first on row uid={late_uids[0]}; set a deadline on what it awaits "
+                f"the first on row uid={late_uids[0]}; set a deadline on its awaits "
                 f"(asyncio.wait_for), or {self._deadlines.advice(_PHASE)}"
             )
 
@@ -314,10 +322,10 @@ class LoopRunner:
         outputs = await self._trajectory_maker.make(job)
         with self._condition:
             group.outputs[row] = outputs
-            complete = len(group.outputs) == len(group.rows) and not group.aborted
-            if complete:
-                self._ready.append(group)
-        if complete:
+            is_complete = len(group.outputs) == len(group.rows) and not group.aborted
+            if is_complete:
+                self._ready_groups.append(group)
+        if is_complete:
             self._notify()
 
 

@@ -24,7 +24,7 @@ def validation_sampling(rollout: RolloutConfig) -> Fields:
     """Returns the `sampling_params` of validation: greedy unless `val_kwargs.do_sample`."""
     val_kwargs = rollout.val_kwargs
     return training_sampling(rollout) | {
-        "temperature": val_kwargs.temperature if val_kwargs.samples else 0.0,
+        "temperature": val_kwargs.temperature if val_kwargs.uses_sampling else 0.0,
         "top_k": val_kwargs.top_k,
         "top_p": val_kwargs.top_p,
         "min_p": val_kwargs.min_p,

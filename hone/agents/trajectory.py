@@ -33,13 +33,13 @@ class Job(NamedTuple):
 
     loop_name: str
     factory: LoopFactory
-    sampling: Fields
+    sampling_params: Fields
     row: Row
 
 
 @dataclass
 class TrajectoryMaker:
-    """Runs the agent loop of each row in a new instance."""
+    """Runs the agent loop of each row, with a new loop object per row."""
 
     config: PPOTrainerConfig
     engine: RolloutEngine
@@ -48,16 +48,16 @@ class TrajectoryMaker:
     vocab_size: int | None
 
     def __post_init__(self) -> None:
-        self._names = LoopNames(self.config.actor_rollout_ref.rollout)
+        self._loop_names = LoopNames(self.config.actor_rollout_ref.rollout)
 
     def jobs(self, rows: DataProto) -> list[Job]:
         """Pairs each row with its loop; raises on an unknown loop name."""
-        columns, sampling = rows.non_tensor_batch, rows.meta_info["sampling_params"]
+        columns, sampling_params = rows.non_tensor_batch, rows.meta_info["sampling_params"]
         agent_names = columns.get("agent_name", [None] * len(rows))
-        names = [self._names.of_row(name) for name in agent_names]
-        factories = {name: self._names.factory(name) for name in set(names)}
+        names = [self._loop_names.of_row(name) for name in agent_names]
+        factories = {name: self._loop_names.factory(name) for name in set(names)}
         return [
-            Job(name, factories[name], dict(sampling), {k: v[i] for k, v in columns.items()})
+            Job(name, factories[name], dict(sampling_params), {k: v[i] for k, v in columns.items()})
             for i, name in enumerate(names)
         ]
 
@@ -72,10 +72,10 @@ class TrajectoryMaker:
             max_model_len=rollout.max_model_len,
         )
 
-        async def trajectory() -> list[AgentLoopOutput]:
+        async def run_loop() -> list[AgentLoopOutput]:
             loop = build_loop(job.factory, self.config, manager, self.tokenizer)
             loop.request_id = row["trajectory_id"]
-            result: Any = await loop.run(job.sampling, **row)
+            result: Any = await loop.run(job.sampling_params, **row)
             outputs = list(result) if isinstance(result, list | tuple) and result else [result]
             for output in outputs:
                 check_output(output, name, row=row, vocab_size=self.vocab_size)
@@ -84,7 +84,7 @@ class TrajectoryMaker:
         try:
             # A cancelled loop gets the time of one tool call to release its tools.
             grace_s = rollout.multi_turn.tool_timeout_s
-            outputs = await run_with_deadline(trajectory(), None, grace_s=grace_s)
+            outputs = await run_with_deadline(run_loop(), None, grace_s=grace_s)
         except Exception as error:
             raise AgentLoopFailed(
                 f"agent loop {name!r} failed on row uid={row['uid']} sample {row['sample_index']}: "
@@ -93,7 +93,7 @@ class TrajectoryMaker:
         is_scored = any(output.reward_score is not None for output in outputs)
         for output in outputs:
             if is_scored and output.reward_score is None:
-                output.reward_score = 0.0  # the score of a trajectory is the sum over its rows
+                output.reward_score = 0.0  # a trajectory's score is the sum over its rows
             # Columns that the loop copied from its row are already in the batch.
             output.extra_fields = {k: v for k, v in output.extra_fields.items() if k not in row}
         return tuple(_truncate_response(output, rollout.response_length) for output in outputs)
@@ -118,7 +118,7 @@ def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
         for statistic in ("min", "max", "mean"):
             summary[f"timing_s/agent_loop/{name}/{statistic}"] = float(getattr(values, statistic)())
     metrics = [o.metrics for o in outputs if isinstance(o.metrics, AgentLoopMetrics)]
-    if later := sum(m.later_prompt_tokens for m in metrics):
-        cached = sum(m.later_cached_tokens for m in metrics)
-        summary["rollout/prefix_cache_hit/later_turns"] = cached / later
+    if prompt_tokens := sum(m.later_prompt_tokens for m in metrics):
+        cached_tokens = sum(m.later_cached_tokens for m in metrics)
+        summary["rollout/prefix_cache_hit/later_turns"] = cached_tokens / prompt_tokens
     return summary

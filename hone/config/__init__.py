@@ -1,7 +1,7 @@
 """Configuration: the typed schema with every default, and loading from overrides and files.
 
 Precedence, lowest first: schema, files in the order of their defaults list, command line. Importing this
-does not import torch; Hydra is imported when a configuration is composed.
+package does not import torch; Hydra is imported when a configuration is composed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hone.config.apply import Composed, ExtraChecks, compose_settings
-from hone.config.convert import Value
+from hone.config.convert import Config
 from hone.config.convert import to_plain as config_to_dict
 from hone.config.errors import ConfigError
 from hone.config.keys import replace
@@ -42,8 +42,9 @@ def compose(
 ) -> Composed:
     """Resolves a configuration and records the origin of each value.
 
-    `config_path` and `config_dir` are folders of the user's YAML files. `starting_values` gets the values
-    that were set, by dotted key, and returns values for other keys. `extra_checks` checks more than the
+    `config_path` and `config_dir` are folders of the user's YAML files. `schema` is the name of a tree; by
+    default the config names it. `starting_values` gets the values that were set, by dotted key, and returns
+    values for other keys. `extra_checks` checks more than the
     schema, such as the columns that an algorithm reads.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
@@ -61,6 +62,6 @@ def load_config(
     *,
     config_name: str = "ppo_trainer",
     config_path: str | Path | None = None,
-) -> Value:
+) -> Config:
     """Returns the frozen config tree for a list of Hydra overrides and, optionally, a user's YAML."""
     return compose(overrides, config_name=config_name, config_path=config_path).config

@@ -11,7 +11,7 @@ from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
 from hone.config.engine import (
-    ACTOR,
+    ACTOR_KEY,
     MEGATRON_PARALLEL_KEYS,
     ULYSSES_SIZE_KEY,
     FSDPConfig,
@@ -79,12 +79,12 @@ class ActorConfig(UpdateConfig):
     kl_loss_coef: NotNegative = 0.001
     """Weight of the KL loss."""
     kl_loss_type: str = "low_var_kl"
-    """KL estimator of the loss: kl|k1, abs, mse|k2, low_var_kl|k3; a trailing + takes k2's gradient."""
+    """KL estimator of the loss: kl|k1, abs, mse|k2, low_var_kl|k3; a trailing + uses the gradient of k2."""
     router_replay: RouterReplayConfig = block(RouterReplayConfig)
     use_torch_compile: bool = follows(".fsdp_config.use_torch_compile")
     """Compile each decoder block with torch.compile."""
     calculate_sum_pi_squared: bool = False
-    """Also compute the sum of squared probabilities; it is automatic for estimators that need it."""
+    """Also compute the sum of squared probabilities, which is automatic for estimators that need it."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
     megatron: MegatronConfig = block(MegatronConfig)
     ulysses_sequence_parallel_size: Count = follows(f".{ULYSSES_SIZE_KEY}")
@@ -103,9 +103,9 @@ class ActorConfig(UpdateConfig):
 class RefConfig(LogProbConfig):
     """The reference policy, used for forward passes only."""
 
-    strategy: str = follows(f"{ACTOR}.strategy")
+    strategy: str = follows(f"{ACTOR_KEY}.strategy")
     """Engine; follows the actor."""
-    use_torch_compile: bool = follows(f"{ACTOR}.use_torch_compile")
+    use_torch_compile: bool = follows(f"{ACTOR_KEY}.use_torch_compile")
     """Compile each decoder block; follows the actor."""
     fsdp_config: FSDPConfig = block_following_actor(
         FSDPConfig, "fsdp_config", "tensor_parallel_size"
@@ -113,7 +113,7 @@ class RefConfig(LogProbConfig):
     megatron: MegatronConfig = block_following_actor(
         MegatronConfig, "megatron", *MEGATRON_PARALLEL_KEYS
     )
-    ulysses_sequence_parallel_size: Count = follows(f"{ACTOR}.ulysses_sequence_parallel_size")
+    ulysses_sequence_parallel_size: Count = follows(f"{ACTOR_KEY}.ulysses_sequence_parallel_size")
     """Ranks that split each sequence; follows the actor."""
     profiler: ProfilerConfig = block(ProfilerConfig)
 
@@ -136,9 +136,9 @@ class CriticConfig(UpdateConfig):
     forward_micro_batch_size: int | None = None
     """Sequences in one value pass over all ranks; prefer `forward_micro_batch_size_per_gpu`."""
     forward_micro_batch_size_per_gpu: Count | None = follows("critic.ppo_micro_batch_size_per_gpu")
-    """Sequences in one value pass on one rank; follows the update."""
+    """Sequences in one value pass on one rank; follows the key of the update."""
     forward_max_token_len_per_gpu: Count = follows("critic.ppo_max_token_len_per_gpu")
-    """Token budget of one value pass on one rank; follows the update."""
+    """Token budget of one value pass on one rank; follows the key of the update."""
     cliprange_value: Positive = 0.5
     """In the loss, new values are clipped to this distance from the old ones."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)

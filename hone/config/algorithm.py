@@ -48,13 +48,13 @@ class RolloutCorrectionConfig(SchemaBlock):
     bypass_mode: bool = False
     """Use rollout log-probs as the old log-probs instead of recomputing them."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """bypass: the loss."""
+    """bypass: the loss that `bypass_mode` uses."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their batch mean."""
 
     @property
     def narrows_loss(self) -> bool:
-        """Whether weights or a reduced loss mask are written before the update."""
+        """Whether importance weights or a reduced loss mask are written before the update."""
         options = (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
         return not self.bypass_mode and any(option is not None for option in options)
 
@@ -65,11 +65,12 @@ class FilterGroupsConfig(SchemaBlock):
     enable: bool = False
     """Filter groups."""
     metric: str | None = "reward"
-    """Metric that must vary within a group: acc, score, reward, seq_reward, seq_final_reward, an extra."""
+    """Metric that must vary within a group: acc, score, reward, seq_reward, seq_final_reward, or the name of
+    an extra value that the reward function returns."""
     max_num_gen_batches: CountOrZero = 20
-    """Generation rounds per step before the run stops; 0 is no limit (verl's default)."""
+    """Maximum generation rounds per step, after which the run stops; 0 is no limit (verl's default)."""
     max_empty_gen_batches: Count = 10
-    """Consecutive rounds that keep no group before the run stops, even without a round limit."""
+    """Maximum consecutive rounds that keep no group, after which the run stops."""
     max_inflight_gen_batches: Count = 2
     """Concurrent generation rounds; 1 starts a round after the previous one is filtered."""
     order: Literal["submission", "finish"] = "submission"
@@ -88,7 +89,8 @@ class AlgorithmConfig(SchemaBlock):
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation; false is Dr.GRPO."""
     process_baseline: Literal["return", "step", "token"] = "return"
-    """Baseline of process rewards in rloo(_token): others' return, or their reward per step or per token."""
+    """Baseline of process rewards in rloo and rloo_token: the return of the other responses, or their
+    reward per step or per token."""
     adv_norm: bool = False
     """Whiten advantages over all policy tokens of the batch, for any estimator."""
     use_kl_in_reward: bool = False
@@ -108,7 +110,7 @@ class AlgorithmConfig(SchemaBlock):
     gdpo_reward_keys: tuple[str, ...] | None = None
     """gdpo: reward components, normalised separately."""
     gdpo_reward_weights: tuple[float, ...] | None = None
-    """gdpo: weight of each component; null is 1 each."""
+    """gdpo: weight of each component; null gives each the weight 1."""
 
 
 class CurriculumFilterConfig(SchemaBlock):
@@ -117,26 +119,32 @@ class CurriculumFilterConfig(SchemaBlock):
     enable: bool = False
     """Filter groups by their mean rule score."""
     fn_name: Literal["remove_extreme", "interquartile"] = "remove_extreme"
-    """remove_extreme keeps 0 < mean < 1; interquartile keeps the middle of the batch."""
+    """remove_extreme keeps groups with 0 < mean < 1; interquartile keeps those between two percentiles."""
     fn_params: Settings = block(dict, lower_percentile_bound=25, upper_percentile_bound=75)
-    """interquartile: lower and upper percentile."""
+    """interquartile: the lower and the upper percentile."""
 
 
-_IS, _RS, _LOWER = "rollout_is_threshold", "rollout_rs_threshold", "threshold_lower"
-_SEQUENCE, _TOKEN = ({"rollout_is": level, _IS: 2.0} for level in ("sequence", "token"))
-_PARTS: dict[str, Fields] = {
+_IS_THRESHOLD, _RS_THRESHOLD, _LOWER_THRESHOLD = (
+    "rollout_is_threshold",
+    "rollout_rs_threshold",
+    "threshold_lower",
+)
+_SEQUENCE_IS, _TOKEN_IS = (
+    {"rollout_is": level, _IS_THRESHOLD: 2.0} for level in ("sequence", "token")
+)
+_PRESET_PARTS: dict[str, Fields] = {
     "": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False},
     "bypass_ppo_clip": {"bypass_mode": True, "loss_type": "ppo_clip"},
     "bypass_pg": {"bypass_mode": True, "loss_type": "reinforce"},
-    **dict.fromkeys(("token_is", "token_tis"), _TOKEN),
-    "token_icepop": _TOKEN | {_IS: "0.5_5.0"},
-    **dict.fromkeys(("pg_is", "seq_is", "seq_tis"), _SEQUENCE),
-    "seq_is_rs": {"rollout_rs": "seq_sum_k1", _RS: "0.5_2.0"},
-    "geo_rs": {"rollout_rs": "seq_mean_k1", _RS: "0.999_1.001"},
-    "k3_rs": {"rollout_rs": "seq_mean_k3", _RS: 0.01},
+    **dict.fromkeys(("token_is", "token_tis"), _TOKEN_IS),
+    "token_icepop": _TOKEN_IS | {_IS_THRESHOLD: "0.5_5.0"},
+    **dict.fromkeys(("pg_is", "seq_is", "seq_tis"), _SEQUENCE_IS),
+    "seq_is_rs": {"rollout_rs": "seq_sum_k1", _RS_THRESHOLD: "0.5_2.0"},
+    "geo_rs": {"rollout_rs": "seq_mean_k1", _RS_THRESHOLD: "0.999_1.001"},
+    "k3_rs": {"rollout_rs": "seq_mean_k3", _RS_THRESHOLD: 0.01},
 }
-"""Settings per part of a preset's name; decoupled recomputes old log-probs, bypass uses the rollout's."""
-_NAMES = """
+"""The settings that each part of a preset's name stands for; every preset has those of the empty part."""
+_PRESET_NAMES = """
     disabled decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs
     decoupled_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis
     decoupled_k3_rs decoupled_k3_rs_seq_tis decoupled_k3_rs_token_tis
@@ -144,34 +152,47 @@ _NAMES = """
     bypass_pg_geo_rs bypass_pg_geo_rs_seq_tis bypass_pg_geo_rs_token_tis
 """
 PRESETS: dict[str, Fields] = {
-    name: {key: v for part, values in _PARTS.items() if part in name for key, v in values.items()}
-    for name in _NAMES.split()
+    name: {
+        key: v
+        for part, values in _PRESET_PARTS.items()
+        if part in name
+        for key, v in values.items()
+    }
+    for name in _PRESET_NAMES.split()
 }
-"""verl's named corrections: `RolloutCorrectionConfig.decoupled_geo_rs(rs_threshold="0.99_1.01")`."""
+"""verl's named corrections, as in `RolloutCorrectionConfig.decoupled_geo_rs(rs_threshold="0.99_1.01")`.
+decoupled recomputes old log-probs, and bypass uses the log-probs of the rollout."""
 
 
-def _preset(name: str) -> Function:
-    settings, both = PRESETS[name], _IS in PRESETS[name] and _RS in PRESETS[name]
-    names = {"is_threshold" if both else "threshold": _IS, "rs_threshold": _RS}  # in verl's order
+def _preset_method(name: str) -> Function:
+    """Returns the class method that creates a preset."""
+    settings = PRESETS[name]
+    has_both = _IS_THRESHOLD in settings and _RS_THRESHOLD in settings
+    names = {
+        "is_threshold" if has_both else "threshold": _IS_THRESHOLD,
+        "rs_threshold": _RS_THRESHOLD,
+    }  # in verl's order
     arguments = {argument: key for argument, key in names.items() if key in settings}
-    arguments |= {_LOWER: _LOWER} if name.endswith("icepop") else {}
+    arguments |= {_LOWER_THRESHOLD: _LOWER_THRESHOLD} if name.endswith("icepop") else {}
 
-    def make(cls: type, *values: float | str, **keywords: float | str) -> RolloutCorrectionConfig:
+    def create(cls: type, *values: float | str, **keywords: float | str) -> RolloutCorrectionConfig:
         changes = dict(zip(arguments, values, strict=False)) | keywords
         if len(values) > len(arguments) or not changes.keys() <= arguments.keys():
-            near = [nearest(key, arguments) for key in keywords.keys() - arguments]
-            takes = ", ".join(arguments) or "no arguments"
-            raise TypeError(f"{name} takes {takes}.{did_you_mean(*near)}")
-        if _LOWER in arguments:
-            low, high = str(settings[_IS]).split("_")
-            changes = {"threshold": f"{changes.get(_LOWER, low)}_{changes.get('threshold', high)}"}
+            suggestions = [nearest(key, arguments) for key in keywords.keys() - arguments]
+            argument_names = ", ".join(arguments) or "no arguments"
+            raise TypeError(f"{name} takes {argument_names}.{did_you_mean(*suggestions)}")
+        if _LOWER_THRESHOLD in arguments:
+            low, high = str(settings[_IS_THRESHOLD]).split("_")
+            changes = {
+                "threshold": f"{changes.get(_LOWER_THRESHOLD, low)}_{changes.get('threshold', high)}"
+            }
         options = settings | {arguments[key]: value for key, value in changes.items()}
         correction: RolloutCorrectionConfig = cls(**options)
         return correction
 
-    make.__doc__ = f"The preset {name}; arguments: {', '.join(arguments) or 'none'}."
-    return make
+    create.__doc__ = f"The preset {name}; arguments: {', '.join(arguments) or 'none'}."
+    return create
 
 
 for _name in PRESETS:
-    setattr(RolloutCorrectionConfig, _name, classmethod(_preset(_name)))
+    setattr(RolloutCorrectionConfig, _name, classmethod(_preset_method(_name)))

@@ -1,4 +1,4 @@
-"""Applies settings to a tree: translates, resolves, types and checks them, with all problems in one error.
+"""Applies settings to a tree: translates, resolves, converts and checks them; one error has all problems.
 
 Each stage continues with the default if a value does not fit, so that one run reports every mistake.
 Later checks do not report a key that already has a problem.
@@ -14,8 +14,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hone.config import keys
-from hone.config.checks import find_idle, find_problems, settle
-from hone.config.convert import NoFit, Value, describe_type, fit, scalar, show_value, to_plain
+from hone.config.checks import adjust_values, find_problems, keys_without_effect
+from hone.config.convert import (
+    Config,
+    Hint,
+    NoFit,
+    Value,
+    describe_type,
+    fit,
+    parse_scalar,
+    show_value,
+    to_plain,
+)
 from hone.config.errors import ConfigError
 from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
@@ -23,17 +33,17 @@ from hone.config.states import new_name, rule_of, rules_of, topics, translate
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
 
-_SUGGESTED = re.compile(r"Did you mean '([^']+)'")
+_SUGGESTED_KEY = re.compile(r"Did you mean '([^']+)'")
 
-ExtraChecks = Callable[[Value, dict[str, str]], tuple[list[str], list[str]]]
-"""Takes a tree and the keys that were set, and returns problems and notes."""
+ExtraChecks = Callable[[Config, dict[str, str]], tuple[list[str], list[str]]]
+"""Takes a config and the origins of its requested keys, and returns problems and notes."""
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A checked tree, the origin of each value that was set, and the notes to print at start."""
+    """A checked config, the origin of each value that was set, and the notes to print at the start."""
 
-    config: Value
+    config: Config
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
     """One line per topic about keys that have no effect, or another effect, in this run."""
@@ -43,30 +53,31 @@ def compose_settings(
     schema: Tree, settings: Sequence[Setting], extra_checks: ExtraChecks | None = None
 ) -> Composed:
     """Applies settings to the schema's defaults and checks the result."""
-    run = _Composition(schema)
-    others = run.place(settings)
+    composition = _Composition(schema)
+    without_field = composition.write_settings(settings)
     try:
-        run.values = keys.resolve(run.values)
+        composition.values = keys.resolve(composition.values)
     except ConfigError as error:
-        raise ConfigError([*run.problems, *error.problems]) from None
-    run.judge(others)
-    config = run.typed()
-    requested = _requested(config, run.origins)
-    config, changes = settle(schema.name, config)
-    for key, value, sentence in changes:
-        if key in requested:
-            run.answer(key, value, sentence)
-    run.add_checks(find_problems(schema.name, config))
-    for key, why in find_idle(schema.name, config):
-        if key in requested:
-            run.answer(key, get(config, key), why)
-    notes: list[str] = []
+        raise ConfigError([*composition.problems, *error.problems]) from None
+    composition.check_keys_without_field(without_field)
+    config = composition.build_config()
+    requested_keys = _requested_keys(config, composition.origins)
+    config, previous_values = adjust_values(schema.name, config)
+    for key, value, sentence in previous_values:
+        if key in requested_keys:
+            composition.add_note(key, value, sentence)
+    composition.add_problems(find_problems(schema.name, config))
+    for key, why in keys_without_effect(schema.name, config):
+        if key in requested_keys:
+            composition.add_note(key, get(config, key), why)
+    extra_notes: list[str] = []
     if extra_checks is not None:
-        more_problems, notes = extra_checks(config, requested)
-        run.add_checks(more_problems)
-    if run.problems:
-        raise ConfigError(list(dict.fromkeys(run.problems)))
-    return Composed(config, run.origins, (*topics(run.answers), *dict.fromkeys(notes)))
+        extra_problems, extra_notes = extra_checks(config, requested_keys)
+        composition.add_problems(extra_problems)
+    if composition.problems:
+        raise ConfigError(list(dict.fromkeys(composition.problems)))
+    notes = (*topics(composition.notes), *dict.fromkeys(extra_notes))
+    return Composed(config, composition.origins, notes)
 
 
 class _Composition:
@@ -77,151 +88,158 @@ class _Composition:
         self.values: JsonObject = {key: leaf.default for key, leaf in leaves(self.root).items()}
         self.origins: dict[str, str] = {}
         self.problems: list[str] = []
-        self.broken: set[str] = set()
-        """Keys with a problem, replaced by their defaults."""
-        self.answers: list[tuple[str, str]] = []
-        """(key=value, sentence) for the notes."""
+        self.invalid_keys: set[str] = set()
+        """Keys whose value was invalid and replaced by the default."""
+        self.notes: list[tuple[str, str]] = []
+        """(key=value, sentence) of each note."""
 
-    def answer(self, key: str, value: Value, sentence: str) -> None:
-        self.answers.append((f"{key}={show_value(value)}", sentence))
+    def add_note(self, key: str, value: Value, sentence: str) -> None:
+        self.notes.append((f"{key}={show_value(value)}", sentence))
 
-    def add_checks(self, sentences: Iterable[str]) -> None:
-        """Adds problems between keys, except those that may be caused by a key replaced by its default."""
-        suggested = {word for problem in self.problems for word in _SUGGESTED.findall(problem)}
-        wrong = [f"{key}=" for key in self.broken | suggested]
-        self.problems += [s for s in sentences if not any(key in s for key in wrong)]
+    def add_problems(self, sentences: Iterable[str]) -> None:
+        """Adds problems between keys, except those that may be caused by a key with an earlier problem."""
+        suggested = {word for problem in self.problems for word in _SUGGESTED_KEY.findall(problem)}
+        ignored = [f"{key}=" for key in self.invalid_keys | suggested]
+        self.problems += [s for s in sentences if not any(key in s for key in ignored)]
 
-    def place(self, settings: Sequence[Setting]) -> dict[str, Setting]:
+    def write_settings(self, settings: Sequence[Setting]) -> dict[str, Setting]:
         """Writes the settings over the defaults, and returns those whose key has no field.
 
-        Those keys are added to the values too, also under their original names, for references to them.
+        The values of keys without a field are stored too, under old and new names, because other values
+        may refer to them.
         """
         root, tree = self.root, self.schema.name
-        others: dict[str, Setting] = {}
+        without_field: dict[str, Setting] = {}
         unknown = (s for s in settings if not s.delete and owner_of(root, s.key) is None)
         self.values |= {setting.key: setting.value for setting in unknown}
-        for written in translate(settings, self.problems, tree):
-            value = keys.rename_references(written.value, lambda key: new_name(key, tree))
-            setting = dataclasses.replace(written, value=value)
+        for translated in translate(settings, self.problems, tree):
+            value = keys.rename_references(translated.value, lambda key: new_name(key, tree))
+            setting = dataclasses.replace(translated, value=value)
             key, origin, owner = setting.key, setting.origin, owner_of(root, setting.key)
-            file, before = (o.split(", written ")[0] for o in (origin, self.origins.get(key, "")))
+            origins = (origin, self.origins.get(key, ""))
+            file, previous_file = (o.split(", written ")[0] for o in origins)
             if owner is None:
-                others[key] = setting
+                without_field[key] = setting
                 self.values[key] = value
-            elif value is None and file == before != COMMAND_LINE:
+            elif value is None and file == previous_file != COMMAND_LINE:
                 continue  # the same file already set the key under another name
             elif problem := self._write(owner, setting):
                 self.problems.append(f"{problem} ({origin})")
             else:
                 self.origins[key] = origin
-        referenced = {key for s in settings for key in keys.named_keys(s.value)}
+        referenced = {key for s in settings for key in keys.referenced_keys(s.value)}
         for key in referenced - {s.key for s in settings}:
             if owner_of(root, key) is None and (rule := rule_of(key, tree)):
-                self.values[key] = rule.usual
-        return others
+                self.values[key] = rule.reference_value
+        return without_field
 
     def _write(self, owner: str, setting: Setting) -> str | None:
         """Writes one setting to its leaf or block, and returns the problem, if any."""
-        value, inside = setting.value, setting.key[len(owner) + 1 :]
+        value, nested_key = setting.value, setting.key[len(owner) + 1 :]
         if owner in blocks(self.root):
-            sources = keys.named_keys(value)
-            if not sources and value is not None and value != {}:
+            referenced = keys.referenced_keys(value)
+            if not referenced and value is not None and value != {}:
                 choices = f"choose {', '.join(GROUPS[owner])}, or " if owner in GROUPS else ""
                 return f"{owner} is a block of keys; {choices}set the keys inside it"
             for key in leaves(self.root):  # a reference to another block is expanded key by key
-                other = sources[0] + key[len(owner) :] if sources else ""
-                if key.startswith(f"{owner}.") and other in self.values:
-                    self.values[key] = "${" + other + "}"
-        elif inside:
-            before = self.values[owner]
-            if before is not None and not isinstance(before, dict):
-                return f"{owner} is a value, it has no key '{inside.split('.')[0]}'"
-            self.values[owner] = _with(before, inside.split("."), setting)
+                source = referenced[0] + key[len(owner) :] if referenced else ""
+                if key.startswith(f"{owner}.") and source in self.values:
+                    self.values[key] = "${" + source + "}"
+        elif nested_key:
+            mapping = self.values[owner]
+            if mapping is not None and not isinstance(mapping, dict):
+                return f"{owner} is a value, it has no key '{nested_key.split('.')[0]}'"
+            self.values[owner] = _set_nested(mapping, nested_key.split("."), setting)
         elif setting.delete:
             return f"{owner} cannot be removed; give it a value or null"
         else:
             self.values[owner] = value
         return None
 
-    def judge(self, others: Mapping[str, Setting]) -> None:
-        """Reports for every key without a field whether it is neutral, refused, or unknown."""
+    def check_keys_without_field(self, settings: Mapping[str, Setting]) -> None:
+        """Adds a problem for each key that is unknown or refused, and a note for each neutral one."""
         refused: list[tuple[str, str]] = []
-        for key, setting in others.items():
+        for key, setting in settings.items():
             rule, value = rule_of(key, self.schema.name), self.values[key]
-            if rule is None and (sentence := keys.unknown_key(self.root, key, setting.added)):
+            if rule is None and (
+                sentence := keys.unknown_key_message(self.root, key, setting.added)
+            ):
                 self.problems.append(f"{sentence} ({setting.origin})")
             elif rule is None:
-                self.answer(key, value, "a key of your own; nothing here reads it")
-            elif rule.has(value):
+                self.add_note(key, value, "a key of your own; nothing here reads it")
+            elif rule.matches(value):
                 continue
             elif rule.state == "refused":
                 refused.append((f"{key}={show_value(value)}", f"{rule.why} ({setting.origin})"))
             else:
-                self.answer(key, value, rule.why)
+                self.add_note(key, value, rule.why)
         self.problems += topics(refused, " is refused", " are refused")
 
-    def typed(self) -> Value:
+    def build_config(self) -> Config:
         """Returns the frozen tree, with every leaf in its field's type and range.
 
         The default replaces a value that does not fit, and a null that the field does not accept. A key
         that merely follows such a value is not reported.
         """
-        typed: dict[str, Value] = {}
-        misfits: dict[str, str] = {}
-        outside: dict[str, str] = {}
+        converted: dict[str, Value] = {}
+        type_problems: dict[str, str] = {}
+        range_problems: dict[str, str] = {}
         for key, leaf in leaves(self.root).items():
             origin = self.origins.get(key, "default")
-            self.values[key] = value = self._replaced(key)
+            self.values[key] = value = self._replace_value(key)
             try:
-                typed[key] = value = fit(value, leaf.hint)
+                converted[key] = value = fit(value, leaf.hint)
             except NoFit:
-                what = key if value is None else f"{key}={show_value(value)}"
-                kind = "a truth value" if isinstance(value, bool) else describe_type(type(value))
-                expected = f"is {kind}; expected {describe_type(leaf.hint)}"
-                misfits[key] = f"{what} {expected} ({origin})"
+                subject = key if value is None else f"{key}={show_value(value)}"
+                given = "a truth value" if isinstance(value, bool) else describe_type(type(value))
+                expected = describe_type(leaf.hint)
+                type_problems[key] = f"{subject} is {given}; expected {expected} ({origin})"
                 continue
-            number = key in self.origins and isinstance(value, int | float)
-            if number and leaf.bounds is not None and not leaf.bounds.holds(value):
+            is_set_number = key in self.origins and isinstance(value, int | float)
+            if is_set_number and leaf.bounds is not None and not leaf.bounds.holds(value):
                 advice = f"is out of range; use {leaf.bounds}"
-                outside[key] = f"{key}={show_value(value)} {advice} ({origin})"
-        own = [text for key, text in misfits.items() if key in self.origins]
-        self.problems += [*(own or misfits.values()), *outside.values()]
-        self.broken = {*misfits, *outside}
-        return _built(self.root, typed | {key: _defaults(self.root)[key] for key in self.broken})
+                range_problems[key] = f"{key}={show_value(value)} {advice} ({origin})"
+        of_set_keys = [text for key, text in type_problems.items() if key in self.origins]
+        self.problems += [*(of_set_keys or type_problems.values()), *range_problems.values()]
+        self.invalid_keys = {*type_problems, *range_problems}
+        defaults = {key: _defaults(self.root)[key] for key in self.invalid_keys}
+        return _build_block(self.root, converted | defaults)
 
-    def _replaced(self, key: str) -> JsonValue:
-        """Returns the value of a leaf or its replacement from the table; a null in a file becomes the
+    def _replace_value(self, key: str) -> JsonValue:
+        """Returns the value of a leaf, or its replacement from `rules.txt`; a null in a file becomes the
         default if the field does not accept null."""
         leaf, value = leaves(self.root)[key], self.values[key]
         for rule in rules_of(key, "values"):
-            if rule.has(value):
+            if rule.matches(value):
                 if rule.why and key in self.origins:
-                    self.answer(key, value, rule.why)
-                value = scalar(rule.becomes)
+                    self.add_note(key, value, rule.why)
+                value = parse_scalar(rule.becomes)
                 break
-        takes_null = type(None) in typing.get_args(leaf.hint)
-        if value is None and self.origins.get(key) != COMMAND_LINE and not takes_null:
-            value = keys.value_in(leaf.default, self.values)
+        accepts_null = type(None) in typing.get_args(leaf.hint)
+        if value is None and self.origins.get(key) != COMMAND_LINE and not accepts_null:
+            value = keys.resolve_default(leaf.default, self.values)
             return to_plain(_defaults(self.root)[key]) if value is None else value
         return value
 
 
-def _with(node: JsonValue, names: Sequence[str], setting: Setting) -> JsonObject:
+def _set_nested(node: JsonValue, names: Sequence[str], setting: Setting) -> JsonObject:
     """Returns a copy of a mapping with a setting written at a nested key."""
     name, *rest = names
-    new = dict(node) if isinstance(node, dict) else {}
-    new[name] = _with(new.get(name), rest, setting) if rest else setting.value
+    copy = dict(node) if isinstance(node, dict) else {}
+    copy[name] = _set_nested(copy.get(name), rest, setting) if rest else setting.value
     if setting.delete and not rest:
-        del new[name]
-    return new
+        del copy[name]
+    return copy
 
 
-def _built(cls: Value, values: Mapping[str, Value], prefix: str = "") -> Value:
-    def inside(name: str, hint: Value) -> Value:
-        inner, key = block_type(hint), f"{prefix}{name}"
-        return values[key] if inner is None else _built(inner, values, key + ".")
+def _build_block(cls: Hint, values: Mapping[str, Value], prefix: str = "") -> Config:
+    """Creates a block, and the blocks inside it, from values by dotted key."""
 
-    return cls(**{name: inside(name, hint) for name, hint in hints(cls).items()})
+    def field_value(name: str, hint: Hint) -> Value:
+        block_class, key = block_type(hint), f"{prefix}{name}"
+        return values[key] if block_class is None else _build_block(block_class, values, key + ".")
+
+    return cls(**{name: field_value(name, hint) for name, hint in hints(cls).items()})
 
 
 @functools.cache
@@ -231,15 +249,15 @@ def _defaults(root: type) -> dict[str, Value]:
     return {key: fit(value, leaves(root)[key].hint) for key, value in values.items()}
 
 
-def _requested(config: Value, origins: Mapping[str, str]) -> dict[str, str]:
-    """Returns the keys that were set and their origins; a file's key counts only if it changes the value,
-    because the saved config of a run contains every default."""
+def _requested_keys(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
+    """Returns the keys that were set and their origins; a key from a file counts only if its value is not
+    the default, because the saved config of a run contains every default."""
     root: type = type(config)
     values = {key: to_plain(get(config, key)) for key in leaves(root)}
     requested: dict[str, str] = {}
     for key, origin in origins.items():
         leaf = leaves(root).get(owner_of(root, key) or "")
-        changed = leaf and values[leaf.key] != keys.value_in(leaf.default, values)
-        if leaf and (changed or origin.startswith(COMMAND_LINE)):
+        is_changed = leaf and values[leaf.key] != keys.resolve_default(leaf.default, values)
+        if leaf and (is_changed or origin.startswith(COMMAND_LINE)):
             requested[leaf.key] = origin
     return requested

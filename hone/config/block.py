@@ -21,12 +21,12 @@ B = TypeVar("B")
 
 
 def block(cls: type[B], **changes: Value) -> B:
-    """Declares a block or a dict inside a block; the docstring of a block is that of its class."""
+    """Declares a field that is a block or a dict; the docstring of a block is that of its class."""
     return dataclasses.field(default_factory=functools.partial(cls, **changes))
 
 
 def follows(key: str) -> Value:
-    """Declares a default that is the value of another key (an OmegaConf interpolation); `.key` is one of
+    """Declares a default that is the value of another key (an OmegaConf interpolation); `.key` is a key of
     the same block."""
     return "${" + key + "}"
 

@@ -13,20 +13,20 @@ from hone.config import config_to_dict
 from hone.config.apply import Composed, ExtraChecks, compose_settings
 from hone.config.convert import show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
-from hone.config.keys import blocks, fitting, get, leaves
+from hone.config.keys import blocks, get, keys_matching, leaves
 from hone.config.sources import read_config
-from hone.config.states import names, new_name, other_names, rules, rules_of, translate
+from hone.config.states import matches_pattern, new_name, other_names, rules, rules_of, translate
 from hone.config.trees import TREES, Tree
 
 _TREE_NAMES = "\0"
-"""Placeholder for the names of the trees that a text applies to."""
+"""Stands for the names of the trees to which a text applies."""
 
 
 def with_origins(composed: Composed, only_set: bool = False) -> str:
-    """Formats a configuration as YAML, with the origin of each value and the notes at the end."""
+    """Formats a configuration as YAML, with the origin of each value; the notes are at the end."""
     notes = [f"#   {note}" for note in composed.notes]
-    head = ["", "# set, but without effect here:"] if notes else []
-    return "\n".join([*_tree_lines(composed, only_set), *head, *notes]) + "\n"
+    heading = ["", "# set, but without effect here:"] if notes else []
+    return "\n".join([*_tree_lines(composed, only_set), *heading, *notes]) + "\n"
 
 
 def as_yaml(composed: Composed, block: str = "") -> str:
@@ -42,76 +42,88 @@ def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
     import yaml
 
     root: type = type(composed.config)
-    before: list[str] = []
+    previous_parents: list[str] = []
     for key, leaf in leaves(root).items():
         origin = composed.origins.get(key)
         if origin is None and any(k.startswith(key + ".") for k in composed.origins):
             origin = "partly set"
         if only_set and origin is None:
             continue
-        *way, name = key.split(".")
-        for depth, part in enumerate(way):
-            if way[: depth + 1] != before[: depth + 1]:
-                yield f"{'  ' * depth}{part}:"
-        before = way
+        *parents, name = key.split(".")
+        for depth, parent in enumerate(parents):
+            if parents[: depth + 1] != previous_parents[: depth + 1]:
+                yield f"{'  ' * depth}{parent}:"
+        previous_parents = parents
         value = to_plain(get(composed.config, key))
-        written = json.dumps(value) if isinstance(value, str | dict | list) else show_value(value)
+        value_text = (
+            json.dumps(value) if isinstance(value, str | dict | list) else show_value(value)
+        )
         if isinstance(value, str) and "\n" not in value:
-            written = yaml.safe_dump(value, width=1000, allow_unicode=True).splitlines()[0]
-        text = f"{'  ' * len(way)}{name}: {written}"
-        by_default = f"follows {leaf.followed}" if leaf.followed else "default"
-        yield f"{text:<52}  # {origin or by_default}"
+            value_text = yaml.safe_dump(value, width=1000, allow_unicode=True).splitlines()[0]
+        text = f"{'  ' * len(parents)}{name}: {value_text}"
+        default_origin = f"follows {leaf.followed_key}" if leaf.followed_key else "default"
+        yield f"{text:<52}  # {origin or default_origin}"
 
 
 def explain(key: str, tree: str | None = None) -> str:
-    """Describes a key (effect, values, default) in one tree or in all; also handles old names, blocks
-    and misspelled keys."""
+    """Describes a key (effect, values, default) in one tree or in all trees; the key may also be an old
+    name, a block or misspelled."""
     trees = list(TREES.values()) if tree is None else [TREES[tree]]
-    by_text: dict[str, list[str]] = {}
-    for owner in trees:
-        if text := _explain_known(key, owner):
-            by_text.setdefault(text, []).append(owner.name)
-    if by_text:
-        texts = (text.replace(_TREE_NAMES, ", ".join(n)) for text, n in by_text.items())
+    trees_by_text: dict[str, list[str]] = {}
+    for candidate in trees:
+        if text := _explain_known(key, candidate):
+            trees_by_text.setdefault(text, []).append(candidate.name)
+    if trees_by_text:
+        texts = (text.replace(_TREE_NAMES, ", ".join(n)) for text, n in trees_by_text.items())
         return "\n".join(texts)
-    table = key.rpartition(".")[0]  # a user-defined name inside a mapping
+    mapping = key.rpartition(".")[0]  # the last name may be a user's own, inside a mapping
     if any(
-        isinstance(leaves(t.root)[table].default, dict) for t in trees if table in leaves(t.root)
+        isinstance(leaves(t.root)[mapping].default, dict)
+        for t in trees
+        if mapping in leaves(t.root)
     ):
-        return explain(table, tree)
+        return explain(mapping, tree)
     for name in (t.name for t in trees):
         new = other_names(name).get(key) or new_name(key, name)
         if new != key:
-            leaf = any(new in leaves(t.root) for t in trees)
-            return f"{key} is another name: {new}\n" + (f"\n{explain(new, tree)}" if leaf else "")
+            is_leaf = any(new in leaves(t.root) for t in trees)
+            explanation = f"\n{explain(new, tree)}" if is_leaf else ""
+            return f"{key} is another name: {new}\n{explanation}"
     for rule in rules("refused", "neutral"):
-        mine = rule.tree == tree or (tree is None and not rule.pattern.endswith("**"))
-        if (rule.tree == "*" or mine) and names(rule.pattern, key):
-            silent = "" if "any" in rule.values else ", ".join(map(show_value, rule.values))
-            values = f" with other values than {silent}" if silent else ""
+        is_of_tree = rule.tree == tree or (tree is None and not rule.pattern.endswith("**"))
+        if (rule.tree == "*" or is_of_tree) and matches_pattern(rule.pattern, key):
+            exceptions = "" if "any" in rule.values else ", ".join(map(show_value, rule.values))
+            values = f" with other values than {exceptions}" if exceptions else ""
             return f"{key}: {rule.state}{values}\n  {rule.why}\n"
     where = f" in {tree}" if tree else ""
-    every = list(dict.fromkeys(name for owner in trees for name in leaves(owner.root)))
-    if same := [name for name in every if name.rpartition(".")[2] == key]:
-        return "\n  ".join([f"{len(same)} keys end in '{key}'{where}:", *same]) + "\n"
-    hint = did_you_mean(*(fitting(key, every) or [nearest(key, every) or ""]))
+    all_keys = list(dict.fromkeys(name for t in trees for name in leaves(t.root)))
+    if matches := [name for name in all_keys if name.rpartition(".")[2] == key]:
+        return "\n  ".join([f"{len(matches)} keys end in '{key}'{where}:", *matches]) + "\n"
+    hint = did_you_mean(*(keys_matching(key, all_keys) or [nearest(key, all_keys) or ""]))
     raise ConfigError(f"there is no key '{key}'{where}.{hint}")
 
 
 def _explain_known(key: str, tree: Tree) -> str | None:
-    """Returns the text about a leaf or a block of a tree."""
-    every = leaves(tree.root)
-    if leaf := every.get(key):
+    """Returns the text about a leaf or a block of a tree, or None if the tree has no such key."""
+    tree_leaves = leaves(tree.root)
+    if leaf := tree_leaves.get(key):
         lines = [key, f"  {leaf.doc}", ""]
-        lines += [f"  takes    {leaf.takes}", f"  default  {leaf.default_in_words}"]
-        replaced = rules_of(key, "values")
-        lines += [f"           {show_value(list(r.values))} becomes {r.becomes}" for r in replaced]
-        if old := [old for old, new in other_names(tree.name).items() if new == key]:
-            lines.append(f"  also     {', '.join(old)}")
+        lines += [f"  takes    {leaf.accepted_values}", f"  default  {leaf.default_in_words}"]
+        value_rules = rules_of(key, "values")
+        lines += [
+            f"           {show_value(list(rule.values))} becomes {rule.becomes}"
+            for rule in value_rules
+        ]
+        if old_names := [old for old, new in other_names(tree.name).items() if new == key]:
+            lines.append(f"  also     {', '.join(old_names)}")
         return "\n".join([*lines, f"  tree     {_TREE_NAMES}"]) + "\n"
     if not key or key not in blocks(tree.root):
         return None
-    inside = {name[len(key) + 1 :]: every[name] for name in every if name.startswith(key + ".")}
+    inside = {
+        name[len(key) + 1 :]: tree_leaves[name]
+        for name in tree_leaves
+        if name.startswith(key + ".")
+    }
     width = max(map(len, inside))
     lines = [f"{key}: a block of {_TREE_NAMES}", f"  {blocks(tree.root)[key].__doc__}", ""]
     lines += [f"  {name:<{width}}  {leaf.default_in_words}" for name, leaf in inside.items()]
@@ -119,10 +131,10 @@ def _explain_known(key: str, tree: Tree) -> str | None:
 
 
 def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[int, str]:
-    """Composes a YAML file and returns (0, what it sets) or (1, every problem)."""
+    """Composes a YAML file and returns (0, a summary with notes) or (1, every problem)."""
     file = Path(path).expanduser()
 
-    def known_keys(tree: Tree) -> int:
+    def num_known_keys(tree: Tree) -> int:
         return sum(s.key in leaves(tree.root) for s in translate(settings, [], tree.name))
 
     if file.suffix not in (".yaml", ".yml"):
@@ -131,8 +143,8 @@ def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[in
         schema, settings = read_config(file.stem, [file.parent], [])
         if not file.is_file():
             return 1, f"there is no file {file}\n"
-        # Otherwise the tree with most of the keys; `ppo_trainer` in a tie.
-        tree = TREES[schema] if schema in TREES else max(TREES.values(), key=known_keys)
+        # Without a named tree, it is the one that has most of the keys; `ppo_trainer` in a tie.
+        tree = TREES[schema] if schema in TREES else max(TREES.values(), key=num_known_keys)
         composed = compose_settings(tree, settings, extra_checks)
     except ConfigError as error:
         lines = [f"{file}: {len(error.problems)} problem(s)", *(f"- {p}" for p in error.problems)]

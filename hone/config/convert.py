@@ -1,6 +1,7 @@
 """Converts values to type hints, formats values and hints as text, and reads the table of rules.
 
-OmegaConf's structured configs support no union of a list and a string, and do not report origins.
+OmegaConf's structured configs are not used: they support no union of a list and a string, and do not
+report origins.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ Hint: TypeAlias = Any
 """A type hint: a class, a union, a literal or a generic."""
 Value: TypeAlias = Any
 """The value of a key, in its field's type."""
+Config: TypeAlias = Any
+"""A config tree or a block of one; the class depends on the tree."""
 
-_WORDS: dict[Hint, str] = {
+_TYPE_WORDS: dict[Hint, str] = {
     type(None): "null",
     bool: "true or false",
     int: "an integer",
@@ -31,11 +34,11 @@ _WORDS: dict[Hint, str] = {
     **dict.fromkeys((list, tuple), "a list"),
     **dict.fromkeys((dict, Mapping), "a mapping"),
 }
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True}
-_TRUTH |= {"false": False, "no": False, "off": False, "0": False}
+_BOOLEAN_WORDS = {"true": True, "yes": True, "on": True, "1": True}
+_BOOLEAN_WORDS |= {"false": False, "no": False, "off": False, "0": False}
 _CONSTANTS = {"true": True, "false": False, "null": None, '""': ""}
-_EACH = re.compile(r"<([\w.,:*]+)>")
-_ACCEPTED = {int: (int, str), float: (int, float, str), str: (int, float, str)}
+_ALTERNATIVES = re.compile(r"<([\w.,:*]+)>")
+_CONVERTIBLE_TYPES = {int: (int, str), float: (int, float, str), str: (int, float, str)}
 
 
 class NoFit(Exception):
@@ -51,8 +54,8 @@ def describe_type(hint: Hint) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, members))
     if origin is tuple:
-        return f"a list of {_WORDS[members[0]].split()[1]}s"
-    return _WORDS.get(origin or hint, "any value")
+        return f"a list of {_TYPE_WORDS[members[0]].split()[1]}s"
+    return _TYPE_WORDS.get(origin or hint, "any value")
 
 
 def fit(value: Value, hint: Hint) -> Value:
@@ -62,9 +65,12 @@ def fit(value: Value, hint: Hint) -> Value:
     if hint is Any or type(value) is hint:
         return value
     if origin in (Union, types.UnionType):
-        # The value's own type is tried first; for an integer, float comes before string.
-        exact = (type(value), float) if type(value) is int else (type(value),)
-        for member in [*(kind for kind in exact if kind in members), *members]:
+        # The type of the value is tried first; for an integer, float is tried before string.
+        preferred_types = (type(value), float) if type(value) is int else (type(value),)
+        for member in [
+            *(member_type for member_type in preferred_types if member_type in members),
+            *members,
+        ]:
             with contextlib.suppress(NoFit):
                 return fit(value, member)
     elif origin is Literal and any(same(value, choice) for choice in members):
@@ -72,11 +78,11 @@ def fit(value: Value, hint: Hint) -> Value:
     elif origin is tuple and None not in (items := _items(value)):
         return tuple(fit(item, members[0]) for item in items)
     elif origin in (dict, Mapping) and isinstance(value, Mapping):
-        kind = members[1] if members and members[1] in (int, float, str) else Any
-        return {name: fit(item, kind) for name, item in value.items()}
-    elif hint is bool and isinstance(value, str) and value.lower() in _TRUTH:
-        return _TRUTH[value.lower()]
-    elif not isinstance(value, bool) and isinstance(value, _ACCEPTED.get(hint, ())):
+        member_type = members[1] if members and members[1] in (int, float, str) else Any
+        return {name: fit(item, member_type) for name, item in value.items()}
+    elif hint is bool and isinstance(value, str) and value.lower() in _BOOLEAN_WORDS:
+        return _BOOLEAN_WORDS[value.lower()]
+    elif not isinstance(value, bool) and isinstance(value, _CONVERTIBLE_TYPES.get(hint, ())):
         with contextlib.suppress(ValueError):
             return hint(value)
     raise NoFit
@@ -88,7 +94,7 @@ def same(value: Value, other: Value) -> bool:
 
 
 def _items(value: Value) -> list[Value] | tuple[Value, ...]:
-    """Converts to a list: a list unchanged, a string such as `'["a"]'` parsed, another value wrapped."""
+    """Returns a list unchanged, parses a string such as `'["a"]'`, and wraps any other value in a list."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
@@ -98,7 +104,7 @@ def _items(value: Value) -> list[Value] | tuple[Value, ...]:
 
 
 def show_value(value: Value) -> str:
-    """Formats a value as on the command line."""
+    """Formats a value as a user writes it on the command line."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list | tuple):
@@ -114,26 +120,26 @@ def show_value(value: Value) -> str:
 
 def to_plain(value: Value) -> Value:
     """Converts a tree of blocks to nested dicts and lists for YAML or JSON."""
-    if isinstance(value, Mapping):  # a block is one
+    if isinstance(value, Mapping):  # a block is a mapping
         return {k: to_plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(v) for v in value]
     return value
 
 
-def scalar(text: str) -> JsonValue:
-    """Parses a value of a table."""
-    for kind in (int, float):
+def parse_scalar(text: str) -> JsonValue:
+    """Parses a value of `rules.txt`."""
+    for member_type in (int, float):
         try:
-            return kind(text)
+            return member_type(text)
         except ValueError:
             continue
-    return list(scalars(text[1:-1])) if text.startswith("[") else _CONSTANTS.get(text, text)
+    return list(parse_scalars(text[1:-1])) if text.startswith("[") else _CONSTANTS.get(text, text)
 
 
-def scalars(text: str) -> tuple[JsonValue, ...]:
+def parse_scalars(text: str) -> tuple[JsonValue, ...]:
     """Parses comma-separated values."""
-    return tuple(scalar(word.strip()) for word in text.split(",") if word.strip())
+    return tuple(parse_scalar(word.strip()) for word in text.split(",") if word.strip())
 
 
 @functools.cache
@@ -144,12 +150,18 @@ def read_table() -> dict[str, list[list[str]]]:
         if line.startswith("["):
             rows = sections.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
-            each = _EACH.search(line) or ("<>", "<>")  # a row per word of `<a,b>`, also for `<>`
-            lines = (line.replace(each[0], word).replace("<>", word) for word in each[1].split(","))
+            alternatives = _ALTERNATIVES.search(line) or (
+                "<>",
+                "<>",
+            )  # one row per word of `<a,b>`, which also replaces `<>`
+            lines = (
+                line.replace(alternatives[0], word).replace("<>", word)
+                for word in alternatives[1].split(",")
+            )
             rows += ([cell.strip() for cell in re.split(r" \|(?= |$)", text)] for text in lines)
     return sections
 
 
-def pairs(text: str) -> dict[str, JsonValue]:
-    """Parses `key=value` words of a table."""
-    return {key: scalar(value) for key, _, value in (w.partition("=") for w in text.split())}
+def parse_pairs(text: str) -> dict[str, JsonValue]:
+    """Parses space-separated `key=value` words of `rules.txt`."""
+    return {key: parse_scalar(value) for key, _, value in (w.partition("=") for w in text.split())}

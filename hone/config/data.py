@@ -10,7 +10,7 @@ from hone.types import Settings
 
 
 class CustomClassConfig(SchemaBlock):
-    """A custom class, in a file or module."""
+    """A custom class in a file or module."""
 
     path: str | None = None
     """File or module that holds the class, or `file.py:Class`; null uses the built-in one."""
@@ -54,12 +54,12 @@ class RowsConfig(SchemaBlock):
 
 
 class DataConfig(RowsConfig):
-    """Prompts."""
+    """Prompts to train and validate on."""
 
     dataset_weights: tuple[float, ...] | None = None
     """Share of each training file in a batch, in the order of `train_files`; null mixes by size."""
     reward_fn_key: str = "data_source"
-    """Column that chooses the score function."""
+    """Column whose value selects the score function."""
     max_prompt_length: Count = 512
     """Maximum prompt length in tokens."""
     max_response_length: Count = 512
@@ -104,5 +104,5 @@ class DataConfig(RowsConfig):
     @property
     def prompts_per_generation(self) -> int:
         """Prompts in one generation round."""
-        oversampled = int(self.train_batch_size * self.oversample_factor)
-        return self.gen_batch_size or oversampled
+        oversampled_prompts = int(self.train_batch_size * self.oversample_factor)
+        return self.gen_batch_size or oversampled_prompts

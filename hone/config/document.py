@@ -1,7 +1,7 @@
 """Writes docs/config.md from the schema: `python -m hone.config.document > docs/config.md`.
 
 `python -m hone.config.document rollout > hone/trainer/config/rollout/rollout.yaml` writes verl's file.
-One table per block with the keys that work; an appendix with the neutral and refused keys and other names.
+The page has one table of working keys per block, and an appendix of neutral, refused and other keys.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from hone.config.keys import blocks, leaves
 from hone.config.states import Rule, other_names, rules
 from hone.config.trees import TREES, Tree
 
-_START = """# Configuration
+_INTRODUCTION = """# Configuration
 
 Generated from `hone/config` by `python -m hone.config.document`; do not edit.
 
-These keys work. The [appendix](#other-keys-and-values) lists the keys of verl that are neutral (a
-run says in one line per topic what it does instead) or refused with a sentence.
-`hone config explain KEY` explains any of them (`--tree NAME` in one tree), `hone config show`
-prints a resolved tree with origins, `hone config check FILE` every problem of a YAML file.
+The tables list the working keys. The [appendix](#other-keys-and-values) lists the keys of verl that are
+neutral (the run prints a note about what it does instead) or refused (the run stops with a message).
+`hone config explain KEY` explains any key (`--tree NAME`: in one tree), `hone config show` prints a
+resolved tree with the origin of each value, and `hone config check FILE` prints every problem of a YAML
+file.
 """
 _APPENDIX = """## Other keys and values
 
-`*` stands for one name, `**` for any number. A neutral key runs with every value, and is noted
-where the value is not one of those named (`off`: null, false, 0, empty); a refused key stops
-the run there. Of other names, `where KEY` means that it was set, `!KEY` that it was not, and `=*`
-takes the value that was written.
+`*` stands for one name, `**` for any number of names. The first table lists, for each key, the values that
+need no message (`off` is null, false, 0 or empty). With any other value, a neutral key prints a note, and a
+refused key stops the run. In the last table, `where KEY` means that the key is set, `!KEY` that it is not
+set, and `=*` that the new key gets the value that was written.
 """
 
 
@@ -42,14 +43,23 @@ def rollout_yaml() -> str:
 def document() -> str:
     """Returns the whole page."""
     trees = TREES.values()
-    counts = ((f"[`{t.name}`](#{t.name})", str(len(leaves(t.root))), t.purpose) for t in trees)
-    parts = [_START, _table("tree | keys | for", counts), *map(_tree, trees), _APPENDIX]
-    states = ((_key(r), r.state, _values(r), r.why) for r in rules("refused", "neutral"))
-    parts += [_table("key | state | values without a word | why, or what to use", states)]
-    replaced = ((_key(r), _values(r), f"`{r.becomes}`", r.why) for r in rules("values"))
-    parts += [_table("key | written | becomes | note", replaced)]
-    names = ((name, f"`{old}`", new) for name in TREES for old, new in other_names(name).items())
-    return "\n".join([*parts, _table("tree | written | means", names)])
+    tree_rows = ((f"[`{t.name}`](#{t.name})", str(len(leaves(t.root))), t.purpose) for t in trees)
+    parts = [
+        _INTRODUCTION,
+        _table("tree | keys | for", tree_rows),
+        *map(_tree_section, trees),
+        _APPENDIX,
+    ]
+    rule_rows = (
+        (_rule_key(r), r.state, _rule_values(r), r.why) for r in rules("refused", "neutral")
+    )
+    parts += [_table("key | state | values without a message | why, or what to use", rule_rows)]
+    value_rows = ((_rule_key(r), _rule_values(r), f"`{r.becomes}`", r.why) for r in rules("values"))
+    parts += [_table("key | written | becomes | note", value_rows)]
+    name_rows = (
+        (name, f"`{old}`", new) for name in TREES for old, new in other_names(name).items()
+    )
+    return "\n".join([*parts, _table("tree | written | means", name_rows)])
 
 
 def _table(heading: str, rows: Iterable[tuple[str, ...]]) -> str:
@@ -61,12 +71,12 @@ def _table(heading: str, rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tree(tree: Tree) -> str:
+def _tree_section(tree: Tree) -> str:
     parts = [f"## {tree.name}\n\n{tree.purpose[0].upper()}{tree.purpose[1:]}.\n"]
     by_block: dict[str, list[tuple[str, ...]]] = {}
     for leaf in leaves(tree.root).values():
         block, _, name = leaf.key.rpartition(".")
-        row = (f"`{name}`", leaf.takes, f"`{leaf.default_in_words}`", leaf.doc)
+        row = (f"`{name}`", leaf.accepted_values, f"`{leaf.default_in_words}`", leaf.doc)
         by_block.setdefault(block, []).append(row)
     for block, rows in by_block.items():
         doc = f"\n{blocks(tree.root)[block].__doc__}\n" if block else ""
@@ -75,11 +85,11 @@ def _tree(tree: Tree) -> str:
     return "\n".join(parts)
 
 
-def _key(rule: Rule) -> str:
+def _rule_key(rule: Rule) -> str:
     return ("" if rule.tree == "*" else f"{rule.tree}: ") + f"`{rule.pattern}`"
 
 
-def _values(rule: Rule) -> str:
+def _rule_values(rule: Rule) -> str:
     return ", ".join(f"`{show_value(value)}`" for value in rule.values if value != "any")
 
 

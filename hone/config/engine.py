@@ -10,18 +10,21 @@ from hone.types import Settings
 
 SeqMean = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LossAggMode = Literal["token-mean", SeqMean, "token-sum"]
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+ACTOR_KEY, MODEL_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 ULYSSES_SIZE_KEY = "fsdp_config.ulysses_sequence_parallel_size"
-_SPLITS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-MEGATRON_PARALLEL_KEYS = ("sequence_parallel", *(f"{name}_parallel_size" for name in _SPLITS))
-"""The layout of a model under Megatron."""
+_PARALLEL_DIMENSIONS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+MEGATRON_PARALLEL_KEYS = (
+    "sequence_parallel",
+    *(f"{name}_parallel_size" for name in _PARALLEL_DIMENSIONS),
+)
+"""The keys of the parallel layout of a model under Megatron."""
 
 B = TypeVar("B")
 
 
 def block_following_actor(cls: type[B], name: str, *keys: str) -> B:
-    """Declares a block with keys that follow those of the actor's block of that name."""
-    return block(cls, **{key: follows(f"{ACTOR}.{name}.{key}") for key in keys})
+    """Declares a block whose `keys` follow the actor's block of that name."""
+    return block(cls, **{key: follows(f"{ACTOR_KEY}.{name}.{key}") for key in keys})
 
 
 class OptimConfig(SchemaBlock):
@@ -80,7 +83,7 @@ class FSDPConfig(SchemaBlock):
     use_torch_compile: bool = False
     """Compile each decoder block with torch.compile."""
     ulysses_sequence_parallel_size: Count = 1
-    """Ranks that split each sequence (Ulysses); if above 1, the role's key of the same name overrides it."""
+    """Ranks that split each sequence (Ulysses); the role's key of the same name overrides it if above 1."""
     tensor_parallel_size: Count = 1
     """Ranks that split the matrices of each layer; FSDP2 shards over the other ranks."""
 
@@ -91,13 +94,13 @@ class MegatronConfig(SchemaBlock):
     tensor_model_parallel_size: Count = 1
     """Ranks that split the matrices of each layer."""
     pipeline_model_parallel_size: Count = 1
-    """Stages of the pipeline; each holds as many layers as the others."""
+    """Stages of the pipeline; all stages have the same number of layers."""
     expert_model_parallel_size: Count = 1
-    """Ranks that split the experts of a layer, whole experts each; no effect on a model without experts."""
+    """Ranks over which the experts of a layer are distributed; no effect on a model without experts."""
     expert_tensor_parallel_size: Count | None = None
     """Ranks that split the matrices of each expert; null is tensor_model_parallel_size."""
     sequence_parallel: bool = True
-    """Split norms and residuals over the tensor-parallel ranks; no effect on one."""
+    """Split norms and residuals over the tensor-parallel ranks; no effect without tensor parallel."""
     override_transformer_config: Settings = block(dict)
     """Fields of megatron-core's TransformerConfig, such as recompute_granularity."""
 
@@ -142,10 +145,10 @@ class CheckpointConfig(SchemaBlock):
 
 
 class ProfilerConfig(SchemaBlock):
-    """The ranks of a role that are recorded in `global_profiler.steps`."""
+    """The ranks of a role that are recorded in the steps of `global_profiler.steps`."""
 
     enable: bool | None = None
-    """Record the role; null records it unless another role is true."""
+    """Record the role; null records it unless `enable` is true for another role."""
     all_ranks: bool = False
     """Record every rank."""
     ranks: tuple[int, ...] = ()
@@ -153,19 +156,19 @@ class ProfilerConfig(SchemaBlock):
 
 
 def sequence_parallel(role: SchemaBlock, sharding: FSDPConfig) -> int:
-    """Returns the role's ulysses_sequence_parallel_size if above 1, else that of its sharding block."""
+    """Returns the role's ulysses_sequence_parallel_size if it is above 1, else that of `sharding`."""
     size: int = role["ulysses_sequence_parallel_size"]
     return size if size > 1 else sharding.ulysses_sequence_parallel_size
 
 
 class MicroBatches(SchemaBlock):
-    """A pass that splits a batch into micro-batches."""
+    """Settings of a pass that splits a batch into micro-batches."""
 
-    def sequences_per_micro_batch(self, ranks: int, kind: str = "") -> int | None:
-        """Returns the sequences in one forward on one rank; None if the token budget applies. `kind` is
-        the prefix of the keys: ppo_, forward_, log_prob_."""
-        by_tokens = self.get(f"{kind}use_dynamic_bsz", self.get("use_dynamic_bsz"))
-        size, total = self[f"{kind}micro_batch_size_per_gpu"], self[f"{kind}micro_batch_size"]
+    def sequences_per_micro_batch(self, ranks: int, prefix: str = "") -> int | None:
+        """Returns the sequences in one forward on one rank; None if the token budget applies. `prefix` is
+        the start of the keys: ppo_, forward_ or log_prob_."""
+        by_tokens = self.get(f"{prefix}use_dynamic_bsz", self.get("use_dynamic_bsz"))
+        size, total = self[f"{prefix}micro_batch_size_per_gpu"], self[f"{prefix}micro_batch_size"]
         if size is None and total is not None:
             size = max(1, total // ranks)
         return None if by_tokens else size
@@ -175,7 +178,7 @@ class UpdateConfig(MicroBatches):
     """Settings shared by the updates of policy and critic."""
 
     strategy: str = "fsdp2"
-    """Training engine: fsdp or fsdp2 (both are FSDP2 beyond one rank), megatron, or pkg.mod:Class."""
+    """Training engine: fsdp or fsdp2 (both use FSDP2 on several ranks), megatron, or pkg.mod:Class."""
     rollout_n: int = follows("actor_rollout_ref.rollout.n")
     """Responses per prompt; follows the rollout."""
     ppo_mini_batch_size: Count = at_most(256, "data.train_batch_size")
@@ -193,7 +196,7 @@ class UpdateConfig(MicroBatches):
     shuffle: bool = False
     """Shuffle the rows of a batch before splitting it into mini-batches."""
     data_loader_seed: int = 42
-    """Seed of that shuffle."""
+    """Seed of `shuffle`."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How per-token losses are aggregated."""
     loss_scale_factor: Positive | None = None
@@ -217,7 +220,7 @@ class LogProbConfig(MicroBatches):
     """Log-probs: sequences in one forward over all ranks; prefer `log_prob_micro_batch_size_per_gpu`."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
     """Log-probs: sequences in one forward on one rank; null forms micro-batches by token budget."""
-    log_prob_use_dynamic_bsz: bool = follows(f"{ACTOR}.use_dynamic_bsz")
+    log_prob_use_dynamic_bsz: bool = follows(f"{ACTOR_KEY}.use_dynamic_bsz")
     """Log-probs: form micro-batches by token budget; follows the actor."""
-    log_prob_max_token_len_per_gpu: Count = follows(f"{ACTOR}.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: Count = follows(f"{ACTOR_KEY}.ppo_max_token_len_per_gpu")
     """Log-probs: token budget of one forward on one rank; follows the actor."""

@@ -1,4 +1,4 @@
-"""ConfigError, which states the key, its value and origin, and a value that works; suggestions for it."""
+"""ConfigError, whose messages state a key, its value and origin, and a value that works; suggestions."""
 
 from __future__ import annotations
 

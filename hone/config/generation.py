@@ -46,10 +46,10 @@ class GenerationRolloutConfig(RolloutEngineConfig):
 
 
 class GenerationSearchConfig(SearchServiceConfig):
-    """Searches between the turns of a response, as with `search_agent` in training."""
+    """Search between the turns of a response, as with `search_agent` in training."""
 
     url: str | None = None
-    """Retrieval service, also set by `--search URL`; null generates a single turn."""
+    """URL of the retrieval service, also set by `--search URL`; null generates a single turn."""
     max_turns: Count = 10
     """Maximum searches per response, followed by one turn without search."""
     max_obs_length: Count = 512
@@ -73,7 +73,7 @@ class EvaluationDataConfig(SchemaBlock):
     response_key: str = "responses"
     """Column of the responses, one list per row."""
     data_source_key: str = "data_source"
-    """Column that chooses the score function."""
+    """Column whose value selects the score function."""
     reward_model_key: str = "reward_model"
     """Column with the ground truth."""
 
@@ -90,7 +90,7 @@ class EvaluationMetricsConfig(SchemaBlock):
     bootstrap_samples: Count = 1000
     """Bootstrap samples for the confidence intervals."""
     seed: int = 1
-    """Seed of the resampling."""
+    """Seed of the bootstrap."""
 
 
 class EvaluationOutputConfig(SchemaBlock):

@@ -1,7 +1,7 @@
-"""The keys of a tree: one record per leaf, with its type, default, range and docstring.
+"""The keys of a tree: one `Leaf` per key, with its type, default, range and docstring.
 
-Also resolves `${a.b}` references and suggests keys for unknown ones. The schema has dozens of simple
-references; resolving them here instead of with OmegaConf makes loading ten times faster.
+This module also resolves `${a.b}` references and suggests known keys for unknown ones. The schema has
+dozens of simple references; resolving them here instead of with OmegaConf makes loading ten times faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from hone.config.block import Block
-from hone.config.convert import Hint, Value, describe_type, show_value, to_plain
+from hone.config.convert import Config, Hint, Value, describe_type, show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.ranges import Range
 from hone.types import Fields, JsonObject, JsonValue, Settings
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Block)
 T = TypeVar("T")
 
-PLAIN = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-BOUND = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
+PLAIN_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+BOUND_REFERENCE = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
 _REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
-_DEEPEST = 20
-"""Maximum depth of nested references; a longer chain is treated as a cycle."""
+_MAX_REFERENCE_CHAIN = 20
+"""Maximum length of a chain of references; a longer chain is treated as a cycle."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,22 @@ class Leaf:
     doc: str
 
     @property
-    def takes(self) -> str:
-        """Describes in words the values that the key accepts."""
+    def accepted_values(self) -> str:
+        """The values that the key accepts, in words."""
         return describe_type(self.hint) + (f" ({self.bounds})" if self.bounds else "")
 
     @property
-    def followed(self) -> str | None:
+    def followed_key(self) -> str | None:
         """The key whose value is the default, or None."""
-        match = PLAIN.fullmatch(self.default) if isinstance(self.default, str) else None
+        match = PLAIN_REFERENCE.fullmatch(self.default) if isinstance(self.default, str) else None
         return match and match[1]
 
     @property
     def default_in_words(self) -> str:
-        """Describes the default: the value, the key it follows, or the limit."""
-        if self.followed:
-            return f"follows {self.followed}"
-        if bound := BOUND.fullmatch(str(self.default)):
+        """The default, in words: the value, the key that it follows, or the smaller of two."""
+        if self.followed_key:
+            return f"follows {self.followed_key}"
+        if bound := BOUND_REFERENCE.fullmatch(str(self.default)):
             return f"{bound[1]}, or {bound[2]} where that is smaller"
         return show_value(self.default)
 
@@ -77,14 +77,14 @@ def leaves(root: type) -> dict[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(root, root(), "")}
 
 
-def _walk(cls: type, instance: Value, prefix: str) -> Iterator[Leaf]:
-    extras = typing.get_type_hints(cls, include_extras=True)
+def _walk(cls: type, instance: Config, prefix: str) -> Iterator[Leaf]:
+    annotated_hints = typing.get_type_hints(cls, include_extras=True)
     for name, hint in hints(cls).items():
-        key, value, inner = f"{prefix}{name}", getattr(instance, name), block_type(hint)
-        if inner is not None:
-            yield from _walk(inner, value, key + ".")
+        key, value, block_class = f"{prefix}{name}", getattr(instance, name), block_type(hint)
+        if block_class is not None:
+            yield from _walk(block_class, value, key + ".")
             continue
-        parts = (extras[name], *typing.get_args(extras[name]))
+        parts = (annotated_hints[name], *typing.get_args(annotated_hints[name]))
         bounds = next((b for part in parts for b in getattr(part, "__metadata__", ())), None)
         default = to_plain(value)
         if isinstance(default, str) and default.startswith("${."):  # relative to this block
@@ -97,16 +97,18 @@ def blocks(root: type) -> dict[str, type]:
     """Returns the class of every block of a tree by its dotted key; the root's key is empty."""
     classes = {"": root}
     for name, hint in hints(root).items():
-        if inner := block_type(hint):
-            classes |= {f"{name}.{key}".rstrip("."): cls for key, cls in blocks(inner).items()}
+        if block_class := block_type(hint):
+            classes |= {
+                f"{name}.{key}".rstrip("."): cls for key, cls in blocks(block_class).items()
+            }
     return classes
 
 
 @functools.cache
 def hints(cls: type) -> dict[str, Hint]:
     """Returns the fields of a schema class and their types, without ranges."""
-    resolved = typing.get_type_hints(cls)
-    return {field.name: resolved[field.name] for field in dataclasses.fields(cls)}
+    field_types = typing.get_type_hints(cls)
+    return {field.name: field_types[field.name] for field in dataclasses.fields(cls)}
 
 
 def block_type(hint: Hint) -> type | None:
@@ -126,14 +128,14 @@ def _module_docs(module: str) -> dict[tuple[str, str], str]:
     """Returns the docstring under each field of the module's classes, by class and name."""
     docs: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        for field, after in itertools.pairwise(getattr(node, "body", ())):
-            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
-                text = inspect.cleandoc(ast.literal_eval(after.value))
+        for field, next_node in itertools.pairwise(getattr(node, "body", ())):
+            if isinstance(field, ast.AnnAssign) and isinstance(next_node, ast.Expr):
+                text = inspect.cleandoc(ast.literal_eval(next_node.value))
                 docs[node.name, ast.unparse(field.target)] = text  # type: ignore[attr-defined]
     return docs
 
 
-def get(config: Value, key: str) -> Value:
+def get(config: Config, key: str) -> Value:
     """Returns the value of a dotted key."""
     return functools.reduce(getattr, key.split("."), config)
 
@@ -144,64 +146,69 @@ def replace(config: B, key: str, value: Value) -> B:
     if name not in list(config):
         hint = did_you_mean(nearest(name, config))
         raise ConfigError(f"{type(config).__name__} has no key '{name}'.{hint}")
-    changed = replace(getattr(config, name), rest, value) if rest else value
-    return dataclasses.replace(config, **{name: changed})
+    new_value = replace(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: new_value})
 
 
 def owner_of(root: type, key: str) -> str | None:
     """Returns the declared leaf or block that contains the key, or None."""
     parts = key.split(".")
-    starts = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    leaf = next((start for start in starts if start in leaves(root)), None)
+    prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    leaf = next((prefix for prefix in prefixes if prefix in leaves(root)), None)
     return leaf or (key if key in blocks(root) else None)
 
 
-def unknown_key(root: type, key: str, added: bool = False) -> str | None:
-    """Returns the message for an unknown key, with suggestions if any; None for a key that the user
-    added with `+` and that resembles no other."""
+def unknown_key_message(root: type, key: str, added: bool = False) -> str | None:
+    """Returns the message about an unknown key, with suggestions if any; None for a key that the user
+    added with `+` and that resembles no known key."""
     parts = key.split(".")
     depth = max(i for i in range(len(parts)) if ".".join(parts[:i]) in blocks(root))
     parent, name, is_last = ".".join(parts[:depth]), parts[depth], depth == len(parts) - 1
     cutoff = 0.85 if added else 0.6 if is_last else 0.75
     sibling = nearest(name, hints(blocks(root)[parent]), cutoff)
-    meant = [sibling] if sibling else suggested_keys(root, key, is_last)
-    if added and not meant:
+    suggestions = [sibling] if sibling else suggested_keys(root, key, is_last)
+    if added and not suggestions:
         return None
-    return f"{parent or 'the config'} has no key '{name}'.{did_you_mean(*meant)}"
+    return f"{parent or 'the config'} has no key '{name}'.{did_you_mean(*suggestions)}"
 
 
 def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
-    """Returns the keys that a short form may mean, else the keys with the same name in the same block, or
-    the only one anywhere: a suggestion must not set another model's key."""
-    every = list(leaves(root))
+    """Returns the keys that a short form may mean, else the keys with the same last name in the same block,
+    else the only key with that name: a suggestion must not set the key of another model."""
+    all_keys = list(leaves(root))
     name = key.rpartition(".")[2]
-    way = key.removesuffix(name)
-    meant = [k for k in every if k.endswith(f".{key}")] or fitting(key, every)
-    if not meant and key.split(".")[0] not in hints(root):  # its last name may be misspelled
-        endings = {end for k in every if fitting(f"{way}{(end := k.rpartition('.')[2])}", [k])}
-        meant = fitting(f"{way}{nearest(name, endings)}", every)
-    elif not meant and is_last:
-        same = [k for k in every if k.rpartition(".")[2] == name]
-        inside = [k for k in same if k.startswith(key.split(".")[0] + ".")]
-        meant = inside or (same if len(same) == 1 else [])
-    return meant if len(meant) <= 4 else []
+    parent_prefix = key.removesuffix(name)
+    suggestions = [k for k in all_keys if k.endswith(f".{key}")] or keys_matching(key, all_keys)
+    if not suggestions and key.split(".")[0] not in hints(root):
+        # The last name of the short form may be misspelled.
+        endings = {
+            end
+            for k in all_keys
+            if keys_matching(f"{parent_prefix}{(end := k.rpartition('.')[2])}", [k])
+        }
+        suggestions = keys_matching(f"{parent_prefix}{nearest(name, endings)}", all_keys)
+    elif not suggestions and is_last:
+        same = [k for k in all_keys if k.rpartition(".")[2] == name]
+        in_same_block = [k for k in same if k.startswith(key.split(".")[0] + ".")]
+        suggestions = in_same_block or (same if len(same) == 1 else [])
+    return suggestions if len(suggestions) <= 4 else []
 
 
-def fitting(short: str, keys: Iterable[str]) -> list[str]:
+def keys_matching(short: str, keys: Iterable[str]) -> list[str]:
     """Returns the keys that a short form may mean: `actor.lr` matches `actor_rollout_ref.actor.optim.lr`,
-    which ends with the same name and contains the others."""
+    which ends with the same name and contains the other names."""
     *words, last = short.split(".")
-    ways = ((key, key.split(".")) for key in keys)
-    return [key for key, way in ways if way[-1] == last and set(words) <= set(way[:-1])]
+    paths = ((key, key.split(".")) for key in keys)
+    return [key for key, path in paths if path[-1] == last and set(words) <= set(path[:-1])]
 
 
 def omega_conf_to_dataclass(
     config: DictConfig | Settings | T | None, dataclass_type: type[T] | None = None
 ) -> T | None:
-    """Makes a dataclass of the given type or of the type named by `_target_`, as verl does for one block."""
+    """Creates a dataclass of the given type or of the type that `_target_` names, as verl does."""
     if dataclasses.is_dataclass(config):
         return config
-    block: T | None = _made(dataclass_type, plain_containers(config or {}))  # type: ignore[arg-type]
+    block: T | None = _create_block(dataclass_type, plain_containers(config or {}))  # type: ignore[arg-type]
     return block
 
 
@@ -209,14 +216,14 @@ def plain_containers(config: DictConfig | Settings) -> Fields:
     """Converts a config to nested dicts and lists, with references resolved."""
     from omegaconf import OmegaConf
 
-    made = config if OmegaConf.is_config(config) else OmegaConf.create(dict(config))
-    tree: Value = OmegaConf.to_container(made, resolve=True)
+    omega_config = config if OmegaConf.is_config(config) else OmegaConf.create(dict(config))
+    tree: Value = OmegaConf.to_container(omega_config, resolve=True)
     return {str(key): value for key, value in tree.items()}
 
 
-def _made(cls: Value, tree: Settings) -> Value:
-    """Makes a block of a class or of the one that `_target_` names (verl's paths are mapped to ours);
-    returns None without a class."""
+def _create_block(cls: Hint, tree: Settings) -> Config:
+    """Creates a block of `cls`, or of the class that `_target_` names (in verl or here); returns None if
+    there is neither."""
     module, _, name = re.sub(r"^verl(?=\.)", "hone", str(tree.get("_target_") or "")).rpartition(
         "."
     )
@@ -230,57 +237,57 @@ def _made(cls: Value, tree: Settings) -> Value:
             hint = did_you_mean(nearest(key, fields))
             raise TypeError(f"{cls.__name__} has no field {key!r}.{hint}")
         if isinstance(value, Mapping):
-            block = _made(block_type(hints(cls)[key]), value)
+            block = _create_block(block_type(hints(cls)[key]), value)
             values[key] = value if block is None else block
     return cls(**values)
 
 
-class _NotPlain(Exception):
+class _NeedsOmegaConf(Exception):
     """A reference that only OmegaConf can resolve."""
 
 
 def resolve(values: JsonObject) -> JsonObject:
     """Returns the values by dotted key, with every reference resolved."""
     try:
-        return {key: _resolved(value, values) for key, value in values.items()}
-    except _NotPlain:
-        return by_omegaconf(values)
+        return {key: _resolve_value(value, values) for key, value in values.items()}
+    except _NeedsOmegaConf:
+        return resolve_with_omegaconf(values)
 
 
-def value_in(default: Value, values: JsonObject) -> Value:
+def resolve_default(default: Value, values: JsonObject) -> Value:
     """Resolves a default of the schema against the values of other keys."""
-    with contextlib.suppress(_NotPlain):
-        return _resolved(default, values)
+    with contextlib.suppress(_NeedsOmegaConf):
+        return _resolve_value(default, values)
     return default
 
 
-def _resolved(value: Value, values: JsonObject, depth: int = 0) -> Value:
+def _resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
     if isinstance(value, dict):
-        return {name: _resolved(inner, values, depth) for name, inner in value.items()}
+        return {name: _resolve_value(item, values, depth) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_resolved(inner, values, depth) for inner in value]
+        return [_resolve_value(item, values, depth) for item in value]
     if not isinstance(value, str) or "${" not in value:
         return value
-    if depth > _DEEPEST:
+    if depth > _MAX_REFERENCE_CHAIN:
         raise ConfigError(f"the reference {value} leads back to itself")
 
     def look_up(key: str) -> Value:
         if key not in values:
-            raise _NotPlain
-        return _resolved(values[key], values, depth + 1)
+            raise _NeedsOmegaConf
+        return _resolve_value(values[key], values, depth + 1)
 
-    if whole := PLAIN.fullmatch(value):
-        return look_up(whole[1])
-    if bound := BOUND.fullmatch(value):
+    if reference := PLAIN_REFERENCE.fullmatch(value):
+        return look_up(reference[1])
+    if bound := BOUND_REFERENCE.fullmatch(value):
         other = look_up(bound[2])
         return min(int(bound[1]), other) if isinstance(other, int) else other
-    text = PLAIN.sub(lambda match: str(look_up(match[1])), value)
+    text = PLAIN_REFERENCE.sub(lambda match: str(look_up(match[1])), value)
     if "${" in text:
-        raise _NotPlain
+        raise _NeedsOmegaConf
     return text
 
 
-def named_keys(value: JsonValue) -> list[str]:
+def referenced_keys(value: JsonValue) -> list[str]:
     """Returns the keys that a value references."""
     return [match[2] for match in _REFERENCE.finditer(value)] if isinstance(value, str) else []
 
@@ -294,8 +301,8 @@ def rename_references(value: JsonValue, rename: Callable[[str], str]) -> JsonVal
     return _REFERENCE.sub(lambda match: match[1] + rename(match[2]), value)
 
 
-def by_omegaconf(values: JsonObject) -> JsonObject:
-    """Does the same as `resolve`, with OmegaConf's and Hydra's resolvers."""
+def resolve_with_omegaconf(values: JsonObject) -> JsonObject:
+    """Returns the values by dotted key, with every reference resolved by OmegaConf and Hydra."""
     from hydra.core.utils import setup_globals
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -312,7 +319,7 @@ def by_omegaconf(values: JsonObject) -> JsonObject:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"a reference does not resolve: {reason}{where}") from None
 
-    def inner(tree: Value, name: str) -> Value:
+    def child(tree: Value, name: str) -> Value:
         return tree.get(name) if isinstance(tree, dict) else None
 
-    return {key: functools.reduce(inner, key.split("."), plain) for key in values}
+    return {key: functools.reduce(child, key.split("."), plain) for key in values}

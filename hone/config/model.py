@@ -1,4 +1,4 @@
-"""Config of the policy's model: its source, changes for training, LoRA."""
+"""Config of the policy's model: its source, its changes for training, and LoRA."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelSourceConfig(SchemaBlock):
     external_lib: str | tuple[str, ...] | None = None
     """Python modules to import first, for example to register an architecture."""
     lora_adapter_path: str | None = None
-    """Folder of an adapter to start from or to apply."""
+    """Folder of a LoRA adapter: training starts from it, and generation applies it."""
 
 
 class TrainedModelConfig(SchemaBlock):

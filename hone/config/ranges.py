@@ -11,7 +11,7 @@ from hone.config.convert import show_value
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number; `above` excludes the bound itself. `-1` may be allowed as "no value"."""
+    """Bounds of a number; `above` excludes the bound itself. `minus_one` also allows -1."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -20,12 +20,12 @@ class Range:
 
     def holds(self, value: float) -> bool:
         """Returns whether the number is in range."""
-        inside = self.least <= value <= self.most and self.above < value
-        return math.isfinite(value) and (inside or (self.minus_one and value == -1))
+        is_inside = self.least <= value <= self.most and self.above < value
+        return math.isfinite(value) and (is_inside or (self.minus_one and value == -1))
 
     def __str__(self) -> str:
-        words = {"{} or more": self.least, "above {}": self.above, "at most {}": self.most}
-        parts = [text.format(show_value(b)) for text, b in words.items() if math.isfinite(b)]
+        templates = {"{} or more": self.least, "above {}": self.above, "at most {}": self.most}
+        parts = [text.format(show_value(b)) for text, b in templates.items() if math.isfinite(b)]
         return " and ".join(parts) + (", or -1" if self.minus_one else "")
 
 

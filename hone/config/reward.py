@@ -7,7 +7,7 @@ from typing import Literal
 from hone.config.block import SchemaBlock, block, follows
 from hone.config.data import CustomClassConfig
 from hone.config.engine import (
-    MODEL,
+    MODEL_KEY,
     ULYSSES_SIZE_KEY,
     FSDPConfig,
     MicroBatches,
@@ -61,9 +61,9 @@ class OverlongBufferConfig(SchemaBlock):
     enable: bool = False
     """Apply the penalty."""
     len: int = 0
-    """Number of tokens before the limit over which the penalty grows from 0 to the factor."""
+    """Number of tokens before the length limit in which the penalty grows from 0 to `penalty_factor`."""
     penalty_factor: float = 1.0
-    """Penalty at the limit."""
+    """Penalty at the length limit."""
     log: bool = False
     """Report the penalty with the score."""
 
@@ -108,18 +108,19 @@ class RewardModelModelConfig(SchemaBlock):
     """PRIME: weight β of the log-ratio."""
     loss_type: Literal["ce", "dpo"] = "ce"
     """PRIME: cross-entropy with the outcome, or DPO against the mean of a group's other outcomes."""
-    enable_gradient_checkpointing: bool = follows(f"{MODEL}.enable_gradient_checkpointing")
+    enable_gradient_checkpointing: bool = follows(f"{MODEL_KEY}.enable_gradient_checkpointing")
     """PRIME: recompute activations in the backward pass; follows the actor."""
     optim: OptimConfig = block(OptimConfig, weight_decay=0.0, clip_grad=10.0)
 
 
 class RewardServerConfig(SchemaBlock):
-    """A running server that scores responses; a null url runs the model in the run's own processes."""
+    """A running server that scores responses; with a null url, the run's own processes score."""
 
     url: str | tuple[str, ...] | None = None
-    """Address, or several that take turns: http://HOST:PORT, or the endpoint itself."""
+    """Address as http://HOST:PORT or with the endpoint's path; requests alternate between several."""
     kind: Literal["classify", "pooling", "score", "texts"] = "classify"
-    """Endpoint of a classifier: vLLM's classify, pooling or score, or `{texts}` to `{scores}`."""
+    """Endpoint of a classifier: vLLM's classify, pooling or score; texts takes `{texts}` and returns
+    `{scores}`."""
     model: str | None = follows("reward_model.model.path")
     """Name of the model at the server."""
     batch_size: Count = 16
@@ -127,26 +128,27 @@ class RewardServerConfig(SchemaBlock):
     timeout_s: Positive = 60.0
     """Seconds that one request may take."""
     max_concurrency: Count = 32
-    """Requests at a time."""
+    """Maximum concurrent requests."""
     requests_per_minute: Positive | None = None
     """Maximum rate of requests; null is unlimited."""
     retries: CountOrZero = 3
-    """Further attempts after a failed request, with growing pauses."""
+    """Retries of a failed request, with exponential backoff."""
     api_key_env: str | None = None
     """Environment variable that holds the server's key; the key itself is never written."""
     cache: str | None = "memory"
-    """Answers by model and text: memory, a folder that later runs share, or null."""
+    """Cache of the server's answers: memory, a folder that later runs share, or null for none."""
 
 
 class JudgeConfig(SchemaBlock):
     """A judge: a language model that writes a grade for each response."""
 
     template: str | None = None
-    """What the judge reads, with {question}, {response} and {ground_truth}; text, or a file. null is ours."""
+    """Prompt of the judge with {question}, {response} and {ground_truth}, as text or a file; null uses the
+    built-in one."""
     format: Literal["text", "json"] = "text"
     """text reads the number after `score_after`; json reads `score` of the last JSON object."""
     score_after: str = "Score:"
-    """Text before the grade; its last occurrence with a number counts."""
+    """Text before the grade; its last occurrence before a number counts."""
     lowest: float = 0.0
     """Lowest grade, which scores 0."""
     highest: float = 10.0
@@ -154,7 +156,7 @@ class JudgeConfig(SchemaBlock):
     votes: Count = 1
     """Grades per response."""
     vote: Literal["mean", "majority"] = "mean"
-    """How several grades become one score; of equally frequent grades the lowest counts."""
+    """How several grades become one score; majority takes the lowest of equally frequent grades."""
     temperature: NotNegative = 0.0
     """Sampling temperature of the judge; 0 is greedy."""
     max_tokens: Count = 512
@@ -162,7 +164,7 @@ class JudgeConfig(SchemaBlock):
 
 
 class RewardModelConfig(MicroBatches):
-    """Reward models (outcome or process), score settings, and the legacy key of the manager."""
+    """Reward models (outcome or process), settings of score functions, and the reward manager."""
 
     enable: bool = False
     """Score with a reward model."""
@@ -176,9 +178,9 @@ class RewardModelConfig(MicroBatches):
     enable_resource_pool: bool = False
     """Give the reward model a pool of processes and devices of its own, on Ray."""
     n_gpus_per_node: Count = follows("trainer.n_gpus_per_node")
-    """Processes per node of that pool."""
+    """Processes per node of the reward model's pool."""
     nnodes: CountOrZero = 0
-    """Nodes of that pool."""
+    """Nodes of the reward model's pool."""
     server: RewardServerConfig = block(RewardServerConfig)
     judge: JudgeConfig = block(JudgeConfig)
     micro_batch_size: Count | None = None
@@ -192,7 +194,7 @@ class RewardModelConfig(MicroBatches):
     forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
     """Token budget of one forward on one rank; follows the critic."""
     ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES_SIZE_KEY}")
-    """Ranks that split each sequence, for the types prm and prime; the token budget grows by this factor."""
+    """Ranks that split each sequence, for the types prm and prime; the token budget is multiplied by it."""
     reward_manager: str = "naive"
     """naive, batch, prime, dapo, blank, or a registered name."""
     sandbox_fusion: SandboxFusionConfig = block(SandboxFusionConfig)

@@ -37,8 +37,8 @@ class ValKwargs(DistributionConfig):
     """False decodes greedily; null and true sample if the temperature is above 0."""
 
     @property
-    def samples(self) -> bool:
-        """Whether two responses to one prompt may differ."""
+    def uses_sampling(self) -> bool:
+        """Whether tokens are sampled instead of decoded greedily."""
         return self.do_sample is not False and self.temperature > 0
 
 
@@ -60,13 +60,14 @@ class MultiTurnConfig(SchemaBlock):
     max_tool_calls: CountOrZero | None = None
     """Tool calls per trajectory; further calls are refused with a message. null is no limit."""
     tool_timeout_s: Positive = 60.0
-    """Timeout in seconds of a tool call (the model then reads a message), tool start and interaction."""
+    """Timeout in seconds of a call of a tool or interaction, and of its start; after a tool call times out,
+    the model reads an error message."""
     trajectory_timeout_s: Positive | None = None
     """Seconds after which a trajectory ends with its current turn; null is no limit."""
     max_tool_response_length: int = 256
     """Maximum tool answer in characters, as in verl; longer answers are truncated."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
-    """The side that truncation drops, as in verl 0.9; middle keeps both ends."""
+    """The part that truncation drops, as in verl 0.9; middle keeps both ends."""
     max_observation_tokens: int | None = None
     """Maximum tool answer in tokens; null applies only the character limit."""
     interaction_config_path: str | None = None
@@ -93,11 +94,11 @@ class SearchServiceConfig(SchemaBlock):
     timeout_s: Positive = 30.0
     """Timeout of a request in seconds."""
     retries: CountOrZero = 3
-    """Retries with growing pauses; after the last one the search returns nothing and counts as failed."""
+    """Retries with exponential backoff; if all fail, the search returns nothing and counts as failed."""
 
 
 class RetrieverConfig(SearchServiceConfig):
-    """The retrieval service of the search loop; `hone serve-retriever` is one."""
+    """The retrieval service of the search loop; `hone serve-retriever` starts one."""
 
     url: str = "http://127.0.0.1:8000/retrieve"
     """URL of the retrieval service."""
@@ -107,7 +108,7 @@ class CheckpointEngineConfig(SchemaBlock):
     """Weight transfer to a rollout engine with separate weights."""
 
     backend: str = "naive"
-    """Transfer to a separate rollout pool: memory_file, cuda_ipc (one node), gloo, nccl; naive is auto."""
+    """Transfer to a separate rollout pool: memory_file, cuda_ipc (one node), gloo, nccl; naive chooses."""
     update_weights_bucket_megabytes: int = 2048
     """Megabytes per transfer."""
 
@@ -117,7 +118,7 @@ class CheckpointEngineConfig(SchemaBlock):
 
 
 class ServerConfig(SchemaBlock):
-    """Inference servers behind HTTP, of rollout.name=sglang or vllm."""
+    """HTTP inference servers, with rollout.name=sglang or vllm."""
 
     urls: tuple[str, ...] = ()
     """Servers that already run, as http://host:port; empty starts one per rollout worker."""
@@ -129,44 +130,45 @@ class ServerConfig(SchemaBlock):
     weights_folder: str | None = None
     """Folder that trainer and servers share; null is a folder in the machine's shared memory."""
     keep_weights: bool = True
-    """Keep a copy of the last weights, for a server that restarts; without it a restart ends the run."""
+    """Keep a copy of the last weights for a server that restarts; if false, a restart ends the run."""
     timeout: Positive = 60.0
-    """Seconds until a server must have answered a call, or sent the next token of a response."""
+    """Seconds that a server may take to answer a call, or to send the next token of a response."""
     max_attempts: Count = 3
-    """Streams in a row that may break off without a new token before a request fails."""
+    """Consecutive streams of a request that may break off without a new token before the request fails."""
     max_start_wait_time: Positive = 300.0
-    """Seconds until a server must be healthy, at the start and after it was lost, and until a request, which
-    may wait in the server's queue, has its first token."""
+    """Seconds that a server may take to become healthy, at the start and after it was lost, and that a
+    request may wait for its first token, which includes the time in the server's queue."""
 
 
 class SGLangConfig(SchemaBlock):
     """The SGLang server that a rollout worker starts."""
 
     python: str | None = None
-    """Interpreter that has SGLang; null is this one."""
+    """Python interpreter that has SGLang; null is the interpreter of the run."""
 
 
 class VLLMConfig(SchemaBlock):
     """The processes of rollout.name=vllm."""
 
     python: str | None = None
-    """Interpreter that has vLLM, as .venv-vllm/bin/python of `make setup-vllm`; null is this one."""
+    """Python interpreter that has vLLM, such as .venv-vllm/bin/python of `make setup-vllm`; null is the
+    interpreter of the run."""
     start_timeout_s: Positive = 600.0
-    """Seconds until vLLM must be ready."""
+    """Seconds that vLLM may take to start."""
     stall_timeout_s: Positive = 600.0
-    """Seconds until a decode step or a weight update must have ended; then vLLM is started again."""
+    """Seconds that a decode step or a weight update may take before vLLM is restarted."""
     weights: Literal["auto", "distributed"] = "auto"
-    """How new weights reach vLLM's workers: auto shares memory (CUDA IPC on a GPU) with workers that are
-    all here; distributed shares it with the first, which broadcasts to the others (gloo, NCCL)."""
+    """How new weights reach vLLM's workers: auto shares memory (CUDA IPC on a GPU) if all workers are on this
+    machine; distributed shares it with the first worker, which broadcasts to the others (gloo, NCCL)."""
 
 
 class EngineKwargs(SchemaBlock):
-    """Arguments that are passed on to other engines, unread."""
+    """Arguments that are passed to other engines unchanged."""
 
     sglang: Settings = block(dict)
     """Server arguments of SGLang: mem_fraction_static=0.8 becomes --mem-fraction-static 0.8."""
     vllm: Settings = block(dict)
-    """Arguments of vllm.LLM, as max_num_batched_tokens or quantization."""
+    """Arguments of vllm.LLM, such as max_num_batched_tokens or quantization."""
 
 
 class SamplingConfig(DistributionConfig):
@@ -175,7 +177,7 @@ class SamplingConfig(DistributionConfig):
     do_sample: bool = True
     """Sample; false decodes greedily."""
     stop: str | tuple[str, ...] = ()
-    """Strings that end a turn; they stay in the response."""
+    """Strings that end a turn and stay in the response."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a turn, in addition to the model's end tokens."""
     ignore_eos: bool = False
@@ -190,14 +192,14 @@ class RolloutEngineConfig(SamplingConfig):
     """The rollout engine and its sampling."""
 
     name: str = "native"
-    """Engine: native decodes with the actor's parameters; vllm and sglang are processes of their own
-    (docs/engines.md); hf is slow; pkg.mod:Class is your own."""
+    """Engine: native decodes with the actor's parameters; vllm and sglang run in separate processes
+    (docs/engines.md); hf is slow; pkg.mod:Class is a custom one."""
     prompt_length: Count = 1536
     """Maximum prompt length in tokens."""
     response_length: Count = 512
     """Maximum response length in tokens, over all turns."""
     exact: bool = False
-    """Bitwise equal rollout and trainer log-probs, slower; Llama and Qwen2 families, one rank."""
+    """Make rollout and trainer log-probs bitwise equal (slower), for Llama and Qwen2 models on one rank."""
     gpu_memory_utilization: PositiveShare = 0.5
     """Share of GPU memory for the KV cache; no effect on CPU."""
     enforce_eager: bool = False
@@ -207,7 +209,7 @@ class RolloutEngineConfig(SamplingConfig):
     max_num_batched_tokens: int = 8192
     """Maximum tokens of a prefill batch."""
     max_model_len: Count | None = None
-    """Maximum prompt plus response, where responses end; null is prompt_length + response_length."""
+    """Maximum prompt plus response in tokens, where a response ends; null is the sum of the two lengths."""
     max_num_seqs: Count = 256
     """Maximum concurrent sequences."""
     enable_prefix_caching: bool = True
@@ -215,9 +217,9 @@ class RolloutEngineConfig(SamplingConfig):
     calculate_log_probs: bool = True
     """Return the log-probs of sampled tokens, for rollout correction and `rollout_corr/*` metrics."""
     tensor_model_parallel_size: Count = 1
-    """Devices that share each layer: ranks with native (docs/engines.md), devices of a server otherwise."""
+    """Devices over which each layer is split: ranks with native (docs/engines.md), else those of a server."""
     pipeline_model_parallel_size: Count = 1
-    """Devices that share the layers, with vllm and sglang."""
+    """Devices over which the layers are distributed, with vllm and sglang."""
     data_parallel_size: Count = 1
     """Replicas of each rollout worker, with vllm and sglang."""
     vllm: VLLMConfig = block(VLLMConfig)
@@ -245,15 +247,15 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     free_cache_engine: bool = True
     """Free the KV cache after generation."""
     merge_lora: bool = False
-    """Publish merged weights to an engine that could take LoRA adapters alone."""
+    """Send merged weights even to an engine that accepts LoRA adapters."""
     val_kwargs: ValKwargs = block(ValKwargs)
     multi_turn: MultiTurnConfig = block(MultiTurnConfig)
     agent: AgentConfig = block(AgentConfig)
     checkpoint_engine: CheckpointEngineConfig = block(CheckpointEngineConfig)
     nnodes: int = 0
-    """Nodes of a separate rollout pool; 0 shares the trainer's."""
+    """Nodes of a separate rollout pool; 0 uses the trainer's nodes."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
-    """Devices per node of that pool."""
+    """Devices per node of the rollout pool."""
     profiler: ProfilerConfig = block_following_actor(
         ProfilerConfig, "profiler", "enable", "all_ranks", "ranks"
     )
@@ -262,6 +264,7 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     def default_loop(self) -> str:
         """The agent loop of rows without `agent_name`: the tool loop replaces the single-turn loop if
         `multi_turn.enable` is set and tools or interactions are configured."""
-        loop_name, turns = self.agent.default_agent_loop, self.multi_turn
-        talks = turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path
-        return TOOL_LOOP if turns.enable and talks and loop_name == SINGLE_TURN_LOOP else loop_name
+        loop_name, multi_turn = self.agent.default_agent_loop, self.multi_turn
+        has_tools = multi_turn.tool_config_path or multi_turn.function_tool_path
+        has_several_turns = multi_turn.enable and (has_tools or multi_turn.interaction_config_path)
+        return TOOL_LOOP if has_several_turns and loop_name == SINGLE_TURN_LOOP else loop_name

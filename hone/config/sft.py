@@ -21,7 +21,7 @@ from hone.config.ranges import Count, CountOrZero, NotNegative, Share
 from hone.config.trainer import RunTree, TrainingRunConfig
 from hone.types import Settings
 
-_SCHEDULE: Settings = {"lr_warmup_steps_ratio": 0.1, "lr_scheduler_type": "cosine"}
+_COSINE_SCHEDULE: Settings = {"lr_warmup_steps_ratio": 0.1, "lr_scheduler_type": "cosine"}
 
 
 class MultiTurnDataConfig(SchemaBlock):
@@ -76,7 +76,7 @@ class SFTDataConfig(PackedDataConfig):
     """Keys to follow inside the response column."""
     multiturn: MultiTurnDataConfig = block(MultiTurnDataConfig)
     ignore_input_ids_mismatch: bool = False
-    """Continue if turn-by-turn and whole-conversation rendering differ."""
+    """Continue if the chat template renders the turns one by one differently from the whole conversation."""
 
 
 class SFTTrainerSection(TrainingRunConfig):
@@ -95,12 +95,12 @@ class SupervisedConfig(RunTree):
 
     data: PackedDataConfig = block(PackedDataConfig)
     model: ModelConfig = block(ModelConfig)
-    optim: OptimConfig = block(OptimConfig, lr=1e-5, betas=(0.9, 0.95), **_SCHEDULE)
+    optim: OptimConfig = block(OptimConfig, lr=1e-5, betas=(0.9, 0.95), **_COSINE_SCHEDULE)
     engine: SFTEngineConfig = block(SFTEngineConfig)
     checkpoint: CheckpointConfig = block(CheckpointConfig)
     trainer: SFTTrainerSection = block(SFTTrainerSection)
     ulysses_sequence_parallel_size: Count = follows("engine.ulysses_sequence_parallel_size")
-    """Ranks that split each sequence; the token budget grows by this factor."""
+    """Ranks that split each sequence; the token budget is multiplied by it."""
 
     @property
     def ranks_per_slot(self) -> int:
@@ -132,7 +132,7 @@ class StepDataConfig(PackedDataConfig):
     labels_key: str = "labels"
     """steps format: column of the labels: true or false, a probability, or null for no label."""
     step_separator: str = "\n"
-    """Text of the token after each step, which is scored; `reward_model.step_separator` in RL."""
+    """Text of the token after each step, at which the step is scored; `reward_model.step_separator` in RL."""
     step_labels: tuple[str, str] | None = None
     """hone eval-prm: `reward_model.step_labels` of a causal process reward model; null is a classifier."""
     neutral_label: Share | None = 1.0
@@ -142,21 +142,21 @@ class StepDataConfig(PackedDataConfig):
 
 
 class HeadStageConfig(SchemaBlock):
-    """PURE's first stage: the new head is trained over a frozen decoder."""
+    """PURE's first stage, which trains the new head on a frozen decoder."""
 
     total_epochs: CountOrZero = 3
-    """Passes over the training data; 0 leaves the stage out."""
+    """Passes over the training data; 0 skips the stage."""
     total_training_steps: Count | None = None
     """Number of updates; null is epochs times batches per epoch."""
     lr: NotNegative = 1e-4
-    """Learning rate of the head; the other settings are those of `optim`."""
+    """Learning rate of the head; `optim` has the other settings."""
 
 
 class PRMTrainerSection(SFTTrainerSection):
     """The training run."""
 
     total_epochs: CountOrZero = 1
-    """Passes over the training data in the second stage, which trains all parameters; 0 leaves it out."""
+    """Passes over the training data in the second stage, which trains all parameters; 0 skips the stage."""
 
 
 class PRMConfig(SupervisedConfig):
@@ -186,7 +186,7 @@ class PairDataConfig(PackedDataConfig):
     margin_key: str = "margin"
     """Column of the margin by which the preferred response must win; optional."""
     drop_duplicates: bool = False
-    """Treat a pair that occurs again, or in the opposite order, as invalid (`on_bad_row`)."""
+    """Treat a repeated pair, also one with swapped responses, as invalid (`on_bad_row`)."""
     truncation: Literal["error", "left"] = "left"
     """How a longer row is handled; left drops the start of the prompt."""
 

@@ -1,7 +1,7 @@
 """Reads command-line overrides and YAML files as settings with an origin.
 
 Hydra parses the overrides and orders the files of a defaults list. verl's trees and groups are registered
-there by name only, because the schema defines their defaults.
+with Hydra by name only, because the schema defines their defaults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hone.config.convert import pairs, read_table
+from hone.config.convert import parse_pairs, read_table
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.types import JsonObject, JsonValue
 
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 
 COMMAND_LINE = "command line"
 MISSING = "???"
-"""OmegaConf's marker of a mandatory value; the schema's default is used instead."""
+"""OmegaConf's marker of a mandatory value; a key with this value keeps the default of the schema."""
 
 _TABLE = read_table()
 GROUPS: dict[str, list[str]] = {group: options.split() for group, options in _TABLE["groups"]}
-"""verl's groups and their options."""
+"""The options of verl's Hydra groups, by group."""
 _CONFIGS = {name: row for names, *row in _TABLE["configs"] for name in names.split()}
-BUILT_IN: dict[str, str] = {name: tree for name, (tree, _) in _CONFIGS.items()}
-"""verl's config names and our trees."""
-_STARTS = re.compile(r"[~+-]|[^=]+=")
-"""The start of an argument that is not the value of the previous one."""
+BUILT_IN_TREES: dict[str, str] = {name: tree for name, (tree, _) in _CONFIGS.items()}
+"""Our tree of each config name of verl."""
+_NEW_ARGUMENT = re.compile(r"[~+-]|[^=]+=")
+"""Matches an argument that is not the value of the previous argument."""
 _ENGINE_CHOICE = re.compile(r"(actor|critic|engine)/(automodel|megatron|torchtitan|veomni)")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One dotted key that was set."""
+    """One dotted key that was set, its value and its origin."""
 
     key: str
     value: JsonValue
     origin: str
     delete: bool = False
     added: bool = False
-    """Whether it was written with `+`, Hydra's syntax for adding a key."""
+    """Whether the key was written with `+`, Hydra's syntax for adding a key."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
     """Parses `key=value`, `+key=value`, `++key=value` and `~key` arguments."""
     settings: list[Setting] = []
-    for text, after in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
-        parsed = parse_override(text, after)
+    for text, next_argument in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
+        parsed = parse_override(text, next_argument)
         if parsed.is_sweep_override():
             raise ConfigError(
                 f"{text!r} names several values for one key; write a list as key=[a,b], or add -m "
@@ -63,13 +63,13 @@ def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
         if parsed.is_delete():
             settings.append(Setting(key, None, COMMAND_LINE, delete=True))
         else:
-            every = flatten(parsed.value(), key, COMMAND_LINE)
-            settings += [replace(setting, added=added) for setting in every]
+            leaf_settings = flatten(parsed.value(), key, COMMAND_LINE)
+            settings += [replace(setting, added=added) for setting in leaf_settings]
     return settings
 
 
-def parse_override(text: str, after: str = "") -> Override:
-    """Parses one override with Hydra; `after` is the next argument, for the advice in errors.
+def parse_override(text: str, next_argument: str = "") -> Override:
+    """Parses one override with Hydra; the error message also depends on the next argument.
 
     A plain value that Hydra's grammar rejects (`~/models/x`) is a string.
     """
@@ -78,14 +78,15 @@ def parse_override(text: str, after: str = "") -> Override:
 
     parser = OverridesParser.create()
     key, equals, value = text.partition("=")
-    after = after.strip()
-    spaced = after.startswith("=") or (equals and after and not _STARTS.match(after))
-    if (key and not value and spaced) or key != key.strip():
+    next_argument = next_argument.strip()
+    is_value_next = equals and next_argument and not _NEW_ARGUMENT.match(next_argument)
+    has_spaces = next_argument.startswith("=") or is_value_next
+    if (key and not value and has_spaces) or key != key.strip():
         raise ConfigError(
             f"cannot read the argument {text!r}; write {key.strip()}=VALUE without spaces around the ="
         )
-    quotable = key and value and not set(value) & set("[]{}'\"\\")
-    for attempt in (text, f"{key}='{value}'") if quotable else (text,):
+    can_quote = key and value and not set(value) & set("[]{}'\"\\")
+    for attempt in (text, f"{key}='{value}'") if can_quote else (text,):
         with contextlib.suppress(HydraException):
             parsed = parser.parse_override(attempt)
             if parsed.key_or_group:
@@ -97,10 +98,10 @@ def parse_override(text: str, after: str = "") -> Override:
 
 
 def flatten(value: JsonValue, key: str, origin: str) -> Iterator[Setting]:
-    """Yields one setting per leaf; an empty mapping is a leaf."""
+    """Yields one setting per leaf of a nested value; an empty mapping is a leaf."""
     if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from flatten(inner, f"{key}.{name}" if key else str(name), origin)
+        for name, item in value.items():
+            yield from flatten(item, f"{key}.{name}" if key else str(name), origin)
     elif key and value != MISSING:
         yield Setting(key, value, origin)
 
@@ -127,88 +128,104 @@ def read_config(
     folders: Sequence[str | Path],
     overrides: Sequence[str],
 ) -> tuple[str | None, list[Setting]]:
-    """Returns the tree that a config names, if any, and its settings in order of precedence.
+    """Returns the tree that a config names, if any, and its settings, lowest precedence first.
 
     The config is the file of that name in one of the folders, or a built-in config. Group choices
     (`engine=fsdp`) in the command-line `overrides` select files; the other overrides apply after them.
     """
     paths = (Path(str(folder).removeprefix("file://")) for folder in folders)
-    places = [path.expanduser().resolve() for path in paths]
-    folder = next((p for p in places if (p / f"{name}.yaml").is_file()), None)
+    search_folders = [path.expanduser().resolve() for path in paths]
+    folder = next((p for p in search_folders if (p / f"{name}.yaml").is_file()), None)
     if folder is None:
-        _require_built_in(name, folders, places)
-    choices = [text for text in overrides if _is_choice(text, places)]
+        _require_built_in(name, folders, search_folders)
+    choices = [text for text in overrides if _is_choice(text, search_folders)]
     entries = [(name, "")]
     if folder is not None or choices:
-        entries = _defaults_list(name, folder, places, choices)
+        entries = _defaults_list(name, folder, search_folders, choices)
     settings: list[Setting] = []
     tree: str | None = None
     for path, package in entries:
-        file = next((f for p in places if (f := p / f"{path}.yaml").is_file()), None)
-        tree = BUILT_IN.get(path, tree)
+        file = next((f for p in search_folders if (f := p / f"{path}.yaml").is_file()), None)
+        tree = BUILT_IN_TREES.get(path, tree)
         if file is not None:
             settings += read_file(file, package)
-        elif path in BUILT_IN:
-            built_in = pairs(_CONFIGS[path][1])
-            settings += [Setting(key, value, path) for key, value in built_in.items()]
+        elif path in BUILT_IN_TREES:
+            built_in_values = parse_pairs(_CONFIGS[path][1])
+            settings += [Setting(key, value, path) for key, value in built_in_values.items()]
         elif engine := _ENGINE_CHOICE.match(path):
             settings.append(Setting(f"{package}.strategy", engine[2], path))
-    rest = [text for text in overrides if text not in choices]
-    return tree, [*settings, *parse_overrides(rest)]
+    key_overrides = [text for text in overrides if text not in choices]
+    return tree, [*settings, *parse_overrides(key_overrides)]
 
 
-def _require_built_in(name: str, folders: Sequence[str | Path], places: Sequence[Path]) -> None:
-    """Raises unless the name is built in: Hydra looks up a relative folder next to its program, where
-    verl's built-in configs would be."""
-    for folder, place in zip(folders, places, strict=True):
-        relative = not Path(folder).is_absolute() or place.parts[-2:] == ("trainer", "config")
-        if not place.is_dir() and not (relative and name in BUILT_IN):
-            hint = did_you_mean(nearest(name, BUILT_IN))
+def _require_built_in(
+    name: str, folders: Sequence[str | Path], search_folders: Sequence[Path]
+) -> None:
+    """Raises ConfigError unless the name is a built-in config. A relative folder may be missing: Hydra looks
+    for it next to the program, where verl's built-in configs are."""
+    for folder, search_folder in zip(folders, search_folders, strict=True):
+        is_relative = not Path(folder).is_absolute() or search_folder.parts[-2:] == (
+            "trainer",
+            "config",
+        )
+        if not search_folder.is_dir() and not (is_relative and name in BUILT_IN_TREES):
+            hint = did_you_mean(nearest(name, BUILT_IN_TREES))
             raise ConfigError(f"there is no config '{name}': {folder} is no folder here.{hint}")
-    if name in BUILT_IN:
+    if name in BUILT_IN_TREES:
         return
-    names = [*(p.stem for place in places for p in place.glob("*.yaml")), *BUILT_IN]
-    where = f" in {', '.join(map(str, places))}" if places else ""
-    advice = "" if places else " A config of your own needs --config-path, the folder that holds it"
+    names = [
+        *(p.stem for search_folder in search_folders for p in search_folder.glob("*.yaml")),
+        *BUILT_IN_TREES,
+    ]
+    where = f" in {', '.join(map(str, search_folders))}" if search_folders else ""
+    advice = (
+        ""
+        if search_folders
+        else " A config of your own needs --config-path, the folder that holds it"
+    )
     raise ConfigError(
         f"there is no config '{name}'{where}.{did_you_mean(nearest(name, names))}{advice}"
     )
 
 
-def _is_choice(text: str, places: Sequence[Path]) -> bool:
+def _is_choice(text: str, search_folders: Sequence[Path]) -> bool:
     """Returns whether an override selects a file of a Hydra group instead of setting a key."""
     key, equals, value = text.partition("=")
     group, at, _ = key.lstrip("+~").partition("@")
     if (at or "/" in group) and re.fullmatch(r"\w[\w/]*", group):
         return bool(equals) or text.startswith("~")
     return value in GROUPS.get(group, ()) or any(
-        (place / group / f"{value}.yaml").is_file() for place in places
+        (search_folder / group / f"{value}.yaml").is_file() for search_folder in search_folders
     )
 
 
 def _defaults_list(
     name: str,
     folder: Path | None,
-    places: Sequence[Path],
+    search_folders: Sequence[Path],
     choices: Sequence[str],
 ) -> list[tuple[str, str]]:
-    """Returns (file without suffix, package) in Hydra's merge order."""
+    """Returns (path without suffix, package) of each file in Hydra's merge order."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
     from yaml import YAMLError
 
-    _declare()
-    primary = folder or Path(__file__).parent  # a folder without YAML files
-    search = ",".join(f"'file://{place}'" for place in places if place != folder)
-    more = [f"hydra.searchpath=[{search}]"] if search else []
+    _register_with_hydra()
+    primary = folder or Path(__file__).parent  # any folder without YAML files
+    search_urls = ",".join(
+        f"'file://{search_folder}'" for search_folder in search_folders if search_folder != folder
+    )
+    search_path = [f"hydra.searchpath=[{search_urls}]"] if search_urls else []
     options = [text for text in choices if not text.lstrip("+~").startswith("hydra/")]
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(primary), version_base=None):
             warnings.simplefilter("ignore")  # the search path of another package may not exist
             loader = GlobalHydra.instance().config_loader()
-            result = loader.compute_defaults_list(name, [*more, *options], run_mode=RunMode.RUN)
+            result = loader.compute_defaults_list(
+                name, [*search_path, *options], run_mode=RunMode.RUN
+            )
     except YAMLError as error:
         raise ConfigError(
             f"{name}.yaml is not valid YAML: {' '.join(str(error).split())}"
@@ -223,13 +240,13 @@ def _defaults_list(
     ]
 
 
-def _declare() -> None:
+def _register_with_hydra() -> None:
     """Registers the trees and groups with Hydra, for defaults lists and group choices."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    defaults = {tree: pairs(options) for tree, options in _TABLE["defaults"]}
-    lists = {name: defaults.get(tree, {}) for name, tree in BUILT_IN.items()}
+    defaults = {tree: parse_pairs(options) for tree, options in _TABLE["defaults"]}
+    lists = {name: defaults.get(tree, {}) for name, tree in BUILT_IN_TREES.items()}
     lists |= {"reward_manager": {}, "legacy_reward_impl": {}}  # verl files without a tree
     for name, options in lists.items():
         entries = [*({group: option} for group, option in options.items()), "_self_"]

@@ -1,4 +1,4 @@
-"""Handles verl's keys and values without a field in our schema, listed in the table `rules.txt`.
+"""Handles keys and values of verl that have no field in our schema; `rules.txt` lists them.
 
 A key is refused, neutral (it has no effect; a note is printed if its value requests another behaviour),
 rewritten or renamed; some values are computed here. To support a key, delete its row and add the field.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from hone.config.convert import Value, pairs, read_table, same, scalars, show_value
+from hone.config.convert import Value, parse_pairs, parse_scalars, read_table, same, show_value
 from hone.config.errors import nearest
 from hone.config.keys import leaves
 from hone.config.reward import RewardKwargs
@@ -19,7 +19,7 @@ from hone.config.sources import Setting
 from hone.config.trees import TREES
 from hone.types import JsonObject, JsonValue
 
-OFF = (None, False, 0, -1, "", "none", "None", "disabled", "???")
+OFF_VALUES = (None, False, 0, -1, "", "none", "None", "disabled", "???")
 ABSENT = object()
 """The value of an unset key in a condition."""
 _TERM = re.compile(r"(!?)([\w.]+)(?:(!=|<=|=|>)(.+))?")
@@ -30,7 +30,7 @@ _CELLS = {
     "rewritten": ("values", "where", "becomes"),
     "renamed": ("becomes",),
 }
-"""The meaning of the cells of a section's rows, after the patterns."""
+"""The fields of `Rule` that the cells after the patterns fill, by section."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class Rule:
     tree: str
     """The tree of the keys; `*` is every tree."""
     values: tuple[JsonValue, ...] = ()
-    """Values that the row applies to; for a neutral or refused key, the values that need no note."""
+    """Values that the row applies to; for a neutral or refused key, the values that need no message."""
     becomes: str = ""
     """The replacement: a value, settings or a key."""
     why: str = ""
     where: str = ""
     """The condition on other keys."""
 
-    def has(self, value: JsonValue) -> bool:
-        """Returns whether the row lists a value; "off", "number", "count" and "any" match many."""
+    def matches(self, value: JsonValue) -> bool:
+        """Returns whether the row applies to a value; "off", "number", "count" and "any" match many."""
         return is_one_of(value, self.values)
 
     @property
-    def usual(self) -> JsonValue:
-        """The value of a reference to an unset key."""
+    def reference_value(self) -> JsonValue:
+        """The value of a reference to the key if the key is not set."""
         return next((v for v in self.values if v not in ("off", "any")), None)
 
     def __str__(self) -> str:
@@ -67,35 +67,35 @@ def is_off(value: JsonValue) -> bool:
     """Returns whether a value disables a feature."""
     if isinstance(value, Mapping | list | tuple):
         return all(is_off(v) for v in (value.values() if isinstance(value, Mapping) else value))
-    return any(same(value, off) for off in OFF)
+    return any(same(value, off) for off in OFF_VALUES)
 
 
 def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
-    """Returns whether a table's words match a value."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    count = type(value) is int and value >= 1
-    many = {"any": True, "off": is_off(value), "number": number, "count": count}
-    many["count_or_zero"] = count or (type(value) is int and value == 0)
-    return any(many.get(str(word)) or same(value, word) for word in words)
+    """Returns whether a value is one of these words of `rules.txt`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_count = type(value) is int and value >= 1
+    applies = {"any": True, "off": is_off(value), "number": is_number, "count": is_count}
+    applies["count_or_zero"] = is_count or (type(value) is int and value == 0)
+    return any(applies.get(str(word)) or same(value, word) for word in words)
 
 
 @functools.cache
 def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
-    """Returns the rows of some sections, one per pattern, for one tree or for all."""
+    """Returns the rows of some sections, one per pattern, for one tree or for all trees."""
     table: list[Rule] = []
     for state in states:
-        everywhere = "ppo_trainer" if state in ("rewritten", "renamed") else "*"
+        default_tree = "ppo_trainer" if state in ("rewritten", "renamed") else "*"
         for patterns, *texts in read_table()[state]:
             cells = dict(zip(_CELLS[state], texts, strict=True))
-            values = scalars(cells.pop("values", ""))
+            values = parse_scalars(cells.pop("values", ""))
             for word in patterns.split():
                 owner, _, pattern = word.rpartition(":")
-                table.append(Rule(state, pattern, owner or everywhere, values, **cells))
+                table.append(Rule(state, pattern, owner or default_tree, values, **cells))
     return tuple(rule for rule in table if not tree or rule.tree in ("*", tree))
 
 
 @functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     text = re.escape(pattern).replace(r"\*", "*")
     # A leading `**` also matches keys at the root; a trailing one also matches the block itself.
     text = re.sub(r"^\*\*\\\.", r"(?:(.+)\\.)?", text)
@@ -103,17 +103,17 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(text.replace("*", "[^.]*"))
 
 
-def names(pattern: str, key: str) -> bool:
+def matches_pattern(pattern: str, key: str) -> bool:
     """Returns whether a pattern matches a key."""
-    return _compiled(pattern).fullmatch(key) is not None
+    return _compile_pattern(pattern).fullmatch(key) is not None
 
 
 @functools.cache
 def new_name(key: str, tree: str) -> str:
-    """Returns the new name of a key in a tree; the part matched by `**` is kept, and a renamed block may
+    """Returns the new name of a key in a tree; the part that `**` matches stays, and a renamed block may
     contain a renamed key."""
     for rule in rules("renamed", tree=tree):
-        if match := _compiled(rule.pattern).fullmatch(key):
+        if match := _compile_pattern(rule.pattern).fullmatch(key):
             parts = [(match[1] or "") if part == "**" else part for part in rule.becomes.split(".")]
             return new_name(".".join(part for part in parts if part), tree)
     return key
@@ -122,7 +122,7 @@ def new_name(key: str, tree: str) -> str:
 @functools.cache
 def rules_of(key: str, *states: str, tree: str = "") -> list[Rule]:
     """Returns the rows of some sections that apply to a key."""
-    return [rule for rule in rules(*states, tree=tree) if names(rule.pattern, key)]
+    return [rule for rule in rules(*states, tree=tree) if matches_pattern(rule.pattern, key)]
 
 
 def rule_of(key: str, tree: str) -> Rule | None:
@@ -130,13 +130,16 @@ def rule_of(key: str, tree: str) -> Rule | None:
     return next(iter(rules_of(key, "refused", "neutral", tree=tree)), None)
 
 
-def topics(answers: Iterable[tuple[str, str]], one: str = "", many: str = "") -> list[str]:
-    """Returns one line per sentence, with its first three keys and the number of further ones."""
-    by_sentence: dict[str, list[str]] = {}
-    for written, sentence in answers:
-        by_sentence.setdefault(sentence, []).append(written)
+def topics(notes: Iterable[tuple[str, str]], one: str = "", many: str = "") -> list[str]:
+    """Returns one line per sentence, with its first three keys and the number of further ones.
+
+    The line contains `one` after a single key, and `many` after several.
+    """
+    keys_by_sentence: dict[str, list[str]] = {}
+    for key, sentence in notes:
+        keys_by_sentence.setdefault(sentence, []).append(key)
     lines = []
-    for sentence, keys in by_sentence.items():
+    for sentence, keys in keys_by_sentence.items():
         more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
         verb = one if len(keys) == 1 else many
         lines.append(f"{', '.join(keys[:3])}{more}{verb}: {sentence}")
@@ -147,7 +150,7 @@ Values = Mapping[str, JsonValue]
 """The last value of every key that was set."""
 
 
-def _least_rate(key: str, value: JsonValue, values: Values) -> JsonObject:
+def _min_lr_ratio(key: str, value: JsonValue, values: Values) -> JsonObject:
     """optim.min_lr_ratio, as a share of optim.lr"""
     block = key.rpartition(".")[0]
     peak = values.get(f"{block}.lr")
@@ -177,48 +180,54 @@ def _manager_extras(key: str, value: JsonValue, values: Values) -> JsonObject:
 
 COMPUTED: dict[str, Callable[[str, JsonValue, Values], JsonObject]] = {
     "!algorithm.rollout_correction.rollout_rs_threshold_lower": _lower_bound,
-    **dict.fromkeys(("**.optim.min_lr", "**.optim.lr_min"), _least_rate),
+    **dict.fromkeys(("**.optim.min_lr", "**.optim.lr_min"), _min_lr_ratio),
     "reward_model.reward_kwargs.**": _manager_extras,
 }
-"""Keys whose settings are computed; the docstring is the meaning in the documentation. A pattern that
-begins with `**` applies to every tree; `!`, also in the table, marks a key that outranks later ones."""
+"""Keys whose settings are computed, by pattern; docs/config.md prints the docstring of the function. A
+pattern that begins with `**` applies to every tree. `!`, here and in `rules.txt`, marks a key that also
+overrides settings written after it."""
 
 
-def _moved(setting: Setting, key: str, value: JsonValue) -> Setting:
-    """Renames a setting, and records the old name in its origin."""
+def _rename_setting(setting: Setting, key: str, value: JsonValue) -> Setting:
+    """Returns a setting with a new key and value; its origin names the old key."""
     if key == setting.key:
         return replace(setting, value=value)
     return replace(setting, key=key, value=value, origin=f"{setting.origin}, written {setting.key}")
 
 
 def translate(settings: Sequence[Setting], problems: list[str], tree: str) -> list[Setting]:
-    """Renames the settings to the key names of a tree."""
-    renamed = [_moved(s, new_name(s.key, tree), s.value) for s in settings]
+    """Returns settings with the key names of a tree; adds invalid values of old keys to `problems`."""
+    renamed = [_rename_setting(s, new_name(s.key, tree), s.value) for s in settings]
     values = {s.key: s.value for s in renamed}
     result: list[Setting] = []
-    outranking: list[Setting] = []
+    overriding: list[Setting] = []
     for setting in renamed:
         pattern, new = _new_settings(setting.key, setting.value, values, tree)
         if isinstance(new, str):
             problems.append(f"{setting.key}={setting.value} {new} ({setting.origin})")
             continue
-        moved = [_moved(setting, key, value) for key, value in new.items()]
-        (outranking if pattern.startswith("!") else result).extend(moved)
-    return [*result, *outranking]
+        new_settings = [_rename_setting(setting, key, value) for key, value in new.items()]
+        (overriding if pattern.startswith("!") else result).extend(new_settings)
+    return [*result, *overriding]
 
 
 def _new_settings(
     key: str, value: JsonValue, values: Values, tree: str
 ) -> tuple[str, JsonObject | str]:
-    """Returns the pattern that matches a key, and the settings that replace it or the values it accepts."""
+    """Returns the pattern that matches a key, and the settings that replace it or what the key takes."""
     for pattern, compute in COMPUTED.items():
-        if (tree == "ppo_trainer" or pattern[0] == "*") and names(pattern.lstrip("!"), key):
+        if (tree == "ppo_trainer" or pattern[0] == "*") and matches_pattern(
+            pattern.lstrip("!"), key
+        ):
             return pattern, compute(key, value, values)
     rows = [rule for rule in rules("rewritten", tree=tree) if rule.pattern.lstrip("!") == key]
     for rule in rows:
-        if rule.has(value) and holds(rule.where, lambda name: values.get(name, ABSENT)):
-            stands = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
-            return rule.pattern, {k: stands.get(str(v), v) for k, v in pairs(rule.becomes).items()}
+        if rule.matches(value) and condition_holds(
+            rule.where, lambda name: values.get(name, ABSENT)
+        ):
+            values_of = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
+            new = {k: values_of.get(str(v), v) for k, v in parse_pairs(rule.becomes).items()}
+            return rule.pattern, new
     if not rows or key in leaves(TREES[tree].root):
         return "", {key: value}
     if value is not None and value is not False:
@@ -227,34 +236,34 @@ def _new_settings(
     return "", {}
 
 
-def filled(text: str, read: Callable[[str], Value]) -> str:
-    """Replaces each `{key}` by its value."""
+def fill_values(text: str, read: Callable[[str], Value]) -> str:
+    """Replaces each `{key}` in a text by the value of the key."""
     return _VALUE.sub(lambda match: show_value(read(match[1])), text)
 
 
-def holds(condition: str, read: Callable[[str], Value]) -> bool:
+def condition_holds(condition: str, read: Callable[[str], Value]) -> bool:
     """Returns whether all terms hold: `key` is set, `!key` is not, `key=a,b`, `key!=a`, `key<=1`, `key>1`."""
-    for term in filter(None, filled(condition, read).split(" and ")):
+    for term in filter(None, fill_values(condition, read).split(" and ")):
         match = _TERM.fullmatch(term)
         assert match is not None, term
         value, sign = read(match[2]), match[3]
         if sign is None:
-            true = (value is ABSENT) == bool(match[1])
+            is_true = (value is ABSENT) == bool(match[1])
         elif sign in ("<=", ">"):
-            true = isinstance(value, int | float) and (value > float(match[4])) == (sign == ">")
+            is_true = isinstance(value, int | float) and (value > float(match[4])) == (sign == ">")
         else:
-            true = is_one_of(value, scalars(match[4])) == (sign == "=")
-        if not true:
+            is_true = is_one_of(value, parse_scalars(match[4])) == (sign == "=")
+        if not is_true:
             return False
     return True
 
 
 def other_names(tree: str) -> dict[str, str]:
-    """Returns every alternative name of a tree's keys, with its meaning."""
+    """Returns the other names of a tree's keys, each with the key or settings that it means."""
     meanings = {rule.pattern: [rule.becomes] for rule in rules("renamed", tree=tree)}
     for rule in rules("rewritten", tree=tree):
         if rule.becomes != f"{(old := rule.pattern.lstrip('!'))}=*":
             meanings.setdefault(old, []).append(str(rule))
     if tree == "ppo_trainer":
-        meanings |= {key.lstrip("!"): [str(find.__doc__)] for key, find in COMPUTED.items()}
+        meanings |= {key.lstrip("!"): [str(compute.__doc__)] for key, compute in COMPUTED.items()}
     return {old: "; ".join(texts) for old, texts in meanings.items()}

@@ -23,7 +23,7 @@ class RunConfig(SchemaBlock):
     num_threads: Count | None = None
     """CPU threads per process; null uses the resumed run's value, OMP_NUM_THREADS, or an equal share."""
     controller: Literal["auto", "local", "ray"] = "auto"
-    """RL: local (this process), ray, or auto (local for one rank). Other trees use plain processes."""
+    """RL: local (this process), ray, or auto (local for one rank); other trees use plain processes."""
 
 
 class RunTree(SchemaBlock):
@@ -41,9 +41,9 @@ class TrainingRunConfig(RunConfig):
     """Length, trackers and checkpoints of a training run."""
 
     project_name: str = "hone_examples"
-    """Project name in the trackers and in the checkpoint path."""
+    """Project name in the trackers and in the path of the run folder."""
     experiment_name: str = "gsm8k"
-    """Run name in the trackers and in the checkpoint path."""
+    """Run name in the trackers and in the path of the run folder."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Run folder for config, metrics, rollouts and checkpoints."""
     default_hdfs_dir: str | None = None
@@ -63,40 +63,40 @@ class TrainingRunConfig(RunConfig):
 
 
 class AlarmsConfig(SchemaBlock):
-    """Alarms at signs of reward hacking; a sign whose threshold is null is not watched."""
+    """Alarms at signs of reward hacking; the keys after `deviations` are the changes that raise an alarm."""
 
     enable: bool = follows("reward_model.enable")
     """Watch the metrics; follows the reward model."""
     action: Literal["warn", "keep", "stop"] = "warn"
-    """warn; keep also spares the checkpoint before the jump from deletion; stop also ends the run."""
+    """warn logs a warning; keep also keeps the checkpoint before the jump; stop also ends the run."""
     window: Count = 50
-    """Steps before the last ones that a rule compares them with."""
+    """Number of earlier steps with which a rule compares the last ones."""
     min_history: Count = 10
-    """Fewest such steps; before, no alarm is raised."""
+    """Minimum number of earlier steps; with fewer, no alarm is raised."""
     patience: Count = 3
     """Consecutive steps beyond the limit that raise an alarm."""
     deviations: Positive = 4.0
-    """Spreads (scaled median absolute deviations) that a value must at least be from the median."""
+    """Minimum distance of a value from the median, in scaled median absolute deviations."""
     repetition: Positive | None = 0.1
     """Rise of high_level_scores/repeat_score/mean."""
     reflection: Positive | None = 2.0
-    """Rise of high_level_scores/reflection_pattern_score/mean, patterns per response."""
+    """Rise of high_level_scores/reflection_pattern_score/mean, in patterns per response."""
     few_steps: OneOrMore | None = 1.2
-    """Steps per response down to which num_of_steps/mean falls."""
+    """Fall of num_of_steps/mean to this number of steps per response."""
     many_steps: AboveOne | None = 2.0
-    """Factor of the rise of num_of_steps/mean."""
+    """Rise of num_of_steps/mean by this factor."""
     long_steps: AboveOne | None = 3.0
-    """Factor of the rise of num_of_steps/tokens_per_step."""
+    """Rise of num_of_steps/tokens_per_step by this factor."""
     disagreement: PositiveShare | None = 0.2
     """Fall of instant_rewards/orm_match_vr, the agreement of reward model and rule."""
     kl: AboveOne | None = 10.0
-    """Factor of the rise of instant_rewards/kl/mean (or actor/kl_loss)."""
+    """Rise of instant_rewards/kl/mean (or actor/kl_loss) by this factor."""
     outcome: Positive | None = 0.25
     """Rise of instant_rewards/outcome_reward/mean while a known true score does not rise."""
     short_responses: AboveOne | None = 3.0
-    """Factor of the fall of response_length/mean."""
+    """Fall of response_length/mean by this factor."""
     long_responses: AboveOne | None = 2.0
-    """Factor of the rise of response_length/mean."""
+    """Rise of response_length/mean by this factor."""
 
 
 class TrainerConfig(TrainingRunConfig):
@@ -109,10 +109,11 @@ class TrainerConfig(TrainingRunConfig):
     log_train_generations: CountOrZero = 0
     """Training samples sent to the trackers per step."""
     response_metrics: bool | None = None
-    """PURE's metrics (docs/metrics.md); null: with a reward model, a curriculum, alarms or prime."""
+    """Log PURE's metrics (docs/metrics.md); null logs them with a reward model, a curriculum, alarms or the
+    reward manager prime."""
     alarms: AlarmsConfig = block(AlarmsConfig)
     rollout_data_dir: str | None = None
-    """Folder for the trajectories of every step; null keeps those of the last steps in the run folder."""
+    """Folder for the trajectories of every step; null keeps only the last steps, in the run folder."""
     rollout_steps_to_keep: CountOrZero = 3
     """Number of last steps whose trajectories are kept if rollout_data_dir is null; 0 writes none."""
     validation_data_dir: str | None = None
@@ -140,7 +141,7 @@ class TrainerConfig(TrainingRunConfig):
     phase_deadline_floor_s: Positive = 7200.0
     """Seconds that any phase (a worker call, the agent loops of a batch) may take before the run stops."""
     phase_deadline_factor: OneOrMore = 10.0
-    """A phase may exceed the floor up to this factor times its longest earlier duration."""
+    """A phase may take longer than the floor, up to this factor times its longest earlier duration."""
 
     @property
     def checkpoints_to_keep(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The config trees by name, and the root of `ppo_trainer`; a new tree is one more entry of `TREES`."""
+"""The config trees by name, and the root class of `ppo_trainer`; a new tree is an entry of `TREES`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from hone.config.rollout import RetrieverConfig, RolloutConfig
 from hone.config.sft import PRMConfig, RMConfig, SFTConfig
 from hone.config.trainer import GlobalProfilerConfig, RayKwargs, RunTree, TrainerConfig
 
-_SHARED = "ppo_mini_batch_size use_dynamic_bsz ppo_epochs shuffle loss_agg_mode loss_scale_factor"
-_AS_THE_ACTOR = {key: follows(f"actor_rollout_ref.actor.{key}") for key in _SHARED.split()}
-_LENGTHS = {f"{part}_length": follows(f"data.max_{part}_length") for part in ("prompt", "response")}
+_KEYS_FOLLOWING_ACTOR = (
+    "ppo_mini_batch_size use_dynamic_bsz ppo_epochs shuffle loss_agg_mode loss_scale_factor"
+)
+_FOLLOW_ACTOR = {
+    key: follows(f"actor_rollout_ref.actor.{key}") for key in _KEYS_FOLLOWING_ACTOR.split()
+}
+_FOLLOW_DATA_LENGTHS = {
+    f"{part}_length": follows(f"data.max_{part}_length") for part in ("prompt", "response")
+}
 
 
 class ActorRolloutRefConfig(SchemaBlock):
@@ -31,7 +37,7 @@ class ActorRolloutRefConfig(SchemaBlock):
     model: ModelConfig = block(ModelConfig)
     actor: ActorConfig = block(ActorConfig)
     ref: RefConfig = block(RefConfig)
-    rollout: RolloutConfig = block(RolloutConfig, **_LENGTHS)
+    rollout: RolloutConfig = block(RolloutConfig, **_FOLLOW_DATA_LENGTHS)
 
 
 class PPOTrainerConfig(RunTree):
@@ -39,7 +45,7 @@ class PPOTrainerConfig(RunTree):
 
     actor_rollout_ref: ActorRolloutRefConfig = block(ActorRolloutRefConfig)
     data: DataConfig = block(DataConfig)
-    critic: CriticConfig = block(CriticConfig, ppo_max_token_len_per_gpu=32768, **_AS_THE_ACTOR)
+    critic: CriticConfig = block(CriticConfig, ppo_max_token_len_per_gpu=32768, **_FOLLOW_ACTOR)
     reward_model: RewardModelConfig = block(RewardModelConfig)
     reward_manager: RewardManagerConfig = block(RewardManagerConfig)
     custom_reward_function: CustomRewardFunctionConfig = block(CustomRewardFunctionConfig)
@@ -52,22 +58,22 @@ class PPOTrainerConfig(RunTree):
 
     @property
     def sampling_seed(self) -> int:
-        """The run seed from which trajectory seeds are derived."""
+        """The seed from which the seeds of trajectories are derived."""
         seed = self.actor_rollout_ref.rollout.seed
         return self.trainer.seed if seed is None else seed
 
     @property
     def logs_response_metrics(self) -> bool:
-        """The resolved `trainer.response_metrics`."""
+        """Whether response metrics are logged: `trainer.response_metrics`, or its default if null."""
         if self.trainer.response_metrics is not None:
             return self.trainer.response_metrics
-        prime = self.reward_manager.name == "prime"
+        uses_prime = self.reward_manager.name == "prime"
         switches = (self.reward_model, self.curriculum_learning, self.trainer.alarms)
-        return prime or any(switch.enable for switch in switches)
+        return uses_prime or any(switch.enable for switch in switches)
 
     @property
     def rollout_pool(self) -> tuple[int, ...]:
-        """Processes per node of a separate rollout pool; empty if the rollout shares the trainer's."""
+        """Processes on each node of a separate rollout pool; empty if the rollout uses the trainer's."""
         policy = self.actor_rollout_ref
         if policy.hybrid_engine and not policy.rollout.nnodes:
             return ()
@@ -75,12 +81,12 @@ class PPOTrainerConfig(RunTree):
 
     @property
     def rollout_ranks(self) -> int:
-        """Processes that generate."""
+        """The number of processes that generate."""
         return sum(self.rollout_pool) or self.world_size
 
     @property
     def reward_pool(self) -> tuple[int, ...]:
-        """Processes per node of the reward model's own pool; empty if it has none."""
+        """Processes on each node of the reward model's own pool; empty if it has none."""
         model = self.reward_model
         if not (model.enable and model.enable_resource_pool) or model.server.url:
             return ()
@@ -88,11 +94,11 @@ class PPOTrainerConfig(RunTree):
 
     @property
     def uses_controller(self) -> str:
-        """The resolved `trainer.controller`: local or ray."""
+        """The controller of the run, `local` or `ray`, where `trainer.controller` may be auto."""
         if self.trainer.controller != "auto":
             return self.trainer.controller
-        shared = not self.rollout_pool and not self.reward_pool
-        return "local" if self.world_size == 1 and shared else "ray"
+        has_own_pools = self.rollout_pool or self.reward_pool
+        return "local" if self.world_size == 1 and not has_own_pools else "ray"
 
 
 @dataclass(frozen=True)
@@ -104,15 +110,23 @@ class Tree:
     purpose: str = ""
 
 
-_RUN = "python -m hone.trainer"
+_MODULE = "python -m hone.trainer"
 _TREES = (
     Tree(
-        "ppo_trainer", PPOTrainerConfig, f"reinforcement learning: `hone train`, `{_RUN}.main_ppo`"
+        "ppo_trainer",
+        PPOTrainerConfig,
+        f"reinforcement learning: `hone train`, `{_MODULE}.main_ppo`",
     ),
-    Tree("sft_trainer", SFTConfig, f"supervised fine-tuning: `hone sft`, `{_RUN}.main_sft`"),
-    Tree("prm_trainer", PRMConfig, f"process reward models: `hone train-prm`, `{_RUN}.main_prm`"),
-    Tree("rm_trainer", RMConfig, f"outcome reward models: `hone train-rm`, `{_RUN}.main_rm`"),
-    Tree("generation", GenerationConfig, f"responses: `hone generate`, `{_RUN}.main_generation`"),
-    Tree("evaluation", EvaluationConfig, f"scores of responses: `hone eval`, `{_RUN}.main_eval`"),
+    Tree("sft_trainer", SFTConfig, f"supervised fine-tuning: `hone sft`, `{_MODULE}.main_sft`"),
+    Tree(
+        "prm_trainer", PRMConfig, f"process reward models: `hone train-prm`, `{_MODULE}.main_prm`"
+    ),
+    Tree("rm_trainer", RMConfig, f"outcome reward models: `hone train-rm`, `{_MODULE}.main_rm`"),
+    Tree(
+        "generation", GenerationConfig, f"responses: `hone generate`, `{_MODULE}.main_generation`"
+    ),
+    Tree(
+        "evaluation", EvaluationConfig, f"scores of responses: `hone eval`, `{_MODULE}.main_eval`"
+    ),
 )
 TREES: dict[str, Tree] = {tree.name: tree for tree in _TREES}

@@ -25,26 +25,26 @@ class BM25Index:
         return [self._top_hits(self._index.get_tokens_ids(query), topk) for query in words]
 
     def _top_hits(self, word_ids: list[int], topk: int) -> list[Hit]:
-        """Returns up to `topk` passages that share a word with the query, by score, then by number."""
+        """Returns up to `topk` passages that share a word with the query, by score, then by index."""
         if not word_ids:
             return []
         scores: NDArray[np.float32] = self._index.get_scores_from_ids(word_ids)
-        numbers = np.flatnonzero(scores)
-        positive = scores[numbers]
-        if len(positive) > topk:
-            threshold = np.partition(positive, -topk)[-topk]
-            numbers = numbers[positive >= threshold]
-        order = np.lexsort((numbers, -scores[numbers]))[:topk]
-        return [Hit(int(numbers[i]), float(scores[numbers[i]])) for i in order]
+        indices = np.flatnonzero(scores)
+        positive_scores = scores[indices]
+        if len(positive_scores) > topk:
+            threshold = np.partition(positive_scores, -topk)[-topk]
+            indices = indices[positive_scores >= threshold]
+        order = np.lexsort((indices, -scores[indices]))[:topk]
+        return [Hit(int(indices[i]), float(scores[indices[i]])) for i in order]
 
 
 def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> None:
     """Writes the index of the corpus to `folder`."""
     texts = []
-    for number, passage in enumerate(corpus):
+    for count, passage in enumerate(corpus):
         texts.append(passage.contents)
-        if number % 5000 == 0:
-            progress("reading passages", number, len(corpus))
+        if count % 5000 == 0:
+            progress("reading passages", count, len(corpus))
     progress("splitting into words", 0, len(corpus))
     words = bm25s.tokenize(texts, show_progress=False)
     progress("counting words", 0, len(corpus))

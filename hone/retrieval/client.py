@@ -1,6 +1,7 @@
 """The client of a retrieval service, which sends all waiting queries in one request.
 
-A request has a timeout and is retried with exponential backoff. If all retries fail, its queries get None.
+A request has a timeout and is retried with exponential backoff. If all retries fail, the result of
+its queries is None.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
 
 @functools.cache
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Returns a URL opener, which uses no proxy for a service on this machine."""
-    local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
-    handlers = [urllib.request.ProxyHandler({})] if local else []
+    """Returns a URL opener; it uses no proxy if the service runs on this machine."""
+    is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
+    handlers = [urllib.request.ProxyHandler({})] if is_local else []
     return urllib.request.build_opener(*handlers)
 
 
 def _contents(hit: JsonValue) -> str:
-    """Returns the text of one hit, with or without a score."""
+    """Returns the passage of a hit, which is the document itself or holds it beside a score."""
     document = hit["document"] if isinstance(hit, dict) and "document" in hit else hit
     contents = document["contents"] if isinstance(document, dict) else document
     if not isinstance(contents, str):
@@ -67,37 +68,37 @@ class RetrievalClient:
     def __init__(self, url: str, topk: int, *, timeout_s: float, retries: int) -> None:
         self._url, self._topk, self._timeout_s, self._retries = url, topk, timeout_s, retries
         self._lock = threading.Lock()
-        self._waiting: list[tuple[str, Future[list[str] | None]]] = []
-        self._running = False
-        self._reachable = True
+        self._waiting_queries: list[tuple[str, Future[list[str] | None]]] = []
+        self._is_running = False
+        self._is_reachable = True
 
     def submit(self, query: str) -> Future[list[str] | None]:
         """Returns a future of the query's passages; its result is None if the service failed."""
         future: Future[list[str] | None] = Future()
         with self._lock:
-            self._waiting.append((query, future))
-            start, self._running = not self._running, True
-        if start:
+            self._waiting_queries.append((query, future))
+            must_start, self._is_running = not self._is_running, True
+        if must_start:
             threading.Thread(target=self._run, name="hone-retrieval", daemon=True).start()
         return future
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                waiting = self._waiting[:_MAX_BATCH]
-                del self._waiting[:_MAX_BATCH]
-                if not waiting:
-                    self._running = False
+                waiting_queries = self._waiting_queries[:_MAX_BATCH]
+                del self._waiting_queries[:_MAX_BATCH]
+                if not waiting_queries:
+                    self._is_running = False
                     return
-            batch = [pair for pair in waiting if pair[1].set_running_or_notify_cancel()]
+            batch = [pair for pair in waiting_queries if pair[1].set_running_or_notify_cancel()]
             passages = self._retrieve([query for query, _ in batch]) if batch else []
             for (_, future), result in zip(batch, passages, strict=True):
                 future.set_result(result)
 
     def _retrieve(self, queries: list[str]) -> Sequence[list[str] | None]:
-        """Returns the passages of each query, or None for each after the last retry."""
+        """Returns the passages of each query, or None for every query if all attempts fail."""
         # A service that is known to be down gets one attempt, so that backoff delays no training step.
-        for attempt in range(self._retries + 1 if self._reachable else 1):
+        for attempt in range(self._retries + 1 if self._is_reachable else 1):
             if attempt:
                 time.sleep(_FIRST_BACKOFF_S * 2 ** (attempt - 1))
             try:
@@ -105,11 +106,13 @@ class RetrievalClient:
             except RetrievalFailed as error:
                 failure = error
                 continue
-            if not self._reachable:
+            if not self._is_reachable:
                 log.warning("the retrieval service answers again: %s", self._url)
-            self._reachable = True
+            self._is_reachable = True
             return passages
-        if self._reachable:
-            log.warning("retrieval failed; searches return nothing until it answers: %s", failure)
-        self._reachable = False
+        if self._is_reachable:
+            log.warning(
+                "retrieval failed; searches return nothing until the service answers: %s", failure
+            )
+        self._is_reachable = False
         return [None] * len(queries)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 Progress = Callable[[str, int, int], None]
-"""A callback with the activity, the amount done and the total."""
+"""A callback that gets an activity, the number of passages done and the total number."""
 
 
 class Hit(NamedTuple):
-    """The number of a passage in the corpus, and its score for the query."""
+    """The number of a passage in the corpus, from 0, and its score for the query."""
 
     number: int
     score: float

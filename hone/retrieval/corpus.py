@@ -32,7 +32,7 @@ class Passage(NamedTuple):
 
 
 class Corpus:
-    """The passages of a file, indexed by number."""
+    """The passages of a file, by index."""
 
     def __init__(self, file: Path, offsets: NDArray[np.int64]) -> None:
         self.file, self._offsets = file, offsets
@@ -42,12 +42,12 @@ class Corpus:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def __getitem__(self, number: int) -> Passage:
-        start, end = int(self._offsets[number]), int(self._offsets[number + 1])
-        return _parse_passage(self._bytes[start:end], self.file, number + 1)
+    def __getitem__(self, index: int) -> Passage:
+        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        return _parse_passage(self._bytes[start:end], self.file, index + 1)
 
     def __iter__(self) -> Iterator[Passage]:
-        return (self[number] for number in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
 
 def open_corpus(path: Path, folder: Path) -> Corpus:
@@ -55,52 +55,52 @@ def open_corpus(path: Path, folder: Path) -> Corpus:
     if not path.is_file():
         raise CorpusError(f"{path} is not a file; give a corpus of JSON lines, plain or .gz")
     folder.mkdir(parents=True, exist_ok=True)
-    plain = _decompress(path, folder) if path.suffix == ".gz" else path
-    if plain.stat().st_size == 0:
+    plain_file = _decompress(path, folder) if path.suffix == ".gz" else path
+    if plain_file.stat().st_size == 0:
         raise CorpusError(f"{path} has no passages")
-    return Corpus(plain, _line_offsets(plain, folder))
+    return Corpus(plain_file, _line_offsets(plain_file, folder))
 
 
 def _decompress(path: Path, folder: Path) -> Path:
-    """Returns the decompressed file, which is written again if `path` is newer."""
-    plain = folder / path.name.removesuffix(".gz")
-    if not plain.exists() or plain.stat().st_mtime < path.stat().st_mtime:
+    """Returns the decompressed file; it is written if it is missing or older than `path`."""
+    plain_file = folder / path.name.removesuffix(".gz")
+    if not plain_file.exists() or plain_file.stat().st_mtime < path.stat().st_mtime:
         with (
             gzip.open(path, "rb") as source,
-            atomic_path(plain) as temporary,
-            temporary.open("wb") as out,
+            atomic_path(plain_file) as temporary,
+            temporary.open("wb") as stream,
         ):
-            shutil.copyfileobj(source, out, 1 << 20)
-    return plain
+            shutil.copyfileobj(source, stream, 1 << 20)
+    return plain_file
 
 
-def _line_offsets(plain: Path, folder: Path) -> NDArray[np.int64]:
-    """Returns the start of every line, and the end of the last one."""
-    cache, size = folder / f"{plain.name}.starts.npy", plain.stat().st_size
-    if cache.exists() and cache.stat().st_mtime >= plain.stat().st_mtime:
-        cached: NDArray[np.int64] = np.load(cache, mmap_mode="r")
-        if cached[-1] == size:
-            return cached
+def _line_offsets(plain_file: Path, folder: Path) -> NDArray[np.int64]:
+    """Returns the byte offset of every line, and the end of the last one."""
+    cache_file, size = folder / f"{plain_file.name}.starts.npy", plain_file.stat().st_size
+    if cache_file.exists() and cache_file.stat().st_mtime >= plain_file.stat().st_mtime:
+        cached_offsets: NDArray[np.int64] = np.load(cache_file, mmap_mode="r")
+        if cached_offsets[-1] == size:
+            return cached_offsets
     offsets = [0]
-    with plain.open("rb") as stream:
+    with plain_file.open("rb") as stream:
         for line in stream:
             if not line.strip():
-                raise CorpusError(f"{plain} line {len(offsets)} is empty; remove it")
+                raise CorpusError(f"{plain_file} line {len(offsets)} is empty; remove it")
             offsets.append(offsets[-1] + len(line))
     array = np.asarray(offsets, dtype=np.int64)
-    with atomic_path(cache) as temporary, temporary.open("wb") as out:
-        np.save(out, array)
+    with atomic_path(cache_file) as temporary, temporary.open("wb") as stream:
+        np.save(stream, array)
     return array
 
 
-def _parse_passage(line: bytes, file: Path, number: int) -> Passage:
+def _parse_passage(line: bytes, file: Path, line_number: int) -> Passage:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise CorpusError(f"{file} line {number} is not JSON ({error})") from None
+        raise CorpusError(f"{file} line {line_number} is not JSON ({error})") from None
     if isinstance(record, dict) and isinstance(contents := record.get("contents"), str):
-        return Passage(str(record.get("id", number - 1)), contents)
+        return Passage(str(record.get("id", line_number - 1)), contents)
     if isinstance(record, dict) and isinstance(text := record.get("text"), str):
         title = str(record.get("title", "")).strip('"')
-        return Passage(str(record.get("id", number - 1)), f'"{title}"\n{text}')
-    raise CorpusError(f'{file} line {number} needs "contents", or "title" and "text"')
+        return Passage(str(record.get("id", line_number - 1)), f'"{title}"\n{text}')
+    raise CorpusError(f'{file} line {line_number} needs "contents", or "title" and "text"')

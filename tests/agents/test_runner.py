@@ -58,7 +58,7 @@ class SlowOrRaising(AgentLoopBase):
         raise AssertionError("was not cancelled")
 
 
-def here(name: str) -> str:
+def register_loop(name: str) -> str:
     """Registers a loop of this file and returns its name."""
     LOOPS.add(f"{__file__}:{name}", f"{__file__}:{name}")
     return f"{__file__}:{name}"
@@ -120,7 +120,7 @@ def test_sampling_parameters_and_the_length_limit_reach_the_engine(
 def test_each_row_goes_through_the_loop_it_names(
     runner: Runner, rows: Rows, echo: ScriptedRollout, tokenizer: Any
 ) -> None:
-    data = rows(["ab", "ab"], agent_name=[here("FixedLoop"), None])
+    data = rows(["ab", "ab"], agent_name=[register_loop("FixedLoop"), None])
     assert decode(tokenizer, runner(echo).run(data)) == ["mine", "ba</s>"]
 
 
@@ -129,8 +129,8 @@ def test_loops_listed_in_a_yaml_file_get_their_arguments(
 ) -> None:
     listing = tmp_path / "loops.yaml"
     listing.write_text(
-        f"- name: polite\n  _target_: {here('FixedLoop')}\n  text: please\n"
-        f"- name: curt\n  _target_: {here('FixedLoop')}\n  text: nope\n"
+        f"- name: polite\n  _target_: {register_loop('FixedLoop')}\n  text: please\n"
+        f"- name: curt\n  _target_: {register_loop('FixedLoop')}\n  text: nope\n"
     )
     key = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={listing}"
     data = rows(["a", "b", "c"], agent_name=["polite", "curt", "single_turn_agent"])
@@ -146,7 +146,7 @@ class WaitingLoop(AgentLoopBase):
 def test_a_loop_that_waits_for_ever_is_ended_and_named(
     runner: Runner, rows: Rows, echo: ScriptedRollout
 ) -> None:
-    data = rows(["a", "b"], agent_name=[None, here("WaitingLoop")])
+    data = rows(["a", "b"], agent_name=[None, register_loop("WaitingLoop")])
     with pytest.raises(AgentLoopFailed, match=r"1 of 2 .* not ended.*uid=u1.*phase_deadline_floor"):
         runner(echo, "trainer.phase_deadline_floor_s=3").run(data)
 
@@ -155,7 +155,7 @@ def test_a_misspelt_loop_is_told_the_listed_names_too(
     runner: Runner, rows: Rows, echo: ScriptedRollout, tmp_path: Path
 ) -> None:
     listing = tmp_path / "loops.yaml"
-    listing.write_text(f"- name: polite\n  _target_: {here('FixedLoop')}\n")
+    listing.write_text(f"- name: polite\n  _target_: {register_loop('FixedLoop')}\n")
     key = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={listing}"
     with pytest.raises(
         PluginError, match=r"Did you mean 'polite'\? A row may name .*single_turn_agent"
@@ -247,7 +247,7 @@ def test_a_registered_loop_is_found_by_its_name(
 def test_a_bad_output_is_refused_with_a_sentence(
     runner: Runner, rows: Rows, echo: ScriptedRollout, output: dict[str, Any], message: str
 ) -> None:
-    data = rows(["a"], agent_name=[here("BadLoop")], output=[output])
+    data = rows(["a"], agent_name=[register_loop("BadLoop")], output=[output])
     with pytest.raises(AgentLoopFailed, match=message) as caught:
         runner(echo).run(data)
     assert "BadLoop" in str(caught.value)
@@ -274,7 +274,7 @@ def test_what_is_no_output_is_refused_with_a_sentence(
     runner: Runner, rows: Rows, echo: ScriptedRollout, kind: str, message: str
 ) -> None:
     with pytest.raises(AgentLoopFailed, match=f"{message}; return an AgentLoopOutput, or a list"):
-        runner(echo).run(rows(["a"], agent_name=[here("Returns")], kind=[kind]))
+        runner(echo).run(rows(["a"], agent_name=[register_loop("Returns")], kind=[kind]))
 
 
 def test_a_response_is_cut_at_the_limit_with_all_that_goes_with_it(
@@ -286,7 +286,7 @@ def test_a_response_is_cut_at_the_limit_with_all_that_goes_with_it(
         "response_logprobs": [-0.5] * 20,
         "versions": list(range(20)),
     }
-    batch = runner(echo).run(rows(["a"], agent_name=[here("BadLoop")], output=[long]))
+    batch = runner(echo).run(rows(["a"], agent_name=[register_loop("BadLoop")], output=[long]))
     assert batch.batch["responses"].tolist() == [list(range(3, 15))]
     assert batch.batch["response_mask"].tolist() == [[1, 0] * 6]
     assert batch.batch["rollout_log_probs"].tolist() == [[-0.5, 0.0] * 6]
@@ -298,9 +298,9 @@ def test_a_loop_that_raises_names_its_row_and_cancels_the_others(
 ) -> None:
     from hone.plugins import load_object
 
-    loop = load_object(here("SlowOrRaising"))
+    loop = load_object(register_loop("SlowOrRaising"))
     loop.ended.clear()
-    data = rows(["a", "b", "c"], agent_name=[here("SlowOrRaising")] * 3)
+    data = rows(["a", "b", "c"], agent_name=[register_loop("SlowOrRaising")] * 3)
     with pytest.raises(AgentLoopFailed, match=r"uid=u1 sample 0: KeyError: 'no such tool'"):
         runner(echo).run(data)
     assert sorted(loop.ended) == ["u0", "u2"]
@@ -319,10 +319,12 @@ def test_what_loops_measured_is_summarised(
 ) -> None:
     metrics = [{"tool_calls": 2}, {"tool_calls": 4}]
     outputs = [{"response_ids": [7], "response_mask": [1], "metrics": m} for m in metrics]
-    batch = runner(echo).run(rows(["a", "b"], agent_name=[here("BadLoop")] * 2, output=outputs))
-    found = batch.meta_info["metrics"]
+    batch = runner(echo).run(
+        rows(["a", "b"], agent_name=[register_loop("BadLoop")] * 2, output=outputs)
+    )
+    summary = batch.meta_info["metrics"]
     names = [f"timing_s/agent_loop/tool_calls/{s}" for s in ("min", "max", "mean")]
-    assert [found[n] for n in names] == [2.0, 4.0, 3.0]
+    assert [summary[n] for n in names] == [2.0, 4.0, 3.0]
 
 
 class CancelsItself(AgentLoopBase):
@@ -333,7 +335,7 @@ class CancelsItself(AgentLoopBase):
 def test_a_loop_that_cancels_itself_is_named(
     runner: Runner, rows: Rows, echo: ScriptedRollout
 ) -> None:
-    data = rows(["a", "b"], agent_name=[None, here("CancelsItself")])
+    data = rows(["a", "b"], agent_name=[None, register_loop("CancelsItself")])
     with pytest.raises(AgentLoopFailed, match=r"CancelsItself' failed on row uid=u1 .*cancelled"):
         runner(echo).run(data)
 
@@ -361,7 +363,7 @@ def test_a_loop_that_fails_ends_a_run_whose_tool_swallows_its_cancellation(
 
     def run() -> None:
         try:
-            data = rows(["a", "b"], agent_name=[here("Stubborn")] * 2)
+            data = rows(["a", "b"], agent_name=[register_loop("Stubborn")] * 2)
             runner(echo, "actor_rollout_ref.rollout.multi_turn.tool_timeout_s=0.1").run(data)
         except BaseException as error:
             errors.append(error)
@@ -379,7 +381,7 @@ class Leaves(AgentLoopBase):
 
 
 def test_a_loop_that_exits_is_named(runner: Runner, rows: Rows, echo: ScriptedRollout) -> None:
-    data = rows(["a", "b"], agent_name=[None, here("Leaves")])
+    data = rows(["a", "b"], agent_name=[None, register_loop("Leaves")])
     with pytest.raises(AgentLoopFailed, match=r"Leaves' failed on row uid=u1 .*SystemExit: 3"):
         runner(echo).run(data)
 
@@ -388,7 +390,7 @@ def test_token_ids_beyond_the_models_vocabulary_name_the_loop(
     config: Callable[..., Any], rows: Rows, echo: ScriptedRollout, tokenizer: Any
 ) -> None:
     output = {"response_ids": [5, 11], "response_mask": [1, 1]}
-    data = rows(["a"], agent_name=[here("BadLoop")], output=[output])
+    data = rows(["a"], agent_name=[register_loop("BadLoop")], output=[output])
     runner_with_vocab = LoopRunner(config(), echo, tokenizer, run_seed=1, vocabulary=11)
     runner_with_vocab.submit(data)
     with pytest.raises(AgentLoopFailed, match=r"BadLoop.* from 5 to 11; the model knows 0 to 10"):
@@ -399,6 +401,6 @@ def test_a_column_of_the_row_that_a_loop_hands_through_is_not_written_again(
     runner: Runner, rows: Rows, echo: ScriptedRollout
 ) -> None:
     output = {"response_ids": [7], "response_mask": [1], "extra_fields": {"uid": "u0", "n": 3}}
-    batch = runner(echo).run(rows(["a"], agent_name=[here("BadLoop")], output=[output]))
+    batch = runner(echo).run(rows(["a"], agent_name=[register_loop("BadLoop")], output=[output]))
     assert batch.non_tensor_batch["n"].tolist() == [3]
     assert "uid" not in batch.non_tensor_batch

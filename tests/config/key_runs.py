@@ -130,10 +130,10 @@ def prepare(folder: Path) -> Ground:
     _write(ground.at("rows.jsonl"), [_row(i) for i in range(8)])
     answers = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
     _write(ground.at("answers.jsonl"), answers)
-    talks = [
+    conversations = [
         {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
     ]
-    _write(ground.at("talks.jsonl"), talks * 4)
+    _write(ground.at("conversations.jsonl"), conversations * 4)
     steps = [
         {"prompt": f"{i}", "completions": ["1", "2"], "labels": [True, False]} for i in range(8)
     ]
@@ -360,8 +360,8 @@ def supervised(ground: Ground) -> None:
         lora = ("model.lora_rank=2", f"trainer.default_local_dir={ground.at('lora_' + rows)}")
         if main is not main_sft.main:
             train(main, rows, *lora, *epochs)
-    talks = ("model.lora_rank=2", "data.multiturn.enable=true", *epochs)
-    train(main_sft.main, "talks.jsonl", *talks)
+    overrides = ("model.lora_rank=2", "data.multiturn.enable=true", *epochs)
+    train(main_sft.main, "conversations.jsonl", *overrides)
 
 
 def generation(ground: Ground) -> None:

@@ -25,20 +25,20 @@ SELF = __file__
 
 
 def schema_classes() -> dict[type, set[str]]:
-    """Every class of the trees, with its field names."""
-    found: dict[type, set[str]] = {}
+    """Returns every class of the trees, with its field names."""
+    classes: dict[type, set[str]] = {}
     waiting = [tree.root for tree in TREES.values()]
     while waiting:
         cls = waiting.pop()
-        if cls in found:
+        if cls in classes:
             continue
-        found[cls] = {field.name for field in dataclasses.fields(cls)}
+        classes[cls] = {field.name for field in dataclasses.fields(cls)}
         waiting += [inner for inner in map(block_type, hints(cls).values()) if inner is not None]
-    return found
+    return classes
 
 
 class Recorder:
-    """Dotted keys read, by tree; where each was read first."""
+    """Records the dotted keys that are read, by tree, and where each was read first."""
 
     def __init__(self) -> None:
         self.read: dict[str, dict[str, str]] = {name: {} for name in TREES}
@@ -46,27 +46,27 @@ class Recorder:
         self._paths: dict[int, tuple[str, str, Any]] = {}
 
     def note(self, block: Any, name: str, value: Any, frame: FrameType) -> None:
-        place = self._place(block)
-        if place is None:
+        location = self._location(block)
+        if location is None:
             return
-        tree, prefix = place
+        tree, prefix = location
         key = f"{prefix}{name}"
         if dataclasses.is_dataclass(value):
             self._paths[id(value)] = (tree, key + ".", value)
             return
-        reader = asker(frame)
+        reader = reader_of(frame)
         if reader is not None:
             self.read[tree].setdefault(key, reader)
 
-    def _place(self, block: Any) -> tuple[str, str] | None:
+    def _location(self, block: Any) -> tuple[str, str] | None:
         if type(block) in self._roots:
             return self._roots[type(block)], ""
-        found = self._paths.get(id(block))
-        return found[:2] if found is not None and found[2] is block else None
+        path = self._paths.get(id(block))
+        return path[:2] if path is not None and path[2] is block else None
 
 
-def asker(frame: FrameType | None) -> str | None:
-    """`file:line` of who wants the value; None when only the config room or a copier does."""
+def reader_of(frame: FrameType | None) -> str | None:
+    """Returns `file:line` of the code that reads the value; None for the config package and copying code."""
     while frame is not None and (_is_property(frame) or frame.f_code.co_filename == SELF):
         frame = frame.f_back
     if frame is None:

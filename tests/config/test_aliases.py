@@ -10,7 +10,7 @@ from hone.config import ConfigError, compose, load_config
 from hone.config.apply import compose_settings
 from hone.config.keys import get
 from hone.config.sources import Setting
-from hone.config.states import COMPUTED, names, new_name, rule_of, rules
+from hone.config.states import COMPUTED, matches_pattern, new_name, rule_of, rules
 from hone.config.trees import TREES
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -214,7 +214,7 @@ def test_every_alias_has_a_case() -> None:
     blocks = {old.removesuffix(".**") for old in table if old.endswith(".**")}
     assert set(BLOCK_CASES) == blocks
     for old in table:
-        named = any(names(old, case) for case in (*RENAMED_CASES, *VALUE_CASES))
+        named = any(matches_pattern(old, case) for case in (*RENAMED_CASES, *VALUE_CASES))
         assert old.endswith(".**") or named, old
     rewritten = {rule.pattern.lstrip("!") for rule in rules("rewritten", tree="ppo_trainer")}
     assert rewritten <= {*VALUE_CASES, *BESIDE_OTHERS}
@@ -241,8 +241,8 @@ def test_a_renamed_block_moves_its_keys(old: str) -> None:
 def test_an_old_key_with_its_values_becomes_the_new_one(old: str) -> None:
     for value, expected in VALUE_CASES[old]:
         config = load({old: value}).config
-        for key, wanted in expected.items():
-            assert get(config, key) == wanted, (old, value, key)
+        for key, expected_value in expected.items():
+            assert get(config, key) == expected_value, (old, value, key)
 
 
 def test_a_retriever_asks_for_searches_unless_they_are_turned_off() -> None:
@@ -296,9 +296,9 @@ def test_the_two_bounds_of_a_rejection_become_one() -> None:
 
 def test_verls_response_length_of_a_reward_model_is_what_a_judge_may_write() -> None:
     judged = {"reward_model.enable": True, "reward_model.model.path": "m"}
-    given = {**judged, "reward_model.rollout.response_length": 77}
-    assert load(given).config.reward_model.judge.max_tokens == 512
-    config = load({**given, "reward_model.type": "judge"}).config
+    settings = {**judged, "reward_model.rollout.response_length": 77}
+    assert load(settings).config.reward_model.judge.max_tokens == 512
+    config = load({**settings, "reward_model.type": "judge"}).config
     assert config.reward_model.judge.max_tokens == 77
 
 

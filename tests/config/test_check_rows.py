@@ -9,13 +9,13 @@ import pytest
 
 from hone.config import load_config
 from hone.config.checks import rows_of
-from hone.config.convert import scalar
+from hone.config.convert import parse_scalar
 from hone.config.keys import blocks, get, leaves
-from hone.config.states import holds
+from hone.config.states import condition_holds
 from hone.config.trees import TREES
 
 PROBLEMS = list(rows_of("problems"))
-SETTLED = list(rows_of("settled"))
+ADJUSTED = list(rows_of("adjusted"))
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,10 @@ SETTLED = list(rows_of("settled"))
     ],
 )
 def test_a_condition_compares_keys_with_values(condition: str, true: bool) -> None:
-    assert holds(condition, partial(get, load_config())) is true
+    assert condition_holds(condition, partial(get, load_config())) is true
 
 
-@pytest.mark.parametrize("row", [*PROBLEMS, *SETTLED, *rows_of("idle")], ids=lambda row: row[1])
+@pytest.mark.parametrize("row", [*PROBLEMS, *ADJUSTED, *rows_of("idle")], ids=lambda row: row[1])
 def test_every_key_of_a_row_exists_in_its_tree(row: list[str]) -> None:
     tree = TREES[row[0]]
     keys = [re.split(r"!=|<=|=|>", term)[0] for term in row[1].split(" and ")]
@@ -55,15 +55,15 @@ def test_every_key_of_a_row_exists_in_its_tree(row: list[str]) -> None:
 
 def test_a_settled_value_is_one_that_its_condition_looks_at() -> None:
     """The rows are applied until none holds, so each must end its own condition."""
-    for _, condition, setting, _ in SETTLED:
+    for _, condition, setting, _ in ADJUSTED:
         key, _, text = setting.partition("=")
-        values = {key: scalar(re.sub(r"\{.*\}", "7", text))}
+        values = {key: parse_scalar(re.sub(r"\{.*\}", "7", text))}
         term = next(term for term in condition.split(" and ") if re.match(rf"{key}[=!>]", term))
-        assert not holds(term, lambda name, values=values: values.get(name, 7)), condition
+        assert not condition_holds(term, lambda name, values=values: values.get(name, 7)), condition
 
 
 def test_no_row_speaks_of_the_defaults() -> None:
     defaults = {name: load_config(config_name=name) for name in TREES}
-    for owner, condition, *_ in [*PROBLEMS, *SETTLED]:
+    for owner, condition, *_ in [*PROBLEMS, *ADJUSTED]:
         known = condition.partition(" and installed.")[0]
-        assert not holds(known, partial(get, defaults[owner])), condition
+        assert not condition_holds(known, partial(get, defaults[owner])), condition

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hone.config import ConfigError, PPOTrainerConfig, compose, load_config
-from hone.config.checks import divisors, multiples
+from hone.config.checks import divisors_advice, multiples_advice
 from hone.config.keys import get, leaves
 from hone.config.ranges import Range
 
@@ -541,7 +541,7 @@ def test_megatron_notes_what_it_does_not_read_of_the_sharding(
 )
 def test_validation_samples_where_it_has_a_temperature(overrides: list[str], samples: bool) -> None:
     config = load_config([f"{ROLLOUT}.val_kwargs.{text}" for text in overrides])
-    assert config.actor_rollout_ref.rollout.val_kwargs.samples is samples
+    assert config.actor_rollout_ref.rollout.val_kwargs.uses_sampling is samples
 
 
 @pytest.mark.parametrize(
@@ -572,7 +572,7 @@ def test_greedy_groups_are_fine_when_only_validating() -> None:
     ("value", "unit", "text"), [(100, 8, "use 96 or 104"), (3, 8, "use 8"), (16, 8, "use 16 or 24")]
 )
 def test_multiples_surround_the_value(value: int, unit: int, text: str) -> None:
-    assert multiples(value, unit) == text
+    assert multiples_advice(value, unit) == text
 
 
 @pytest.mark.parametrize(
@@ -580,7 +580,7 @@ def test_multiples_surround_the_value(value: int, unit: int, text: str) -> None:
     [(1000, 256, "use 250 or 500"), (7, 3, "use 1 or 7"), (8, 8, "use 8")],
 )
 def test_divisors_surround_the_value(value: int, near: int, text: str) -> None:
-    assert divisors(value, near) == text
+    assert divisors_advice(value, near) == text
 
 
 @pytest.mark.parametrize("key", sorted(RANGES))

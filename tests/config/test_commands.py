@@ -35,8 +35,8 @@ def test_show_gives_every_value_with_its_origin() -> None:
 
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_what_show_prints_is_yaml_that_loads_to_the_same_tree(name: str) -> None:
-    shown = OmegaConf.to_container(OmegaConf.create(show(tree=name)))
-    assert shown == config_to_dict(load_config(config_name=name))
+    loaded = OmegaConf.to_container(OmegaConf.create(show(tree=name)))
+    assert loaded == config_to_dict(load_config(config_name=name))
 
 
 def test_show_can_leave_defaults_out() -> None:
@@ -54,9 +54,9 @@ def test_show_lists_what_has_no_effect() -> None:
 
 def test_show_quotes_what_yaml_would_read_otherwise() -> None:
     overrides = ["trainer.experiment_name='null'", "trainer.project_name='a: b'"]
-    shown = OmegaConf.create(show(overrides))
-    assert shown.trainer.experiment_name == "null"
-    assert shown.trainer.project_name == "a: b"
+    loaded = OmegaConf.create(show(overrides))
+    assert loaded.trainer.experiment_name == "null"
+    assert loaded.trainer.project_name == "a: b"
 
 
 def test_explain_tells_all_about_a_key() -> None:

@@ -111,7 +111,7 @@ def test_a_defect_that_only_follows_from_another_is_not_told_beside_it(
 
 
 @pytest.mark.parametrize(
-    ("override", "meant"),
+    ("override", "suggestion"),
     [
         ("actor.optim.lr=1", " Did you mean 'actor_rollout_ref.actor.optim.lr'?"),
         ("rollout.n=4", " Did you mean 'actor_rollout_ref.rollout.n'?"),
@@ -128,8 +128,8 @@ def test_a_defect_that_only_follows_from_another_is_not_told_beside_it(
         ("actor.clip_rato_low=1", " Did you mean 'actor_rollout_ref.actor.clip_ratio_low'?"),
     ],
 )
-def test_a_suggestion_stays_in_the_block_that_was_written(override: str, meant: str) -> None:
-    assert error([override]).endswith(f"'.{meant} (command line)")
+def test_a_suggestion_stays_in_the_block_that_was_written(override: str, suggestion: str) -> None:
+    assert error([override]).endswith(f"'.{suggestion} (command line)")
 
 
 def test_a_block_cannot_be_set_as_a_value_but_null_asks_for_nothing() -> None:
@@ -277,9 +277,9 @@ def test_keys_of_vllm_have_no_effect_on_native_and_say_so() -> None:
         ]
     )
     assert composed.config.actor_rollout_ref.rollout.name == "native"
-    missing, whole = composed.notes
-    assert "vLLM is not installed here" in missing
-    assert whole.endswith("one rank decodes with the whole model")
+    missing_note, size_note = composed.notes
+    assert "vLLM is not installed here" in missing_note
+    assert size_note.endswith("one rank decodes with the whole model")
     assert composed.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1
 
 
@@ -312,8 +312,8 @@ def test_megatron_runs_if_it_is_installed_and_fsdp2_otherwise(
 ) -> None:
     overrides = ["trainer.n_gpus_per_node=4", "data.train_batch_size=8"]
     overrides += ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]
-    for found, strategy in ((object(), "megatron"), (None, "fsdp2")):
-        monkeypatch.setattr("hone.config.checks.find_spec", lambda name, found=found: found)
+    for spec, strategy in ((object(), "megatron"), (None, "fsdp2")):
+        monkeypatch.setattr("hone.config.checks.find_spec", lambda name, spec=spec: spec)
         composed = compose(overrides, config_name="ppo_megatron_trainer")
         policy = composed.config.actor_rollout_ref
         assert (policy.actor.strategy, policy.ref.strategy) == (strategy, strategy)

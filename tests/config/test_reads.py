@@ -15,7 +15,7 @@ import pytest
 import hone
 from hone.config import config_to_dict, load_config
 from hone.config.keys import leaves
-from hone.config.states import names
+from hone.config.states import matches_pattern
 from hone.config.trees import TREES
 
 from .key_runs import RUNS, prepare
@@ -124,7 +124,7 @@ def read_keys(tree: str, recorder: Recorder) -> set[str]:
 
 
 def elsewhere(key: str) -> str | None:
-    return next((p for p in READ_ELSEWHERE if names(p, key)), None)
+    return next((p for p in READ_ELSEWHERE if matches_pattern(p, key)), None)
 
 
 @pytest.mark.slow

@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 
 from hone.config import ConfigError, load_config
-from hone.config.keys import by_omegaconf, leaves, resolve
+from hone.config.keys import leaves, resolve, resolve_with_omegaconf
 from hone.config.trees import TREES
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_the_schemas_references_resolve_as_omegaconf_would(name: str) -> None:
     defaults = {key: leaf.default for key, leaf in leaves(TREES[name].root).items()}
-    assert resolve(defaults) == by_omegaconf(defaults)
+    assert resolve(defaults) == resolve_with_omegaconf(defaults)
 
 
 def test_a_key_follows_the_one_it_names_unless_it_is_set() -> None:
     config = load_config(["data.max_prompt_length=64", "actor_rollout_ref.rollout.n=3"])
     assert config.actor_rollout_ref.rollout.prompt_length == 64
     assert config.critic.rollout_n == 3
-    apart = load_config(
+    config_with_both = load_config(
         ["data.max_prompt_length=64", "actor_rollout_ref.rollout.prompt_length=128"]
     )
-    assert apart.actor_rollout_ref.rollout.prompt_length == 128
+    assert config_with_both.actor_rollout_ref.rollout.prompt_length == 128
 
 
 def test_a_user_may_refer_to_keys_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

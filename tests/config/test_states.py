@@ -6,7 +6,7 @@ import pytest
 
 from hone.config import ConfigError, load_config
 from hone.config.keys import leaves
-from hone.config.states import is_off, is_one_of, names, rule_of, rules, topics
+from hone.config.states import is_off, is_one_of, matches_pattern, rule_of, rules, topics
 from hone.config.trees import TREES
 
 STATES = rules("refused", "neutral")
@@ -32,7 +32,7 @@ STATES = rules("refused", "neutral")
     ],
 )
 def test_patterns_name_keys(pattern: str, key: str, matches: bool) -> None:
-    assert names(pattern, key) is matches
+    assert matches_pattern(pattern, key) is matches
 
 
 def test_rules_say_nothing_of_values_that_ask_for_nothing() -> None:

@@ -216,14 +216,14 @@ def test_yaml_pieces_of_the_documents_load(tmp_path: Path) -> None:
 
 
 def commands_in_documents() -> list[list[str]]:
-    found = []
+    commands = []
     for file in sorted(USER_DOCS.glob("*.txt")) if USER_DOCS.is_dir() else []:
         text = file.read_text(encoding="utf-8", errors="replace")
         for block in text.split("```")[1::2]:
             for command in block.split("main_ppo")[1:]:
                 tokens = [t for t in TOKEN.findall(command) if "..." not in t]
-                found.append([re.sub(r"=([\"'])(.*)\1$", r"=\2", t) for t in tokens])
-    return [command for command in found if command]
+                commands.append([re.sub(r"=([\"'])(.*)\1$", r"=\2", t) for t in tokens])
+    return [command for command in commands if command]
 
 
 @pytest.mark.skipif(not USER_DOCS.is_dir(), reason="the users' documents are not here")

@@ -1,7 +1,7 @@
 """Text environments as interactions: classes with `reset(**kwargs)` and `step(text)`.
 
 `reset` returns an observation or (observation, info). `step` returns (observation, reward,
-done[, info]), Gymnasium's five values, or an object with these three names.
+done[, info]), Gymnasium's five values, or an object with `observation`, `reward` and `done`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _TEXT_FIELDS = ("text", "message", "prompt", "content", "output", "echoed_messag
 
 
 class EnvironmentInteraction(BaseInteraction):
-    """Runs one environment per trajectory, created by `make(**config)`."""
+    """Runs one environment per trajectory, created by `make_environment(**config)`."""
 
-    def __init__(self, make: Callable[..., Any], config: Settings) -> None:
+    def __init__(self, make_environment: Callable[..., Any], config: Settings) -> None:
         super().__init__(config)
-        self._make = functools.partial(make, **{k: v for k, v in config.items() if k != "name"})
+        options = {k: v for k, v in config.items() if k != "name"}
+        self._make_environment = functools.partial(make_environment, **options)
         self._environments: dict[str, Any] = {}
         self._total_rewards: dict[str, float] = {}
 
@@ -36,7 +37,7 @@ class EnvironmentInteraction(BaseInteraction):
     ) -> tuple[str, str]:
         """Returns the id and the first observation; `kwargs` are the row's `interaction_kwargs`."""
         instance_id = instance_id or uuid4().hex
-        environment = await run_in_thread(self._make)
+        environment = await run_in_thread(self._make_environment)
         self._environments[instance_id], self._total_rewards[instance_id] = environment, 0.0
         try:
             result = await _call(environment.reset, **kwargs)
@@ -48,10 +49,10 @@ class EnvironmentInteraction(BaseInteraction):
         )
         return instance_id, _observation_text(observation)
 
-    async def try_once(self) -> None:
+    async def check_creation(self) -> None:
         """Creates an environment and closes it, to raise its errors before training."""
         instance_id = uuid4().hex
-        self._environments[instance_id] = await run_in_thread(self._make)
+        self._environments[instance_id] = await run_in_thread(self._make_environment)
         await self.finalize_interaction(instance_id)
 
     async def generate_response(
@@ -92,7 +93,7 @@ def _parse_step(step_result: Any) -> tuple[Any, float, bool]:
 
 
 def _observation_text(observation: Any) -> str:
-    """Converts an observation to text; an object or dict gives its first field that `_TEXT_FIELDS` lists."""
+    """Converts an observation to text; of an object or dict, takes the first of `_TEXT_FIELDS`."""
     fields = (
         observation if isinstance(observation, Mapping) else getattr(observation, "__dict__", {})
     )
@@ -103,7 +104,7 @@ def _observation_text(observation: Any) -> str:
 
 
 class OpenEnvEnvironment:
-    """A client of the OpenEnv server at `base_url`; an action is `{field: text}`."""
+    """A client of the OpenEnv server at `base_url`; it sends a model turn as `{field: text}`."""
 
     def __init__(self, base_url: str, field: str = "message", **options: JsonValue) -> None:
         try:
@@ -131,18 +132,18 @@ class ReasoningGymEnvironment:
     def __init__(
         self, environment: str, size: int = 500, seed: int = 42, **options: JsonValue
     ) -> None:
-        self._data = _load_dataset(environment, size, seed, json.dumps(options, sort_keys=True))
+        self._dataset = _load_dataset(environment, size, seed, json.dumps(options, sort_keys=True))
         self._entry: Row = {}
 
     def reset(self, index: int = 0, **_: JsonValue) -> str:
-        self._entry = self._data[index % len(self._data)]
+        self._entry = self._dataset[index % len(self._dataset)]
         return str(self._entry["question"])
 
     def step(self, text: str) -> tuple[str, float, bool]:
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(text, tag_name="answer") or text.strip()
-        return "", float(self._data.score_answer(answer=answer, entry=self._entry)), True
+        return "", float(self._dataset.score_answer(answer=answer, entry=self._entry)), True
 
 
 @functools.cache

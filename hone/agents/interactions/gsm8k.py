@@ -5,12 +5,14 @@ A row's `interaction_kwargs`: `{name: gsm8k, query, ground_truth}`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hone.agents.interactions.contract import BaseInteraction, Messages
 from hone.rewards.scores import gsm8k
 from hone.types import Fields, JsonValue, Settings
 
-RIGHT = "Your response is correct!"
-WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
+CORRECT_REPLY = "Your response is correct!"
+INCORRECT_REPLY = "Your response is incorrect! You need to reflect on your answer and try again."
 
 
 class Gsm8kInteraction(BaseInteraction):
@@ -18,7 +20,7 @@ class Gsm8kInteraction(BaseInteraction):
 
     def __init__(self, config: Settings) -> None:
         super().__init__(config)
-        self._instance_dict: dict[str, Fields] = {}
+        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: JsonValue
@@ -37,7 +39,7 @@ class Gsm8kInteraction(BaseInteraction):
         turns = [m for m in messages if m.get("role") == "assistant"]
         self._instance_dict[instance_id]["response"] = turns[-1].get("content") if turns else ""
         score = await self.calculate_score(instance_id)
-        return score == 1.0, RIGHT if score == 1.0 else WRONG, score, {}
+        return score == 1.0, CORRECT_REPLY if score == 1.0 else INCORRECT_REPLY, score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
         state = self._instance_dict[instance_id]

@@ -22,7 +22,7 @@ from hone.plugins import load_object
 def initialize_interactions_from_config(
     interaction_config_file: str,
 ) -> dict[str, BaseInteraction]:
-    """Returns the interactions by name, as in the rows' `interaction_kwargs`."""
+    """Returns the interactions by the name that a row's `interaction_kwargs` gives."""
     path = interaction_config_file
     interactions: dict[str, BaseInteraction] = {}
     for entry in read_entries(path, "interaction"):

@@ -1,7 +1,7 @@
 """Runs the interaction of one trajectory within time limits.
 
 An interaction that raises or hangs never stops a run: the trajectory ends with the model's last
-turn, and the failure is counted. One that blocks the event loop cannot be interrupted.
+turn, and the failure is counted. An interaction that blocks the event loop cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class InteractionSession:
-    """Calls an interaction for one trajectory; after a failure, only `finalize_interaction`."""
+    """Calls an interaction for one trajectory, but only to finalize it after a failure."""
 
     def __init__(self, interaction: BaseInteraction, kwargs: Settings, timeout_s: float) -> None:
         self._interaction = interaction
-        self._kwargs = dict(kwargs)
+        self._interaction_kwargs = dict(kwargs)
         self._timeout_s = timeout_s
         self._instance_id: str | None = None
         self.turn_scores: list[float] = []
@@ -41,12 +41,15 @@ class InteractionSession:
     async def start(self, remaining_s: float) -> str | None:
         """Starts the interaction; returns the first observation or None."""
         self._instance_id, observation = (
-            await self._call("start_interaction", self._start(), remaining_s) or (None,) * 2
+            await self._call("start_interaction", self._start_interaction(), remaining_s)
+            or (None,) * 2
         )
         return observation
 
-    async def _start(self) -> tuple[str, str | None]:
-        result: Any = await self._interaction.start_interaction(uuid4().hex, **self._kwargs)
+    async def _start_interaction(self) -> tuple[str, str | None]:
+        result: Any = await self._interaction.start_interaction(
+            uuid4().hex, **self._interaction_kwargs
+        )
         if not isinstance(result, tuple):
             return result, None
         instance_id, observation = result
@@ -59,7 +62,7 @@ class InteractionSession:
         if self._instance_id is None or self.failures:
             return None
         result = await self._call(
-            "generate_response", self._reply(self._instance_id, messages), remaining_s
+            "generate_response", self._generate_response(self._instance_id, messages), remaining_s
         )
         if result is None:
             return None
@@ -68,26 +71,31 @@ class InteractionSession:
             self.turn_scores.append(score)
         return reply
 
-    async def _reply(self, instance_id: str, messages: Messages) -> tuple[str | None, float | None]:
+    async def _generate_response(
+        self, instance_id: str, messages: Messages
+    ) -> tuple[str | None, float | None]:
         copies = [dict(message) for message in messages]
         done, text, score, _ = await self._interaction.generate_response(
-            instance_id, copies, **self._kwargs
+            instance_id, copies, **self._interaction_kwargs
         )
         if not done and not isinstance(text, str):
-            raise TypeError(f"generate_response returned the reply {text!r}; return text, or end")
-        return None if done else clean_text(text), _finite(score)
+            raise TypeError(
+                f"generate_response returned the reply {text!r}; return text, or end the "
+                "conversation"
+            )
+        return None if done else clean_text(text), _check_finite(score)
 
     async def score(self) -> float | None:
-        """Returns the interaction's score of the conversation, or None if there is none."""
+        """Returns the interaction's score of the conversation, or None after a failure."""
         if self._instance_id is None or self.failures:
             return None
-        return await self._call("calculate_score", self._score(self._instance_id))
+        return await self._call("calculate_score", self._calculate_score(self._instance_id))
 
-    async def _score(self, instance_id: str) -> float | None:
-        return _finite(await _call_with_id(self._interaction.calculate_score, instance_id))
+    async def _calculate_score(self, instance_id: str) -> float | None:
+        return _check_finite(await _call_with_id(self._interaction.calculate_score, instance_id))
 
-    async def finish(self) -> None:
-        """Releases the conversation's state, also after failures."""
+    async def release(self) -> None:
+        """Releases the state of the conversation; also called after a failure."""
         if self._instance_id is not None:
             instance_id, self._instance_id = self._instance_id, None
             await self._call(
@@ -99,29 +107,29 @@ class InteractionSession:
         self, method: str, work: Coroutine[None, None, T], remaining_s: float = float("inf")
     ) -> T | None:
         """Returns the result of an interaction's method, or counts its failure and returns None."""
-        seconds = max(min(self._timeout_s, remaining_s), 0.0)
+        timeout_s = max(min(self._timeout_s, remaining_s), 0.0)
         try:
-            return await run_with_deadline(work, seconds)
+            return await run_with_deadline(work, timeout_s)
         except DeadlineExceeded:
             self.timeouts.append(self.name)
-            logger.warning("interaction %s: %s took longer than %g s", self.name, method, seconds)
+            logger.warning("interaction %s: %s took longer than %g s", self.name, method, timeout_s)
             self.failures += 1
         except Exception as error:  # user code: any exception ends the conversation
-            self.fail(method, error)
+            self.record_failure(method, error)
         return None
 
-    def fail(self, method: str, error: Exception) -> None:
-        """Counts a failure; the conversation ends with the model's next turn."""
+    def record_failure(self, method: str, error: Exception) -> None:
+        """Logs and counts a failure; the conversation then ends with the model's next turn."""
         logger.warning("interaction %s: %s failed: %s", self.name, method, described(error))
         self.failures += 1
 
 
-def _finite(score: float | None) -> float | None:
+def _check_finite(score: float | None) -> float | None:
     if score is not None and not math.isfinite(score):
         raise ValueError(f"the score is {score}")
     return None if score is None else float(score)
 
 
 async def _call_with_id(function: Callable[..., Awaitable[T]], instance_id: str) -> T:
-    """Calls a method with the instance id, unless it takes none, as in verl's base class."""
+    """Calls a method with the instance id, or without if it takes none, as in verl's base class."""
     return await (function(instance_id) if inspect.signature(function).parameters else function())

@@ -1,7 +1,7 @@
-"""Environments of the package verifiers before 0.4 (`MultiTurnEnv`) with `reset` and `step`.
+"""Gives environments of the package verifiers (`MultiTurnEnv`, before 0.4) `reset` and `step`.
 
-The environment runs its own rollout in a task; `step` passes it the model's turns. The rubric's
-reward comes with the last turn. `reset(index=3)` is row 3 of its data set.
+The environment runs its own rollout in a task; `step` passes it the model's turns. The last `step`
+returns the reward of the rubric. `reset(index=3)` starts row 3 of the environment's dataset.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ class VerifiersEnvironment:
     """One rollout of the environment `verifiers.load_environment(environment, **options)`."""
 
     def __init__(self, environment: str, **options: JsonValue) -> None:
-        self._environment = _load(environment, json.dumps(options, sort_keys=True))
-        self._prompts: asyncio.Queue[Sequence[Any] | Row | Exception] = asyncio.Queue()
+        self._environment = _load_environment(environment, json.dumps(options, sort_keys=True))
+        self._events: asyncio.Queue[Sequence[Any] | dict[str, float] | Exception] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
-        self._rollout: asyncio.Task[None] | None = None
+        self._rollout_task: asyncio.Task[None] | None = None
 
     async def reset(self, index: int = 0, **_: JsonValue) -> str:
         rows = self._environment.get_dataset()
-        self._rollout = asyncio.create_task(self._run(dict(rows[index % len(rows)])))
-        observation, _reward, is_done = await self._next()
+        self._rollout_task = asyncio.create_task(self._run(dict(rows[index % len(rows)])))
+        observation, _reward, is_done = await self._next_step()
         if is_done:
             raise ToolError("the environment ended before the model's first turn")
         return observation
 
     async def step(self, text: str) -> tuple[str, float, bool]:
         self._answers.put_nowait(text)
-        return await self._next()
+        return await self._next_step()
 
     async def close(self) -> None:
-        if self._rollout is not None:
-            self._rollout.cancel()
-            await asyncio.gather(self._rollout, return_exceptions=True)
+        if self._rollout_task is not None:
+            self._rollout_task.cancel()
+            await asyncio.gather(self._rollout_task, return_exceptions=True)
 
     async def _run(self, row: Row) -> None:
         environment = self._environment
@@ -55,20 +55,20 @@ class VerifiersEnvironment:
             if state.get("error") is not None:
                 raise RuntimeError(f"the rollout ended with {state['error']!r}")
             await environment.rubric.score_group([state])
-            self._prompts.put_nowait({"reward": float(state["reward"])})
+            self._events.put_nowait({"reward": float(state["reward"])})
         except Exception as error:
-            self._prompts.put_nowait(error)
+            self._events.put_nowait(error)
 
     async def _answer(self, prompt: Sequence[Any], tools: Sequence[Any] | None) -> str:
         """Returns the model's answer to a prompt of the environment."""
         if tools:
             raise ToolError("the environment passes tools to an API, which is not supported")
-        self._prompts.put_nowait(prompt)
+        self._events.put_nowait(prompt)
         return await self._answers.get()
 
-    async def _next(self) -> tuple[str, float, bool]:
-        """Returns the text after the model's last turn, or the reward at the end."""
-        event = await self._prompts.get()
+    async def _next_step(self) -> tuple[str, float, bool]:
+        """Returns (observation after the last turn, reward, whether the rollout is done)."""
+        event = await self._events.get()
         if isinstance(event, Exception):
             raise event
         if isinstance(event, dict):
@@ -77,8 +77,9 @@ class VerifiersEnvironment:
         assistant_turns = [
             i for i, message in enumerate(messages) if message["role"] == "assistant"
         ]
-        new = messages[assistant_turns[-1] + 1 :] if assistant_turns else messages
-        return "\n\n".join(_content_text(message["content"]) for message in new), 0.0, False
+        new_messages = messages[assistant_turns[-1] + 1 :] if assistant_turns else messages
+        text = "\n\n".join(_content_text(message["content"]) for message in new_messages)
+        return text, 0.0, False
 
 
 def _content_text(content: Any) -> str:
@@ -106,22 +107,22 @@ def _client(answer: Any) -> Any:
         )
         return Response(id="", created=int(time.time()), model=model, message=message)
 
-    # `get_response` calls the abstract methods, which convert to and from a provider's types.
-    unused = dict.fromkeys(Client.__abstractmethods__)
-    return type("LoopClient", (Client,), {**unused, "get_response": get_response})(None)
+    # Only the base class's `get_response` calls the abstract methods.
+    unused_methods = dict.fromkeys(Client.__abstractmethods__)
+    return type("LoopClient", (Client,), {**unused_methods, "get_response": get_response})(None)
 
 
 @functools.cache
-def _load(name: str, options: str) -> Any:
+def _load_environment(name: str, options: str) -> Any:
     try:
         import verifiers
         import verifiers.clients
     except ModuleNotFoundError as error:
         raise ToolError(f"verifiers is not installed or too new ({error}): {_INSTALL}") from error
     if not hasattr(verifiers, "load_environment"):
-        raise ToolError(f"this verifiers has no load_environment: {_INSTALL}")
-    # Environments install signal handlers, which only the main thread may, and which would replace
-    # those of the run.
+        raise ToolError(f"the installed verifiers has no load_environment: {_INSTALL}")
+    # Environments install signal handlers. Only the main thread may install them, and they would
+    # replace those of the run.
     with _load_lock, unittest.mock.patch("signal.signal"):
         environment = verifiers.load_environment(name, **json.loads(options))
     if getattr(environment, "tool_defs", None):

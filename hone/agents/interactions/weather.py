@@ -1,4 +1,7 @@
-"""An interaction that checks for a tool call; `interaction_kwargs`: `{name: weather, query}`."""
+"""An interaction that checks for a tool call.
+
+A row's `interaction_kwargs`: `{name: weather, query}`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from hone.types import Fields, JsonValue, Settings
 
 
 class WeatherInteraction(BaseInteraction):
-    """Ends the conversation after one turn, which scores 1 if a tool answered before it, else 0."""
+    """Ends the conversation after one turn; its score is 1 if a tool answered before it, else 0."""
 
     def __init__(self, config: Settings) -> None:
         super().__init__(config)

@@ -1,6 +1,6 @@
-"""Resolves the agent loop of a row; data may name only loops that the configuration allows.
+"""Resolves the agent loop of a row; a row may name only loops that the configuration allows.
 
-These are the built-in loops, loops registered with `@register`, the YAML list
+Allowed are the built-in loops, loops registered with `@register`, the loops of the YAML list
 `agent_loop_config_path`, and the default loop.
 """
 
@@ -42,7 +42,7 @@ class LoopNames:
     def __init__(self, rollout: RolloutConfig) -> None:
         self.default = rollout.default_loop
         self._path = rollout.agent.agent_loop_config_path
-        self._loop_factories = _loop_factories(self._path) if self._path else {}
+        self._factory_loaders = _read_factory_loaders(self._path) if self._path else {}
 
     def of_row(self, agent_name: object) -> str:
         """Returns the loop name for a row's `agent_name`; raises PluginError if it is unknown."""
@@ -51,55 +51,55 @@ class LoopNames:
         if not isinstance(agent_name, str):
             raise PluginError(
                 f"agent_name must be the name of an agent loop, got {shown(agent_name)}; write "
-                "text, or leave it out for the default loop"
+                "text, or omit agent_name for the default loop"
             )
         if not self._is_known(agent_name):
             names = self._names()
             hint = proposal(agent_name, names)
             raise PluginError(
                 f"agent_name={shown(agent_name)} names no agent loop of this run.{hint} "
-                f"A row may name {', '.join(names)}; import paths and files are named by the "
-                "configuration alone (actor_rollout_ref.rollout.agent.agent_loop_config_path)"
+                f"A row may name {', '.join(names)}; only the configuration may name import "
+                "paths and files (actor_rollout_ref.rollout.agent.agent_loop_config_path)"
             )
         return agent_name
 
     def factory(self, name: str) -> LoopFactory:
         """Returns the factory of a loop name that `of_row` returned."""
-        if name in self._loop_factories:
-            return self._loop_factories[name]()
+        if name in self._factory_loaders:
+            return self._factory_loaders[name]()
         return LOOPS.get(name) if name == self.default else LOOPS.get_registered(name)
 
     def _names(self) -> list[str]:
-        return sorted({*LOOPS.names(), *self._loop_factories, self.default})
+        return sorted({*LOOPS.names(), *self._factory_loaders, self.default})
 
     def _is_known(self, name: str) -> bool:
-        return name in self._names() or (self._all_imported and name in self._names())
+        return name in self._names() or (self._has_imported_all and name in self._names())
 
     @cached_property
-    def _all_imported(self) -> bool:
-        """Imports the modules of configured loops, which may register further names."""
-        for name in (*self._loop_factories, self.default):
+    def _has_imported_all(self) -> bool:
+        """Imports the modules of configured loops, which may register names; always true."""
+        for name in (*self._factory_loaders, self.default):
             self.factory(name)
         return True
 
 
-def _loop_factories(path: str) -> dict[str, Callable[[], LoopFactory]]:
-    """Reads the loops of a YAML list: `name`, `_target_` and further constructor arguments."""
+def _read_factory_loaders(path: str) -> dict[str, Callable[[], LoopFactory]]:
+    """Reads a YAML list of loops: `name`, `_target_` and further constructor arguments."""
     try:
         entries = read_yaml(path)
     except BadText as error:
         raise PluginError(str(error)) from error
-    loops: dict[str, Callable[[], LoopFactory]] = {}
+    loaders: dict[str, Callable[[], LoopFactory]] = {}
     for entry in entries if isinstance(entries, list) else [entries]:
         arguments = {str(k): v for k, v in entry.items()} if isinstance(entry, dict) else {}
         name, target = arguments.pop("name", None), arguments.pop("_target_", None)
         if not name or not target:
             raise PluginError(f"{path}: every loop needs `name` and `_target_`, got {shown(entry)}")
-        loops[str(name)] = partial(_factory, str(target), arguments)
-    return loops
+        loaders[str(name)] = partial(_load_factory, str(target), arguments)
+    return loaders
 
 
-def _factory(target: str, arguments: Fields) -> LoopFactory:
+def _load_factory(target: str, arguments: Fields) -> LoopFactory:
     """Returns a factory that adds the entry's arguments, like `hydra.utils.instantiate`.
 
     An argument with a `_target_` is instantiated for each trajectory.

@@ -25,10 +25,10 @@ from hone.types import Fields, Row
 Generate = Callable[[list[int], int], Awaitable[TokenOutput]]
 
 STOPS = ("</search>", "</answer>")
-"""Stop strings of a turn; the token that completes one is kept."""
-_PROBE_S = 10.0
+"""Stop strings of a turn; the response includes the token that completes one."""
+_PROBE_TIMEOUT_S = 10.0
 OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
-INVALID = (
+INVALID_ACTION_TEXT = (
     "\nThat was not a valid action. To search, I write the query between <search> and </search>; "
     "to give the final answer, I write it between <answer> and </answer>. I try again.\n"
 )
@@ -55,9 +55,9 @@ def read_action(text: str) -> Action | None:
 
 def passages_text(passages: Sequence[str]) -> str:
     """Formats passages for the model, numbered and with their titles."""
-    lines = [passage.partition("\n") for passage in passages]
+    parts = [passage.partition("\n") for passage in passages]
     return "".join(
-        f"Doc {i}(Title: {title}) {text}\n" for i, (title, _, text) in enumerate(lines, 1)
+        f"Doc {i}(Title: {title}) {text}\n" for i, (title, _, text) in enumerate(parts, 1)
     )
 
 
@@ -92,7 +92,7 @@ class SearchConversation:
     max_observation_tokens: int | None = None
 
     async def run(self, agent_data: AgentData, generate: Generate) -> SearchCounts:
-        """Runs turns until an answer or a limit; `generate` gets the token ids and a limit."""
+        """Runs turns until an answer or a limit, each with `generate(prompt_ids, max_tokens)`."""
         counts = SearchCounts()
         while True:
             started = time.perf_counter()
@@ -105,19 +105,19 @@ class SearchConversation:
             counts.valid_actions += action is not None
             counts.valid_searches += action is not None and action.kind == "search"
             counts.answered = action is not None and action.kind == "answer"
-            is_last = not output.token_ids or agent_data.assistant_turns == self.max_turns
-            if counts.answered or is_last:
+            is_last_turn = not output.token_ids or agent_data.assistant_turns == self.max_turns
+            if counts.answered or is_last_turn:
                 return counts
-            ids = await self._observation(action, agent_data, counts)
+            ids = await self._observation_ids(action, agent_data, counts)
             if len(agent_data.response_mask) + len(ids) >= self.response_length:
                 return counts
             agent_data.add_observation(ids, "tool")
 
-    async def _observation(
+    async def _observation_ids(
         self, action: Action | None, agent_data: AgentData, counts: SearchCounts
     ) -> list[int]:
         if action is None:
-            return self._encode(INVALID)
+            return self._encode(INVALID_ACTION_TEXT)
         agent_data.turn_spans[-1]["calls"] = 1
         started = time.perf_counter()
         passages = await asyncio.wrap_future(self.client.submit(action.content))
@@ -125,24 +125,26 @@ class SearchConversation:
         counts.retrieval_failures += passages is None
         text = clean_text(passages_text(passages or ()).strip())
         ids = self._encode(OPENING + text + CLOSING)
-        limit = self.max_observation_tokens
-        if limit is None or len(ids) <= limit:
+        max_tokens = self.max_observation_tokens
+        if max_tokens is None or len(ids) <= max_tokens:
             return ids
         closing = self._encode(CLOSING)
-        return [*self._encode(OPENING + text)[: max(limit - len(closing), 0)], *closing]
+        return [*self._encode(OPENING + text)[: max(max_tokens - len(closing), 0)], *closing]
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
 
 
 class SearchAgentLoop(AgentLoopBase):
-    """The loop `search_agent`; the `retriever` config gives the service."""
+    """The loop `search_agent`, which searches with the service of the config `retriever`."""
 
     def problems(self) -> Iterator[str]:
-        """Yields an error if the retrieval service does not respond."""
-        service = self.config.retriever
+        """Yields a problem if the retrieval service does not answer."""
+        retriever = self.config.retriever
         try:
-            retrieve(service.url, ["capital of France"], 1, min(service.timeout_s, _PROBE_S))
+            retrieve(
+                retriever.url, ["capital of France"], 1, min(retriever.timeout_s, _PROBE_TIMEOUT_S)
+            )
         except RetrievalFailed as error:
             yield (
                 f"retriever.url does not answer ({error}); start `hone serve-retriever --corpus "
@@ -150,7 +152,7 @@ class SearchAgentLoop(AgentLoopBase):
             )
 
     async def run(self, sampling_params: Fields, **row: Any) -> AgentLoopOutput:
-        limits = self.rollout_config.multi_turn
+        multi_turn = self.rollout_config.multi_turn
         prompt = truncate(self.prompt_ids(row), self.prompt_length, self.data_config.truncation)
         agent_data = AgentData([], list(prompt), row["trajectory_id"], {})
         max_tokens_per_turn = sampling_params.get("max_tokens") or self.response_length
@@ -167,13 +169,13 @@ class SearchAgentLoop(AgentLoopBase):
                 },
             )
 
-        service = self.config.retriever
+        retriever = self.config.retriever
         counts = await SearchConversation(
             self.tokenizer,
-            retrieval_client(service.url, service.topk, service.timeout_s, service.retries),
+            retrieval_client(retriever.url, retriever.topk, retriever.timeout_s, retriever.retries),
             self.response_limit(len(prompt)),
-            limits.max_assistant_turns,
-            limits.max_observation_tokens,
+            multi_turn.max_assistant_turns,
+            multi_turn.max_observation_tokens,
         ).run(agent_data, generate)
         metrics = AgentLoopMetrics(agent_data.seconds["model"], agent_data.seconds["tools"])
         columns = counts.columns(agent_data.assistant_turns)
@@ -182,5 +184,5 @@ class SearchAgentLoop(AgentLoopBase):
 
 @functools.cache
 def retrieval_client(url: str, topk: int, timeout_s: float, retries: int) -> RetrievalClient:
-    """Returns one client per service and process, which batches the queries of all trajectories."""
+    """Returns the process's client of a service; it batches the queries of all trajectories."""
     return RetrievalClient(url, topk, timeout_s=timeout_s, retries=retries)

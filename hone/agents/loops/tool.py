@@ -40,16 +40,16 @@ from hone.types import Fields, Row, Settings
 __all__ = ["AgentData", "AgentState", "ReactAgentLoop", "ToolAgentLoop"]
 logger = logging.getLogger(__name__)
 
-TOOL_CONFIG = ("available_tools", "tool_format", "max_tool_calls", "timeout")
-"""Keys of a row's `tool_config`."""
-_FORMATS = ("react", "function_calling")
+TOOL_CONFIG_KEYS = ("available_tools", "tool_format", "max_tool_calls", "timeout")
+"""The keys of a row's `tool_config`."""
+_TOOL_FORMATS = ("react", "function_calling")
 
 
 class ToolAgentLoop(AgentLoopBase):
     """The loop `tool_agent`; a row's `tool_config` overrides the limits of `rollout.multi_turn`."""
 
     default_format: str | None = None
-    """The parser of a subclass, in place of `multi_turn.format`."""
+    """The parser name that a subclass uses instead of `multi_turn.format`."""
 
     def __init_subclass__(cls) -> None:
         overrides = sorted(name for name in vars(cls) if name.startswith("_handle_"))
@@ -61,21 +61,21 @@ class ToolAgentLoop(AgentLoopBase):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        limits: MultiTurnConfig = self.config.actor_rollout_ref.rollout.multi_turn
-        self.limits = limits
-        self.format = self.default_format or limits.format
-        self.tools = _load_tools(limits.tool_config_path, limits.function_tool_path)
-        self.interactions = _load_interactions(limits.interaction_config_path)
+        multi_turn: MultiTurnConfig = self.config.actor_rollout_ref.rollout.multi_turn
+        self.multi_turn = multi_turn
+        self.format = self.default_format or multi_turn.format
+        self.tools = _load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
+        self.interactions = _load_interactions(multi_turn.interaction_config_path)
         self.parser = ToolParser.get_tool_parser(self.format, self.tokenizer)
         self._has_tool_subset = False
 
     def of_row(
         self, tool_config: Settings | None
     ) -> tuple[dict[str, Tool], MultiTurnConfig, ToolParser]:
-        """Returns a row's tools, limits and parser; raises ToolError on a bad `tool_config`."""
+        """Returns a row's tools, config and parser; raises ToolError on a bad `tool_config`."""
         options = {name: value for name, value in (tool_config or {}).items() if value is not None}
-        if unknown := sorted(set(options) - set(TOOL_CONFIG)):
-            raise ToolError(f"tool_config has no {unknown[0]!r}; use {', '.join(TOOL_CONFIG)}")
+        if unknown := sorted(set(options) - set(TOOL_CONFIG_KEYS)):
+            raise ToolError(f"tool_config has no {unknown[0]!r}; use {', '.join(TOOL_CONFIG_KEYS)}")
         names = options.get("available_tools", [*self.tools])
         if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
             raise ToolError(f"tool_config.available_tools={shown(names)}; give a list of names")
@@ -86,64 +86,66 @@ class ToolAgentLoop(AgentLoopBase):
             )
         default_format = "react" if self.format == "react" else "function_calling"
         tool_format = options.get("tool_format", default_format)
-        if tool_format not in _FORMATS:
+        if tool_format not in _TOOL_FORMATS:
             raise ToolError(
-                f"tool_config.tool_format={shown(tool_format)}; give {' or '.join(_FORMATS)}"
+                f"tool_config.tool_format={shown(tool_format)}; give {' or '.join(_TOOL_FORMATS)}"
             )
-        for name, types, low, expected in (
+        for name, expected_types, exclusive_minimum, expected_text in (
             ("max_tool_calls", int, -1, "a count"),
             ("timeout", int | float, 0, "seconds"),
         ):
             value = options.get(name, 1)
-            if not isinstance(value, types) or isinstance(value, bool) or not value > low:
-                raise ToolError(f"tool_config.{name}={shown(value)}; give {expected}")
+            is_number = isinstance(value, expected_types) and not isinstance(value, bool)
+            if not is_number or not value > exclusive_minimum:
+                raise ToolError(f"tool_config.{name}={shown(value)}; give {expected_text}")
         parser = self.parser
         if tool_format != default_format:
-            template_format = "hermes" if self.limits.format == "react" else self.limits.format
+            template_format = self.multi_turn.format
+            template_format = "hermes" if template_format == "react" else template_format
             parser_name = "react" if tool_format == "react" else template_format
             parser = ToolParser.get_tool_parser(parser_name, self.tokenizer)
-        limits = replace(
-            self.limits,
-            max_tool_calls=options.get("max_tool_calls", self.limits.max_tool_calls),
-            tool_timeout_s=options.get("timeout", self.limits.tool_timeout_s),
+        multi_turn = replace(
+            self.multi_turn,
+            max_tool_calls=options.get("max_tool_calls", self.multi_turn.max_tool_calls),
+            tool_timeout_s=options.get("timeout", self.multi_turn.tool_timeout_s),
         )
-        return {name: self.tools[name] for name in names}, limits, parser
+        return {name: self.tools[name] for name in names}, multi_turn, parser
 
     def problems(self) -> Iterator[str]:
-        """Yields an error for each environment that cannot be created."""
+        """Yields a problem for each environment that cannot be created."""
         for name, interaction in self.interactions.items():
             if isinstance(interaction, EnvironmentInteraction):
                 try:
-                    run_coroutine(interaction.try_once())
+                    run_coroutine(interaction.check_creation())
                 except Exception as error:  # an environment is user code
                     yield f"the environment {name} cannot be made: {described(error)}"
 
     async def run(self, sampling_params: Fields, **row: Any) -> AgentLoopOutput:
         if tool_config := row.get("tool_config"):
-            self.tools, self.limits, self.parser = self.of_row(tool_config)
+            self.tools, self.multi_turn, self.parser = self.of_row(tool_config)
             self._has_tool_subset = tool_config.get("available_tools") is not None
-        seconds = self.limits.trajectory_timeout_s
-        deadline = float("inf") if seconds is None else time.monotonic() + seconds
+        timeout_s = self.multi_turn.trajectory_timeout_s
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         interaction = self._interaction_session(row)
         async with AsyncExitStack() as exit_stack:
             observation = None
             if interaction is not None:
-                exit_stack.push_async_callback(interaction.finish)
+                exit_stack.push_async_callback(interaction.release)
                 observation = await interaction.start(deadline - time.monotonic())
-            agent_data = self._start(row, observation, interaction)
+            agent_data = self._start_trajectory(row, observation, interaction)
             agent_data.turn_scores = interaction.turn_scores if interaction else []
-            session = ToolSession(self.tools, agent_data, self._call_limits())
-            exit_stack.push_async_callback(session.release)
-            await self._run_turns(agent_data, session, interaction, deadline, sampling_params)
-            scores = await session.scores()
+            tool_session = ToolSession(self.tools, agent_data, self._call_limits())
+            exit_stack.push_async_callback(tool_session.release)
+            await self._run_turns(agent_data, tool_session, interaction, deadline, sampling_params)
+            scores = await tool_session.scores()
             if interaction is not None and (score := await interaction.score()) is not None:
                 scores[interaction.name] = score
-        record = session.record
+        record = tool_session.record
         metrics = AgentLoopMetrics(
             agent_data.seconds["model"],
             agent_data.seconds["tools"],
-            later_prompt_tokens=agent_data.later_tokens["prompt"],
-            later_cached_tokens=agent_data.later_tokens["cached"],
+            later_prompt_tokens=agent_data.later_turn_tokens["prompt"],
+            later_cached_tokens=agent_data.later_turn_tokens["cached"],
         )
         extra_fields = agent_data.extra_fields | {
             "tool_outputs": record.outputs,
@@ -161,17 +163,17 @@ class ToolAgentLoop(AgentLoopBase):
     def whole_prompt(
         self, prompt: str | list[Message], tool_config: Settings | None = None
     ) -> tuple[str | list[Message], list[Settings]]:
-        """Returns the prompt with the parser's instructions, and the chat template's schemas."""
+        """Returns the prompt, with the parser's instructions, and schemas for the chat template."""
         tools, _, parser = self.of_row(tool_config)
         schemas = [tool.tool_schema for tool in tools.values()]
         if schemas and not parser.in_template:
-            return _with_instructions(prompt, parser.instructions(schemas)), []
+            return _add_instructions(prompt, parser.instructions(schemas)), []
         return prompt, [schema.model_dump() for schema in schemas]
 
-    def _start(
+    def _start_trajectory(
         self, row: Row, observation: str | None, interaction: InteractionSession | None
     ) -> AgentData:
-        """Renders the prompt, with an environment's first observation if there is one."""
+        """Returns a trajectory with the rendered prompt and an environment's first observation."""
         prompt, template_tools = self.whole_prompt(row["raw_prompt"], row.get("tool_config"))
         messages = [dict(message) for message in as_messages(prompt)]
         agent_data = AgentData(messages, [], row["trajectory_id"], row.get("tools_kwargs") or {})
@@ -181,16 +183,16 @@ class ToolAgentLoop(AgentLoopBase):
                 agent_data.prompt_ids, text = render_with_observation(
                     raw_text(prompt) if is_raw else messages,
                     observation,
-                    lambda whole: self._render(whole, template_tools or None),
+                    lambda full_prompt: self._render(full_prompt, template_tools or None),
                     self.tokenizer,
                     self.prompt_length,
-                    self.limits.tool_response_truncate_side,
+                    self.multi_turn.tool_response_truncate_side,
                 )
                 agent_data.messages.append({"role": "user", "content": text})
                 agent_data.extra_fields["env/truncated_observations"] = int(text != observation)
                 return agent_data
             except (PromptError, BrokenTemplate) as error:  # the observation is third-party text
-                interaction.fail("reset", error)
+                interaction.record_failure("reset", error)
         if prompt is row["raw_prompt"] and not self._has_tool_subset:
             ids = self.prompt_ids(row, template_tools)
         else:
@@ -201,7 +203,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _run_turns(
         self,
         agent_data: AgentData,
-        session: ToolSession,
+        tool_session: ToolSession,
         interaction: InteractionSession | None,
         deadline: float,
         sampling_params: Settings,
@@ -211,13 +213,13 @@ class ToolAgentLoop(AgentLoopBase):
             if not ids or self._is_at_limit(agent_data):
                 return
             if time.monotonic() > deadline:
-                session.record.timeouts.append("trajectory")
+                tool_session.record.timeouts.append("trajectory")
                 return
             calls = await self._parse_calls(text, ids)
             if calls:
                 agent_data.turn_spans[-1]["calls"] = len(calls)
                 started = time.perf_counter()
-                answers = await session.run_calls(calls)
+                answers = await tool_session.run_calls(calls)
                 agent_data.seconds["tools"] += time.perf_counter() - started
                 new_messages = [_tool_message(*pair) for pair in zip(calls, answers, strict=True)]
             elif interaction is not None:
@@ -236,7 +238,7 @@ class ToolAgentLoop(AgentLoopBase):
                     return
             except (PromptError, BrokenTemplate) as error:  # the answer is third-party text
                 logger.warning("the answer cannot be rendered: %s", described(error))
-                session.record.failures += 1
+                tool_session.record.failures += 1
                 return
 
     async def _parse_calls(self, text: str, ids: Sequence[int]) -> list[ToolCall]:
@@ -251,21 +253,22 @@ class ToolAgentLoop(AgentLoopBase):
             return [ToolCall("", {}, f"the calls cannot be parsed: {described(error)}")]
 
     async def _generate_turn(
-        self, agent_data: AgentData, sampling: Settings
+        self, agent_data: AgentData, sampling_params: Settings
     ) -> tuple[str, list[int]]:
         """Generates one model turn; returns its text for the parser and its token ids."""
-        remaining = self._remaining_tokens(agent_data)
-        max_tokens = sampling.get("max_tokens")
+        max_tokens = self._remaining_tokens(agent_data)
+        if sampling_params.get("max_tokens") is not None:
+            max_tokens = min(sampling_params["max_tokens"], max_tokens)
         started = time.perf_counter()
         output = await self.server_manager.generate(
             agent_data.request_id,
             prompt_ids=list(agent_data.prompt_ids),
             sampling_params={
-                **sampling,
-                "max_tokens": remaining if max_tokens is None else min(max_tokens, remaining),
-                "stop": (*(sampling.get("stop") or ()), *self.parser.stop),
+                **sampling_params,
+                "max_tokens": max_tokens,
+                "stop": (*(sampling_params.get("stop") or ()), *self.parser.stop),
                 "stop_token_ids": (
-                    *(sampling.get("stop_token_ids") or ()),
+                    *(sampling_params.get("stop_token_ids") or ()),
                     *self.parser.stop_token_ids,
                 ),
             },
@@ -279,12 +282,14 @@ class ToolAgentLoop(AgentLoopBase):
         return content, output.token_ids
 
     def _remaining_tokens(self, agent_data: AgentData) -> int:
-        """Returns the number of tokens left for the response."""
-        used = len(agent_data.response_mask)
-        return self.response_limit(len(agent_data.prompt_ids) - used) - used
+        """Returns how many more tokens the response may have."""
+        response_tokens = len(agent_data.response_mask)
+        prompt_tokens = len(agent_data.prompt_ids) - response_tokens
+        return self.response_limit(prompt_tokens) - response_tokens
 
     def _is_at_limit(self, agent_data: AgentData) -> bool:
-        max_turns, max_user_turns = self.limits.max_assistant_turns, self.limits.max_user_turns
+        max_turns = self.multi_turn.max_assistant_turns
+        max_user_turns = self.multi_turn.max_user_turns
         return (
             self._remaining_tokens(agent_data) <= 0
             or (max_turns is not None and agent_data.assistant_turns >= max_turns)
@@ -294,7 +299,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _append_observation(
         self, agent_data: AgentData, messages: list[Message], text: str
     ) -> bool:
-        """Appends a tool or user turn; returns false if no tokens would be left for an answer."""
+        """Appends a tool or user turn; returns false if that leaves no tokens for an answer."""
         ids = self._observation_ids(messages, text, agent_data.prompt_ids[-1])
         if len(ids) >= self._remaining_tokens(agent_data):
             return False
@@ -303,7 +308,7 @@ class ToolAgentLoop(AgentLoopBase):
         return True
 
     def _observation_ids(self, messages: list[Message], text: str, last_id: int) -> Sequence[int]:
-        """Renders a tool or user turn after a model turn with this text and last token."""
+        """Returns the ids of a tool or user turn; `text` and `last_id` are of the model's turn."""
         if messages[0]["role"] == "tool" and not self.parser.in_template:
             observation = self.parser.observation(text, [m["content"] for m in messages])
             if self.tokenizer.decode([last_id], skip_special_tokens=True):  # no end token
@@ -318,19 +323,26 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     def _call_limits(self) -> CallLimits:
-        limits = self.limits
-        side = limits.tool_response_truncate_side
-        chars, tokens = limits.max_tool_response_length, limits.max_observation_tokens
-
-        def truncate_answer(text: str) -> str:
-            return truncate_tokens(truncate_text(text, chars, side), self.tokenizer, tokens, side)
-
-        return CallLimits(
-            limits.max_parallel_calls, limits.max_tool_calls, limits.tool_timeout_s, truncate_answer
+        multi_turn = self.multi_turn
+        side = multi_turn.tool_response_truncate_side
+        max_chars, max_tokens = (
+            multi_turn.max_tool_response_length,
+            multi_turn.max_observation_tokens,
         )
 
-    def _interaction_session(self, row: Settings) -> InteractionSession | None:
-        """Returns a session with the row's interaction, by default the first one."""
+        def truncate_answer(text: str) -> str:
+            text = truncate_text(text, max_chars, side)
+            return truncate_tokens(text, self.tokenizer, max_tokens, side)
+
+        return CallLimits(
+            multi_turn.max_parallel_calls,
+            multi_turn.max_tool_calls,
+            multi_turn.tool_timeout_s,
+            truncate_answer,
+        )
+
+    def _interaction_session(self, row: Row) -> InteractionSession | None:
+        """Returns a session with the interaction that the row names, or else with the first one."""
         kwargs = row.get("interaction_kwargs") or {}
         if not self.interactions or not kwargs:
             return None
@@ -338,9 +350,9 @@ class ToolAgentLoop(AgentLoopBase):
         if not isinstance(name, str) or name not in self.interactions:
             raise ValueError(
                 f"the row's interaction_kwargs.name={shown(name)} is not in "
-                f"{self.limits.interaction_config_path}; it has {', '.join(self.interactions)}"
+                f"{self.multi_turn.interaction_config_path}; it has {', '.join(self.interactions)}"
             )
-        return InteractionSession(self.interactions[name], kwargs, self.limits.tool_timeout_s)
+        return InteractionSession(self.interactions[name], kwargs, self.multi_turn.tool_timeout_s)
 
 
 class ReactAgentLoop(ToolAgentLoop):
@@ -349,8 +361,8 @@ class ReactAgentLoop(ToolAgentLoop):
     default_format = "react"
 
 
-def _with_instructions(prompt: str | list[Message], text: str) -> str | list[Message]:
-    """Adds the instructions to the system message, or else before the first message."""
+def _add_instructions(prompt: str | list[Message], text: str) -> str | list[Message]:
+    """Returns the prompt with instructions in its system message or before its first message."""
     if isinstance(prompt, str):
         return f"{text}\n\n{prompt}"
     messages = [dict(message) for message in as_messages(prompt)]

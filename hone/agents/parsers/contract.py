@@ -1,4 +1,4 @@
-"""The parser contract: parses the tool calls of a model turn; the text is untrusted."""
+"""The parser contract: a parser extracts the tool calls of a model turn (untrusted text)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hone.tokenizer import Tokenizer
 from hone.types import JsonObject, JsonValue
 
 MAX_CALL_CHARS = 65_536
-"""Maximum length of a call; a longer call is refused without parsing."""
+"""Maximum length of a call; a longer call gets an `error` and is not parsed."""
 P = TypeVar("P", bound="type[ToolParser]")
 Schemas = Sequence[OpenAIFunctionToolSchema]
 
@@ -45,7 +45,7 @@ class ToolParser:
     """
 
     in_template = True
-    """Whether the chat template renders tools and answers; if not, the parser does."""
+    """Whether the chat template, rather than the parser, renders tool schemas and tool answers."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn so that its calls are run."""
     stop_tokens: tuple[str, ...] = ()
@@ -66,8 +66,8 @@ class ToolParser:
         """Returns every call in the text; a malformed call has an `error`."""
         raise NotImplementedError(f"{type(self).__name__} has neither calls nor extract_tool_calls")
 
-    def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
-        """Returns the calls in the text; overridden by parsers that need the tool schemas."""
+    def calls_with_schemas(self, tools: Schemas, text: str) -> list[ToolCall]:
+        """Returns every call in the text; overridden by parsers that need the tool schemas."""
         return self.calls(text)
 
     def content(self, text: str) -> str:
@@ -75,11 +75,11 @@ class ToolParser:
         return text
 
     def instructions(self, tools: Schemas) -> str:
-        """Returns the prompt text about the tools, if the chat template does not render them."""
+        """Returns the text that describes the tools if the chat template does not render them."""
         raise NotImplementedError(f"{type(self).__name__} has no instructions")
 
     def observation(self, text: str, answers: Sequence[str]) -> str:
-        """Returns the text of the answers, if the chat template does not render them."""
+        """Returns the text of answers to the turn `text`, if the template does not render them."""
         raise NotImplementedError(f"{type(self).__name__} has no observation")
 
     async def extract_tool_calls(
@@ -89,19 +89,19 @@ class ToolParser:
         if self.tokenizer is None:
             raise ValueError(f"{type(self).__name__} needs a tokenizer")
         text = str(self.tokenizer.decode(responses_ids, skip_special_tokens=False))
-        calls = [call for call in self.calls_to(tools or (), text) if call.error is None]
+        calls = [call for call in self.calls_with_schemas(tools or (), text) if call.error is None]
         return self.content(text) if calls else text, [as_function_call(call) for call in calls]
 
     async def parse(self, text: str, ids: Sequence[int], tools: Schemas) -> list[ToolCall]:
         """Returns the calls of a turn, from `extract_tool_calls` if the parser overrides it."""
         if type(self).extract_tool_calls is ToolParser.extract_tool_calls:
-            return self.calls_to(tools, text)
+            return self.calls_with_schemas(tools, text)
         _, calls = await self.extract_tool_calls(list(ids), list(tools))
         return [as_tool_call(c.name, c.arguments, getattr(c, "tool_call_id", None)) for c in calls]
 
     @classmethod
     def register(cls, name: str) -> Callable[[P], P]:
-        """Decorator that registers a parser as `multi_turn.format=NAME`."""
+        """Returns a decorator that registers a parser as `multi_turn.format=NAME`."""
         return PARSERS.register(name)
 
     @classmethod
@@ -121,27 +121,27 @@ class DelimitedParser(ToolParser):
         raise NotImplementedError
 
     def calls(self, text: str) -> list[ToolCall]:
-        return self.calls_to((), text)
+        return self.calls_with_schemas((), text)
 
-    def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
+    def calls_with_schemas(self, tools: Schemas, text: str) -> list[ToolCall]:
         calls: list[ToolCall] = []
-        for body in between(text, self.opening, self.closing):
+        for body in texts_between(text, self.opening, self.closing):
             is_short = len(body) <= MAX_CALL_CHARS
-            calls += self.parse_body(body, tools) if is_short else [bad_call(_TOO_LONG)]
+            calls += self.parse_body(body, tools) if is_short else [bad_call(_TOO_LONG_ERROR)]
         if text.rfind(self.opening) > text.rfind(self.closing):
             calls.append(bad_call(f"the call is not closed with {self.closing}"))
         return calls
 
     def content(self, text: str) -> str:
         parts, start = [], 0
-        for body in between(text, self.opening, self.closing):
+        for body in texts_between(text, self.opening, self.closing):
             call_start = text.index(self.opening, start)
             parts.append(text[start:call_start])
             start = call_start + len(self.opening) + len(body) + len(self.closing)
         return "".join([*parts, text[start:]])
 
 
-_TOO_LONG = f"the call is longer than {MAX_CALL_CHARS} characters"
+_TOO_LONG_ERROR = f"the call is longer than {MAX_CALL_CHARS} characters"
 
 
 def bad_call(reason: str) -> ToolCall:
@@ -158,7 +158,7 @@ def as_tool_call(name: str, arguments: JsonValue, tool_call_id: str | None = Non
     """Returns a call; `arguments` is an object or its JSON text."""
     if isinstance(arguments, str):
         if len(arguments) > MAX_CALL_CHARS:
-            return ToolCall(name, {}, _TOO_LONG)
+            return ToolCall(name, {}, _TOO_LONG_ERROR)
         try:
             arguments = read_json(arguments, strict=True)
         except BadText:
@@ -171,7 +171,7 @@ def as_tool_call(name: str, arguments: JsonValue, tool_call_id: str | None = Non
 def parse_call(text: str) -> ToolCall:
     """Parses a JSON object with `name` and `arguments` (or `parameters`)."""
     if len(text) > MAX_CALL_CHARS:
-        return bad_call(_TOO_LONG)
+        return bad_call(_TOO_LONG_ERROR)
     try:
         data = read_json(text, strict=True)
     except BadText as error:
@@ -181,7 +181,7 @@ def parse_call(text: str) -> ToolCall:
     return as_tool_call(data["name"], data.get("arguments", data.get("parameters", {})))
 
 
-def between(text: str, opening: str, closing: str) -> Iterator[str]:
+def texts_between(text: str, opening: str, closing: str) -> Iterator[str]:
     """Yields the text between each opening delimiter and the next closing one."""
     start = text.find(opening)
     while start >= 0:
@@ -192,13 +192,13 @@ def between(text: str, opening: str, closing: str) -> Iterator[str]:
         start = text.find(opening, end + len(closing))
 
 
-def parse_value(text: str, kind: JsonValue = None) -> JsonValue:
-    """Parses an argument: JSON if possible, unless the schema type `kind` is a string."""
+def parse_value(text: str, json_type: JsonValue = None) -> JsonValue:
+    """Parses an argument: JSON if possible, unless the schema's `json_type` is a string."""
     if text.lower() == "null":
         return None
-    if kind == "string":
+    if json_type == "string":
         return text
-    if kind == "boolean":
+    if json_type == "boolean":
         return text.lower() == "true"
     try:
         value: JsonValue = read_json(text, strict=True)
@@ -207,7 +207,7 @@ def parse_value(text: str, kind: JsonValue = None) -> JsonValue:
     return value
 
 
-def arguments_schema(name: str, tools: Schemas) -> Mapping[str, JsonObject]:
+def parameter_schemas(name: str, tools: Schemas) -> Mapping[str, JsonObject]:
     """Returns the JSON schemas of a tool's parameters; empty for an unknown tool."""
     for tool in tools:
         if tool.function.name == name:
@@ -216,21 +216,21 @@ def arguments_schema(name: str, tools: Schemas) -> Mapping[str, JsonObject]:
     return {}
 
 
-_JSON, _TAGGED = "hone.agents.parsers.json_calls", "hone.agents.parsers.tagged"
+_JSON_MODULE, _TAGGED_MODULE = "hone.agents.parsers.json_calls", "hone.agents.parsers.tagged"
 PARSERS: Table[Callable[..., ToolParser]] = Table(
     "tool-call parser",
     {
-        "hermes": f"{_JSON}:HermesToolParser",
-        "qwen": f"{_JSON}:HermesToolParser",
-        "llama3_json": f"{_JSON}:Llama3JsonToolParser",
-        "mistral": f"{_JSON}:MistralToolParser",
-        "deepseek": f"{_JSON}:DeepSeekToolParser",
-        "kimi": f"{_JSON}:KimiToolParser",
-        "gpt-oss": f"{_JSON}:GptOssToolParser",
-        "harmony": f"{_JSON}:GptOssToolParser",
-        "plain": f"{_JSON}:PlainToolParser",
-        "qwen3_coder": f"{_TAGGED}:Qwen3XMLToolParser",
-        "glm": f"{_TAGGED}:GLMToolParser",
+        "hermes": f"{_JSON_MODULE}:HermesToolParser",
+        "qwen": f"{_JSON_MODULE}:HermesToolParser",
+        "llama3_json": f"{_JSON_MODULE}:Llama3JsonToolParser",
+        "mistral": f"{_JSON_MODULE}:MistralToolParser",
+        "deepseek": f"{_JSON_MODULE}:DeepSeekToolParser",
+        "kimi": f"{_JSON_MODULE}:KimiToolParser",
+        "gpt-oss": f"{_JSON_MODULE}:GptOssToolParser",
+        "harmony": f"{_JSON_MODULE}:GptOssToolParser",
+        "plain": f"{_JSON_MODULE}:PlainToolParser",
+        "qwen3_coder": f"{_TAGGED_MODULE}:Qwen3XMLToolParser",
+        "glm": f"{_TAGGED_MODULE}:GLMToolParser",
         "pythonic": "hone.agents.parsers.pythonic:PythonicToolParser",
         "react": "hone.agents.parsers.react:ReactToolParser",
     },

@@ -48,11 +48,11 @@ class DeepSeekToolParser(DelimitedParser):
     opening, closing = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        name, mark, rest = body.partition("<｜tool▁sep｜>")
-        head, block, fenced = rest.partition("```json")
-        if block:
-            name, rest = head, fenced.rpartition("```")[0]
-        if not mark:
+        name, separator, rest = body.partition("<｜tool▁sep｜>")
+        name_text, fence, fenced_text = rest.partition("```json")
+        if fence:
+            name, rest = name_text, fenced_text.rpartition("```")[0]
+        if not separator:
             return [bad_call("a call is NAME<｜tool▁sep｜>{…}")]
         return [as_tool_call(name.strip(), rest.strip())]
 
@@ -86,15 +86,15 @@ class GptOssToolParser(DelimitedParser):
     def content(self, text: str) -> str:
         return text.partition("<|channel|>commentary to=functions.")[0]
 
-    def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
+    def calls_with_schemas(self, tools: Schemas, text: str) -> list[ToolCall]:
         # Outside a message's header, ` to=functions.` is ordinary text.
         message = text[text.rfind("<|end|>") + 1 :]
         is_call = self.opening in message.partition("<|message|>")[0]
-        return super().calls_to(tools, message) if is_call else []
+        return super().calls_with_schemas(tools, message) if is_call else []
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        name, mark, arguments = body.partition("<|message|>")
-        if not mark:
+        name, separator, arguments = body.partition("<|message|>")
+        if not separator:
             return [bad_call("a call is to=functions.NAME<|message|>{…}<|call|>")]
         return [as_tool_call(name.partition("<|")[0].strip(), arguments)]
 
@@ -103,15 +103,15 @@ class Llama3JsonToolParser(ToolParser):
     """Named `llama3_json`: `{"name": …, "parameters": {…}}`, separated by `;`, as the whole turn or
     after `<|python_tag|>`."""
 
-    mark = "<|python_tag|>"
+    prefix = "<|python_tag|>"
 
     def content(self, text: str) -> str:
-        return text.partition(self.mark)[0] if self.mark in text else ""
+        return text.partition(self.prefix)[0] if self.prefix in text else ""
 
     def calls(self, text: str) -> list[ToolCall]:
-        _, mark, body = text.rpartition(self.mark)
+        _, prefix, body = text.rpartition(self.prefix)
         calls = [parse_call(piece) for piece in _json_objects(body.lstrip())]
-        if mark:
+        if prefix:
             return calls or [bad_call('a call is a JSON object {"name": …, "parameters": {…}}')]
         return calls if '"name"' in body else []
 
@@ -119,20 +119,20 @@ class Llama3JsonToolParser(ToolParser):
 class MistralToolParser(ToolParser):
     """Named `mistral`: `[TOOL_CALLS][{"name": …, "arguments": …}]` or `[TOOL_CALLS]NAME[ARGS]…`."""
 
-    mark = "[TOOL_CALLS]"
+    prefix = "[TOOL_CALLS]"
 
     def content(self, text: str) -> str:
-        return text.partition(self.mark)[0]
+        return text.partition(self.prefix)[0]
 
     def calls(self, text: str) -> list[ToolCall]:
         calls: list[ToolCall] = []
-        for part in text.split(self.mark)[1:]:
-            name, mark, arguments = part.partition("[ARGS]")
-            body = (arguments if mark else part).lstrip()
+        for call_text in text.split(self.prefix)[1:]:
+            name, separator, arguments = call_text.partition("[ARGS]")
+            body = (arguments if separator else call_text).lstrip()
             pieces = list(_json_objects(body.removeprefix("[").lstrip()))
             if not pieces:
                 calls.append(bad_call('calls are a JSON list [{"name": …, "arguments": {…}}]'))
-            elif mark:
+            elif separator:
                 calls.append(as_tool_call(name.partition("[CALL_ID]")[0].strip(), pieces[0]))
             else:
                 calls += [parse_call(piece) for piece in pieces]
@@ -140,7 +140,7 @@ class MistralToolParser(ToolParser):
 
 
 def _json_objects(text: str) -> Iterator[str]:
-    """Yields the JSON texts of the objects at the start of a text; the last may be invalid."""
+    """Yields the text of each JSON object at the start of a text; the last may be invalid JSON."""
     start = 0
     while text.startswith("{", start):
         try:

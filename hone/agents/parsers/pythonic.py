@@ -12,41 +12,41 @@ from hone.agents.parsers.contract import MAX_CALL_CHARS, ToolCall, ToolParser, b
 from hone.text import MAX_DEPTH
 from hone.types import JsonValue
 
-_START = re.compile(r"\s*(?:<\|python_start\|>\s*)?\[\s*[A-Za-z_][\w.-]*\s*\(")
+_LIST_START = re.compile(r"\s*(?:<\|python_start\|>\s*)?\[\s*[A-Za-z_][\w.-]*\s*\(")
 _TOKEN = re.compile(
     r"""\s*(?:(?P<name>[A-Za-z_][\w.-]*)
     |(?P<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)
     |(?P<string>"[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*')
-    |(?P<mark>[][(){},:=]))""",
+    |(?P<punctuation>[][(){},:=]))""",
     re.VERBOSE | re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+_ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "r": "\r"}
 _CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 _CONSTANTS |= {"true": True, "false": False, "null": None}
 
 
 class PythonicToolParser(ToolParser):
-    """Named `pythonic`; the list of calls is the whole turn."""
+    """Named `pythonic`: the whole turn is a list of calls."""
 
     def content(self, text: str) -> str:
         return ""
 
     def calls(self, text: str) -> list[ToolCall]:
-        if not _START.match(text):
+        if not _LIST_START.match(text):
             return []
         try:
-            return _CallListParser(text, text.index("[")).calls()
+            return _CallListParser(text, text.index("[")).parse()
         except ValueError as error:
             return [bad_call(f"the calls are not [NAME(KEY=VALUE, …), …]: {error}")]
 
 
 class _CallListParser:
-    """A recursive-descent parser of a list of calls; raises ValueError on a syntax error."""
+    """A recursive-descent parser of a list of calls; it raises ValueError on a syntax error."""
 
     def __init__(self, text: str, start: int) -> None:
         self._text, self._position = text[: start + MAX_CALL_CHARS], start
-        self._kind, self._token = "mark", ""
+        self._kind, self._token = "punctuation", ""
         self._advance()
 
     def _advance(self) -> str:
@@ -58,23 +58,23 @@ class _CallListParser:
         self._position = match.end() if match else self._position
         return token
 
-    def _expect(self, mark: str) -> None:
-        if self._token != mark or self._kind != "mark":
+    def _expect(self, punctuation: str) -> None:
+        if self._token != punctuation or self._kind != "punctuation":
             rest = self._text[self._position : self._position + 20]
-            raise ValueError(f"{mark!r} is missing before {rest!r}")
+            raise ValueError(f"{punctuation!r} is missing before {rest!r}")
         self._advance()
 
-    def calls(self) -> list[ToolCall]:
+    def parse(self) -> list[ToolCall]:
         self._expect("[")
-        calls = [self._call()]
+        calls = [self._parse_call()]
         while self._token == ",":
             self._expect(",")
-            calls.append(self._call())
+            calls.append(self._parse_call())
         if self._token != "]":
             raise ValueError("']' is missing")
         return calls
 
-    def _call(self) -> ToolCall:
+    def _parse_call(self) -> ToolCall:
         if self._kind != "name":
             raise ValueError("a call begins with its name")
         name = self._advance()
@@ -85,16 +85,16 @@ class _CallListParser:
             self._expect("=")
             if key in arguments:
                 raise ValueError(f"the argument {key} is repeated")
-            arguments[key] = self._value(0)
+            arguments[key] = self._parse_value(0)
             if self._token != ",":
                 break
             self._expect(",")
         self._expect(")")
         return ToolCall(name, arguments)
 
-    def _value(self, depth: int) -> JsonValue:
+    def _parse_value(self, depth: int) -> JsonValue:
         if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+            raise ValueError(f"a value is nested more than {MAX_DEPTH} levels deep")
         kind, token = self._kind, self._advance()
         if kind == "name" and token in _CONSTANTS:
             return _CONSTANTS[token]
@@ -102,28 +102,28 @@ class _CallListParser:
             return _parse_number(token)
         if kind == "string":
             return _ESCAPE.sub(_unescape, token[1:-1])
-        if kind == "mark" and token in ("[", "("):
-            return self._items(depth, "]" if token == "[" else ")")
-        if kind == "mark" and token == "{":
-            return self._pairs(depth)
+        if kind == "punctuation" and token in ("[", "("):
+            return self._parse_items(depth, "]" if token == "[" else ")")
+        if kind == "punctuation" and token == "{":
+            return self._parse_pairs(depth)
         raise ValueError(f"{token[:20]!r} is not a literal")
 
-    def _items(self, depth: int, closing: str) -> list[JsonValue]:
+    def _parse_items(self, depth: int, closing: str) -> list[JsonValue]:
         items: list[JsonValue] = []
-        while self._token != closing or self._kind != "mark":
-            items.append(self._value(depth + 1))
+        while self._token != closing or self._kind != "punctuation":
+            items.append(self._parse_value(depth + 1))
             if self._token != ",":
                 break
             self._expect(",")
         self._expect(closing)
         return items
 
-    def _pairs(self, depth: int) -> dict[str, JsonValue]:
+    def _parse_pairs(self, depth: int) -> dict[str, JsonValue]:
         pairs: dict[str, JsonValue] = {}
         while self._kind == "string":
-            key = str(self._value(depth + 1))
+            key = str(self._parse_value(depth + 1))
             self._expect(":")
-            pairs[key] = self._value(depth + 1)
+            pairs[key] = self._parse_value(depth + 1)
             if self._token != ",":
                 break
             self._expect(",")
@@ -141,4 +141,4 @@ def _parse_number(token: str) -> int | float:
 
 def _unescape(match: re.Match[str]) -> str:
     code = match[1]
-    return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPES.get(code, code)
+    return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPED_CHARACTERS.get(code, code)

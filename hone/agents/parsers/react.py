@@ -12,16 +12,16 @@ from hone.agents.parsers.contract import (
     Schemas,
     ToolCall,
     ToolParser,
-    arguments_schema,
     as_tool_call,
     bad_call,
+    parameter_schemas,
 )
 from hone.text import BadText, read_json
 
 ACTION, ACTION_INPUT, OBSERVATION = "Action:", "Action Input:", "Observation:"
 FINAL_ANSWER = "Final Answer:"
 _ACTION_LINE = re.compile(rf"(?m)^[ \t]*{ACTION}")
-_FORMAT = """\
+_INSTRUCTIONS = """\
 You may use these tools:
 
 {tools}
@@ -37,7 +37,7 @@ Final Answer: the answer"""
 
 
 class ReactToolParser(ToolParser):
-    """Named `react`; one call per turn, with a JSON object or the text of the first parameter."""
+    """Named `react`: one call per turn, with a JSON object or the value of the first parameter."""
 
     in_template = False
     stop = (f"\n{OBSERVATION}",)
@@ -45,12 +45,12 @@ class ReactToolParser(ToolParser):
     def content(self, text: str) -> str:
         return text.partition(ACTION)[0]
 
-    def calls_to(self, tools: Schemas, text: str) -> list[ToolCall]:
+    def calls_with_schemas(self, tools: Schemas, text: str) -> list[ToolCall]:
         text = text.partition(f"\n{OBSERVATION}")[0]
         if ACTION not in text:
             return []
-        line_ends = [match.end() for match in _ACTION_LINE.finditer(text)]
-        start = line_ends[-1] if line_ends else text.find(ACTION) + len(ACTION)
+        action_ends = [match.end() for match in _ACTION_LINE.finditer(text)]
+        start = action_ends[-1] if action_ends else text.find(ACTION) + len(ACTION)
         if text.rfind(FINAL_ANSWER) > start:
             return []
         name, separator, argument_text = text[start:].partition(ACTION_INPUT)
@@ -61,7 +61,7 @@ class ReactToolParser(ToolParser):
             return [bad_call(f"write the name of a tool after {ACTION}")]
         if argument_text.startswith("{"):
             return [as_tool_call(name, argument_text)]
-        first_parameter = next(iter(arguments_schema(name, tools)), None)
+        first_parameter = next(iter(parameter_schemas(name, tools)), None)
         if not argument_text or first_parameter is None:
             return [ToolCall(name, {})]
         try:
@@ -71,18 +71,18 @@ class ReactToolParser(ToolParser):
         return [ToolCall(name, {first_parameter: value})]
 
     def calls(self, text: str) -> list[ToolCall]:
-        return self.calls_to((), text)
+        return self.calls_with_schemas((), text)
 
     def instructions(self, tools: Schemas) -> str:
-        lines = []
+        tool_lines = []
         for tool in (schema.function for schema in tools):
             arguments = ", ".join(
                 f"{name} ({field.type}): {field.description or name}"
                 for name, field in tool.parameters.properties.items()
             )
-            lines.append(f"{tool.name}: {tool.description} Arguments: {arguments or 'none'}.")
+            tool_lines.append(f"{tool.name}: {tool.description} Arguments: {arguments or 'none'}.")
         names = ", ".join(schema.function.name for schema in tools)
-        return _FORMAT.format(tools="\n".join(lines), names=names)
+        return _INSTRUCTIONS.format(tools="\n".join(tool_lines), names=names)
 
     def observation(self, text: str, answers: Sequence[str]) -> str:
         prefix = "" if text.rstrip().endswith(OBSERVATION) else f"\n{OBSERVATION}"

@@ -11,14 +11,14 @@ from hone.agents.parsers.contract import (
     FunctionCall,
     Schemas,
     ToolCall,
-    arguments_schema,
     as_function_call,
     bad_call,
-    between,
+    parameter_schemas,
     parse_value,
+    texts_between,
 )
 
-_EXPECTED = "a call is <function=NAME><parameter=KEY>VALUE</parameter></function>"
+_EXPECTED_FORMAT = "a call is <function=NAME><parameter=KEY>VALUE</parameter></function>"
 
 
 class _TaggedParser(DelimitedParser):
@@ -29,41 +29,44 @@ class _TaggedParser(DelimitedParser):
 
 
 class Qwen3XMLToolParser(_TaggedParser):
-    """Named `qwen3_coder`; the tool's schema defines which arguments are strings."""
+    """Named `qwen3_coder`: the tool's schema defines which arguments are strings."""
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        calls = [_qwen3_call(call, tools) for call in between(body, "<function=", "</function>")]
-        return calls or [bad_call(_EXPECTED)]
+        calls = [
+            _parse_qwen3_call(call, tools)
+            for call in texts_between(body, "<function=", "</function>")
+        ]
+        return calls or [bad_call(_EXPECTED_FORMAT)]
 
     def _parse_xml_function_call(
         self, function_call_str: str, tools: Schemas | None
     ) -> FunctionCall | None:
-        call = _qwen3_call(function_call_str, tools or ())
+        call = _parse_qwen3_call(function_call_str, tools or ())
         return None if call.error else as_function_call(call)
 
 
-def _qwen3_call(body: str, tools: Schemas) -> ToolCall:
-    name, mark, rest = body.partition(">")
-    if not mark:
-        return bad_call(_EXPECTED)
-    schema = arguments_schema(name, tools)
+def _parse_qwen3_call(body: str, tools: Schemas) -> ToolCall:
+    name, separator, rest = body.partition(">")
+    if not separator:
+        return bad_call(_EXPECTED_FORMAT)
+    schemas = parameter_schemas(name, tools)
     arguments = {}
-    for part in between(rest, "<parameter=", "</parameter>"):
-        key, mark, value = part.partition(">")
-        if mark:
-            kind = schema.get(key, {}).get("type", "string")
-            arguments[key] = parse_value(value.removeprefix("\n").removesuffix("\n"), kind)
+    for parameter in texts_between(rest, "<parameter=", "</parameter>"):
+        key, separator, value = parameter.partition(">")
+        if separator:
+            json_type = schemas.get(key, {}).get("type", "string")
+            arguments[key] = parse_value(value.removeprefix("\n").removesuffix("\n"), json_type)
     return ToolCall(name, arguments)
 
 
 class GLMToolParser(_TaggedParser):
-    """Named `glm`; a value that is valid JSON is parsed as JSON."""
+    """Named `glm`: a value that is valid JSON is parsed as JSON."""
 
     stop_tokens = ("<|observation|>",)
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        keys = between(body, "<arg_key>", "</arg_key>")
-        values = between(body, "<arg_value>", "</arg_value>")
+        keys = texts_between(body, "<arg_key>", "</arg_key>")
+        values = texts_between(body, "<arg_value>", "</arg_value>")
         pairs = zip(keys, values, strict=False)
         arguments = {key.strip(): parse_value(value.strip()) for key, value in pairs}
         return [ToolCall(body.partition("<arg_key>")[0].strip(), arguments)]

@@ -20,7 +20,9 @@ ToolResult: TypeAlias = (
     "ToolOutput | tuple[ToolOutput] | tuple[ToolOutput, float | None] "
     "| tuple[ToolOutput, float | None, Settings | None]"
 )
+"""What a tool returns: answer[, reward[, metrics]]."""
 CallResult: TypeAlias = tuple[ToolResponse, float, Fields]
+"""The answer, reward and metrics of a call."""
 
 
 def to_tool_response(value: ToolResult) -> ToolResponse:
@@ -37,19 +39,20 @@ def to_tool_response(value: ToolResult) -> ToolResponse:
 def normalize_function_tool_return(result: ToolResult) -> CallResult:
     """Converts the result of a function tool; a tuple may be (answer, reward[, metrics]).
 
-    A pair of numbers or strings is data without a reward.
+    A pair of two numbers or of two strings is data without a reward.
     """
     if isinstance(result, tuple) and not 1 <= len(result) <= 3:
         raise TypeError(
             "a function tool returns (answer,), (answer, reward) or (answer, reward, metrics): a "
             f"tuple of length 1, 2, or 3, got {len(result)}; return a list to show data"
         )
-    if _has_reward(result):
+    if _is_answer_tuple(result):
         return normalize_tool_return(result)
     return to_tool_response(result), 0.0, {}
 
 
-def _has_reward(result: ToolResult) -> bool:
+def _is_answer_tuple(result: ToolResult) -> bool:
+    """Returns whether the result is (answer[, reward[, metrics]]), not a tuple of data."""
     if not isinstance(result, tuple):
         return False
     if len(result) == 1:

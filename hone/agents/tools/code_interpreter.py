@@ -44,17 +44,17 @@ except Exception as error:
     traceback.print_exception(type(error), error, inside and inside.tb_next)
     sys.exit(1)
 """
-"""The sandbox program of a call: runs earlier cells, then prints this cell's output and value."""
+"""The program of a call: reruns earlier cells, then prints this cell's output and value."""
 
 
 class CodeInterpreterTool(BaseTool):
-    stateful = True
+    default_stateful = True
 
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        self._is_stateful = bool(config.get("stateful", self.stateful))
+        self._is_stateful = bool(config.get("stateful", self.default_stateful))
         self._cells: dict[str, list[str]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
@@ -92,7 +92,7 @@ class CodeInterpreterTool(BaseTool):
 class SandboxFusionTool(CodeInterpreterTool):
     """Runs programs in a remote service, with the config of verl's tool of this name."""
 
-    stateful = False
+    default_stateful = False
 
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
@@ -110,5 +110,5 @@ class SandboxFusionTool(CodeInterpreterTool):
         )
 
     def run(self, code: str) -> SandboxResult:
-        timeout = self.config.get("default_timeout", 30)
-        return self._service.run(Job(code, timeout_s=timeout, memory_mb=self._memory_mb))
+        timeout_s = self.config.get("default_timeout", 30)
+        return self._service.run(Job(code, timeout_s=timeout_s, memory_mb=self._memory_mb))

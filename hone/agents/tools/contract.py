@@ -48,13 +48,13 @@ class OpenAIFunctionPropertySchema:
     def model_validate(data: Settings) -> OpenAIFunctionPropertySchema:
         data = {} if isinstance(data, bool) else data  # JSON Schema allows true and false
         _require(data, Mapping, "a parameter of a tool schema is an object with a type")
-        known = {name: data[name] for name in ("type", "description", "enum") if name in data}
-        extra_keys = {name: value for name, value in data.items() if name not in known}
-        return OpenAIFunctionPropertySchema(**known, extra_keys=extra_keys)
+        fields = {name: data[name] for name in ("type", "description", "enum") if name in data}
+        extra_keys = {name: value for name, value in data.items() if name not in fields}
+        return OpenAIFunctionPropertySchema(**fields, extra_keys=extra_keys)
 
     def model_dump(self, **_: JsonValue) -> JsonObject:
-        known = {"type": self.type, "description": self.description, "enum": self.enum}
-        return {**{k: v for k, v in known.items() if v is not None}, **self.extra_keys}
+        fields = {"type": self.type, "description": self.description, "enum": self.enum}
+        return {**{k: v for k, v in fields.items() if v is not None}, **self.extra_keys}
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class OpenAIFunctionSchema:
 
 @dataclass(frozen=True)
 class OpenAIFunctionToolSchema:
-    """`{"type": "function", "function": {...}}`, with the methods of a pydantic model."""
+    """`{"type": "function", "function": {...}}` as an object with the methods of pydantic."""
 
     function: OpenAIFunctionSchema
     type: str = "function"
@@ -137,6 +137,7 @@ class OpenAIFunctionToolSchema:
 
 
 def _require(value: object, expected_type: type | UnionType, rule: str) -> None:
+    """Raises ToolError with this rule if the value has another type."""
     if not isinstance(value, expected_type):
         raise ToolError(f"{rule}, got {shown(value)}")
 
@@ -169,7 +170,7 @@ class OpenAIFunctionCallSchema:
     def from_openai_function_parsed_schema(
         parsed_schema: OpenAIFunctionParsedSchema,
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """Returns the call and whether parsing failed; its arguments are empty then."""
+        """Returns the call and whether parsing failed; a failed call has no arguments."""
         try:
             arguments = read_json(parsed_schema.arguments, strict=True)
         except BadText:
@@ -200,7 +201,7 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Returns the schema, if the entry of the tool list has none."""
+        """Returns the tool's own schema, for an entry of the tool list without `tool_schema`."""
         raise ToolError(
             f"{type(self).__name__} has no schema of its own; give `tool_schema` in the tool list, "
             "or override get_openai_tool_schema"

@@ -26,20 +26,20 @@ from typing import TypeVar, overload
 from hone.agents.deadline import run_in_thread
 from hone.agents.tools.answers import ToolResult
 from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError
-from hone.agents.tools.signature import description_of, parameters_of
+from hone.agents.tools.signature import description_of, parameters_schema
 from hone.plugins import MissingFile, load_module
 from hone.types import Fields, Function, JsonObject, Settings
 
 F = TypeVar("F", bound=Function)
 Schema = OpenAIFunctionToolSchema | Settings
-_ATTRIBUTE = "__hone_function_tool__"
+_TOOL_ATTRIBUTE = "__hone_function_tool__"
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class FunctionTool:
-    """A function without state, and its schema."""
+    """A tool without state: a function and its schema."""
 
     name: str
     fn: Function
@@ -54,7 +54,7 @@ class FunctionTool:
 
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
-"""Tools by name; a later file's tool replaces an earlier one of the same name."""
+"""Tools by name; a tool replaces the tool of the same name from a file loaded before."""
 _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[FunctionTool]] = {}
 
 
@@ -74,7 +74,7 @@ def function_tool(
     description: str | None = None,
     schema: Schema | None = None,
 ) -> F | Callable[[F], F]:
-    """Decorator that makes a function a tool when its file is `multi_turn.function_tool_path`.
+    """Decorates a function of the file `multi_turn.function_tool_path`, which makes it a tool.
 
     `@function_tool`, `@function_tool()`, `@function_tool("name")` and
     `@function_tool(name=…, description=…, schema=…)` all work.
@@ -86,20 +86,20 @@ def function_tool(
     return lambda function: _register(function, name, description, schema)
 
 
-def _register(function: F, name: str | None, text: str | None, schema: Schema | None) -> F:
-    tool = tool_of(function, name, text, schema)
-    existing = FUNCTION_TOOL_REGISTRY.get(tool.name)
+def _register(function: F, name: str | None, description: str | None, schema: Schema | None) -> F:
+    tool = tool_of(function, name, description, schema)
+    registered_tool = FUNCTION_TOOL_REGISTRY.get(tool.name)
     if (
-        existing is not None
-        and existing.fn is not function
-        and _module_of(existing.fn) == _module_of(function)
+        registered_tool is not None
+        and registered_tool.fn is not function
+        and _module_of(registered_tool.fn) == _module_of(function)
     ):
         raise ToolError(
             f"the function tool {tool.name!r} is already registered to "
-            f"{_name_of(existing.fn)}; give {_name_of(function)} another name"
+            f"{_name_of(registered_tool.fn)}; give {_name_of(function)} another name"
         )
     FUNCTION_TOOL_REGISTRY[tool.name] = tool
-    setattr(function, _ATTRIBUTE, tool)
+    setattr(function, _TOOL_ATTRIBUTE, tool)
     return function
 
 
@@ -130,12 +130,12 @@ def _schema_of(
         function_data: Fields = {
             "name": name or _name_of(function),
             "description": description or description_of(function),
-            "parameters": parameters_of(function),
+            "parameters": parameters_schema(function),
         }
     else:
         data = schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else dict(schema)
-        inner = data.get("function")
-        function_data = dict(inner) if isinstance(inner, Mapping) else data
+        function_entry = data.get("function")
+        function_data = dict(function_entry) if isinstance(function_entry, Mapping) else data
         function_data["name"] = name or function_data.get("name") or _name_of(function)
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function_data})
 
@@ -165,15 +165,16 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
     key = str(file.resolve()) if file.is_file() else path
     if key not in _LOADED_FUNCTION_TOOL_PATHS:
         values = vars(load_module(path)).values()
-        tools = [tool for tool in (_tool_on(value) for value in values) if tool is not None]
-        unique = list({id(tool): tool for tool in tools}.values())
-        FUNCTION_TOOL_REGISTRY.update({tool.name: tool for tool in unique})
-        if not unique:
+        tools = [tool for tool in (_attached_tool(value) for value in values) if tool is not None]
+        unique_tools = list({id(tool): tool for tool in tools}.values())
+        FUNCTION_TOOL_REGISTRY.update({tool.name: tool for tool in unique_tools})
+        if not unique_tools:
             logger.warning("%s: no @function_tool decorators found above its functions", path)
-        _LOADED_FUNCTION_TOOL_PATHS[key] = unique
+        _LOADED_FUNCTION_TOOL_PATHS[key] = unique_tools
     return _LOADED_FUNCTION_TOOL_PATHS[key]
 
 
-def _tool_on(value: Function) -> FunctionTool | None:
-    tool = getattr(value, _ATTRIBUTE, None) if callable(value) else None
+def _attached_tool(value: Function) -> FunctionTool | None:
+    """Returns the tool that `@function_tool` attached to a function, or None."""
+    tool = getattr(value, _TOOL_ATTRIBUTE, None) if callable(value) else None
     return tool if isinstance(tool, FunctionTool) else None

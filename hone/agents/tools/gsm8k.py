@@ -5,6 +5,8 @@ A row's `tools_kwargs.calc_gsm8k_reward.create_kwargs`: `{ground_truth}`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hone.agents.tools.contract import (
     BaseTool,
     OpenAIFunctionToolSchema,
@@ -19,11 +21,11 @@ NO_IMPROVEMENT_REWARD = -0.05
 
 
 class Gsm8kTool(BaseTool):
-    """Returns the `score` of an answer; a call without improvement gets a small penalty."""
+    """Scores an answer; a call that does not improve the best score gets a small penalty."""
 
     def __init__(self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema)
-        self._states: dict[str, Fields] = {}
+        self._states: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return function_schema(

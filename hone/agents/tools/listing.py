@@ -7,8 +7,7 @@ tools:
   - name: calculator        # a built-in tool with your description
     description: …
     parameters: {expression: {type: string, description: …}}
-
-- config: {type: mcp}       # every tool of MCP servers, see mcp.py
+  - config: {type: mcp}     # every tool of MCP servers, see mcp.py
     mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 """
 
@@ -24,7 +23,7 @@ from hone.plugins import load_object
 from hone.text import BadText, described, read_yaml, shown
 from hone.types import Fields, JsonValue, Settings
 
-BUILT_IN = {
+BUILT_IN_CLASSES = {
     "calculator": "hone.agents.tools.calculator.CalculatorTool",
     "calc_gsm8k_reward": "hone.agents.tools.gsm8k.Gsm8kTool",
     "code_interpreter": "hone.agents.tools.code_interpreter.CodeInterpreterTool",
@@ -34,11 +33,11 @@ BUILT_IN = {
 """Classes of the built-in tools, for entries without a `class_name`."""
 _BUILT_IN_KEYS = {"name", "description", "parameters", "config"}
 _MCP_CLASS = "hone.agents.tools.mcp.MCPBaseTool"
-_ENVIRONMENTS = {
+_ENVIRONMENT_CLASSES = {
     "reasoning_gym": "hone.agents.interactions.environment.ReasoningGymEnvironment",
     "verifiers": "hone.agents.interactions.verifiers.VerifiersEnvironment",
 }
-"""Classes of interactions called `<library>:<environment>`."""
+"""Classes of interactions whose name is `<library>:<environment>`, by library."""
 Tool: TypeAlias = BaseTool | FunctionTool
 """A tool object, or a function without state."""
 
@@ -47,19 +46,21 @@ def load_all_tools(
     tool_config_path: str | None = None, function_tool_path: str | None = None
 ) -> list[Tool]:
     """Returns the tools of a YAML list and of a Python file; their names must be unique."""
-    configured = initialize_tools_from_config(tool_config_path) if tool_config_path else []
-    functions = load_function_tools_from_path(function_tool_path) if function_tool_path else []
-    if function_tool_path and not functions:
+    listed_tools = initialize_tools_from_config(tool_config_path) if tool_config_path else []
+    function_tools = load_function_tools_from_path(function_tool_path) if function_tool_path else []
+    if function_tool_path and not function_tools:
         raise ToolError(
             f"{function_tool_path} has no tool; put @function_tool "
             "(hone.tools.function_tool) above a function"
         )
-    duplicates = sorted({tool.name for tool in configured} & {tool.name for tool in functions})
+    duplicates = sorted(
+        {tool.name for tool in listed_tools} & {tool.name for tool in function_tools}
+    )
     if duplicates:
         raise ToolError(
             f"the function tools {duplicates} collide with tools of {tool_config_path}; rename them"
         )
-    return [*configured, *functions]
+    return [*listed_tools, *function_tools]
 
 
 def read_entries(path: str, section: str) -> list[Fields]:
@@ -73,10 +74,10 @@ def read_entries(path: str, section: str) -> list[Fields]:
         raise ToolError(
             f"{path} has no list `{section}:` with entries of `class_name` and `config`"
         )
-    return [_with_class(entry, path, section) for entry in entries]
+    return [_add_class_name(entry, path, section) for entry in entries]
 
 
-def _with_class(entry: JsonValue, path: str, section: str) -> Fields:
+def _add_class_name(entry: JsonValue, path: str, section: str) -> Fields:
     """Returns an entry with its `class_name`, which may be omitted for a built-in class."""
     if isinstance(entry, dict):
         name = entry.get("name")
@@ -87,26 +88,27 @@ def _with_class(entry: JsonValue, path: str, section: str) -> Fields:
             return {"class_name": _MCP_CLASS, **entry}
         if section == "tools" and name:
             return _built_in_tool(entry, path)
-        if section == "interaction" and library in _ENVIRONMENTS and environment:
-            config = {"environment": environment, **_config(entry, path)}
-            return {**entry, "class_name": _ENVIRONMENTS[library], "config": config}
+        if section == "interaction" and library in _ENVIRONMENT_CLASSES and environment:
+            config = {"environment": environment, **_entry_config(entry, path)}
+            return {**entry, "class_name": _ENVIRONMENT_CLASSES[library], "config": config}
     raise ToolError(f"{path}: every entry of `{section}` needs a `class_name`, got {entry}")
 
 
 def _built_in_tool(entry: Fields, path: str) -> Fields:
-    """Returns the entry of a built-in tool with its class, and with a schema if it has one."""
+    """Returns the entry of a built-in tool with its class, and its schema if it describes one."""
     name = entry["name"]
-    if not isinstance(name, str) or name not in BUILT_IN:
+    if not isinstance(name, str) or name not in BUILT_IN_CLASSES:
         raise ToolError(
             f"{path}: the tool {name!r} has no `class_name`, and the built-in tools are "
-            f"{', '.join(BUILT_IN)}; write the class, or a function with @function_tool "
+            f"{', '.join(BUILT_IN_CLASSES)}; write the class, or a function with @function_tool "
             "(multi_turn.function_tool_path)"
         )
-    if unknown := sorted({str(key) for key in entry} - _BUILT_IN_KEYS):
+    if unknown_keys := sorted({str(key) for key in entry} - _BUILT_IN_KEYS):
         raise ToolError(
-            f"{path}, {name}: there is no {unknown[0]!r}; use {', '.join(sorted(_BUILT_IN_KEYS))}"
+            f"{path}, {name}: there is no key {unknown_keys[0]!r}; "
+            f"use {', '.join(sorted(_BUILT_IN_KEYS))}"
         )
-    tool: Fields = {"class_name": BUILT_IN[name], "config": entry.get("config")}
+    tool: Fields = {"class_name": BUILT_IN_CLASSES[name], "config": entry.get("config")}
     if not {"description", "parameters"} & entry.keys():
         return tool
     parameters = entry.get("parameters") or {}
@@ -123,7 +125,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     path = tools_config_file
     tools: dict[str, BaseTool] = {}
     for entry in read_entries(path, "tools"):
-        config = _config(entry, path)
+        config = _entry_config(entry, path)
         tool_type = config.get("type", "mcp" if entry.get("mcp") else "native")
         if tool_type not in ("native", "mcp"):
             raise ToolError(
@@ -134,7 +136,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
             entry_tools = mcp_tools(cls, config, entry.get("mcp"), path)
         else:
             try:
-                entry_tools = [cls(config=config, tool_schema=_schema(entry, path))]
+                entry_tools = [cls(config=config, tool_schema=_entry_schema(entry, path))]
             except ToolError:
                 raise
             except (TypeError, ValueError) as error:
@@ -153,14 +155,14 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     return list(tools.values())
 
 
-def _config(entry: Settings, path: str) -> Settings:
+def _entry_config(entry: Settings, path: str) -> Settings:
     config = entry.get("config") or {}
     if not isinstance(config, Mapping):
         raise ToolError(f"{path}: `config` is an object of settings, got {shown(config)}")
     return config
 
 
-def _schema(entry: Settings, path: str) -> OpenAIFunctionToolSchema | None:
+def _entry_schema(entry: Settings, path: str) -> OpenAIFunctionToolSchema | None:
     schema = entry.get("tool_schema")
     if not schema:
         return None

@@ -28,10 +28,10 @@ from hone.text import BadText, clean_values, described, read_json, shown
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
 T = TypeVar("T")
-CONNECT_S = 60.0
-"""Seconds for a server to start and list its tools."""
+CONNECT_TIMEOUT_S = 60.0
+"""Time limit for a server to start and list its tools."""
 _REQUEST_ERRORS = (-32600, -32601, -32602, -32603, -32002)
-"""JSON-RPC codes of errors of a request, which do not end the session."""
+"""JSON-RPC codes of errors that concern one request and do not end the session."""
 
 
 class MCPBaseTool(BaseTool):
@@ -49,7 +49,7 @@ class MCPBaseTool(BaseTool):
         return ToolResponse(text=text), 0.0, metrics
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, Fields]:
-        """Returns the text of a result's parts, and metrics."""
+        """Returns the text of a result's parts, and the metrics."""
         texts = [getattr(part, "text", None) for part in content]
         pairs = zip(texts, content, strict=True)
         return "\n".join(f"({p.type})" if text is None else text for text, p in pairs), {}
@@ -61,26 +61,26 @@ class McpServer:
     def __init__(self, name: str, settings: Settings) -> None:
         self._name, self._settings = name, settings
         self._loop = asyncio.new_event_loop()
-        self._session: asyncio.Task[Any] | None = None
-        self._closing = asyncio.Event()
+        self._session_task: asyncio.Task[Any] | None = None
+        self._close_event = asyncio.Event()
         self._lock = asyncio.Lock()
         threading.Thread(target=self._loop.run_forever, name=f"mcp-{name}", daemon=True).start()
 
     def tools(self) -> list[Any]:
         """Returns the server's tools; raises ToolError if the server cannot be reached."""
-        work = asyncio.run_coroutine_threadsafe(self._list_tools(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._list_tools(), self._loop)
         try:
-            return work.result(CONNECT_S)
+            return future.result(CONNECT_TIMEOUT_S)
         except Exception as error:
-            work.cancel()
+            future.cancel()
             raise ToolError(
                 f"the MCP server {self._name!r} did not list its tools: {described(error)}"
             ) from error
 
     async def call(self, tool: str, arguments: JsonObject) -> Any:
         """Calls a tool; may be awaited in any event loop."""
-        work = self._request(lambda session: session.call_tool(tool, arguments))
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        request = self._request(lambda session: session.call_tool(tool, arguments))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
 
     async def _list_tools(self) -> list[Any]:
         from mcp import ClientSession
@@ -102,41 +102,48 @@ class McpServer:
         """Sends one request; reopens a session that has ended."""
         from mcp import MCPError
 
-        session = await self._open()
-        task, closing = self._session, self._closing
+        session = await self._open_session()
+        task, close_event = self._session_task, self._close_event
         try:
             return await send(session)
         except Exception as error:
             if not isinstance(error, MCPError) or error.code not in _REQUEST_ERRORS:
-                closing.set()
-                if self._session is task:  # another call may have opened a new one meanwhile
-                    self._session = None
+                close_event.set()
+                # Another call may have opened a new session meanwhile.
+                if self._session_task is task:
+                    self._session_task = None
             raise
 
-    async def _open(self) -> Any:
+    async def _open_session(self) -> Any:
         async with self._lock:
-            if self._session is None or self._session.done():
-                ready: asyncio.Future[Any] = self._loop.create_future()
-                self._closing = asyncio.Event()
-                self._session = self._loop.create_task(self._run_session(ready, self._closing))
-                self._ready = ready
-        return await asyncio.shield(self._ready)
+            if self._session_task is None or self._session_task.done():
+                session_future: asyncio.Future[Any] = self._loop.create_future()
+                self._close_event = asyncio.Event()
+                self._session_task = self._loop.create_task(
+                    self._run_session(session_future, self._close_event)
+                )
+                self._session_future = session_future
+        return await asyncio.shield(self._session_future)
 
-    async def _run_session(self, ready: asyncio.Future[Any], closing: asyncio.Event) -> None:
-        """Opens a session until `closing`: its context must exit in the task that entered it."""
+    async def _run_session(
+        self, session_future: asyncio.Future[Any], close_event: asyncio.Event
+    ) -> None:
+        """Keeps a session open until `close_event`; one task must enter and exit its context."""
         from mcp import ClientSession
 
         try:
             async with contextlib.AsyncExitStack() as stack:
-                async with asyncio.timeout(CONNECT_S):
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     streams = await stack.enter_async_context(_transport(self._settings))
                     session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
                     await session.initialize()
-                ready.set_result(session)
-                await closing.wait()
+                session_future.set_result(session)
+                await close_event.wait()
         except BaseException as error:
-            if not ready.done():
-                ready.set_exception(error if isinstance(error, Exception) else RuntimeError(error))
+            if not session_future.done():
+                session_future.set_exception(
+                    error if isinstance(error, Exception) else RuntimeError(error)
+                )
 
 
 def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -157,22 +164,22 @@ def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any
 
 
 def mcp_tools(
-    cls: type[MCPBaseTool], config: Settings, mcp: JsonValue, path: str
+    cls: type[MCPBaseTool], config: Settings, mcp_config: JsonValue, path: str
 ) -> list[MCPBaseTool]:
     """Returns the tools of the MCP servers of one entry of the tool list, as objects of `cls`."""
     try:
         import mcp as _  # noqa: F401
     except ModuleNotFoundError as error:
         raise ToolError(f"{path}: MCP tools need the client: pip install 'hone-rl[mcp]'") from error
-    entry: Fields = dict(mcp) if isinstance(mcp, dict) else {}
-    file = entry.get("mcp_servers_config_path")
-    servers = entry.get("mcpServers") if file is None else _read_servers(str(file), path)
+    options: Fields = dict(mcp_config) if isinstance(mcp_config, dict) else {}
+    file = options.get("mcp_servers_config_path")
+    servers = options.get("mcpServers") if file is None else _read_servers(str(file), path)
     if not isinstance(servers, dict) or not servers:
         raise ToolError(
             f"{path}: give the servers of `mcp` in mcpServers or mcp_servers_config_path; "
-            f"got {shown(mcp)}"
+            f"got {shown(mcp_config)}"
         )
-    selected_names = entry.get("tool_selected_list")
+    selected_names = options.get("tool_selected_list")
     tools = []
     for name, settings in servers.items():
         if not isinstance(settings, dict) or not {"url", "command"} & settings.keys():

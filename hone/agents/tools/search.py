@@ -22,7 +22,7 @@ from hone.types import Fields, JsonObject, JsonValue, Settings
 
 
 class SearchTool(BaseTool):
-    """Returns `{"result": text}` with numbered passages, and --- between queries."""
+    """Answers `{"result": text}` with numbered passages; `---` separates the queries' passages."""
 
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
@@ -33,7 +33,7 @@ class SearchTool(BaseTool):
             raise ToolError(
                 f"SearchTool: retrieval_service_url={self._url!r} is not an http(s) URL"
             )
-        self._slots = threading.BoundedSemaphore(int(config.get("rate_limit", 120)))
+        self._request_slots = threading.BoundedSemaphore(int(config.get("rate_limit", 120)))
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         queries: JsonObject = {"type": "array", "items": {"type": "string"}}
@@ -46,11 +46,13 @@ class SearchTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Fields]:
-        value = parameters.get("query_list")
+        query_list = parameters.get("query_list")
         queries = (
-            [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+            [text for text in query_list if isinstance(text, str)]
+            if isinstance(query_list, list)
+            else []
         )
-        if not queries or queries != value:
+        if not queries or queries != query_list:
             raise ToolError("query_list must be a list of questions")
         results = await run_in_thread(self._retrieve, queries=queries)
         text = "\n---\n".join(_format_passages(passages) for passages in results)
@@ -64,7 +66,7 @@ class SearchTool(BaseTool):
             self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         timeout_s = self.config.get("timeout", 30)
-        with self._slots, urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with self._request_slots, urllib.request.urlopen(request, timeout=timeout_s) as response:
             results = json.load(response)["result"]
         return [[str(hit["document"]["contents"]) for hit in hits] for hits in results]
 

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from hone.agents.agent_data import AgentData
@@ -47,10 +47,12 @@ class CallLimits:
 
 @dataclass
 class ToolRecord:
-    """The recorded calls and failures of one trajectory."""
+    """The calls, timeouts and failures of one trajectory."""
 
-    outputs: list[Fields] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    """One entry per call: `name`, `arguments`, `text`, `reward` and `metrics`."""
     timeouts: list[str] = field(default_factory=list)
+    """The names of the tools that timed out."""
     failures: int = 0
 
 
@@ -91,14 +93,19 @@ class ToolSession:
         """Runs the calls of one turn concurrently, and returns one answer text per call."""
         calls = [_clean_call(call) for call in calls]
         refusals = [self._refusal(index, call) for index, call in enumerate(calls)]
-        errors = [self._error_answer(text) if text is not None else None for text in refusals]
+        error_answers = [
+            self._error_answer(text) if text is not None else None for text in refusals
+        ]
         for index, call in enumerate(calls):
-            if errors[index] is None:
-                errors[index] = await self._create_state(call.name)
+            if error_answers[index] is None:
+                error_answers[index] = await self._create_state(call.name)
         answers = await asyncio.gather(
-            *(self._run_call(call, error) for call, error in zip(calls, errors, strict=True))
+            *(
+                self._run_call(call, error_answer)
+                for call, error_answer in zip(calls, error_answers, strict=True)
+            )
         )
-        # Recorded in call order, because the finish order is not deterministic.
+        # Calls are recorded in call order, because they end in any order.
         for call, answer in zip(calls, answers, strict=True):
             self._record_call(call, answer)
         return [answer.text for answer in answers]
@@ -121,7 +128,7 @@ class ToolSession:
         )
 
     def _refusal(self, index: int, call: ToolCall) -> str | None:
-        """Returns why a call is refused, or None."""
+        """Counts a call, and returns why it is refused, or None."""
         max_calls = self._limits.max_calls
         if index >= self._limits.max_calls_per_turn:
             return f"not run: at most {self._limits.max_calls_per_turn} tool calls per turn"
@@ -142,30 +149,31 @@ class ToolSession:
         if name in self._instances or isinstance(tool, FunctionTool):
             return None
 
-        async def run() -> str:
+        async def create() -> str:
             kwargs = dict(self._kwargs_of(name, "create_kwargs"))
-            # verl passes these both as keyword arguments and as one dict.
+            # verl passes the `create_kwargs` both as keyword arguments and as one dict.
             if _accepts(tool.create, "create_kwargs"):
                 kwargs["create_kwargs"] = dict(kwargs)
-            created = await tool.create(uuid4().hex, **kwargs)
-            return created[0] if isinstance(created, tuple) else created
+            result = await tool.create(uuid4().hex, **kwargs)
+            return result[0] if isinstance(result, tuple) else result
 
         try:
-            self._instances[name] = tool, await self._with_deadline(name, run())
+            self._instances[name] = tool, await self._with_deadline(name, create())
         except _ToolFailed as failure:
             return self._error_answer(str(failure), failure.timed_out)
         return None
 
-    async def _run_call(self, call: ToolCall, error: _Answer | None) -> _Answer:
-        if error is not None:
-            return error
+    async def _run_call(self, call: ToolCall, error_answer: _Answer | None) -> _Answer:
+        """Runs a call, unless there already is an error answer to it."""
+        if error_answer is not None:
+            return error_answer
 
-        async def run() -> tuple[str, float, Fields]:
+        async def execute() -> tuple[str, float, Fields]:
             response, reward, metrics = await self._execute(call)
             return response_text(response), reward, metrics
 
         try:
-            text, reward, metrics = await self._with_deadline(call.name, run())
+            text, reward, metrics = await self._with_deadline(call.name, execute())
         except _ToolFailed as failure:
             return self._error_answer(str(failure), failure.timed_out)
         return _Answer(self._limits.truncate(text), reward, metrics)
@@ -198,11 +206,11 @@ class ToolSession:
             self._limits.truncate(clean_text(f"Error: {text}")), failed=True, timed_out=timed_out
         )
 
-    def _kwargs_of(self, name: str, kind: str) -> Settings:
-        return (self.agent_data.tools_kwargs.get(name) or {}).get(kind) or {}
+    def _kwargs_of(self, name: str, key: str) -> Settings:
+        return (self.agent_data.tools_kwargs.get(name) or {}).get(key) or {}
 
     async def scores(self) -> dict[str, float]:
-        """Returns each tool's score; a tool that fails scores 0, and the failure is counted."""
+        """Returns the score of each used tool; a tool that fails scores 0 and counts as a failure."""
         scores: dict[str, float] = {}
         for name, (tool, instance_id) in self._instances.items():
             try:
@@ -220,7 +228,7 @@ class ToolSession:
         return score
 
     async def release(self) -> None:
-        """Releases the state of every tool, also after failures."""
+        """Releases the state of every tool; the failure of one is counted."""
         while self._instances:
             name, (tool, instance_id) = self._instances.popitem()
             try:
@@ -238,6 +246,7 @@ class ToolSession:
 
 
 def _accepts(function: Function, name: str) -> bool:
+    """Returns whether a function takes a keyword argument of this name."""
     parameters = inspect.signature(function).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds

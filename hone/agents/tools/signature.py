@@ -35,7 +35,7 @@ _ARGS_ENTRY = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 _PARAM_FIELD = re.compile(r"^\s*:(?:param|parameter|arg)\s+(?:[^:]*\s)?(\w+)\s*:\s*(.*)$")
 
 
-def parameters_of(function: Function) -> JsonSchema:
+def parameters_schema(function: Function) -> JsonSchema:
     """Returns the JSON schema of the function's parameters."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -88,16 +88,16 @@ def schema_of_type(hint: Any) -> JsonSchema:
     if origin is Literal:
         values = [value for value in args if value is not None]
         return {**_union_type([type(value) for value in values]), "enum": values}
-    kind = _JSON_TYPES.get(origin or hint, "string")
+    json_type = _JSON_TYPES.get(origin or hint, "string")
     items = [part for part in args if part is not Ellipsis]
-    if kind == "array" and len(set(items)) == 1:
-        return {"type": kind, "items": schema_of_type(items[0])}
-    return {"type": kind}
+    if json_type == "array" and len(set(items)) == 1:
+        return {"type": json_type, "items": schema_of_type(items[0])}
+    return {"type": json_type}
 
 
 def _union_type(hints: Sequence[Any]) -> JsonSchema:
-    kinds = list(dict.fromkeys(schema_of_type(hint)["type"] for hint in hints))
-    return {"type": kinds[0] if len(kinds) == 1 else kinds}
+    json_types = list(dict.fromkeys(schema_of_type(hint)["type"] for hint in hints))
+    return {"type": json_types[0] if len(json_types) == 1 else json_types}
 
 
 def description_of(function: Function) -> str:

@@ -13,10 +13,10 @@ from hone.rollout.scripted import ScriptedRollout
 
 
 @pytest.fixture
-def play(
+def run_row(
     runner: Callable[..., Any], rows: Callable[..., DataProto], tokenizer: Any, tmp_path: Path
 ) -> Callable[..., Any]:
-    def go(
+    def run(
         listed: str, lines: list[str], *overrides: str, prompt: Any = None, **kwargs: Any
     ) -> tuple[str, str, dict[str, Any]]:
         (tmp_path / "envs.yaml").write_text(f"interaction:\n{listed}")
@@ -33,4 +33,4 @@ def play(
         prompt, response = (tokenizer.decode(batch.batch[n][0]) for n in ("prompts", "responses"))
         return prompt, response, fields
 
-    return go
+    return run

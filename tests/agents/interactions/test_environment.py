@@ -46,13 +46,13 @@ class Guess:
 
 
 def test_what_reset_says_ends_the_prompt_and_steps_answer(
-    play: Callable[..., Any], tmp_path: Path
+    run_row: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "guess.py").write_text(GUESS)
     listed = (
         f"  - name: guess\n    class_name: {tmp_path / 'guess.py'}:Guess\n    config: {{most: 5}}\n"
     )
-    prompt, response, fields = play(listed, ["3", "4", "never"], name="guess", number=4)
+    prompt, response, fields = run_row(listed, ["3", "4", "never"], name="guess", number=4)
     assert "u:Guess" in prompt
     assert "u:a number from 0 to 5" in prompt
     assert response == "3</s>\nu:higher\na:4</s>"
@@ -85,9 +85,9 @@ def talks(tmp_path: Path) -> str:
 @pytest.mark.parametrize("truncation", ["error", "right"])
 @pytest.mark.parametrize("times", [30, 300_000])
 def test_a_first_observation_that_does_not_fit_is_truncated_and_counted(
-    play: Callable[..., Any], talks: str, side: str, truncation: str, times: int
+    run_row: Callable[..., Any], talks: str, side: str, truncation: str, times: int
 ) -> None:
-    prompt, _, fields = play(
+    prompt, _, fields = run_row(
         talks,
         ["x"],
         "data.max_prompt_length=100",
@@ -105,19 +105,19 @@ def test_a_first_observation_that_does_not_fit_is_truncated_and_counted(
     assert fields["tool_failures"] == 0
 
 
-def test_an_observation_that_fits_is_not_touched(play: Callable[..., Any], talks: str) -> None:
+def test_an_observation_that_fits_is_not_touched(run_row: Callable[..., Any], talks: str) -> None:
     limit = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=1"
-    prompt, _, fields = play(talks, ["x"], limit, name="talks", text="look", times=3)
+    prompt, _, fields = run_row(talks, ["x"], limit, name="talks", text="look", times=3)
     assert prompt == "u:Guess\nu:looklooklook\na:"
     assert fields["env/truncated_observations"] == 0
 
 
 def test_prompts_of_plain_text_and_templates_of_alternate_turns_take_an_observation(
-    play: Callable[..., Any], talks: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    run_row: Callable[..., Any], talks: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=1"
     raw = "data.prompt_format=raw"
-    prompt, _, _ = play(talks, ["x"], limit, raw, prompt="Guess", name="talks", text="look")
+    prompt, _, _ = run_row(talks, ["x"], limit, raw, prompt="Guess", name="talks", text="look")
     assert prompt == "Guess\nlook\n"
     strict = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -125,13 +125,13 @@ def test_prompts_of_plain_text_and_templates_of_alternate_turns_take_an_observat
         "{% endfor %}a:"
     )
     monkeypatch.setattr(tokenizer, "chat_template", strict)
-    prompt, _, fields = play(talks, ["x"], limit, name="talks", text="look")
+    prompt, _, fields = run_row(talks, ["x"], limit, name="talks", text="look")
     assert prompt == "u:Guess\n\nlook|a:"
     assert fields["tool_failures"] == 0
 
 
 def test_text_that_a_template_refuses_ends_the_talk_and_is_counted(
-    play: Callable[..., Any], talks: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    run_row: Callable[..., Any], talks: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picky = (
         "{% for m in messages %}{% if 'bad' in m.content %}"
@@ -139,10 +139,10 @@ def test_text_that_a_template_refuses_ends_the_talk_and_is_counted(
         "{{ m.role[0] + ':' + m.content + '|' }}{% endfor %}a:"
     )
     monkeypatch.setattr(tokenizer, "chat_template", picky)
-    prompt, response, fields = play(talks, ["x", "never"], name="talks", text="bad")
+    prompt, response, fields = run_row(talks, ["x", "never"], name="talks", text="bad")
     assert (prompt, response) == ("u:Guess|a:", "x</s>")
     assert fields["tool_failures"] == 1
-    _, response, fields = play(talks, ["bad", "never"], name="talks", text="good")
+    _, response, fields = run_row(talks, ["bad", "never"], name="talks", text="good")
     assert response == "bad</s>"
     assert fields["tool_failures"] == 1
 
@@ -153,22 +153,24 @@ def test_text_that_a_template_refuses_ends_the_talk_and_is_counted(
     ids=str,
 )
 def test_a_start_that_is_no_start_is_a_failure_of_its_trajectory(
-    play: Callable[..., Any], tmp_path: Path, kwargs: dict[str, Any]
+    run_row: Callable[..., Any], tmp_path: Path, kwargs: dict[str, Any]
 ) -> None:
     (tmp_path / "odd.py").write_text(
         "from hone.agents.interactions.contract import BaseInteraction\n"
         f"{TALKS}\n\nclass Odd(BaseInteraction):\n    start_interaction = say\n"
     )
     listed = f"  - name: odd\n    class_name: {tmp_path / 'odd.py'}:Odd\n"
-    _, response, fields = play(listed, ["x", "never"], name="odd", **kwargs)
+    _, response, fields = run_row(listed, ["x", "never"], name="odd", **kwargs)
     assert response == "x</s>"
     assert fields["tool_failures"] >= 1
 
 
-def test_an_environment_that_fails_ends_the_talk(play: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_environment_that_fails_ends_the_talk(
+    run_row: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "guess.py").write_text(GUESS)
     listed = f"  - name: guess\n    class_name: {tmp_path / 'guess.py'}:Guess\n"
-    _, response, fields = play(listed, ["not a number", "never"], name="guess")
+    _, response, fields = run_row(listed, ["not a number", "never"], name="guess")
     assert response == "not a number</s>"
     assert fields["tool_failures"] == 1
 
@@ -186,12 +188,12 @@ def test_results_are_read_in_every_usual_form() -> None:
 
 
 def test_a_data_set_of_reasoning_gym_is_an_environment_by_its_name(
-    play: Callable[..., Any],
+    run_row: Callable[..., Any],
 ) -> None:
     gym = pytest.importorskip("reasoning_gym", reason="pip install 'hone-rl[gym]'")
     entry = gym.create_dataset("basic_arithmetic", size=500, seed=42)[3]
     name = "reasoning_gym:basic_arithmetic"
-    prompt, _, fields = play(f"  - name: {name}\n", [entry["answer"]], name=name, index=3)
+    prompt, _, fields = run_row(f"  - name: {name}\n", [entry["answer"]], name=name, index=3)
     assert entry["question"] in prompt
     assert fields["reward_scores"] == {name: 1.0}
 
@@ -227,7 +229,7 @@ uvicorn.run(create_app(Parrot, Say, Heard, max_concurrent_envs=4), port=int(sys.
 
 
 @pytest.mark.slow
-def test_a_server_of_openenv_is_an_environment(play: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_server_of_openenv_is_an_environment(run_row: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("openenv.core.env_server", reason="pip install openenv-core fastmcp")
     (tmp_path / "server.py").write_text(OPENENV_SERVER)
     with socket.socket() as free:
@@ -244,7 +246,7 @@ def test_a_server_of_openenv_is_an_environment(play: Callable[..., Any], tmp_pat
             "  - name: parrot\n    class_name: hone.agents.interactions.environment.OpenEnvEnvironment\n"
             f"    config: {{base_url: 'http://127.0.0.1:{port}'}}\n"
         )
-        prompt, response, fields = play(listed, ["no", "ho", "never"], name="parrot", word="ho")
+        prompt, response, fields = run_row(listed, ["no", "ho", "never"], name="parrot", word="ho")
     finally:
         process.kill()
         process.wait()

@@ -16,17 +16,21 @@ VERBS = ("start_interaction", "generate_response", "calculate_score", "finalize_
 class User(BaseInteraction):
     """Replies "more" with score 0.5; may fail in one method."""
 
-    def __init__(self, verb: str = "", how: str = "") -> None:
+    def __init__(self, verb: str = "", failure_kind: str = "") -> None:
         super().__init__({"name": "teacher"})
-        self.verb, self.how = verb, how
+        self.verb, self.failure_kind = verb, failure_kind
         self.called: list[str] = []
 
     async def _maybe_fail(self, verb: str) -> None:
         self.called.append(verb)
         if verb == self.verb:
-            if self.how == "hangs":
+            if self.failure_kind == "hangs":
                 await asyncio.Event().wait()
-            raise SystemExit(3) if self.how == "exits" else ConnectionError("the simulator is down")
+            raise (
+                SystemExit(3)
+                if self.failure_kind == "exits"
+                else ConnectionError("the simulator is down")
+            )
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         await self._maybe_fail("start_interaction")
@@ -49,7 +53,7 @@ async def run_session(
 ) -> tuple[str | None, float | None]:
     await session.start(60.0)
     reply, score = await session.reply([], left_s), await session.score()
-    await session.finish()
+    await session.release()
     return reply, score
 
 
@@ -61,7 +65,7 @@ def test_a_talk_that_goes_well() -> None:
     assert user.called == list(VERBS)
 
 
-@pytest.mark.parametrize("how", ["hangs", "raises", "exits"])
+@pytest.mark.parametrize("failure_kind", ["hangs", "raises", "exits"])
 @pytest.mark.parametrize(
     ("verb", "outcome", "called"),
     [
@@ -72,14 +76,14 @@ def test_a_talk_that_goes_well() -> None:
     ],
 )
 def test_a_verb_that_fails_ends_the_talk_and_is_counted(
-    how: str, verb: str, outcome: Any, called: Any, caplog: pytest.LogCaptureFixture
+    failure_kind: str, verb: str, outcome: Any, called: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    user = User(verb, how)
-    session = InteractionSession(user, {}, 0.05 if how == "hangs" else 60.0)
+    user = User(verb, failure_kind)
+    session = InteractionSession(user, {}, 0.05 if failure_kind == "hangs" else 60.0)
     assert asyncio.run(run_session(session)) == outcome
     assert user.called == list(called)
     assert session.failures == 1
-    assert session.timeouts == (["teacher"] if how == "hangs" else [])
+    assert session.timeouts == (["teacher"] if failure_kind == "hangs" else [])
     assert f"interaction teacher: {verb}" in caplog.text
 
 

@@ -65,14 +65,14 @@ def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [(0, ["yes"], 2.0), (1, ["maybe", "no", "never"], 2.0), (4, ["a", "b", "c", "never"], 0.0)],
 )
 def test_an_environment_of_verifiers_is_played_to_its_reward(
-    play: Callable[..., Any],
+    run_row: Callable[..., Any],
     patient: str,
     index: int,
     lines: list[str],
     reward: float,
 ) -> None:
     name = "verifiers:patient-env"
-    prompt, response, fields = play(patient, lines, name=name, index=index)
+    prompt, response, fields = run_row(patient, lines, name=name, index=index)
     assert f"u:Be brief.\n\nSay {('yes', 'no')[index % 2]}" in prompt
     turns = [line for line in lines if line != "never"]
     replies = [f"\nu:Not {turn}\na:" for turn in turns[:-1]]
@@ -84,9 +84,9 @@ def test_an_environment_of_verifiers_is_played_to_its_reward(
 
 @needs_verifiers
 def test_an_error_of_the_environment_ends_the_talk_and_is_counted(
-    play: Callable[..., Any], patient: str
+    run_row: Callable[..., Any], patient: str
 ) -> None:
-    _, response, fields = play(patient, ["boom", "never"], name="verifiers:patient-env")
+    _, response, fields = run_row(patient, ["boom", "never"], name="verifiers:patient-env")
     assert response == "boom</s>"
     assert fields["tool_failures"] == 1
     assert fields["reward_scores"] == {}

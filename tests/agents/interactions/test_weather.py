@@ -13,11 +13,11 @@ from hone.agents.interactions.weather import WeatherInteraction
 def test_it_ends_after_one_turn_and_scores_a_tools_answer(role: str, score: float) -> None:
     async def run() -> None:
         user = WeatherInteraction({"name": "weather"})
-        one = await user.start_interaction(query="Paris?")
+        instance_id = await user.start_interaction(query="Paris?")
         messages = [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]
-        ended, reply, reward, _ = await user.generate_response(one, messages)
-        assert (ended, reward, await user.calculate_score(one)) == (True, score, score)
+        ended, reply, reward, _ = await user.generate_response(instance_id, messages)
+        assert (ended, reward, await user.calculate_score(instance_id)) == (True, score, score)
         assert ("Thank you" in reply) == (score == 1.0)
-        await user.finalize_interaction(one)
+        await user.finalize_interaction(instance_id)
 
     asyncio.run(run())

@@ -12,7 +12,7 @@ import pytest
 
 from hone.agents.loops.search import (
     CLOSING,
-    INVALID,
+    INVALID_ACTION_TEXT,
     OPENING,
     Action,
     read_action,
@@ -22,7 +22,7 @@ from hone.protocol import DataProto
 from hone.rollout.scripted import ScriptedRollout
 from tests.retrieval.passages import TEXTS, Retriever
 
-Play = Callable[..., tuple[ScriptedRollout, DataProto]]
+RunRow = Callable[..., tuple[ScriptedRollout, DataProto]]
 LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop=search_agent"
 ROME = f'Doc 1(Title: "Rome") {TEXTS["Rome"]}'
 SEARCH, ANSWER = "<search> Italy </search>", "<answer> Rome </answer>"
@@ -35,10 +35,10 @@ def retriever(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Retriever]:
 
 
 @pytest.fixture
-def play(runner: Callable[..., Any], rows: Any, tokenizer: Any, retriever: Retriever) -> Play:
-    """`play(lines, *overrides)` runs one row through the loop and returns engine and batch."""
+def run_row(runner: Callable[..., Any], rows: Any, tokenizer: Any, retriever: Retriever) -> RunRow:
+    """`run_row(lines, *overrides)` runs one row through the loop and returns engine and batch."""
 
-    def go(lines: list[Any], *overrides: str) -> tuple[ScriptedRollout, DataProto]:
+    def run(lines: list[Any], *overrides: str) -> tuple[ScriptedRollout, DataProto]:
         engine = ScriptedRollout(lines, tokenizer=tokenizer)
         tag_tokenizer = [
             LOOP,
@@ -48,7 +48,7 @@ def play(runner: Callable[..., Any], rows: Any, tokenizer: Any, retriever: Retri
         ]
         return engine, runner(engine, *tag_tokenizer).run(rows(["Italy?"]))
 
-    return go
+    return run
 
 
 def text(tokenizer: Any, batch: DataProto, mask: int | None = None) -> str:
@@ -57,8 +57,8 @@ def text(tokenizer: Any, batch: DataProto, mask: int | None = None) -> str:
     inside = batch.batch["attention_mask"][0, -length:].bool()
     if mask is not None:
         inside &= batch.batch["response_mask"][0] == mask
-    shown: str = tokenizer.decode(batch.batch["responses"][0][inside])
-    return shown
+    response: str = tokenizer.decode(batch.batch["responses"][0][inside])
+    return response
 
 
 def counts(batch: DataProto) -> dict[str, float]:
@@ -66,9 +66,11 @@ def counts(batch: DataProto) -> dict[str, float]:
     return {name[4:]: float(fields[name][0]) for name in fields if name.startswith("env/")}
 
 
-def test_a_search_is_answered_with_passages_that_carry_no_loss(play: Play, tokenizer: Any) -> None:
+def test_a_search_is_answered_with_passages_that_carry_no_loss(
+    run_row: RunRow, tokenizer: Any
+) -> None:
     think = "<think>who</think>" + SEARCH
-    engine, batch = play([think, ANSWER], "retriever.topk=1")
+    engine, batch = run_row([think, ANSWER], "retriever.topk=1")
     assert text(tokenizer, batch) == f"{think}{OPENING}{ROME}{CLOSING}{ANSWER}"
     assert text(tokenizer, batch, 1) == think + ANSWER
     first, second = engine.requests
@@ -94,25 +96,25 @@ def test_a_turn_ends_at_the_tag_and_its_last_token_stays_whole(
     engine = ScriptedRollout(
         [tag_tokenizer.encode(SEARCH[:-1] + ">\n\nmore"), ANSWER], tokenizer=tag_tokenizer
     )
-    room, url = "data.max_response_length=900", f"retriever.url={retriever.url}"
-    batch = runner(engine, LOOP, room, url, tokenizer=tag_tokenizer).run(rows(["q"]))
+    length, url = "data.max_response_length=900", f"retriever.url={retriever.url}"
+    batch = runner(engine, LOOP, length, url, tokenizer=tag_tokenizer).run(rows(["q"]))
     assert tag_tokenizer.decode(engine.requests[0].token_ids) == SEARCH + "\n\n"
     assert text(tag_tokenizer, batch).startswith(SEARCH + "\n\n" + OPENING)
 
 
-def test_a_turn_without_an_action_is_told_so(play: Play, tokenizer: Any) -> None:
-    _, batch = play(["Rome, I think", "<search>Italy", ANSWER])
-    assert text(tokenizer, batch, 0) == INVALID * 2
+def test_a_turn_without_an_action_is_told_so(run_row: RunRow, tokenizer: Any) -> None:
+    _, batch = run_row(["Rome, I think", "<search>Italy", ANSWER])
+    assert text(tokenizer, batch, 0) == INVALID_ACTION_TEXT * 2
     env_counts = counts(batch)
     assert (env_counts["number_of_actions"], env_counts["number_of_valid_action"]) == (3, 1)
     assert env_counts["ratio_of_valid_action"] == pytest.approx(1 / 3)
 
 
 def test_after_max_turns_searches_comes_a_turn_that_does_not_search(
-    play: Play, tokenizer: Any, retriever: Retriever
+    run_row: RunRow, tokenizer: Any, retriever: Retriever
 ) -> None:
     before = retriever.answered()
-    engine, batch = play([SEARCH] * 9, "max_turns=2")
+    engine, batch = run_row([SEARCH] * 9, "max_turns=2")
     assert len(engine.requests) == 3
     assert retriever.answered() - before == 2
     assert text(tokenizer, batch).endswith(SEARCH)
@@ -120,37 +122,39 @@ def test_after_max_turns_searches_comes_a_turn_that_does_not_search(
     assert (env_counts["finish_ratio"], env_counts["number_of_valid_search"]) == (0, 3)
 
 
-def test_a_long_observation_keeps_its_closing_tag(play: Play, tokenizer: Any) -> None:
-    _, batch = play([SEARCH, ANSWER], "data.max_obs_length=60")
+def test_a_long_observation_keeps_its_closing_tag(run_row: RunRow, tokenizer: Any) -> None:
+    _, batch = run_row([SEARCH, ANSWER], "data.max_obs_length=60")
     observed = text(tokenizer, batch, 0)
     assert len(observed) == 60
     assert observed.startswith(OPENING + 'Doc 1(Title: "Rome") ')
     assert observed.endswith(CLOSING)
 
 
-def test_an_observation_that_leaves_no_room_is_not_appended(play: Play, tokenizer: Any) -> None:
-    engine, batch = play([SEARCH, ANSWER], f"data.max_response_length={len(SEARCH) + 9}")
+def test_an_observation_that_leaves_no_room_is_not_appended(
+    run_row: RunRow, tokenizer: Any
+) -> None:
+    engine, batch = run_row([SEARCH, ANSWER], f"data.max_response_length={len(SEARCH) + 9}")
     assert len(engine.requests) == 1
     assert text(tokenizer, batch) == SEARCH
 
 
-def test_turns_end_where_the_model_length_ends(play: Play, tokenizer: Any) -> None:
-    _, batch = play(["Rome"] * 9, "actor_rollout_ref.rollout.max_model_len=120")
+def test_turns_end_where_the_model_length_ends(run_row: RunRow, tokenizer: Any) -> None:
+    _, batch = run_row(["Rome"] * 9, "actor_rollout_ref.rollout.max_model_len=120")
     assert text(tokenizer, batch) == "Rome</s>"
     assert counts(batch)["number_of_actions"] == 1
 
 
-def test_a_turn_without_tokens_is_the_last(play: Play, tokenizer: Any) -> None:
-    engine, batch = play(["Rome", [], ANSWER])
+def test_a_turn_without_tokens_is_the_last(run_row: RunRow, tokenizer: Any) -> None:
+    engine, batch = run_row(["Rome", [], ANSWER])
     assert len(engine.requests) == 2
-    assert text(tokenizer, batch) == f"Rome</s>{INVALID}"
+    assert text(tokenizer, batch) == f"Rome</s>{INVALID_ACTION_TEXT}"
 
 
 def test_a_retriever_that_does_not_answer_gives_empty_information(
-    play: Play, tokenizer: Any
+    run_row: RunRow, tokenizer: Any
 ) -> None:
     nowhere = ("retriever.url=http://127.0.0.1:9/retrieve", "retriever.retries=0")
-    _, batch = play([SEARCH, ANSWER], *nowhere)
+    _, batch = run_row([SEARCH, ANSWER], *nowhere)
     assert text(tokenizer, batch, 0) == OPENING + CLOSING
     assert counts(batch)["retrieval_failures"] == 1
 

@@ -78,8 +78,8 @@ GPT_OSS = (
 )
 def test_a_call_is_read(name: str, text: str, call: ToolCall) -> None:
     parser = ToolParser.get_tool_parser(name, character_tokenizer())
-    assert parser.calls_to([ADD], text) == [call]
-    assert parser.calls_to([], "no call") == []
+    assert parser.calls_with_schemas([ADD], text) == [call]
+    assert parser.calls_with_schemas([], "no call") == []
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_calls_of_other_formats_are_read(
     name: str, text: str, calls: list[tuple[str, object]]
 ) -> None:
     parser = ToolParser.get_tool_parser(name, character_tokenizer())
-    assert [(c.name, c.arguments) for c in parser.calls_to([ADD], text)] == calls
-    assert all(call.error is None for call in parser.calls_to([ADD], text))
+    assert [(c.name, c.arguments) for c in parser.calls_with_schemas([ADD], text)] == calls
+    assert all(call.error is None for call in parser.calls_with_schemas([ADD], text))
 
 
 def test_what_is_broken_comes_back_with_an_error() -> None:
@@ -143,7 +143,7 @@ def test_what_is_broken_comes_back_with_an_error() -> None:
         ("react", "Action:\nAction Input: {}"),
         ("react", "Action: add\nAction Input: {1}"),
     ):
-        (call,) = PARSERS.get(name)().calls_to([ADD], text)
+        (call,) = PARSERS.get(name)().calls_with_schemas([ADD], text)
         assert call.error, name
 
 
@@ -162,7 +162,9 @@ def test_a_parameter_is_never_run() -> None:
 def test_no_text_breaks_a_parser(name: str, text: str) -> None:
     marks = ("<tool_call>", "<function=", "<|tool_calls_section_begin|><|tool_call_begin|>")
     for mark in (*marks, " to=functions."):
-        PARSERS.get(name)().calls_to([ADD], f"{mark}{text}</function></tool_call><|call|>")
+        PARSERS.get(name)().calls_with_schemas(
+            [ADD], f"{mark}{text}</function></tool_call><|call|>"
+        )
 
 
 def test_a_parser_gives_text_and_calls_of_token_ids_as_in_verl() -> None:

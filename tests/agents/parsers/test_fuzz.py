@@ -97,7 +97,7 @@ def cpu_seconds(parser: ToolParser, text: str) -> float:
     gc.disable()  # its cost follows from everything that the process holds
     try:
         started = time.thread_time()
-        parser.calls_to(TOOLS, text)
+        parser.calls_with_schemas(TOOLS, text)
         parser.content(text)
         return time.thread_time() - started
     finally:

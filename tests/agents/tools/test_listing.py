@@ -118,7 +118,10 @@ def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
         ("tools: []", "no list `tools:`"),
         ("tools:\n - config: {}", "needs a `class_name`"),
         ("tools:\n - name: weather", "the built-in tools are calculator, .*; write the class"),
-        ("tools:\n - {name: python, parametres: {}}", "there is no 'parametres'; use config, desc"),
+        (
+            "tools:\n - {name: python, parametres: {}}",
+            "there is no key 'parametres'; use config, desc",
+        ),
         ("tools:\n - {name: python, parameters: [code]}", "`parameters` maps names to a type"),
         ("tools:\n - class_name: a.B\n   config: {type: image}", "type 'image' is not supported"),
         (

@@ -41,8 +41,8 @@ class Echo(BaseTool):
             raise KeyError("oops")
         if parameters["text"] == "old style":
             return "as text", 0.5, {}
-        said = parameters["text"] + kwargs.get("suffix", "")
-        return ToolResponse(text=said), 0.25, {"n": len(said)}
+        answer = parameters["text"] + kwargs.get("suffix", "")
+        return ToolResponse(text=answer), 0.25, {"n": len(answer)}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         return 0.75
@@ -93,7 +93,7 @@ def test_the_rows_arguments_reach_create_and_execute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "answer"),
     [
         (ToolCall("nothing", {}), "Error: there is no tool 'nothing'; the tools are echo"),
         (ToolCall("echo", {}), "Error: echo needs text"),
@@ -102,18 +102,18 @@ def test_the_rows_arguments_reach_create_and_execute() -> None:
         (echo("x", wait=60), "Error: echo took longer than 0.05 s"),
     ],
 )
-def test_a_call_that_cannot_be_made_is_answered_and_counted(call: ToolCall, said: str) -> None:
+def test_a_call_that_cannot_be_made_is_answered_and_counted(call: ToolCall, answer: str) -> None:
     session = make_session(Echo(), timeout_s=0.05 if "wait" in call.arguments else 60.0)
-    assert asyncio.run(session.run_calls([call])) == [said]
+    assert asyncio.run(session.run_calls([call])) == [answer]
     assert session.record.failures == 1
-    assert session.record.timeouts == (["echo"] if "longer" in said else [])
+    assert session.record.timeouts == (["echo"] if "longer" in answer else [])
     assert session.agent_data.tool_rewards == []
 
 
 def test_a_tool_that_cannot_begin_is_an_answer_too() -> None:
     session = make_session(Echo(), {"echo": {"create_kwargs": {"broken": True}}})
-    said = asyncio.run(session.run_calls([echo("x")]))
-    assert said == ["Error: echo failed: ConnectionError: no server"]
+    answers = asyncio.run(session.run_calls([echo("x")]))
+    assert answers == ["Error: echo failed: ConnectionError: no server"]
 
 
 def test_calls_beyond_the_turns_limit_are_not_made() -> None:
@@ -148,7 +148,7 @@ def test_tools_that_answer_with_text_work() -> None:
 
 
 def test_scores_are_asked_once_and_state_is_forgotten() -> None:
-    async def whole() -> tuple[dict[str, float], Echo]:
+    async def run() -> tuple[dict[str, float], Echo]:
         tool = Echo()
         session = make_session(tool)
         await session.run_calls([echo("a")])
@@ -157,7 +157,7 @@ def test_scores_are_asked_once_and_state_is_forgotten() -> None:
         await session.release()
         return scores, tool
 
-    scores, tool = asyncio.run(whole())
+    scores, tool = asyncio.run(run())
     assert scores == {"echo": 0.75}
     assert tool.alive == {}
 
@@ -186,15 +186,15 @@ ERRORS: dict[str, BaseException] = {
 class Faulty(Echo):
     """Fails in one method: raises, hangs, …"""
 
-    def __init__(self, verb: str, how: str) -> None:
+    def __init__(self, verb: str, failure_kind: str) -> None:
         super().__init__()
-        self.verb, self.how = verb, how
+        self.verb, self.failure_kind = verb, failure_kind
 
     async def _maybe_fail(self, verb: str) -> None:
         if verb == self.verb:
-            if self.how == "hangs":
+            if self.failure_kind == "hangs":
                 await asyncio.Event().wait()
-            raise ERRORS[self.how]
+            raise ERRORS[self.failure_kind]
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
         await self._maybe_fail("create")
@@ -214,18 +214,20 @@ class Faulty(Echo):
 
 
 async def run_session(session: ToolSession) -> tuple[list[str], dict[str, float]]:
-    said, scores = await session.run_calls([echo("a")]), await session.scores()
+    answers, scores = await session.run_calls([echo("a")]), await session.scores()
     await session.release()
-    return said, scores
+    return answers, scores
 
 
-@pytest.mark.parametrize("how", ["hangs", *ERRORS])
+@pytest.mark.parametrize("failure_kind", ["hangs", *ERRORS])
 @pytest.mark.parametrize("verb", ["create", "execute", "calc_reward", "release"])
 def test_no_verb_of_a_tool_stops_a_run(
-    verb: str, how: str, caplog: pytest.LogCaptureFixture
+    verb: str, failure_kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = make_session(Faulty(verb, how), timeout_s=0.05 if how == "hangs" else 60.0)
-    (said,), scores = asyncio.run(run_session(session))
+    session = make_session(
+        Faulty(verb, failure_kind), timeout_s=0.05 if failure_kind == "hangs" else 60.0
+    )
+    (answer,), scores = asyncio.run(run_session(session))
     reason = {
         "hangs": "echo took longer than 0.05 s",
         "raises": "echo failed: RuntimeError: boom",
@@ -236,12 +238,12 @@ def test_no_verb_of_a_tool_stops_a_run(
         "stops": "echo failed: StopAsyncIteration: own",
         "leaves": "echo failed: RuntimeError: OwnExit: own",
         "is unspeakable": "echo failed: RuntimeError: Unspeakable (its message cannot be shown)",
-    }[how]
-    assert said.startswith(f"Error: {reason}") if verb in ("create", "execute") else said == "a"
+    }[failure_kind]
+    assert answer.startswith(f"Error: {reason}") if verb in ("create", "execute") else answer == "a"
     expected_scores = {"create": {}, "calc_reward": {"echo": 0.0}}.get(verb, {"echo": 0.75})
     assert scores == expected_scores
     assert session.record.failures == 1
-    assert session.record.timeouts == (["echo"] if how == "hangs" else [])
+    assert session.record.timeouts == (["echo"] if failure_kind == "hangs" else [])
     assert reason in caplog.text
 
 
@@ -256,7 +258,7 @@ class OwnTimeout(Echo):
 
 
 @pytest.mark.parametrize(
-    ("tool", "kwargs", "said"),
+    ("tool", "kwargs", "error"),
     [
         (NotAsync(), {}, "RuntimeError: before anything is awaited"),
         (NotAsync(), {"execute_kwargs": {"q": 1}}, "TypeError: NotAsync.execute() got an unexp"),
@@ -264,11 +266,11 @@ class OwnTimeout(Echo):
     ],
 )
 def test_a_call_that_fails_in_an_odd_place_is_told_as_it_is(
-    tool: Echo, kwargs: Any, said: str
+    tool: Echo, kwargs: Any, error: str
 ) -> None:
     session = make_session(tool, {"echo": kwargs})
     (answer,), _ = asyncio.run(run_session(session))
-    assert answer.startswith(f"Error: echo failed: {said}")
+    assert answer.startswith(f"Error: echo failed: {error}")
     assert (session.record.failures, session.record.timeouts) == (1, [])
 
 

@@ -273,10 +273,10 @@ def test_two_threads_cannot_drive_one_engine() -> None:
             native.drive(lambda: True)
 
 
-def test_a_loop_that_ended_counts_as_settled_and_a_blocked_one_does_not(
+def test_an_ended_loop_is_not_waited_for_and_a_blocked_one_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loop_thread, "_SETTLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(loop_thread, "_SUBMIT_TIMEOUT_S", 0.05)
     released = threading.Event()
 
     async def blocks() -> None:
@@ -284,12 +284,12 @@ def test_a_loop_that_ended_counts_as_settled_and_a_blocked_one_does_not(
 
     loops = loop_thread.LoopThread(blocks(), lambda: None)
     loops.start()
-    loops.settle()
+    loops.wait_for_requests()
     assert "blocked its event loop" in caplog.text
     caplog.clear()
     released.set()
     assert loops.wait(60)
-    loops.settle()
+    loops.wait_for_requests()
     assert not caplog.text
 
 
