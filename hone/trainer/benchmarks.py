@@ -40,7 +40,7 @@ GENERATION_BLOCKS = ("trainer", "data", "model", "rollout", "actor", "ray_kwargs
 
 
 def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
-    """Return the parquet file of a benchmark's test rows.
+    """Returns the parquet file of a benchmark's test rows.
 
     `folder` holds either the output of `hone data prepare` (NAME/test.parquet or test.parquet) or the
     upstream files, from which the rows are prepared below `work_folder`. A prepared file is used only if its
@@ -73,7 +73,7 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
 
 
 def _sources_of_prepared(file: Path) -> list[str]:
-    """Return the data sources of a prepared file; an upstream file has none."""
+    """Returns the data sources of a prepared file; an upstream file has none."""
     import pyarrow.parquet as pq
 
     if not {"prompt", "data_source", "reward_model"} <= set(pq.read_schema(file).names):
@@ -83,12 +83,12 @@ def _sources_of_prepared(file: Path) -> list[str]:
 
 
 def _normalize(text: str) -> str:
-    """Normalize a name, so that `HuggingFaceH4/MATH-500` or `aime_2024` contains its benchmark's name."""
+    """Normalizes a name, so that `HuggingFaceH4/MATH-500` or `aime_2024` contains its benchmark's name."""
     return re.sub(r"20(?=\d\d)", "", re.sub(r"[^a-z0-9]", "", text.lower()))
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split overrides into those for generation and those for scoring."""
+    """Splits overrides into those for generation and those for scoring."""
     parts: tuple[list[str], list[str]] = ([], [])
     for override in overrides:
         block = override.lstrip("+~").partition("=")[0].partition(".")[0]

@@ -95,7 +95,7 @@ def compose_arguments(
     starting_values: Callable[[Settings], list[Setting]] | None = None,
     extra_checks: ExtraChecks | None = None,
 ) -> Composed:
-    """Compose the configuration of a command line, with the origin of each value.
+    """Composes the configuration of a command line, with the origin of each value.
 
     `schema` is the name of the schema; a user's YAML without a defaults list uses it too. `starting_values`
     returns values for keys that are not set; it is not called if --config-name selects another YAML.
@@ -124,7 +124,7 @@ def compose_arguments(
 
 
 def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Namespace:
-    """Parse the command line; options of Hydra have Hydra's names."""
+    """Parses the command line; options of Hydra have Hydra's names."""
     parser = argparse.ArgumentParser(
         prog=program,
         allow_abbrev=False,
@@ -149,7 +149,7 @@ def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Name
 
 
 def _unknown_option(option: str, value: str, schema: str) -> str:
-    """Return the error message for an option that does not exist, with the keys that it may mean."""
+    """Returns the error message for an option that does not exist, with the keys that it may mean."""
     name, root = option.lstrip("-").replace("-", "_"), TREES[schema].root
     keys = list(leaves(root))
     near = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
@@ -162,7 +162,7 @@ def _unknown_option(option: str, value: str, schema: str) -> str:
 
 
 def _describe_saved(config: Block) -> str:
-    """Return a sentence that says what is saved so far, and whether the same command resumes from it."""
+    """Returns a sentence that says what is saved so far, and whether the same command resumes from it."""
     if isinstance(config, GenerationConfig):
         return "responses that had ended are kept, and the same command goes on with the others"
     trainer = config.get("trainer")
@@ -176,14 +176,14 @@ def _describe_saved(config: Block) -> str:
 
 
 def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return the problems of the plan of a run, and notes on keys without effect."""
+    """Returns the problems of the plan of a run, and notes on keys without effect."""
     from hone.trainer.ppo.plan import find_problems_and_notes
 
     return find_problems_and_notes(config, origins)
 
 
 def print_starting_values_and_notes(composed: Composed) -> None:
-    """Print the starting values, and the given keys without effect."""
+    """Prints the starting values, and the given keys without effect."""
     from hone.tracking.console import screen
 
     keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES_ORIGIN]
@@ -200,7 +200,7 @@ def print_starting_values_and_notes(composed: Composed) -> None:
 
 
 def require_keys(composed: Composed, keys: Mapping[str, str]) -> None:
-    """Raise an error for each key that was not given; `keys` maps a key to its description."""
+    """Raises an error for each key that was not given; `keys` maps a key to its description."""
     missing = [key for key in keys if key not in composed.origins]
     if missing:
         raise ConfigError(
@@ -209,7 +209,7 @@ def require_keys(composed: Composed, keys: Mapping[str, str]) -> None:
 
 
 def require_folder(path: str, key: str) -> None:
-    """Raise an error if a results folder is a file, is inside one, or is not writable."""
+    """Raises an error if a results folder is a file, is inside one, or is not writable."""
     _require_local(path, key)
     folder = Path(path).expanduser().absolute()
     if folder.is_file():
@@ -218,7 +218,7 @@ def require_folder(path: str, key: str) -> None:
 
 
 def require_file(path: str, key: str) -> None:
-    """Raise an error if a results file is a folder, or its folder is not writable."""
+    """Raises an error if a results file is a folder, or its folder is not writable."""
     _require_local(path, key)
     file = Path(path).expanduser().absolute()
     if file.is_dir():
@@ -241,7 +241,7 @@ def _require_writable(folder: Path, setting: str) -> None:
 
 
 def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
-    """Return the lock of a run folder, or no lock if later checks will report a problem with it."""
+    """Returns the lock of a run folder, or no lock if later checks will report a problem with it."""
     try:
         require_folder(folder, "trainer.default_local_dir")
     except ConfigError:
@@ -252,7 +252,7 @@ def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
 def run_ranks(
     composed: Composed, arguments: Sequence[str], module: str, run: Callable[[], object]
 ) -> None:
-    """Call `run` if this process is a rank; else launch the configured ranks."""
+    """Calls `run` if this process is a rank; else launch the configured ranks."""
     trainer = composed.config.trainer
     if Ranks.from_env().is_first:
         print_starting_values_and_notes(composed)
@@ -268,14 +268,14 @@ def run_ranks(
 
 
 def run_module(main: Callable[[Sequence[str]], int | None], schema: str, module: str) -> int:
-    """Run `python -m module …`, once or as a sweep (`-m`)."""
+    """Runs `python -m module …`, once or as a sweep (`-m`)."""
     from hone.trainer.sweep import run_or_sweep
 
     return run_program(lambda: run_or_sweep(main, sys.argv[1:], schema, ["-m", module]))
 
 
 def run_program(program: Callable[[], int | None]) -> int:
-    """Run a program and return its exit code; print a user error in one sentence."""
+    """Runs a program and return its exit code; print a user error in one sentence."""
     global _last_composed
     _last_composed = None
     die_with_launcher()
@@ -302,7 +302,7 @@ def run_program(program: Callable[[], int | None]) -> int:
 
 
 def write_traceback(error: BaseException, folder: Path | None = None) -> Path | None:
-    """Append an error to the log of a run folder, by default that of the last configuration."""
+    """Appends an error to the log of a run folder, by default that of the last configuration."""
     if folder is None:
         config = None if _last_composed is None else _last_composed.config
         trainer = getattr(config, "trainer", None)
@@ -319,7 +319,7 @@ def write_traceback(error: BaseException, folder: Path | None = None) -> Path | 
 
 
 def user_error_message(error: BaseException) -> str | None:
-    """Return the message of a user error; None for any other error."""
+    """Returns the message of a user error; None for any other error."""
     if isinstance(error, _user_error_classes()):
         return _with_key(str(error), getattr(error, "path", None))
     if (message := storage_error_message(error)) is not None:
@@ -334,7 +334,7 @@ def user_error_message(error: BaseException) -> str | None:
 
 
 def _with_key(message: str, path: str | None) -> str:
-    """Add the key that was set to `path` to a message about that path."""
+    """Adds the key that was set to `path` to a message about that path."""
     composed = _last_composed
     if composed is None or not path:
         return message

@@ -58,7 +58,7 @@ class Finding:
 
 
 def examine(*, self_test: bool = True) -> Iterator[Finding]:
-    """Yield every finding as soon as it is known, the slow ones last."""
+    """Yields every finding as soon as it is known, the slow ones last."""
     yield from _machine()
     yield from _packages()
     yield from _sandbox(self_test)
@@ -72,7 +72,7 @@ def report(
     *,
     self_test: bool = True,
 ) -> int:
-    """Print every finding; return 1 if anything is broken, else 0."""
+    """Prints every finding; return 1 if anything is broken, else 0."""
     broken, section = 0, None
     for finding in findings or examine(self_test=self_test):
         if finding.section != section:
@@ -85,7 +85,7 @@ def report(
 
 
 def chat_template(model: str) -> Iterator[Finding]:
-    """Check whether a model's chat template renders later turns as the agent loops append them."""
+    """Checks whether a model's chat template renders later turns as the agent loops append them."""
     from hone.agents.observations import Drift, drifts
     from hone.models.load import load_tokenizer
 
@@ -174,7 +174,7 @@ def _try_action(section: str, name: str, action: Callable[[], str]) -> Finding:
 
 
 def training_step() -> str:
-    """Run one GRPO step of a tiny model on sums; return its duration and metrics."""
+    """Runs one GRPO step of a tiny model on sums; return its duration and metrics."""
     from hone.config import load_config
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
     from hone.tracking import read_metrics

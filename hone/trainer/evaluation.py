@@ -83,7 +83,7 @@ class Evaluation:
     """The first message per reason why responses could not be scored."""
 
     def as_dict(self) -> Fields:
-        """Return plain values; `test_score/<source>` is verl's name for the mean."""
+        """Returns plain values; `test_score/<source>` is verl's name for the mean."""
         plain: Fields = {
             f"test_score/{name}": result.metrics["mean"].value
             for name, result in self.sources.items()
@@ -102,7 +102,7 @@ class Evaluation:
 
 
 def evaluate(config: EvaluationConfig, compute_score: Function | None = None) -> Evaluation:
-    """Read, score and summarize the responses; raise an error if none could be scored.
+    """Reads, score and summarize the responses; raise an error if none could be scored.
 
     `compute_score` runs in this process with a soft deadline; other scorers run in processes.
     """
@@ -144,7 +144,7 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
 
 
 def _responses(row: Row, where: str, config: EvaluationConfig) -> list[Response]:
-    """Return the responses of a row in the form that a scorer reads."""
+    """Returns the responses of a row in the form that a scorer reads."""
     data = config.data
     for key in ("response_key", "data_source_key", "reward_model_key"):
         if row.get(data[key]) is None:
@@ -165,7 +165,7 @@ def _responses(row: Row, where: str, config: EvaluationConfig) -> list[Response]
 def _score_responses(
     rows: Sequence[Response], scorer: Function, config: EvaluationConfig, *, in_processes: bool
 ) -> list[Scored | Failed]:
-    """Return one result per row, in order; a row without the ground truth that its rule needs has failed."""
+    """Returns one result per row, in order; a row without the ground truth that its rule needs has failed."""
     manager: PrimeRewardManager | NaiveRewardManager
     policy = FailurePolicy("score", 0.0, config.timeout_s)
     if in_processes:
@@ -196,7 +196,7 @@ def _score_responses(
 
 
 def votes(scored: Sequence[Scored], responses: Sequence[str]) -> list[str | None]:
-    """Return the vote of each response: the scorer's `pred`, else the answer in its text, else None.
+    """Returns the vote of each response: the scorer's `pred`, else the answer in its text, else None.
 
     If no response has an answer, the votes are the whole texts.
     """
@@ -210,7 +210,7 @@ def votes(scored: Sequence[Scored], responses: Sequence[str]) -> list[str | None
 
 
 def answer_of(response: str) -> str | None:
-    r"""Extract the answer of a response: its last <answer>, \boxed{}, #### line or number."""
+    r"""Extracts the answer of a response: its last <answer>, \boxed{}, #### line or number."""
     if tagged := _TAG.findall(response):
         return tagged[-1].strip() or None
     boxed = boxed_answer(response)
@@ -227,7 +227,7 @@ def summarise(
     config: EvaluationMetricsConfig,
     failures: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, SourceResult]:
-    """Return the statistics of each data source, and of all rows if there are several sources."""
+    """Returns the statistics of each data source, and of all rows if there are several sources."""
     rows = list(attempts)
     groups: dict[str, list[Attempts]] = {}
     for row in rows:
@@ -266,7 +266,7 @@ def _result(
 def intervals(
     columns: Mapping[str, Sequence[float]], config: EvaluationMetricsConfig
 ) -> dict[str, Estimate]:
-    """Return means over rows with bootstrap percentile intervals; rows are resampled, not responses.
+    """Returns means over rows with bootstrap percentile intervals; rows are resampled, not responses.
 
     If all rows are 0 or all are 1, the interval is the exact binomial (Clopper-Pearson); if all have
     another common value, it is undefined.

@@ -51,7 +51,7 @@ class ExportError(ValueError):
 
 @contextmanager
 def local_target(out: str) -> Iterator[str]:
-    """Yield a local folder to export to; it is uploaded if `out` is remote, `config.json` last."""
+    """Yields a local folder to export to; it is uploaded if `out` is remote, `config.json` last."""
     if not is_non_local(out):
         yield out
         return
@@ -71,7 +71,7 @@ def export(
     external_lib: str | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model of a checkpoint to `out`, a new or empty folder.
+    """Writes the model of a checkpoint to `out`, a new or empty folder.
 
     Custom code is imported only if the arguments name it, never because the run's config.yaml does.
     """
@@ -113,7 +113,7 @@ def _nothing_to_export(source: Path, part: str) -> str:
 
 
 def find_model_folder(folder: Path) -> Path:
-    """Return the folder of the policy's weights in a run, a `global_step_N` or a role's folder."""
+    """Returns the folder of the policy's weights in a run, a `global_step_N` or a role's folder."""
     folder = folder.resolve()  # the run is a parent, and "." has none
     if not folder.is_dir():
         raise ExportError(
@@ -141,14 +141,14 @@ def find_model_folder(folder: Path) -> Path:
 
 
 def _saved_tensors(folder: Path) -> dict[str, STORAGE_TYPES]:
-    """Return the metadata of the tensors in the shards, by dotted name."""
+    """Returns the metadata of the tensors in the shards, by dotted name."""
     if not (folder / METADATA_FILE).is_file():
         return {}
     return read_metadata(folder).state_dict_metadata
 
 
 def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code: bool) -> None:
-    """Load the shards into the run's model, in this process, and export it."""
+    """Loads the shards into the run's model, in this process, and export it."""
     model = _replace_code(_model_config(source), external_lib, trust_remote_code)
     tokenizer = build_tokenizer(model)
     dtype = _saved_dtype(source)
@@ -173,7 +173,7 @@ def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code
 def _replace_code(
     model: ModelConfig, external_lib: str | None, trust_remote_code: bool
 ) -> ModelConfig:
-    """Return the run's model config with the custom code of the command line instead of its own."""
+    """Returns the run's model config with the custom code of the command line instead of its own."""
     flags = []
     if model.external_lib and not external_lib:
         lib = model.external_lib

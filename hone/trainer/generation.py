@@ -72,7 +72,7 @@ def build_engine(
     ranks: Ranks,
     check: Callable[[PreTrainedModel], None] = lambda lm: None,
 ) -> RolloutEngine:
-    """Build the rollout engine of a generation config; `check` is called with the loaded model."""
+    """Builds the rollout engine of a generation config; `check` is called with the loaded model."""
     config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
     model = config.model
     fix_threads(threads)
@@ -117,7 +117,7 @@ def max_positions(lm: PreTrainedModel) -> int | None:
 def sampling_params(
     params: Fields, n: int, *, seed: int, uid: str, max_tokens: int
 ) -> list[Sampling]:
-    """Return the sampling parameters of the `n` responses to a prompt."""
+    """Returns the sampling parameters of the `n` responses to a prompt."""
     seeds = (trajectory_seed(seed, uid, sample) for sample in range(n))
     return [Sampling.from_mapping(params, max_tokens=max_tokens, seed=s) for s in seeds]
 
@@ -132,7 +132,7 @@ async def respond(
     in_flight: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Generate for every prompt, `in_flight` at a time; `on_finish` receives all samples of a prompt."""
+    """Generates for every prompt, `in_flight` at a time; `on_finish` receives all samples of a prompt."""
     slots = asyncio.Semaphore(in_flight)
 
     async def generate_prompt(index: int, ids: list[int]) -> None:
@@ -179,7 +179,7 @@ class Generation:
         self.files = JobFiles(self.output, self._job_hash(), ranks.rank)
 
     def _check_columns(self) -> None:
-        """Raise an error for columns that parquet cannot store, before anything is generated."""
+        """Raises an error for columns that parquet cannot store, before anything is generated."""
         new_columns = self._columns([])
         rows = islice(self.rows.scan(), self.count)
         try:
@@ -191,7 +191,7 @@ class Generation:
             ) from error
 
     def run(self) -> Path:
-        """Generate the missing rows, then write the output in row order."""
+        """Generates the missing rows, then write the output in row order."""
         files = self.files
         print_line = screen().line if self.ranks.is_first else lambda text: None
         if files.is_done(overwrite=self.config.data.overwrite):
@@ -346,7 +346,7 @@ class Generation:
         return columns
 
     def _job_hash(self) -> str:
-        """Return a hash of everything that affects the responses: rows, model and sampling."""
+        """Returns a hash of everything that affects the responses: rows, model and sampling."""
         model, rollout, data = self.config.model, self.config.rollout, asdict(self.config.data)
         folders = [resolve_model_path(path) for path in (model.path, model.tokenizer_path) if path]
         settings = {
@@ -363,7 +363,7 @@ class Generation:
 
 
 def _file_stats(path: str | None) -> tuple[str | None, list[tuple[str, int, int]]]:
-    """Return a folder, and name, size and modification time of its files; hashing them would be slow."""
+    """Returns a folder, and name, size and modification time of its files; hashing them would be slow."""
     if path is None or not Path(path).is_dir():
         return path, []
     stats = [(file.name, file.stat()) for file in Path(path).iterdir() if file.is_file()]

@@ -12,7 +12,7 @@ from hone.trainer.export import ExportError
 
 
 def require_hub(repo: str) -> None:
-    """Raise an error if a push would fail, before anything is exported."""
+    """Raises an error if a push would fail, before anything is exported."""
     from huggingface_hub import get_token, is_offline_mode
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -28,7 +28,7 @@ def require_hub(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder as a model repository, created if needed, and return its URL."""
+    """Uploads a folder as a model repository, created if needed, and return its URL."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 

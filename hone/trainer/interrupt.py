@@ -40,39 +40,39 @@ _process = _Process()
 
 
 def signal_exit_code(number: int) -> int:
-    """Return the code that a shell reports for a signal: 130 for Ctrl-C, 143 for SIGTERM."""
+    """Returns the code that a shell reports for a signal: 130 for Ctrl-C, 143 for SIGTERM."""
     return 128 + number
 
 
 def set_stop_message(message: Callable[[], str]) -> None:
-    """Set the function whose result is printed when the program stops: what is saved, how to resume."""
+    """Sets the function whose result is printed when the program stops: what is saved, how to resume."""
     _process.describe_saved = message
 
 
 def stop_message(reason: str) -> str:
-    """Return the last line that a stopped program prints."""
+    """Returns the last line that a stopped program prints."""
     saved = _process.describe_saved() if _process.describe_saved else ""
     return f"{reason}; {saved}\n" if saved else f"{reason}\n"
 
 
 def mark_as_rank() -> None:
-    """Mark this process as a rank, which its launcher kills on a second signal."""
+    """Marks this process as a rank, which its launcher kills on a second signal."""
     _process.was_launched = True
 
 
 def is_rank() -> bool:
-    """Return whether `launch` or torchrun started this process."""
+    """Returns whether `launch` or torchrun started this process."""
     return _process.was_launched or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_program() -> bool:
-    """Return whether this process runs a command-line program, as opposed to a user's Python program."""
+    """Returns whether this process runs a command-line program, as opposed to a user's Python program."""
     return _process.programs > 0
 
 
 @contextmanager
 def signal_handler(handle: Function) -> Iterator[None]:
-    """Handle Ctrl-C and SIGTERM with `handle` inside the block, if this is the main thread."""
+    """Handles Ctrl-C and SIGTERM with `handle` inside the block, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -118,7 +118,7 @@ class GracefulStop:
         self._stack.close()
 
     def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
-        """Request a stop on every rank if any rank received a signal; every rank calls this."""
+        """Requests a stop on every rank if any rank received a signal; every rank calls this."""
         flags = (float(self.signal_number == number) for number in SIGNALS)
         for number, ranks in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
             if ranks:
@@ -145,7 +145,7 @@ class GracefulStop:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Exit on the first signal, with clean-up; `GracefulStop` replaces this where state can be saved."""
+    """Exits on the first signal, with clean-up; `GracefulStop` replaces this where state can be saved."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

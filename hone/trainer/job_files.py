@@ -47,7 +47,7 @@ class JobFiles:
                 )
 
     def finished(self) -> dict[int, Row]:
-        """Return the generated columns of each finished row, from the parts of all ranks."""
+        """Returns the generated columns of each finished row, from the parts of all ranks."""
         rows: dict[int, Row] = {}
         for file in sorted(self.folder.glob("rank_*.jsonl")):
             for line in file.read_bytes().split(b"\n"):
@@ -69,7 +69,7 @@ class JobFiles:
             stream.write(line.encode())
 
     def is_done(self, *, overwrite: bool) -> bool:
-        """Return whether this job's output exists; another job's file is an error without `overwrite`."""
+        """Returns whether this job's output exists; another job's file is an error without `overwrite`."""
         if not self.output.exists():
             return False
         try:
@@ -87,7 +87,7 @@ class JobFiles:
         return False
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Write the output under a temporary name, write the record, rename, and remove the parts."""
+        """Writes the output under a temporary name, write the record, rename, and remove the parts."""
         with atomic_path(self.output) as temporary:
             if self.output.suffix == ".parquet":
                 write_parquet(rows, temporary)

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(
     config: EvaluationConfig, title: str = "scores", compute_score: Function | None = None
 ) -> Evaluation:
-    """Score as configured, or with `compute_score`; print the table and write the configured files."""
+    """Scores as configured, or with `compute_score`; print the table and write the configured files."""
     from hone.trainer.evaluation import evaluate
 
     output = config.output
@@ -90,7 +90,7 @@ def run(
 
 
 def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Generate and score each benchmark, and write the files to `--out`."""
+    """Generates and score each benchmark, and write the files to `--out`."""
     from hone.tracking.lock import lock_folder
     from hone.trainer.benchmarks import RAW_PROMPT_BENCHMARKS, benchmark_file, split_overrides
     from hone.trainer.main_generation import main as generate
@@ -122,7 +122,7 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
 
 
 def show(result: Evaluation, config: EvaluationConfig, title: str) -> None:
-    """Print one table per data source."""
+    """Prints one table per data source."""
     from rich.table import Table
 
     from hone.tracking.console import screen
@@ -148,7 +148,7 @@ def show(result: Evaluation, config: EvaluationConfig, title: str) -> None:
 
 
 def draw(result: Evaluation, path: Path, title: str) -> None:
-    """Draw every metric with its interval, one panel per data source."""
+    """Draws every metric with its interval, one panel per data source."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> Fields:
-    """Return every requested result of one model."""
+    """Returns every requested result of one model."""
     from hone.data.steps import typed_text
     from hone.trainer.prm_evaluation import StepScorer, best_of_n, labelled_steps, process_bench
 
@@ -83,7 +83,7 @@ def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> Fields:
 
 
 def check_single_rank(world_size: int, program: str) -> None:
-    """Raise an error if several ranks are configured or running."""
+    """Raises an error if several ranks are configured or running."""
     from hone.trainer.ranks import Ranks
 
     if world_size > 1 or Ranks.from_env().world_size > 1:
@@ -100,7 +100,7 @@ def write_json(results: Fields, out: str | None) -> None:
 
 
 def show(results: Fields) -> None:
-    """Print one table over all models."""
+    """Prints one table over all models."""
     from rich.table import Table
 
     from hone.tracking.console import screen
@@ -114,7 +114,7 @@ def show(results: Fields) -> None:
 
 
 def _numbers(result: Fields, prefix: str = "") -> Iterator[tuple[str, float | None]]:
-    """Yield the numbers of a result by dotted name; an estimate is its value."""
+    """Yields the numbers of a result by dotted name; an estimate is its value."""
     for key, value in result.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{key}.")

@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def evaluate_model(config: RMConfig) -> Fields:
-    """Return the accuracy of a model over all pairs of data.val_files."""
+    """Returns the accuracy of a model over all pairs of data.val_files."""
     from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
     from hone.trainer.ranks import Ranks
@@ -89,7 +89,7 @@ def evaluate_model(config: RMConfig) -> Fields:
 
 
 def cross_validate(config: RMConfig, folds: int) -> Fields:
-    """Test each fold after training on the others; pairs with the same prompt are in the same fold."""
+    """Tests each fold after training on the others; pairs with the same prompt are in the same fold."""
     from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
     from hone.trainer.ranks import Ranks
@@ -141,7 +141,7 @@ def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def _result(correct: int, pairs: int, left_out: dict[str, int]) -> Fields:
-    """Return the accuracy and its interval; `left_out` counts the bad rows by reason."""
+    """Returns the accuracy and its interval; `left_out` counts the bad rows by reason."""
     from hone.trainer.step_scores import wilson
 
     share = wilson(correct, pairs)

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _expand_search(arguments: list[str]) -> list[str]:
-    """Replace `--search URL` with `search.url=URL`."""
+    """Replaces `--search URL` with `search.url=URL`."""
     if "--search" not in arguments:
         return arguments
     index = arguments.index("--search")
@@ -47,7 +47,7 @@ def _expand_search(arguments: list[str]) -> list[str]:
 
 
 def run(config: GenerationConfig) -> Path:
-    """Generate this rank's rows as configured and return the output file."""
+    """Generates this rank's rows as configured and return the output file."""
     ranks = Ranks.from_env()
     require_file(config.data.output_path, "data.output_path")
     with lock_target(config.data.output_path) if ranks.is_first else nullcontext():

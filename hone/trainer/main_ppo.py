@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Run `hone train`: like `main`, with starting values for keys that are not set."""
+    """Runs `hone train`: like `main`, with starting values for keys that are not set."""
     with progress("load libraries"):
         from hone.trainer.starting_values import REQUIRED_KEYS, starting_values
 
@@ -58,7 +58,7 @@ def run(
     dry_run: bool = False,
     compute_score: Function | None = None,
 ) -> None:
-    """Train as configured, in this process or on Ray; `origins` maps each key to its source.
+    """Trains as configured, in this process or on Ray; `origins` maps each key to its source.
 
     `dry_run` prints a preview and stops before models load. `compute_score` replaces the score function
     of the configuration.
@@ -85,7 +85,7 @@ def run(
 
 
 def __getattr__(name: str) -> Function:
-    """Import verl's names on first use, since this command does not need them."""
+    """Imports verl's names on first use, since this command does not need them."""
     if name not in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hone.trainer.ppo import verl_steps

@@ -32,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(config: PRMConfig, origins: Mapping[str, str] | None = None) -> None:
-    """Train both stages as configured, as one rank."""
+    """Trains both stages as configured, as one rank."""
     run_stages(stages(config), origins)
 
 
 def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
-    """Return the config and task of each stage; a stage with 0 epochs is left out."""
+    """Returns the config and task of each stage; a stage with 0 epochs is left out."""
     from hone.trainer.sft.tasks import StepTask
 
     head, trainer = config.head_stage, config.trainer

@@ -29,14 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
-    """Train as configured, as one rank."""
+    """Trains as configured, as one rank."""
     run_stages([(config, None)], origins)
 
 
 def run_stages(
     stages: Sequence[tuple[SupervisedConfig, Task | None]], origins: Mapping[str, str] | None = None
 ) -> None:
-    """Train the stages one after the other, as one rank; a finished stage is not repeated."""
+    """Trains the stages one after the other, as one rank; a finished stage is not repeated."""
     from hone.trainer.sft.order import check_divisible, data_parallel_slots
 
     ranks = Ranks.from_env()

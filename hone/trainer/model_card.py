@@ -26,7 +26,7 @@ _SECRET = re.compile(r"token|secret|passw|key_id|api_key|proxy|env_vars|^ray_kwa
 
 
 def write_card(folder: Path, checkpoint: Path, name: str) -> None:
-    """Write the card of the model in `folder`, exported from `checkpoint`."""
+    """Writes the card of the model in `folder`, exported from `checkpoint`."""
     run = next(
         (RunFolder(p) for p in checkpoint.parents[:3] if (p / "config.yaml").is_file()), None
     )
@@ -89,7 +89,7 @@ def _get(config: Fields, key: str) -> JsonValue:
 
 
 def _without_folders(value: JsonValue) -> str:
-    """Return a value with each path reduced to its name, so that no local folder is published."""
+    """Returns a value with each path reduced to its name, so that no local folder is published."""
     if isinstance(value, list):
         return ", ".join(map(_without_folders, value)) or "[]"
     if isinstance(value, str) and ("/" in value or "\\" in value) and "://" not in value:

@@ -77,7 +77,7 @@ class BaseModelMerger:
         return config
 
     def merge_and_save(self) -> None:
-        """Export `local_dir` to `target_dir`, and upload it if `hf_upload_path` is given."""
+        """Exports `local_dir` to `target_dir`, and upload it if `hf_upload_path` is given."""
         from hone.trainer.export import export, local_target
         from hone.trainer.hub import push, require_hub
 
@@ -90,10 +90,10 @@ class BaseModelMerger:
                 push(out, config.hf_upload_path, private=config.private)
 
     def cleanup(self) -> None:
-        """Do nothing, since an export has no process group."""
+        """Does nothing, since an export has no process group."""
 
     def get_transformers_auto_model_class(self) -> type[_BaseAutoModelClass]:
-        """Return the transformers class that saves the model."""
+        """Returns the transformers class that saves the model."""
         import transformers
 
         classes = {
@@ -108,7 +108,7 @@ class BaseModelMerger:
         raise NotImplementedError(f"{architecture} has none of {', '.join(classes)} in its name")
 
     def patch_model_generation_config(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Load the generation config of the model's folder, if there is one."""
+        """Loads the generation config of the model's folder, if there is one."""
         from transformers import GenerationConfig
 
         if (
@@ -119,7 +119,7 @@ class BaseModelMerger:
         return model
 
     def save_lora_adapter(self, state_dict: dict[str, Tensor]) -> str | None:
-        """Move LoRA matrices from `state_dict` to `lora_adapter` in the target folder, and return it.
+        """Moves LoRA matrices from `state_dict` to `lora_adapter` in the target folder, and return it.
 
         The other weights get their names without adapter. Alpha is the checkpoint's, else the rank.
         """
@@ -149,7 +149,7 @@ class BaseModelMerger:
         return str(folder)
 
     def save_hf_model_and_tokenizer(self, state_dict: dict[str, Tensor]) -> None:
-        """Save weights, tokenizer and processor to the target folder."""
+        """Saves weights, tokenizer and processor to the target folder."""
         import torch
         from transformers import AutoProcessor
 
@@ -166,7 +166,7 @@ class BaseModelMerger:
             AutoProcessor.from_pretrained(source, trust_remote_code=trust).save_pretrained(target)
 
     def upload_to_huggingface(self) -> None:
-        """Upload the target folder to `hf_upload_path`."""
+        """Uploads the target folder to `hf_upload_path`."""
         from hone.trainer.hub import push
 
         folder, name = str(self.config.target_dir), str(self.config.hf_upload_path)
@@ -182,7 +182,7 @@ class MegatronModelMerger(BaseModelMerger):
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line of verl's program."""
+    """Parses the command line of verl's program."""
     parser = argparse.ArgumentParser(prog="python -m hone.model_merger", description=__doc__)
     parser.add_argument("operation", nargs="?", default="merge", choices=("merge", "test"))
     parser.add_argument("--local_dir", required=True, help="run, global_step_N or actor folder")
@@ -199,7 +199,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def generate_config_from_args(args: argparse.Namespace) -> ModelMergerConfig:
-    """Return the settings of a parsed command line."""
+    """Returns the settings of a parsed command line."""
     names = ModelMergerConfig.__dataclass_fields__.keys() - {"hf_upload"}
     settings: Settings = {name: getattr(args, name, None) for name in names}
     return ModelMergerConfig(**settings)

@@ -15,7 +15,7 @@ UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
 
 
 def restart_under_nsys(config: GlobalProfilerConfig) -> None:
-    """Restart this process under nsys if it is configured and installed.
+    """Restarts this process under nsys if it is configured and installed.
 
     Only a command-line program is restarted, never a Python program that calls `hone`.
     """

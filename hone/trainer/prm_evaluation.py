@@ -39,7 +39,7 @@ class StepScorer:
         self._engine = build_engine(config, Ranks(), self._task, is_trained=False)
 
     def score(self, solutions: Sequence[Solution]) -> list[np.ndarray]:
-        """Return p(good) of every step of each solution."""
+        """Returns p(good) of every step of each solution."""
         rows = [
             {"prompt": s.prompt, "completions": s.steps, "labels": [1] * len(s.steps)}
             for s in solutions
@@ -71,14 +71,14 @@ class StepScorer:
         return [scores[i] for i in range(len(order))]
 
     def read(self, files: Sequence[str], **changes: Any) -> list[Solution]:
-        """Return the labelled solutions of these files."""
+        """Returns the labelled solutions of these files."""
         settings = dataclasses.replace(self.config.data, **changes)
         rows = StepDataset(files, self.tokenizer, settings, self.config.data.val_max_samples)
         return [rows.solution(rows.store[position]) for position in rows.positions]
 
 
 def process_bench(scorer: StepScorer, files: Sequence[str]) -> Fields:
-    """Return ProcessBench's results per file, with threshold 0.5 and with one tuned on a subset."""
+    """Returns ProcessBench's results per file, with threshold 0.5 and with one tuned on a subset."""
     subsets: dict[str, tuple[list[np.ndarray], np.ndarray]] = {}
     for file in files:
         solutions = scorer.read([file], format="processbench")
@@ -108,7 +108,7 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> Fields:
 
 
 def _step_auc(scores: Sequence[np.ndarray], labels: np.ndarray) -> float | None:
-    """Return the area under the ROC curve of right against first wrong steps; later steps do not count."""
+    """Returns the area under the ROC curve of right against first wrong steps; later steps do not count."""
     pairs = [
         (p[i], i != label)
         for p, label in zip(scores, labels, strict=True)
@@ -120,7 +120,7 @@ def _step_auc(scores: Sequence[np.ndarray], labels: np.ndarray) -> float | None:
 
 
 def labelled_steps(scorer: StepScorer) -> Fields:
-    """Return accuracy and area under the ROC curve over the labelled steps of data.val_files."""
+    """Returns accuracy and area under the ROC curve over the labelled steps of data.val_files."""
     solutions = scorer.read(scorer.config.data.val_files or ())
     scores, labels = [], []
     for solution, p_good in zip(solutions, scorer.score(solutions), strict=True):
@@ -142,7 +142,7 @@ def labelled_steps(scorer: StepScorer) -> Fields:
 
 
 def best_of_n(scorer: StepScorer, file: str, aggregate: str, split: str) -> Fields:
-    """Return the score of the response that the model ranks first, and of majority votes that it weights.
+    """Returns the score of the response that the model ranks first, and of majority votes that it weights.
 
     Rows have n responses, and either `scores` or the columns that `hone eval` needs. For k < n, the first k
     responses are used.

@@ -71,14 +71,14 @@ class Sum:
 
 
 def split_problems(seed: int) -> tuple[list[Sum], list[Sum]]:
-    """Shuffle all sums by seed and split them into (training, held out)."""
+    """Shuffles all sums by seed and split them into (training, held out)."""
     problems = [Sum(a, b) for a in range(MAX_A + 1) for b in range(1, MAX_B + 1)]
     random.Random(seed).shuffle(problems)
     return problems[HELD_OUT:], problems[:HELD_OUT]
 
 
 def write_data(files: dict[str, Path], seed: int) -> None:
-    """Write the training and held-out RL rows as JSONL."""
+    """Writes the training and held-out RL rows as JSONL."""
     for (name, file), problems in zip(files.items(), split_problems(seed), strict=True):
         lines = [json.dumps(p.row(i, name)) for i, p in enumerate(problems)]
         atomic_write_text(file, "\n".join(lines) + "\n")
@@ -87,7 +87,7 @@ def write_data(files: dict[str, Path], seed: int) -> None:
 def _sft_rows(
     problems: Sequence[Sum], tokenizer: Tokenizer, seed: int
 ) -> Iterator[dict[str, list[int]]]:
-    """Yield SFT rows with the right format and mostly wrong sums."""
+    """Yields SFT rows with the right format and mostly wrong sums."""
     generator = random.Random(seed)
     for problem in problems:
         for _ in range(8):
@@ -104,7 +104,7 @@ def _sft_rows(
 
 
 def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
-    """Train a new decoder of 0.5M parameters that knows the answer format and mostly adds wrongly."""
+    """Trains a new decoder of 0.5M parameters that knows the answer format and mostly adds wrongly."""
     import torch
 
     from hone.controller.threads import fix_threads
@@ -149,7 +149,7 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
 
 
 def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list[str]:
-    """Return the command-line overrides of the RL run."""
+    """Returns the command-line overrides of the RL run."""
     return [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={files['train']}",
@@ -176,7 +176,7 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
 
 
 def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
-    """Check the configuration, build and train the policy, and print a comparison."""
+    """Checks the configuration, build and train the policy, and print a comparison."""
     folder = Path(out) / f"seed-{seed}"
     with progress("load libraries"):
         import hone.trainer.sft.trainer  # noqa: F401 (importing torch and transformers takes seconds)
@@ -204,7 +204,7 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create an empty folder; an existing folder with other files is renamed."""
+    """Creates an empty folder; an existing folder with other files is renamed."""
     own_names = {MARKER_FILE, *DATA_FILES.values(), BASE, RUN, CURVE}
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if MARKER_FILE in files and files <= own_names:
@@ -221,7 +221,7 @@ def prepare_folder(folder: Path) -> None:
 def print_summary(
     folder: Path, run: Path, config: PPOTrainerConfig, *, warm_up_s: float, train_s: float
 ) -> None:
-    """Print the before/after table, three answers, the curve and the next commands."""
+    """Prints the before/after table, three answers, the curve and the next commands."""
     from rich.table import Table
 
     from hone.tracking.curve import draw_curve
@@ -245,14 +245,14 @@ def print_summary(
 
 
 def next_commands(folder: Path) -> list[str]:
-    """Return the commands of `NEXT_COMMANDS` with the paths of a run in `folder`."""
+    """Returns the commands of `NEXT_COMMANDS` with the paths of a run in `folder`."""
     names = {name: folder / file for name, file in DATA_FILES.items()} | {BASE: folder / BASE}
     paths = {name: shlex.quote(str(path)) for name, path in (names | {"folder": folder}).items()}
     return [command.format(**paths) for command in NEXT_COMMANDS]
 
 
 def most_improved(run: Path, first: int, last: int) -> list[tuple[str, str, str]]:
-    """Return held-out prompts with their answers at two steps, the three with the largest score gain."""
+    """Returns held-out prompts with their answers at two steps, the three with the largest score gain."""
     import pyarrow.parquet as pq
 
     columns = ["prompt_text", "response_text", "score"]

@@ -46,7 +46,7 @@ class Ranks:
 
     @staticmethod
     def from_env() -> Ranks:
-        """Read the launcher's environment variables; without a launcher there is one rank."""
+        """Reads the launcher's environment variables; without a launcher there is one rank."""
         get = os.environ.get
         world_size = int(get("WORLD_SIZE", 1))
         local = int(get("LOCAL_RANK", 0)), int(get("LOCAL_WORLD_SIZE", world_size))
@@ -57,7 +57,7 @@ class Ranks:
         return self.rank == 0
 
     def init_process_group(self) -> None:
-        """Initialize the process group; a sharded training engine does so itself."""
+        """Initializes the process group; a sharded training engine does so itself."""
         if self.world_size > 1:
             import torch
 
@@ -80,7 +80,7 @@ class Ranks:
 
 
 def sum_over_ranks(*values: float) -> list[float]:
-    """Sum each value over the ranks of the process group, if there is one."""
+    """Sums each value over the ranks of the process group, if there is one."""
     import torch
     import torch.distributed as dist
 
@@ -92,7 +92,7 @@ def sum_over_ranks(*values: float) -> list[float]:
 
 
 def must_launch(world_size: int, nnodes: int, module: str) -> bool:
-    """Return whether this process must launch the ranks; raise an error if it cannot."""
+    """Returns whether this process must launch the ranks; raise an error if it cannot."""
     if "WORLD_SIZE" in os.environ:
         running = Ranks.from_env().world_size
         if world_size not in (1, running):
@@ -111,7 +111,7 @@ def must_launch(world_size: int, nnodes: int, module: str) -> bool:
 
 
 def launch(count: int, module: str, arguments: Sequence[str]) -> None:
-    """Run `python -m module arguments` as `count` ranks on this machine and wait for all of them."""
+    """Runs `python -m module arguments` as `count` ranks on this machine and wait for all of them."""
     with tempfile.TemporaryDirectory(prefix="hone-ranks-") as folder:
         environments = [_environment(rank, count, Path(folder) / "store") for rank in range(count)]
         ranks = _Processes()
@@ -124,7 +124,7 @@ def launch(count: int, module: str, arguments: Sequence[str]) -> None:
 
 
 def run_python(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Run Python with these arguments; return its exit code and whether a signal arrived."""
+    """Runs Python with these arguments; return its exit code and whether a signal arrived."""
     process = _Processes()
     environment = dict(os.environ) | {LAUNCHER_PID: str(os.getpid())}
     (code,) = process.run([sys.executable, *arguments], [environment]).values()
@@ -132,7 +132,7 @@ def run_python(arguments: Sequence[str]) -> tuple[int, bool]:
 
 
 def die_with_launcher() -> None:
-    """Make this rank exit when its launcher exits, even if the launcher is already gone."""
+    """Makes this rank exit when its launcher exits, even if the launcher is already gone."""
     launcher = os.environ.pop(LAUNCHER_PID, None)  # not for child processes
     if launcher is None:
         return
@@ -170,7 +170,7 @@ class _Processes:
         self._exited: queue.Queue[int] = queue.Queue()
 
     def run(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> dict[int, int]:
-        """Run the processes until all exit, and return the exit code of each."""
+        """Runs the processes until all exit, and return the exit code of each."""
         try:
             with signal_handler(self._forward):
                 for rank, environment in enumerate(environments):
@@ -186,7 +186,7 @@ class _Processes:
         self._exited.put(rank)
 
     def _wait(self) -> dict[int, int]:
-        """Wait for all processes; when one fails, the others have `GRACE_S` to report errors."""
+        """Waits for all processes; when one fails, the others have `GRACE_S` to report errors."""
         codes: dict[int, int] = {}
         deadline: float | None = None
         while len(codes) < len(self._processes):
@@ -210,7 +210,7 @@ class _Processes:
                 process.kill()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Forward the first Ctrl-C or SIGTERM to every process; kill them on the second."""
+        """Forwards the first Ctrl-C or SIGTERM to every process; kill them on the second."""
         if self.stopped_by is not None:
             self._kill()
             raise SystemExit(signal_exit_code(number))

@@ -17,7 +17,7 @@ _EXAMPLES_TITLE = "Plug-ins of your own: a reward manager, an agent loop, data p
 
 
 def shipped_folder() -> Path:
-    """Return the folder that holds `recipes` and `examples`."""
+    """Returns the folder that holds `recipes` and `examples`."""
     package = Path(hone.__file__).resolve().parent
     if (package / SHIPPED).is_dir():
         return package / SHIPPED
@@ -29,14 +29,14 @@ def shipped_folder() -> Path:
 
 
 def recipes() -> dict[str, Path]:
-    """Return the recipe folders by name."""
+    """Returns the recipe folders by name."""
     root = shipped_folder()
     folders = {p.parent.name: p.parent for p in sorted((root / "recipes").glob("*/README.md"))}
     return folders | {EXAMPLES: root / EXAMPLES}
 
 
 def listing() -> list[str]:
-    """Return one line per recipe: its name and the title of its README."""
+    """Returns one line per recipe: its name and the title of its README."""
     titles = {}
     for name, folder in recipes().items():
         readme = folder / "README.md"
@@ -47,7 +47,7 @@ def listing() -> list[str]:
 
 
 def copy_recipe(name: str, out: str | None = None) -> Path:
-    """Copy a recipe to `out`, by default `recipes/NAME` as in its commands, and return the folder."""
+    """Copies a recipe to `out`, by default `recipes/NAME` as in its commands, and return the folder."""
     folders = recipes()
     if name not in folders:
         hint = did_you_mean(nearest(name, folders))

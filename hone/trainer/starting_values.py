@@ -30,7 +30,7 @@ LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
 
 
 def starting_values(settings: Settings) -> list[Setting]:
-    """Return settings for keys that are not in `settings`, the user's settings by dotted key."""
+    """Returns settings for keys that are not in `settings`, the user's settings by dotted key."""
     device = "cuda" if uses_gpu(settings.get("trainer.device", "auto")) else "cpu"
     model = model_facts(settings.get("actor_rollout_ref.model.path"))
     values: Fields = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
@@ -64,7 +64,7 @@ def _compares_groups(estimator: JsonValue) -> bool:
 
 
 def _count_rows(files: Sequence[str]) -> int:
-    """Count the rows of the files; the loader reports files that cannot be read."""
+    """Counts the rows of the files; the loader reports files that cannot be read."""
     import pyarrow.lib
     import pyarrow.parquet as pq
 
@@ -83,7 +83,7 @@ def _count_rows(files: Sequence[str]) -> int:
 
 
 def _lengths(settings: Settings, device: str, max_length: int | None) -> dict[str, int]:
-    """Return lengths by device, so that prompt and response fit the model's maximum length."""
+    """Returns lengths by device, so that prompt and response fit the model's maximum length."""
     prompt, response = settings.get("data.max_prompt_length"), RESPONSE_TOKENS[device]
     if max_length:
         response = min(response, max_length - prompt if prompt else max_length // 2)

@@ -21,7 +21,7 @@ Aggregate = Callable[[np.ndarray], float]
 
 
 def soft_min(scores: np.ndarray) -> float:
-    """Return Σ softmax(−s/T)·s, by which PURE's best-of-n ranks responses."""
+    """Returns Σ softmax(−s/T)·s, by which PURE's best-of-n ranks responses."""
     weights = np.exp(-(scores - scores.min()) / SOFT_MIN_TEMPERATURE)
     return float((weights * scores).sum() / weights.sum())
 
@@ -37,7 +37,7 @@ AGGREGATES: dict[str, Aggregate] = {
 
 
 def first_errors(solutions: Sequence[Probabilities], threshold: float) -> np.ndarray:
-    """Return the number of each solution's first step below the threshold, or -1."""
+    """Returns the number of each solution's first step below the threshold, or -1."""
     below = [np.flatnonzero(p < threshold) for p in solutions]
     return np.array([steps[0] if len(steps) else -1 for steps in below])
 
@@ -47,7 +47,7 @@ def harmonic_mean(first: float, second: float) -> float:
 
 
 def process_bench(answers: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Return ProcessBench's accuracies on wrong and on right solutions, and F1, their harmonic mean."""
+    """Returns ProcessBench's accuracies on wrong and on right solutions, and F1, their harmonic mean."""
     hits, wrong = answers == labels, labels >= 0
     on_wrong, on_right = (
         float(hits[rows].mean()) if rows.any() else 0.0 for rows in (wrong, ~wrong)
@@ -60,7 +60,7 @@ def process_bench(answers: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
-    """Return the F1 of PURE's script, which predicts only whether a solution has an error, not where.
+    """Returns the F1 of PURE's script, which predicts only whether a solution has an error, not where.
 
     A solution counts as wrong if the soft minimum of its step scores is 0 or less.
     """
@@ -69,7 +69,7 @@ def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
 
 
 def chance_f1(steps: np.ndarray, labels: np.ndarray) -> float:
-    """Return the F1 of the expected accuracies of a uniform guess among all steps and "no error"."""
+    """Returns the F1 of the expected accuracies of a uniform guess among all steps and "no error"."""
     chances, wrong = 1.0 / (steps + 1), labels >= 0
     return harmonic_mean(
         *(float(chances[rows].mean()) if rows.any() else 0.0 for rows in (wrong, ~wrong))
@@ -77,7 +77,7 @@ def chance_f1(steps: np.ndarray, labels: np.ndarray) -> float:
 
 
 def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
-    """Return the threshold with the highest F1, as the paper chooses it on its GSM8K subset."""
+    """Returns the threshold with the highest F1, as the paper chooses it on its GSM8K subset."""
     values = np.unique(np.concatenate(list(solutions)))
     thresholds = (values[1:] + values[:-1]) / 2
     if len(thresholds) > 500:
@@ -87,7 +87,7 @@ def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> fl
 
 
 def bootstrap_f1(answers: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % percentile interval of F1 over resampled solutions."""
+    """Returns the 95 % percentile interval of F1 over resampled solutions."""
     generator = np.random.default_rng(1)
     draws = (generator.integers(len(labels), size=len(labels)) for _ in range(1000))
     scores = [process_bench(answers[rows], labels[rows])["f1"] for rows in draws]
@@ -96,7 +96,7 @@ def bootstrap_f1(answers: np.ndarray, labels: np.ndarray) -> tuple[float, float]
 
 
 def wilson(hits: int, count: int) -> Estimate:
-    """Return a share with its 95 % Wilson interval."""
+    """Returns a share with its 95 % Wilson interval."""
     if not count:
         return Estimate(0.0, None, None)
     z = 1.959963984540054
@@ -107,7 +107,7 @@ def wilson(hits: int, count: int) -> Estimate:
 
 
 def area_under_curve(scores: np.ndarray, good: np.ndarray) -> float | None:
-    """Return the area under the ROC curve: the probability that a good step scores above a bad one."""
+    """Returns the area under the ROC curve: the probability that a good step scores above a bad one."""
     if good.all() or not good.any():
         return None
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
@@ -118,7 +118,7 @@ def area_under_curve(scores: np.ndarray, good: np.ndarray) -> float | None:
 
 
 def best_of(scores: Sequence[float], ranks: Sequence[float]) -> float:
-    """Return the score of the response with the highest rank; the mean over ties."""
+    """Returns the score of the response with the highest rank; the mean over ties."""
     top = [s for s, r in zip(scores, ranks, strict=True) if r == max(ranks)]
     return sum(top) / len(top)
 
@@ -126,7 +126,7 @@ def best_of(scores: Sequence[float], ranks: Sequence[float]) -> float:
 def weighted_vote(
     scores: Sequence[float], votes: Sequence[Hashable | None], weights: Sequence[float]
 ) -> float:
-    """Return the mean score of the answer whose responses have the largest sum of weights.
+    """Returns the mean score of the answer whose responses have the largest sum of weights.
 
     None does not vote; without any vote it is the mean of all scores.
     """

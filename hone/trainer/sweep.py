@@ -47,14 +47,14 @@ def run_or_sweep(
     schema: str,
     command: Sequence[str],
 ) -> int | None:
-    """Run a program once, or as a sweep if its arguments have `-m`; `command` starts each run."""
+    """Runs a program once, or as a sweep if its arguments have `-m`; `command` starts each run."""
     if not any(flag in arguments for flag in FLAGS):
         return main(arguments)
     return sweep([text for text in arguments if text not in FLAGS], schema, command)
 
 
 def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
-    """Run every combination; return the exit code of the first failed run, or 0."""
+    """Runs every combination; return the exit code of the first failed run, or 0."""
     from hone.tracking.console import screen
 
     shared, runs = combinations(arguments, schema)
@@ -71,7 +71,7 @@ def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
 
 
 def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list[Run]]:
-    """Return the arguments that all runs share, and the runs."""
+    """Returns the arguments that all runs share, and the runs."""
     shared: list[str] = []
     choices: list[list[str]] = []
     for text in arguments:
@@ -102,7 +102,7 @@ def _outputs(shared: Sequence[str], overrides: Sequence[str], schema: str) -> di
 
 
 def _run_path(path: str, overrides: Sequence[str]) -> str:
-    """Add the values of a run to a path: as a subfolder, or before the suffix of a file."""
+    """Adds the values of a run to a path: as a subfolder, or before the suffix of a file."""
     pairs = [text.lstrip("+").partition("=")[::2] for text in overrides]
     names = [key.rpartition(".")[2] for key, _ in pairs]
     keys = [
@@ -135,7 +135,7 @@ def _show(runs: Sequence[Run]) -> None:
 
 
 def _results(run: Run) -> dict[str, float]:
-    """Return the last step of a run, with its last validation metrics, else its score or loss."""
+    """Returns the last step of a run, with its last validation metrics, else its score or loss."""
     from hone.tracking.metrics_file import MetricsFile
 
     folder = run.outputs.get("trainer.default_local_dir")

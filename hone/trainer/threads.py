@@ -24,7 +24,7 @@ Config = TypeVar("Config", bound=Block)
 def resolve_threads(
     config: Config, local_world_size: int, *, warn: bool = True
 ) -> tuple[Config, int]:
-    """Return the config with `trainer.num_threads` set, and the number.
+    """Returns the config with `trainer.num_threads` set, and the number.
 
     It is the configured number, else that of the resumed run, else it depends on the number of cores.
     """
@@ -42,7 +42,7 @@ def resolve_threads(
 
 
 def busy_warning(count: int, device: str) -> str | None:
-    """Return a warning if `count` threads are slower than one because other programs use the cores."""
+    """Returns a warning if `count` threads are slower than one because other programs use the cores."""
     if count == 1 or uses_gpu(device) or (ratio := slowdown(count)) < MIN_SLOWDOWN:
         return None
     cores, load = usable_cores(), load_average()
@@ -55,7 +55,7 @@ def busy_warning(count: int, device: str) -> str | None:
 
 
 def _threads_of_resumed_run(trainer: Block) -> int | None:
-    """Return the number of threads in the config of the resumed run, if there is one."""
+    """Returns the number of threads in the config of the resumed run, if there is one."""
     mode, path = trainer.get("resume_mode", "disable"), trainer.get("resume_from_path", "")
     if mode == "disable":
         return None
@@ -71,7 +71,7 @@ def _threads_of_resumed_run(trainer: Block) -> int | None:
 
 
 def uses_gpu(device: str) -> bool:
-    """Return whether `trainer.device` is a GPU; `auto` uses one if available."""
+    """Returns whether `trainer.device` is a GPU; `auto` uses one if available."""
     if device != "auto":
         return device == "cuda"
     import torch

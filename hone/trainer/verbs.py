@@ -20,21 +20,21 @@ Options: TypeAlias = argparse.Namespace
 def add_verb(
     verbs: Verbs, name: str, run: Callable[[Options, list[str]], int | None], text: str
 ) -> Parser:
-    """Add a subcommand; `run` receives its options and the remaining arguments."""
+    """Adds a subcommand; `run` receives its options and the remaining arguments."""
     parser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     return parser
 
 
 def print_text(text: str) -> None:
-    """Print the output of a subcommand, one or more lines."""
+    """Prints the output of a subcommand, one or more lines."""
     from hone.tracking.console import screen
 
     screen().line(text.rstrip("\n"))
 
 
 def add_data_verbs(verbs: Verbs) -> None:
-    """Declare the subcommands of `hone data`."""
+    """Declares the subcommands of `hone data`."""
     data = verbs.add_parser("data", help="prepare or check data files")
     data_verbs = data.add_subparsers(dest="what", metavar="VERB", required=True)
     text = "write a data set's parquet files"
@@ -100,7 +100,7 @@ def _data_prepare(options: Options, rest: list[str]) -> None:
 
 
 def _tokenizer_and_config(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
-    """Return the tokenizer and the data settings of a subcommand's options."""
+    """Returns the tokenizer and the data settings of a subcommand's options."""
     from dataclasses import replace
 
     from hone.config.data import DataConfig

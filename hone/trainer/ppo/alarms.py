@@ -108,7 +108,7 @@ class Alarms:
         self._stop_message = ""
 
     def observe(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Add a step to the history, act on new alarms, and return the alarms as metrics."""
+        """Adds a step to the history, act on new alarms, and return the alarms as metrics."""
         if not self.config.enable:
             return {}
         self._record(TRUE_SCORE, _true_score(metrics))
@@ -126,12 +126,12 @@ class Alarms:
         return {"alarms/raised": len(raised)} | {f"alarms/{name}": 1.0 for name in raised}
 
     def raise_if_due(self) -> None:
-        """Stop the run if an alarm was raised and the action is to stop."""
+        """Stops the run if an alarm was raised and the action is to stop."""
         if self._stop_message:
             raise AlarmsRaised(self._stop_message)
 
     def protected_steps(self, step: int) -> list[int]:
-        """Return the steps of checkpoints that must be kept: those from before an alarm, and the one that
+        """Returns the steps of checkpoints that must be kept: those from before an alarm, and the one that
         an alarm at the next step would need."""
         if not self.config.enable or self.config.action == "warn":
             return []
@@ -141,13 +141,13 @@ class Alarms:
         return {"history": self._history, "raised": self._raised, "kept": self._protected}
 
     def load_state_dict(self, state: AlarmsState | None) -> None:
-        """Restore the state; a checkpoint written without alarms has none."""
+        """Restores the state; a checkpoint written without alarms has none."""
         if state is not None:
             self._history = {name: list(values) for name, values in state["history"].items()}
             self._raised, self._protected = list(state["raised"]), list(state["kept"])
 
     def _newest_checkpoint(self, step: int) -> list[int]:
-        """Return the newest checkpoint up to a step, if there is one."""
+        """Returns the newest checkpoint up to a step, if there is one."""
         return [number for number, _ in self._run.checkpoints() if number <= step][-1:]
 
     def _apply_action(self, message: str, step: int) -> None:
@@ -170,7 +170,7 @@ class Alarms:
             del values[: -self.config.window - self.config.patience]
 
     def _reference_and_recent(self, name: str) -> tuple[list[float], list[float]] | None:
-        """Return the reference and the last `patience` values of a metric; None if there are too few."""
+        """Returns the reference and the last `patience` values of a metric; None if there are too few."""
         values, patience = self._history.get(name, []), self.config.patience
         if len(values) < self.config.min_history + patience:
             return None
@@ -193,7 +193,7 @@ class Alarms:
         return max(recent) < min(bound, centre - distance)
 
     def _is_learning(self) -> bool:
-        """Return whether the true score has risen and, within its noise, is at its highest."""
+        """Returns whether the true score has risen and, within its noise, is at its highest."""
         parts = self._reference_and_recent(TRUE_SCORE)
         if parts is None:
             return False
@@ -216,7 +216,7 @@ class Alarms:
 
 
 def scaled_mad(values: Sequence[float]) -> float:
-    """Return the scaled median absolute deviation; 0 without values."""
+    """Returns the scaled median absolute deviation; 0 without values."""
     if not values:
         return 0.0
     centre = median(values)

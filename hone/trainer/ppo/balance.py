@@ -21,7 +21,7 @@ from hone.protocol import DataProto
 
 
 def check_divisible(config: PPOTrainerConfig, ranks: int) -> None:
-    """Raise an error if a mini-batch is not divisible by the number of data-parallel ranks."""
+    """Raises an error if a mini-batch is not divisible by the number of data-parallel ranks."""
     if problems := list(uneven_batches(config, ranks)):
         raise ConfigError(problems)
 
@@ -29,7 +29,7 @@ def check_divisible(config: PPOTrainerConfig, ranks: int) -> None:
 def balance(
     batch: DataProto, *, ranks: int, rows_per_update: Sequence[int], by_length: bool
 ) -> tuple[DataProto, dict[str, float]]:
-    """Reorder rows so that each rank's contiguous part holds its part of every role's mini-batches."""
+    """Reorders rows so that each rank's contiguous part holds its part of every role's mini-batches."""
     numbers = trajectory_numbers(batch)
     write(batch, "step_row", torch.arange(len(batch)) if numbers is None else numbers)
     lengths = batch.batch["attention_mask"].sum(1)

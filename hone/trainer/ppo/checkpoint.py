@@ -67,7 +67,7 @@ class NoValidCheckpoint(CheckpointError):
 
 @contextmanager
 def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `global_step_N` when the block has finished.
+    """Yields a temporary folder, which is renamed to `global_step_N` when the block has finished.
 
     The checkpoint and the metrics file are flushed to disk before the rename.
     """
@@ -95,7 +95,7 @@ def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
 
 
 def _shard_files(folder: Path) -> set[Path]:
-    """Return the files that the metadata of a sharded checkpoint lists."""
+    """Returns the files that the metadata of a sharded checkpoint lists."""
     return {
         table.with_name(shard.relative_path)
         for table in folder.rglob(METADATA_FILE)
@@ -104,7 +104,7 @@ def _shard_files(folder: Path) -> set[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint or a link to one; the manifest goes first, so a partial deletion is not valid."""
+    """Deletes a checkpoint or a link to one; the manifest goes first, so a partial deletion is not valid."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -113,13 +113,13 @@ def _remove(folder: Path) -> None:
 
 
 def temporary_folder(run: RunFolder, step: int) -> Path:
-    """Return the folder that `atomic_folder` yields, for the other ranks."""
+    """Returns the folder that `atomic_folder` yields, for the other ranks."""
     final = run.checkpoint(step)
     return final.with_name(f".{final.name}{_TEMPORARY}")
 
 
 def prepare_resume(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Return step and folder to resume from (see `resume_source`), and discard everything later.
+    """Returns step and folder to resume from (see `resume_source`), and discard everything later.
 
     Later checkpoints are renamed to `global_step_N.earlier`, and later metrics are deleted.
     """
@@ -140,7 +140,7 @@ def prepare_resume(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pa
 
 
 def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Return step and folder of the checkpoint to resume; None starts a new run.
+    """Returns step and folder of the checkpoint to resume; None starts a new run.
 
     `mode` is `trainer.resume_mode` and `path` is `trainer.resume_from_path`.
     """
@@ -164,7 +164,7 @@ def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pat
 
 
 def newest_valid(run: RunFolder) -> tuple[int, Path] | None:
-    """Return the latest checkpoint whose files all match its manifest."""
+    """Returns the latest checkpoint whose files all match its manifest."""
     for step, folder in reversed(run.checkpoints()):
         problem = find_damage(folder)
         if problem is None:
@@ -174,7 +174,7 @@ def newest_valid(run: RunFolder) -> tuple[int, Path] | None:
 
 
 def checkpoint_from_path(path: str | None) -> tuple[int, Path]:
-    """Return step and folder of `trainer.resume_from_path`; raise an error if it does not exist."""
+    """Returns step and folder of `trainer.resume_from_path`; raise an error if it does not exist."""
     folder = Path(copy_to_local(path or "")).expanduser()
     number = re.fullmatch(r"global_step_(\d+)", folder.name)
     if number is None:
@@ -189,7 +189,7 @@ def checkpoint_from_path(path: str | None) -> tuple[int, Path]:
 
 
 def print_resumed(folder: Path, step: int, total_steps: int | None) -> None:
-    """Print where a run resumes, or that it is complete; `total_steps` is None for `val_only`."""
+    """Prints where a run resumes, or that it is complete; `total_steps` is None for `val_only`."""
     if total_steps is not None and step >= total_steps:
         screen().line(
             f"already at step {step} of {total_steps}: nothing to do ({folder}); a larger "
@@ -202,7 +202,7 @@ def print_resumed(folder: Path, step: int, total_steps: int | None) -> None:
 
 
 def print_result(run: RunFolder, step: int) -> None:
-    """Print the location of a run's results and the commands that show them."""
+    """Prints the location of a run's results and the commands that show them."""
     folder = run.checkpoint(step)
     saved = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
     screen().line(f"done at step {step}: {saved}; the run's metrics and config are in {run.path}")
@@ -210,7 +210,7 @@ def print_result(run: RunFolder, step: int) -> None:
 
 
 def prune(run: RunFolder, keep: int | None, protected: Collection[int] = ()) -> None:
-    """Delete the oldest checkpoints beyond `keep`, and copy the others to `trainer.default_hdfs_dir`.
+    """Deletes the oldest checkpoints beyond `keep`, and copy the others to `trainer.default_hdfs_dir`.
 
     The steps in `protected` and symbolic links are not deleted.
     """
@@ -227,7 +227,7 @@ def write_state(folder: Path, state: Settings) -> None:
 
 
 def read_state(folder: Path, *keys: str) -> Settings:
-    """Return the state that `write_state` wrote; raise an error if one of `keys` is missing."""
+    """Returns the state that `write_state` wrote; raise an error if one of `keys` is missing."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if isinstance(state, dict) and state.keys() >= set(keys):
@@ -239,7 +239,7 @@ def read_state(folder: Path, *keys: str) -> Settings:
 
 
 def _to_json(value: T) -> JsonValue:
-    """Convert a NumPy value, which the state of a data generator may have."""
+    """Converts a NumPy value, which the state of a data generator may have."""
     if hasattr(value, "tolist"):
         plain: JsonValue = value.tolist()
         return plain
@@ -250,7 +250,7 @@ def _to_json(value: T) -> JsonValue:
 
 
 def changed_settings(before: Settings, now: Settings, keys: tuple[str, ...]) -> list[str]:
-    """Return `key=value, before value` for the first few settings below `keys` that differ."""
+    """Returns `key=value, before value` for the first few settings below `keys` that differ."""
     old, new = dict(flatten(before)), dict(flatten(now))
     prefixes = tuple(f"{key}." for key in keys)
     changed = [
@@ -267,7 +267,7 @@ def changed_settings(before: Settings, now: Settings, keys: tuple[str, ...]) -> 
 
 
 def _to_lists(value: JsonValue) -> JsonValue:
-    """Convert tuples to lists, as YAML does."""
+    """Converts tuples to lists, as YAML does."""
     return [_to_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

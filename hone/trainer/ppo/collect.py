@@ -73,7 +73,7 @@ class DynamicSampling:
         self._groups_needed = config.data.train_batch_size
 
     def collect(self) -> DataProto:
-        """Return the scored groups of one step."""
+        """Returns the scored groups of one step."""
         self._rounds: list[_Round] = []
         self._chunks: list[DataProto] = []
         self._groups: dict[int, _Group] = {}  # by number, in scoring order
@@ -102,7 +102,7 @@ class DynamicSampling:
         return batch
 
     def _needs_round(self) -> bool:
-        """Return whether to start another round: one is needed, or probably needed and there is capacity."""
+        """Returns whether to start another round: one is needed, or probably needed and there is capacity."""
         running = [r for r in self._rounds if not self._is_scored(r)]
         if not running:
             return True
@@ -118,13 +118,13 @@ class DynamicSampling:
         return informative + rate * unscored < self._groups_needed
 
     def _chunk_size(self) -> int | None:
-        """Return how many groups to wait for: part of a round, so that the next can start before it ends."""
+        """Returns how many groups to wait for: part of a round, so that the next can start before it ends."""
         if not self._source.generates_concurrently:
             return None
         return max(1, len(self._rounds[0].numbers) // _CHUNKS)
 
     def _add(self, batch: DataProto) -> None:
-        """Record the groups of a scored chunk."""
+        """Records the groups of a scored chunk."""
         keep = keep_mask(batch, self._config)
         assert keep is not None
         uids = batch.non_tensor_batch["uid"]
@@ -144,7 +144,7 @@ class DynamicSampling:
         self._chunks.append(batch)
 
     def _accepted(self) -> list[int] | None:
-        """Return the numbers of the step's groups, or None while there are too few."""
+        """Returns the numbers of the step's groups, or None while there are too few."""
         scored = iter(self._groups)
         if self._filters.order != "finish":
             order = (number for r in self._rounds for number in r.numbers)
@@ -169,7 +169,7 @@ class DynamicSampling:
         return batch.select_idxs(torch.cat([g.rows + starts[g.chunk] for g in groups]))
 
     def _report(self, count: int) -> None:
-        """Print the result of round `count`; raise an error if it was the last that is allowed."""
+        """Prints the result of round `count`; raise an error if it was the last that is allowed."""
         rounds = [[self._groups[number] for number in r.numbers] for r in self._rounds[:count]]
         informative = [sum(group.informative for group in groups) for groups in rounds]
         total = sum(informative)
@@ -203,7 +203,7 @@ class DynamicSampling:
 
 
 def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None:
-    """Return a [B] bool mask of rows whose groups pass the filters; None if none is configured."""
+    """Returns a [B] bool mask of rows whose groups pass the filters; None if none is configured."""
     uid = of_trajectories(batch, batch.non_tensor_batch["uid"])
     keep: torch.Tensor | None = None
     filters, curriculum = config.algorithm.filter_groups, config.curriculum_learning
@@ -228,7 +228,7 @@ def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
 
 
 def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
-    """Return the groups of one round that pass the filters, at most `data.train_batch_size`."""
+    """Returns the groups of one round that pass the filters, at most `data.train_batch_size`."""
     data = config.data
     keep = keep_mask(batch, config)
     if data.filter_accuracy or data.filter_truncate or data.oversample_factor > 1:
@@ -253,7 +253,7 @@ def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
 def _sort_preferred_first(
     batch: DataProto, keep: torch.Tensor | None, config: PPOTrainerConfig
 ) -> tuple[DataProto, torch.Tensor]:
-    """Return the batch and its mask, sorted so that groups that pass PRIME's two filters come first."""
+    """Returns the batch and its mask, sorted so that groups that pass PRIME's two filters come first."""
     data, uids = config.data, batch.non_tensor_batch["uid"]
     groups = Groups.of(uids)
     preferred = torch.ones(groups.count, dtype=torch.bool)
@@ -273,7 +273,7 @@ def _sort_preferred_first(
 
 
 def _metric(batch: DataProto, name: str, config: PPOTrainerConfig) -> torch.Tensor:
-    """Return the score of each trajectory, or an extra of the scorer."""
+    """Returns the score of each trajectory, or an extra of the scorer."""
     if name in ("reward", "score", "seq_reward", "seq_final_reward"):
         scores: torch.Tensor = require(batch, "token_level_scores")
         return totals(batch, scores.sum(-1))

@@ -26,7 +26,7 @@ from hone.types import Fields
 def apply_kl_in_reward(
     batch: DataProto, algorithm: AlgorithmConfig, controller: FixedKLController
 ) -> dict[str, float]:
-    """Write `token_level_rewards`: the scores, minus the KL penalty if configured."""
+    """Writes `token_level_rewards`: the scores, minus the KL penalty if configured."""
     if not algorithm.use_kl_in_reward:
         write(batch, "token_level_rewards", require(batch, "token_level_scores").clone())
         return {}
@@ -38,7 +38,7 @@ def apply_kl_in_reward(
 def penalize_kl(
     batch: DataProto, controller: FixedKLController, kl_penalty: str
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return scores − coefficient · KL [B, T] and metrics, and update the KL controller."""
+    """Returns scores − coefficient · KL [B, T] and metrics, and update the KL controller."""
     coefficient = controller.value
     rewards, current = apply_kl_penalty(
         require(batch, "token_level_scores"),
@@ -56,7 +56,7 @@ def penalize_kl(
 
 
 def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Write importance weights and the reduced `loss_mask`, if correction is configured."""
+    """Writes importance weights and the reduced `loss_mask`, if correction is configured."""
     settings = algorithm.rollout_correction
     if not settings.narrows_loss:
         return {}
@@ -75,7 +75,7 @@ def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[st
 def estimate_advantages(
     batch: DataProto, estimator: Estimator, *, whiten: bool, failure_score: float
 ) -> None:
-    """Write `advantages` and `returns`; the estimator receives the columns that it declares.
+    """Writes `advantages` and `returns`; the estimator receives the columns that it declares.
 
     For a row whose scoring failed, `failure_score` replaces a reward part.
     """
@@ -88,7 +88,7 @@ def estimate_advantages(
 
 
 def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns [B, T] from `columns` and the estimator's optional columns."""
+    """Returns advantages and returns [B, T] from `columns` and the estimator's optional columns."""
     mask = require(batch, "response_mask")
     optional = [c for c in (TRAJECTORY, *estimator.uses) if batch.has_column(c)]
     trajectories = Trajectories(
@@ -108,7 +108,7 @@ def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tu
 
 
 def _required_column(batch: DataProto, name: str, failure_score: float) -> Tensor:
-    """Return a column; a reward part may also be one number per row from the score function."""
+    """Returns a column; a reward part may also be one number per row from the score function."""
     extra = name.removeprefix(REWARD_PREFIX)
     if batch.has_column(name) or name == extra or not has_extra(batch, extra):
         return require(batch, name)
@@ -116,13 +116,13 @@ def _required_column(batch: DataProto, name: str, failure_score: float) -> Tenso
 
 
 def write_derived_columns(batch: DataProto, names: Set[str]) -> None:
-    """Write the columns of `names` that are derived from other columns."""
+    """Writes the columns of `names` that are derived from other columns."""
     for name in names & DERIVED.keys():
         write(batch, name, DERIVED[name](batch))
 
 
 def greedy_baselines(batch: DataProto, greedy: DataProto) -> Tensor:
-    """Return ReMax's baseline [B], the score of the greedy response to each row's prompt."""
+    """Returns ReMax's baseline [B], the score of the greedy response to each row's prompt."""
     scores = totals(greedy, require(greedy, "token_level_scores").sum(-1)).tolist()
     uids = of_trajectories(greedy, greedy.non_tensor_batch["uid"])
     score_of_uid = dict(zip(uids, scores, strict=True))
@@ -130,7 +130,7 @@ def greedy_baselines(batch: DataProto, greedy: DataProto) -> Tensor:
 
 
 def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: int) -> DataProto:
-    """Resample the trajectories by score (PF-PPO), deterministically from (seed, step)."""
+    """Resamples the trajectories by score (PF-PPO), deterministically from (seed, step)."""
     if not algorithm.use_pf_ppo:
         return batch
     generator = torch.Generator().manual_seed(fold_seed(seed, "pf_ppo", step))

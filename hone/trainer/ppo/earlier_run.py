@@ -36,7 +36,7 @@ class EarlierRun:
             self._settings = RunFolder(self.checkpoint.parent).earlier_config()
 
     def problems(self, plan: Plan) -> Iterator[str]:
-        """Yield the reasons why this run cannot resume from the checkpoint."""
+        """Yields the reasons why this run cannot resume from the checkpoint."""
         if self.checkpoint is None:
             return
         has_actor, has_critic = ((self.checkpoint / name).is_dir() for name in ("actor", "critic"))
@@ -51,7 +51,7 @@ class EarlierRun:
             )
 
     def require_same_data(self, dataset: Dataset | None) -> None:
-        """Raise an error if this is not the data set that the checkpoint was trained on."""
+        """Raises an error if this is not the data set that the checkpoint was trained on."""
         if self.checkpoint is None or not isinstance(dataset, Stateful):
             return
         with contextlib.suppress(checkpoint.CheckpointError):  # loading the checkpoint reports it
@@ -60,7 +60,7 @@ class EarlierRun:
                 dataset.load_state_dict(state["dataset"])
 
     def changes(self, total_steps: int) -> Iterator[str]:
-        """Yield one line per setting that differs from the earlier run."""
+        """Yields one line per setting that differs from the earlier run."""
         before = self._settings
         if self.checkpoint is None or not before or self.config.trainer.val_only:
             return

@@ -21,7 +21,7 @@ from hone.workers.implicit_reward_model import GROUP, OUTCOME, ImplicitRewardMod
 def train_implicit_reward_model(
     batch: DataProto, model: WorkerGroup[ImplicitRewardModelWorker], config: PPOTrainerConfig
 ) -> None:
-    """Write `reward/implicit` [B, T], and the metrics of the reward model's update."""
+    """Writes `reward/implicit` [B, T], and the metrics of the reward model's update."""
     settings, mask = config.reward_model, require(batch, "response_mask")
     labels, uid = outcome_labels(batch, config), batch.non_tensor_batch["uid"]
     rows = batch.select()
@@ -48,7 +48,7 @@ def train_implicit_reward_model(
 
 
 def outcome_labels(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B] in 0 … 1
-    """Return the label of each response: the scorer's `acc` if it returns one, else its score."""
+    """Returns the label of each response: the scorer's `acc` if it returns one, else its score."""
     if has_extra(batch, "acc"):
         numbers = extra_numbers(batch, "acc", config.reward_model.reward_kwargs.failure_score)
         labels = torch.tensor(numbers, dtype=torch.float32)

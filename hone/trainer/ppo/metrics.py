@@ -32,7 +32,7 @@ class StepWarnings:
         self._skipped: dict[str, float] = {}
 
     def skipped_updates(self, metrics: Mapping[str, float], step: int) -> None:
-        """Warn if an update was skipped because its gradient was not finite."""
+        """Warns if an update was skipped because its gradient was not finite."""
         for name in ("actor/skipped_updates", "critic/skipped_updates"):
             if metrics.get(name, 0.0) > self._skipped.get(name, 0.0):
                 self._skipped[name] = metrics[name]
@@ -45,7 +45,7 @@ class StepWarnings:
                 )
 
     def group_signal(self, batch: DataProto, step: int) -> dict[str, float]:
-        """Return the fraction of groups with equal scores; empty if every group has one response."""
+        """Returns the fraction of groups with equal scores; empty if every group has one response."""
         arrays = batch.non_tensor_batch
         outcome = outcomes(
             "scores",
@@ -74,7 +74,7 @@ class StepWarnings:
 
 
 def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
-    """Average worker metrics over ranks; a rank reports the global value or that of its rows."""
+    """Averages worker metrics over ranks; a rank reports the global value or that of its rows."""
     return {
         name: float(sum(value) / len(value)) if isinstance(value, list) else float(value)
         for name, value in metrics.items()
@@ -82,7 +82,7 @@ def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, flo
 
 
 def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
-    """Return mean, max and min; empty if there are no values."""
+    """Returns mean, max and min; empty if there are no values."""
     if values.numel() == 0:
         return {}
     values = values.float()
@@ -94,12 +94,12 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
 
 
 def split_attention(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """Return the attention masks of prompts [B, P] and responses [B, T]."""
+    """Returns the attention masks of prompts [B, P] and responses [B, T]."""
     return split_at_response(batch.batch["attention_mask"], batch.batch["responses"])
 
 
 def data_metrics(batch: DataProto, prompt_limit: int, response_limit: int) -> dict[str, float]:
-    """Return metrics of scores, rewards, advantages, lengths and turns of one batch."""
+    """Returns metrics of scores, rewards, advantages, lengths and turns of one batch."""
     columns, arrays = batch.batch, batch.non_tensor_batch
     mask = columns["response_mask"].bool()
     prompt_length, response_length = (part.sum(1) for part in split_attention(batch))
@@ -153,7 +153,7 @@ def data_metrics(batch: DataProto, prompt_limit: int, response_limit: int) -> di
 
 
 def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[str, float]:
-    """Return the mean score and the share of the rows of each `reward_model.style`."""
+    """Returns the mean score and the share of the rows of each `reward_model.style`."""
     by_style: dict[str, list[float]] = {}
     for score, row in zip(scores.tolist(), reward_models, strict=False):
         style = row.get("style") if isinstance(row, dict) else None
@@ -169,13 +169,13 @@ def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[st
 
 
 def environment_columns(batch: DataProto) -> list[str]:
-    """Return the names of numeric columns that agent loops wrote with the prefix `env/`."""
+    """Returns the names of numeric columns that agent loops wrote with the prefix `env/`."""
     names = [n for n in batch.meta_info.get("loop_facts", ()) if n.startswith("env/")]
     return [name for name in names if are_numbers(batch.non_tensor_batch[name])]
 
 
 def are_numbers(values: Iterable[JsonValue]) -> bool:
-    """Return whether all values except None are numbers that fit a float, and there is at least one."""
+    """Returns whether all values except None are numbers that fit a float, and there is at least one."""
     numbers = [v for v in values if v is not None]
     return bool(numbers) and all(
         abs(v) <= sys.float_info.max
@@ -186,7 +186,7 @@ def are_numbers(values: Iterable[JsonValue]) -> bool:
 
 
 def agreement_metrics(batch: DataProto) -> dict[str, float]:
-    """Return the difference between rollout and trainer log-probs on the same tokens."""
+    """Returns the difference between rollout and trainer log-probs on the same tokens."""
     if not (batch.has_column("rollout_log_probs") and batch.has_column("old_log_probs")):
         return {}
     columns = batch.batch
@@ -206,7 +206,7 @@ def agreement_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
-    """Return the load balance of the experts in each layer, over response tokens."""
+    """Returns the load balance of the experts in each layer, over response tokens."""
     if not batch.has_column("routed_experts"):
         return {}
     from hone.models.load import load_config
@@ -222,7 +222,7 @@ def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
 def time_per_token(
     seconds: Mapping[str, float], *, generated: float, total: float
 ) -> dict[str, float]:
-    """Return milliseconds per token of each phase; generation counts only generated tokens."""
+    """Returns milliseconds per token of each phase; generation counts only generated tokens."""
     phases = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
     tokens = dict.fromkeys(phases, total) | {"gen": generated}
     return {
@@ -235,7 +235,7 @@ def time_per_token(
 def throughput_metrics(
     batch: DataProto, timing: Mapping[str, float], ranks: int
 ) -> dict[str, float]:
-    """Return tokens and seconds of a step, tokens per second per rank, and milliseconds per token."""
+    """Returns tokens and seconds of a step, tokens per second per rank, and milliseconds per token."""
     tokens = int(batch.batch["attention_mask"].sum())
     generated = int(batch.batch["response_mask"].sum())
     seconds = timing.get("timing_s/step", 0.0)

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:
-    """Set the length of learning-rate schedules to that of the run; the actor's excludes `critic_warmup`."""
+    """Sets the length of learning-rate schedules to that of the run; the actor's excludes `critic_warmup`."""
     actor_steps = max(total - config.trainer.critic_warmup, 1)
     for block, steps in (
         ("actor_rollout_ref.actor", actor_steps),
@@ -121,7 +121,7 @@ class Plan:
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
-        """Return the plan, or raise a ConfigError that lists every problem."""
+        """Returns the plan, or raise a ConfigError that lists every problem."""
         plan, problems = _build_plan(config)
         if plan is not None:
             problems += _problems(config, plan)
@@ -133,7 +133,7 @@ class Plan:
 def find_problems_and_notes(
     config: Block, origins: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the problems of a config's plan, and notes on given keys without effect."""
+    """Returns the problems of a config's plan, and notes on given keys without effect."""
     if not isinstance(config, PPOTrainerConfig):
         return [], []
     plan, problems = _build_plan(config)
@@ -146,7 +146,7 @@ def find_problems_and_notes(
 
 
 def unknown_name_problems(config: PPOTrainerConfig) -> Iterator[str]:
-    """Yield a problem per unknown plug-in name, except estimator, loss and KL (see `_build_plan`)."""
+    """Yields a problem per unknown plug-in name, except estimator, loss and KL (see `_build_plan`)."""
     rollout = config.actor_rollout_ref.rollout
     tables: dict[str, tuple[Table[Function], str]] = {
         "actor_rollout_ref.rollout.name": (ENGINES, rollout.name),
@@ -164,7 +164,7 @@ def unknown_name_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
-    """Return the plan and the problems of its parts; the plan is None without a valid estimator."""
+    """Returns the plan and the problems of its parts; the plan is None without a valid estimator."""
     algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
     kind: Literal["orm", "prm", "prime", "judge"] | None = model.type if model.enable else None
     problems: list[str] = []
@@ -236,7 +236,7 @@ def _readers(
 
 
 def _missing_columns(config: PPOTrainerConfig) -> dict[str, str]:
-    """Return the columns that this run does not write, each with the setting that would write it."""
+    """Returns the columns that this run does not write, each with the setting that would write it."""
     model, correction = config.reward_model, config.algorithm.rollout_correction
     correction_key = "algorithm.rollout_correction"
     remedies: dict[str, str] = {}
@@ -265,7 +265,7 @@ _AFTER_ESTIMATORS = ("advantages", "returns", "step_row", "padded_row")
 
 
 def _missing_column_problem(name: str, reader: Reader, config: PPOTrainerConfig) -> str | None:
-    """Return a problem if no step of this run writes the column before it is read."""
+    """Returns a problem if no step of this run writes the column before it is read."""
     column = declared(name)
     if column is None:  # a column of the data, or an extra of a score function
         near = nearest(name, COLUMNS)
@@ -325,7 +325,7 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
 def _keys_without_effect(
     config: PPOTrainerConfig, plan: Plan, origins: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each given key that has no effect in this run, with the reason."""
+    """Yields each given key that has no effect in this run, with the reason."""
     reasons: dict[str, str] = {}
     if not plan.needs_critic:
         reason = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
@@ -346,7 +346,7 @@ def _keys_without_effect(
 
 
 def _options(estimator: type[Estimator]) -> set[str]:
-    """Return the keys of `algorithm` that an estimator reads."""
+    """Returns the keys of `algorithm` that an estimator reads."""
     keys = {field.name for field in dataclasses.fields(AlgorithmConfig)}
     fields = dataclasses.fields(estimator)
     return {f.name for f in fields if f.metadata != CALL_ONLY} & keys

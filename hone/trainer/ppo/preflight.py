@@ -64,7 +64,7 @@ class Preview:
 def prepare(
     config: PPOTrainerConfig, compute_score: Function | None = None
 ) -> tuple[PPOTrainer, Preview]:
-    """Return the trainer of a run before models load; raise one error for all problems.
+    """Returns the trainer of a run before models load; raise one error for all problems.
 
     `compute_score` replaces the score function of the configuration.
     """
@@ -141,7 +141,7 @@ class _Preflight:
         return trainer, Preview(tuple(lines), tuple(self.warnings))
 
     def _attempt(self, part: Callable[[], T]) -> T | None:
-        """Return the result of `part`, or None after recording a user error."""
+        """Returns the result of `part`, or None after recording a user error."""
         try:
             return part()
         except Exception as error:
@@ -153,7 +153,7 @@ class _Preflight:
             return None
 
     def _add_problems(self, messages: Iterable[str]) -> bool:
-        """Add the messages whose cause is not yet recorded; return whether any was added."""
+        """Adds the messages whose cause is not yet recorded; return whether any was added."""
         before = len(self.problems)
         for message in messages:
             cause = message.rpartition("cannot be built: ")[2]
@@ -162,7 +162,7 @@ class _Preflight:
         return len(self.problems) > before
 
     def _raise_all(self) -> None:
-        """Raise a single error as it is, and several as one PreflightError."""
+        """Raises a single error as it is, and several as one PreflightError."""
         if len(self.problems) == len(self._errors) == 1:
             vars(self._errors[0])["skips_error_log"] = True
             raise self._errors[0]
@@ -170,7 +170,7 @@ class _Preflight:
             raise PreflightError(self.problems) from next(iter(self._errors), None)
 
     def _check_models(self, plan: Plan | None) -> None:
-        """Check that each model to load has a supported config and complete weights."""
+        """Checks that each model to load has a supported config and complete weights."""
         config = self.config
         paths = [config.actor_rollout_ref.model.path]
         if plan is not None and plan.needs_critic and config.critic.model.path:
@@ -207,7 +207,7 @@ class _Preflight:
                 self._attempt(lambda: classifier_kind(scorer, trust_remote_code=trust))
 
     def _datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
-        """Return the data sets by config key; without a tokenizer, prompts are not filtered by length."""
+        """Returns the data sets by config key; without a tokenizer, prompts are not filtered by length."""
         data = self.config.data
         if tokenizer is None:
             data = replace(data, filter_overlong_prompts=False)
@@ -218,7 +218,7 @@ class _Preflight:
         return {key: dataset for key, dataset in datasets.items() if dataset is not None}
 
     def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
-        """Yield problems of prompts that exceed `data.max_prompt_length` or the model's positions."""
+        """Yields problems of prompts that exceed `data.max_prompt_length` or the model's positions."""
         data, max_length = self.config.data, self.facts.max_position_embeddings
         for key, dataset in datasets.items():
             if not isinstance(dataset, RLHFDataset):
@@ -259,7 +259,7 @@ class _Preflight:
     def _build_trainer(
         self, tokenizer: Tokenizer | None, datasets: dict[str, Dataset]
     ) -> PPOTrainer | None:
-        """Return the trainer, whose constructor checks that the parts match; None if a part is missing."""
+        """Returns the trainer, whose constructor checks that the parts match; None if a part is missing."""
         keys = {TRAIN, VALIDATION} if self.config.data.val_files else {TRAIN}
         managers = [self.managers[TRAIN], self.managers[VALIDATION]]
         if tokenizer is None or None in managers or keys != set(datasets):
@@ -320,7 +320,7 @@ class _Engine:
 
 
 def _engines(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_Engine]:
-    """Yield the training engines of the run; without a plan only the actor's."""
+    """Yields the training engines of the run; without a plan only the actor's."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     actor, ref, ranks, lora = policy.actor, policy.ref, config.world_size, policy.model.uses_lora
     path, changes = policy.model.path, policy.model.override_config

@@ -49,7 +49,7 @@ class ResourceEstimate:
         return (actor + reference + critic) * (self.facts.parameters or 0) // config.world_size
 
     def disk_problems(self) -> Iterator[str]:
-        """Yield a problem if the disk has no space for another checkpoint."""
+        """Yields a problem if the disk has no space for another checkpoint."""
         if self.config.trainer.save_freq != 0 and self.checkpoint_bytes > self.free_bytes:
             yield (
                 f"a checkpoint takes about {self.checkpoint_bytes / GIB:.1f} GiB and {self._disk} has "
@@ -61,7 +61,7 @@ class ResourceEstimate:
 def preview_lines(
     trainer: PPOTrainer, estimate: ResourceEstimate, lengths: Mapping[str, Lengths]
 ) -> Iterator[str]:
-    """Yield the lines that summarize model, data, steps, roles and resources."""
+    """Yields the lines that summarize model, data, steps, roles and resources."""
     config, facts = trainer.config, estimate.facts
     policy, settings = config.actor_rollout_ref, config.trainer
     size = f", {facts.parameters:,} parameters" if facts.parameters else ""

@@ -14,7 +14,7 @@ from hone.trainer.ppo.memory import explain_out_of_memory
 
 
 def profiled_ranks(config: PPOTrainerConfig, role: Role) -> tuple[int, ...] | None:
-    """Return the ranks of a role to profile; None means all."""
+    """Returns the ranks of a role to profile; None means all."""
     policy = config.actor_rollout_ref
     blocks: dict[Role, ProfilerConfig] = {
         Role.Rollout: policy.rollout.profiler,
@@ -53,7 +53,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the enclosed block if this step is listed; a failed step writes no file."""
+        """Profiles the enclosed block if this step is listed; a failed step writes no file."""
         config = self._config
         with explain_out_of_memory(f"step {number}"):
             if number in (config.steps or ()) and config.tool and self._has_ranks:

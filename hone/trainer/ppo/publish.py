@@ -36,7 +36,7 @@ class Publisher:
             self._transport = choose_transport(sender, receivers, config.backend)
 
     def publish(self) -> dict[str, float]:
-        """Send the new weights, all or none; return the bytes sent as a metric."""
+        """Sends the new weights, all or none; return the bytes sent as a metric."""
         trainer, rollout = self._trainer, self._rollout
         version = trainer.call(ActorWorker.version)
         if self.path == "streamed":
@@ -59,7 +59,7 @@ class Publisher:
         return {"perf/weight_bytes": float(sent)}
 
     def staleness(self, batch: DataProto) -> dict[str, float]:
-        """Return the staleness of trajectories in publishes: how far the oldest token is behind the weights
+        """Returns the staleness of trajectories in publishes: how far the oldest token is behind the weights
         before this update, and how far behind the newest token."""
         column = batch.non_tensor_batch.get("versions", ())
         versions = [v for v in column if v is not None and len(v)]

@@ -22,7 +22,7 @@ _EARLIER = f"{MANIFEST}.earlier"
 
 
 def require_store(url: str | None) -> None:
-    """Raise an error if `trainer.default_hdfs_dir` cannot be reached."""
+    """Raises an error if `trainer.default_hdfs_dir` cannot be reached."""
     if url is None:
         return
     try:
@@ -36,7 +36,7 @@ def require_store(url: str | None) -> None:
 
 
 def push(run: RunFolder, keep: int, protected: Collection[int] = ()) -> None:
-    """Copy checkpoints, config and metrics to the store, and delete all but the newest `keep` there.
+    """Copies checkpoints, config and metrics to the store, and delete all but the newest `keep` there.
 
     An error of the store is only a warning; the next checkpoint copies everything that is missing.
     """
@@ -67,7 +67,7 @@ def push(run: RunFolder, keep: int, protected: Collection[int] = ()) -> None:
 
 
 def pull(run: RunFolder) -> None:
-    """Download the newest complete checkpoint if it is newer than those of the run folder."""
+    """Downloads the newest complete checkpoint if it is newer than those of the run folder."""
     if run.remote is None:
         return
     newest = max(
@@ -94,7 +94,7 @@ def pull(run: RunFolder) -> None:
 
 
 def invalidate_after(run: RunFolder, last_step: int) -> None:
-    """Rename the manifests of checkpoints after `last_step`, so that no run resumes from them."""
+    """Renames the manifests of checkpoints after `last_step`, so that no run resumes from them."""
     for step in _steps(run.remote) if run.remote is not None else ():
         if step > last_step:
             url = f"{run.remote}/global_step_{step}"
@@ -106,7 +106,7 @@ def invalidate_after(run: RunFolder, last_step: int) -> None:
 
 
 def _steps(url: str) -> list[int]:
-    """Return the steps of the complete checkpoints in a store, oldest first."""
+    """Returns the steps of the complete checkpoints in a store, oldest first."""
     matches = (
         re.fullmatch(rf"global_step_(\d+)/{re.escape(MANIFEST)}", n) for n in remote_files(url)
     )
@@ -114,6 +114,6 @@ def _steps(url: str) -> list[int]:
 
 
 def _manifest(url: str) -> bytes:
-    """Return the manifest of a checkpoint in the store; empty if it is not complete."""
+    """Returns the manifest of a checkpoint in the store; empty if it is not complete."""
     system, path = file_system(f"{url}/{MANIFEST}")
     return bytes(system.cat_file(path)) if system.exists(path) else b""

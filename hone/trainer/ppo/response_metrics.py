@@ -36,7 +36,7 @@ REFLECTION = re.compile(
 def response_metrics(
     batch: DataProto, tokenizer: Tokenizer, config: PPOTrainerConfig, route_by_style: bool = False
 ) -> dict[str, float]:
-    """Return the metrics of one batch, without those of correctness if no response has a verdict.
+    """Returns the metrics of one batch, without those of correctness if no response has a verdict.
 
     If `route_by_style`, the reward model has scored only the rows of style `model`.
     """
@@ -76,7 +76,7 @@ def response_metrics(
 def filter_metrics(
     generated: DataProto, retained: DataProto, config: PPOTrainerConfig
 ) -> dict[str, float]:
-    """Return the metrics of a group filter: correctness before it, and the share of rows it keeps."""
+    """Returns the metrics of a group filter: correctness before it, and the share of rows it keeps."""
     return {
         **group_metrics(generated, correctness(generated, config), "whole_batch"),
         "curriculum_learning/original_batch_size": len(generated),
@@ -86,7 +86,7 @@ def filter_metrics(
 
 
 def verifiable_rewards(batch: DataProto, config: PPOTrainerConfig) -> Tensor | None:
-    """Return the unweighted score [B] of the rule, or of the agent loop that replaces it."""
+    """Returns the unweighted score [B] of the rule, or of the agent loop that replaces it."""
     for part in (RULE, AGENT):
         is_blank = part == RULE and config.reward_manager.name == "blank"
         if batch.has_column(reward_column(part)) and not is_blank:
@@ -96,7 +96,7 @@ def verifiable_rewards(batch: DataProto, config: PPOTrainerConfig) -> Tensor | N
 
 
 def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | None:
-    """Return the reward model's unweighted reward [B] of each response.
+    """Returns the reward model's unweighted reward [B] of each response.
 
     Step rewards are combined as in `credit_assignment`: by their minimum, or by their sum.
     """
@@ -115,7 +115,7 @@ def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | Non
 
 
 def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
-    """Return [B]: 1 for a correct response, 0 for a wrong one, and NaN without a verdict.
+    """Returns [B]: 1 for a correct response, 0 for a wrong one, and NaN without a verdict.
 
     A response is correct if the scorer's `acc`, or else its score, is above 0.5. There is no verdict if no
     rule applies, the ground truth is missing, scoring failed, or the row is not its trajectory's last.
@@ -140,7 +140,7 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
 
 
 def group_metrics(batch: DataProto, correct: Tensor, name: str) -> dict[str, float]:
-    """Return statistics over prompts of pass@n and of the share of correct responses."""
+    """Returns statistics over prompts of pass@n and of the share of correct responses."""
     has_verdict = ~correct.isnan()
     if not has_verdict.any():
         return {}
@@ -152,7 +152,7 @@ def group_metrics(batch: DataProto, correct: Tensor, name: str) -> dict[str, flo
 
 
 def policy_texts(batch: DataProto, tokenizer: Tokenizer) -> list[str]:
-    """Return the text that the policy sampled in each row, without special tokens and observations."""
+    """Returns the text that the policy sampled in each row, without special tokens and observations."""
     columns = batch.batch
     responses, masks = columns["responses"].numpy(), columns["response_mask"].bool().numpy()
     rows = zip(responses, masks, strict=True)
@@ -160,7 +160,7 @@ def policy_texts(batch: DataProto, tokenizer: Tokenizer) -> list[str]:
 
 
 def reflection_score(text: str) -> int:
-    """Return how many of PURE's reflection patterns a response has."""
+    """Returns how many of PURE's reflection patterns a response has."""
     return len(REFLECTION.findall(text.lower()))
 
 

@@ -27,7 +27,7 @@ RELEASE_DEADLINE_S = 30.0
 
 
 def attempts(config: PPOTrainerConfig) -> Iterator[AbstractContextManager[PPOTrainerConfig]]:
-    """Yield contexts in which to run: one, and another after each lost process (`trainer.max_restarts`).
+    """Yields contexts in which to run: one, and another after each lost process (`trainer.max_restarts`).
 
     A context yields the config to train with, and suppresses the error of a lost process.
     """
@@ -66,7 +66,7 @@ def _attempt(
 
 @contextmanager
 def graceful_stop() -> Iterator[GracefulStop]:
-    """Handle signals as `GracefulStop` does; a process lost after a signal causes no restart."""
+    """Handles signals as `GracefulStop` does; a process lost after a signal causes no restart."""
     with GracefulStop() as stop:
         try:
             yield stop
@@ -76,7 +76,7 @@ def graceful_stop() -> Iterator[GracefulStop]:
 
 
 def _checkpoint_times(folder: str) -> set[tuple[int, int]]:
-    """Return step and modification time of each checkpoint."""
+    """Returns step and modification time of each checkpoint."""
     checkpoints = RunFolder(Path(folder).expanduser()).checkpoints()
     return {(step, path.stat().st_mtime_ns) for step, path in checkpoints}
 
@@ -92,7 +92,7 @@ def _print_restart(attempt: PPOTrainerConfig, number: int, config: PPOTrainerCon
 def _config_for_remaining_nodes(
     config: PPOTrainerConfig, ray_stack: ExitStack, failure: ProcessFailure
 ) -> PPOTrainerConfig:
-    """Connect to Ray or start it, and return the config for the nodes that still respond.
+    """Connects to Ray or start it, and return the config for the nodes that still respond.
 
     Waits up to `RELEASE_DEADLINE_S` for nodes whose resources are not free. Closing `ray_stack` stops Ray.
     """
@@ -130,7 +130,7 @@ def _config_for_remaining_nodes(
 
 
 def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
-    """Yield valid configs with the same or fewer nodes, the largest first.
+    """Yields valid configs with the same or fewer nodes, the largest first.
 
     All of them use Ray; `trainer.controller=auto` would not with one rank.
     """

@@ -95,7 +95,7 @@ _NOT_IN_BATCH = (
 def write_rollouts(
     path: Path, batch: DataProto, tokenizer: Tokenizer, *, step: int, temporary: bool = False
 ) -> None:
-    """Write the trajectories of a step; a temporary file may be deleted once newer files exist."""
+    """Writes the trajectories of a step; a temporary file may be deleted once newer files exist."""
     import pyarrow.parquet as pq
 
     table = rollout_table(batch, tokenizer, step=step, temporary=temporary)
@@ -104,7 +104,7 @@ def write_rollouts(
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a file may be deleted once newer files exist; False for a damaged file."""
+    """Returns whether a file may be deleted once newer files exist; False for a damaged file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -115,7 +115,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[Row]:
-    """Return the first `count` rows as text, for trackers that show tables."""
+    """Returns the first `count` rows as text, for trackers that show tables."""
     first = batch.select_idxs(list(range(min(count, len(batch)))))
     rows: list[Row] = rollout_table(first, tokenizer, step=0).select(_SAMPLE_COLUMNS).to_pylist()
     return rows
@@ -124,7 +124,7 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[Row]
 def rollout_table(
     batch: DataProto, tokenizer: Tokenizer, *, step: int, temporary: bool = False
 ) -> pa.Table:
-    """Return the Arrow table of a step in the order of `SCHEMA`, with its version.
+    """Returns the Arrow table of a step in the order of `SCHEMA`, with its version.
 
     It is built while the next step runs, so Python loops are over rows, never over tokens.
     """
@@ -151,7 +151,7 @@ def rollout_table(
 
 
 def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
-    """Return Arrow arrays of the reward parts and the schema, except decoded texts."""
+    """Returns Arrow arrays of the reward parts and the schema, except decoded texts."""
     import pyarrow as pa
 
     tensors, arrays = batch.batch, batch.non_tensor_batch
@@ -213,7 +213,7 @@ def _to_int(value: JsonValue) -> JsonValue:
 def split_turns(
     ids: np.ndarray, mask: Sequence[int], spans: Sequence[Fields] | None, tokenizer: Tokenizer
 ) -> list[Fields]:
-    """Split a response into turns: by the agent loop's spans if they cover it, else by the mask."""
+    """Splits a response into turns: by the agent loop's spans if they cover it, else by the mask."""
     try:
         turns = [{**s, "role": str(s["role"]), "tokens": int(s["tokens"])} for s in spans or ()]
     except (TypeError, ValueError, KeyError):  # a user's loop may return anything
@@ -233,7 +233,7 @@ def split_turns(
 
 
 def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
-    """Add the extra columns that the score function and the agent loops returned."""
+    """Adds the extra columns that the score function and the agent loops returned."""
     import pyarrow as pa
 
     arrays, info = batch.non_tensor_batch, batch.meta_info
@@ -253,7 +253,7 @@ def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
 
 
 def _list_array(values: Tensor, is_inside: np.ndarray, name: str) -> pa.ListArray:
-    """Return one Arrow list per row with the values where `is_inside` [B, T] is true."""
+    """Returns one Arrow list per row with the values where `is_inside` [B, T] is true."""
     import pyarrow as pa
 
     items = pa.array(_to_numpy(values).reshape(-1).take(np.flatnonzero(is_inside)))
@@ -272,7 +272,7 @@ def _split_rows(column: pa.ListArray) -> list[np.ndarray]:
 
 
 def _arrow_type(name: str) -> pa.DataType:
-    """Return the type in `SCHEMA`; a reward part has one number per token."""
+    """Returns the type in `SCHEMA`; a reward part has one number per token."""
     import pyarrow as pa
 
     declared = SCHEMA.get(name, _NUMBERS)
@@ -288,7 +288,7 @@ def _text_array(texts: Iterable[str | None]) -> pa.Array:
 
 
 def _decode_rows(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
-    """Decode each row; equal rows are decoded once."""
+    """Decodes each row; equal rows are decoded once."""
     texts: dict[bytes, str] = {}
     # transformers checks each number of a list in Python, but not of an array.
     takes_arrays = getattr(tokenizer, "is_fast", False)
@@ -318,7 +318,7 @@ def _json_default(value: _T) -> JsonValue:
 
 
 def _to_one_type(values: list[JsonValue]) -> list[JsonValue]:
-    """Return the values of an extra if all are bools, all text or all numbers; else each as JSON."""
+    """Returns the values of an extra if all are bools, all text or all numbers; else each as JSON."""
     present = [v for v in values if v is not None]
     if all(isinstance(v, bool) for v in present) or all(isinstance(v, str) for v in present):
         return values

@@ -34,7 +34,7 @@ class RolloutWriter:
         self._permanent: set[Path] = set()
 
     def write(self, batch: DataProto, step: int, tracking: Tracking | None = None) -> None:
-        """Log some rows of a step to trackers that show tables, and start writing its file.
+        """Logs some rows of a step to trackers that show tables, and start writing its file.
 
         Raises the error of the previous file if it could not be written.
         """
@@ -47,7 +47,7 @@ class RolloutWriter:
         self._pending = self._thread.submit(self._write, batch_copy, step)
 
     def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
-        """Write the file of a validation, and log some rows to trackers that show tables."""
+        """Writes the file of a validation, and log some rows to trackers that show tables."""
         folder = self._trainer.validation_data_dir
         file = RunFolder(folder).path / f"step_{step}.parquet" if folder else None
         file = file or self._run.validation_file(step)
@@ -62,7 +62,7 @@ class RolloutWriter:
             tracking.log_samples(f"{kind}/generations", samples, step)
 
     def flush(self) -> None:
-        """Wait for the last file, which must be on disk before the checkpoint of its step is renamed."""
+        """Waits for the last file, which must be on disk before the checkpoint of its step is renamed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -101,6 +101,6 @@ class RolloutWriter:
 
 
 def steps_to_keep(step: int, keep: int, save_freq: int) -> set[int]:
-    """Return the steps whose files are kept: the last `keep`, and the last `keep` before the checkpoint."""
+    """Returns the steps whose files are kept: the last `keep`, and the last `keep` before the checkpoint."""
     last_saved = (step - 1) // save_freq * save_freq if save_freq > 0 else 0
     return {*range(step - keep + 1, step + 1), *range(last_saved - keep + 1, last_saved + 1)} - {0}

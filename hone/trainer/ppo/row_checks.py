@@ -57,7 +57,7 @@ class AgentChecks:
         self.loops: dict[str, AgentLoopBase] = {}
 
     def problems(self) -> Iterator[str]:
-        """Build the agent loops that rows name, with tools and interactions, and yield the problems."""
+        """Builds the agent loops that rows name, with tools and interactions, and yield the problems."""
         for name in sorted(self._loop_names()):
             try:
                 self.loops[name] = run_coroutine(self._build(name))
@@ -82,14 +82,14 @@ class AgentChecks:
                     )
 
     def render_prompts(self) -> None:
-        """Make the data sets render prompts as tool agent loops do, with tools in the chat template."""
+        """Makes the data sets render prompts as tool agent loops do, with tools in the chat template."""
         if any(isinstance(loop, ToolAgentLoop) for loop in self.loops.values()):
             for dataset in self.datasets.values():
                 if isinstance(dataset, RLHFDataset):
                     dataset.render_with(self._whole_prompt)
 
     def _whole_prompt(self, row: Row) -> tuple[Prompt, Tools | None] | None:
-        """Return prompt and tools of a row of the tool agent loop; None for other loops."""
+        """Returns prompt and tools of a row of the tool agent loop; None for other loops."""
         data = self.config.data
         read = raw_text if data.prompt_format == "raw" else as_messages
         try:
@@ -102,7 +102,7 @@ class AgentChecks:
         return None
 
     def _tool_config_problems(self) -> Iterator[str]:
-        """Yield a problem per `tool_config` of a row that the tool agent loop does not support."""
+        """Yields a problem per `tool_config` of a row that the tool agent loop does not support."""
         configs = {json.dumps(config): config for config in self._extra_info_field("tool_config")}
         loops = [loop for loop in self.loops.values() if isinstance(loop, ToolAgentLoop)]
         for loop in loops:
@@ -113,7 +113,7 @@ class AgentChecks:
                     yield f"a row's {error}"
 
     def _turn_problems(self) -> Iterator[str]:
-        """Yield a problem if the chat template cannot render the turns that loops append."""
+        """Yields a problem if the chat template cannot render the turns that loops append."""
         chat = self.config.data.prompt_format == "chat"
         for loop in self.loops.values():
             if not isinstance(loop, ToolAgentLoop):
@@ -133,7 +133,7 @@ class AgentChecks:
                     yield str(error)
 
     def _coefficient_problems(self) -> Iterator[str]:
-        """Yield a problem per reward coefficient without a tool or interaction of that name."""
+        """Yields a problem per reward coefficient without a tool or interaction of that name."""
         names = {
             name
             for loop in self.loops.values()
@@ -148,7 +148,7 @@ class AgentChecks:
                     )
 
     def _loop_names(self) -> set[str]:
-        """Return the agent loops that rows name; `check_rows` reports unknown names."""
+        """Returns the agent loops that rows name; `check_rows` reports unknown names."""
         names = set()
         column = self._column("agent_name")
         for name in {name if isinstance(name, str) else None for name in column}:
@@ -163,7 +163,7 @@ class AgentChecks:
         return build_loop(self.names.factory(name), self.config, manager, self.tokenizer)
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings about rows and settings that have no effect."""
+        """Yields warnings about rows and settings that have no effect."""
         multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
         tool_loops = [loop for loop in self.loops.values() if hasattr(loop, "tools")]
         tools = {name for loop in tool_loops for name in loop.tools}
@@ -195,7 +195,7 @@ class AgentChecks:
             )
 
     def _template_drift(self, *, tools: bool, users: bool) -> Iterator[str]:
-        """Yield a warning if the chat template renders later turns differently from the agent loop."""
+        """Yields a warning if the chat template renders later turns differently from the agent loop."""
         has_template = bool(getattr(self.tokenizer, "chat_template", None))
         if self.config.data.prompt_format != "chat" or not has_template:
             return
@@ -216,7 +216,7 @@ class AgentChecks:
                 yield from (row.get(name) for row in dataset.store.scan((name,)))
 
     def _extra_info_field(self, name: str) -> Iterator[JsonObject]:
-        """Yield a dict field of each row, from its columns or from `extra_info`."""
+        """Yields a dict field of each row, from its columns or from `extra_info`."""
         yield from (value for value in self._column(name) if isinstance(value, dict))
         for extra in self._column("extra_info"):
             if isinstance(extra, dict) and isinstance(value := extra.get(name), dict):
@@ -241,7 +241,7 @@ class AgentChecks:
 def try_scorers(
     manager: AbstractRewardManager, dataset: Dataset, config: PPOTrainerConfig
 ) -> Iterator[Verdict]:
-    """Yield a verdict per data source, from calling its scorer on a few rows, and on ground truths."""
+    """Yields a verdict per data source, from calling its scorer on a few rows, and on ground truths."""
     if not isinstance(manager, RuleRewardManager) or not isinstance(dataset, RLHFDataset):
         return
     key, default = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
@@ -298,7 +298,7 @@ class Lengths:
 
 
 def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> Lengths:
-    """Measure the length of every prompt; the result is cached on disk."""
+    """Measures the length of every prompt; the result is cached on disk."""
     cache = _cache_file(dataset)
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Lengths(**json.loads(cache.read_text()))
@@ -322,7 +322,7 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
 
 
 def _added_text(dataset: RLHFDataset) -> str:
-    """Return the text that tool agent loops add to a prompt."""
+    """Returns the text that tool agent loops add to a prompt."""
     if dataset.whole_prompt is None:
         return ""
     names = {row.get("agent_name") for row in dataset.store.scan(("agent_name",))}
@@ -332,7 +332,7 @@ def _added_text(dataset: RLHFDataset) -> str:
 
 
 def _cache_file(dataset: RLHFDataset) -> Path:
-    """Return the cache file, named by a hash of all that affects lengths: rows, tokenizer, tools, limit."""
+    """Returns the cache file, named by a hash of all that affects lengths: rows, tokenizer, tools, limit."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     tokenizer, config = dataset.tokenizer, dataset.settings
     backend = getattr(tokenizer, "backend_tokenizer", None)

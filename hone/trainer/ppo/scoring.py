@@ -62,7 +62,7 @@ _ROW_WITHOUT_RULE = {"reward_model": {"style": "model"}}
 def check_rows(
     reward_fn: Function, dataset: Dataset | None, config: PPOTrainerConfig, hint: str = ""
 ) -> None:
-    """Raise an error for reserved columns, images, unknown agent loops, or (with `hint`) missing scorers."""
+    """Raises an error for reserved columns, images, unknown agent loops, or (with `hint`) missing scorers."""
     if not isinstance(dataset, RLHFDataset):
         return
     loops = LoopNames(config.actor_rollout_ref.rollout)
@@ -85,13 +85,13 @@ def check_rows(
 
 
 def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """Yield the position and these columns of each row that the data set uses."""
+    """Yields the position and these columns of each row that the data set uses."""
     positions = set(dataset.positions)
     return (pair for pair in enumerate(dataset.store.scan(columns)) if pair[0] in positions)
 
 
 def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop: str) -> None:
-    """Raise an error for rows with images, videos or audio, which built-in engines and loops do not read."""
+    """Raises an error for rows with images, videos or audio, which built-in engines and loops do not read."""
     keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
     custom_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
     for position, row in _used_rows(dataset, (*keys, "agent_name")):
@@ -110,7 +110,7 @@ def _is_not_empty(value: object) -> bool:
 
 
 def check_columns(store: RowStore, prompt_key: str) -> None:
-    """Raise an error if the data have a column that the training loop writes."""
+    """Raises an error if the data have a column that the training loop writes."""
     parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
     reserved = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
     for file in store.files:
@@ -128,7 +128,7 @@ def check_columns(store: RowStore, prompt_key: str) -> None:
 def check_sources(
     reward_fn: Function, dataset: RLHFDataset, default_loop: str, *, has_model: bool
 ) -> None:
-    """Raise an error if a row of the single-turn agent loop has no scorer."""
+    """Raises an error if a row of the single-turn agent loop has no scorer."""
     if not isinstance(reward_fn, RuleRewardManager):
         return
     columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
@@ -152,12 +152,12 @@ def check_sources(
 
 
 def has_model_style(reward_model: object) -> bool:
-    """Return whether a row's `reward_model` column has style `model`, so the reward model scores it."""
+    """Returns whether a row's `reward_model` column has style `model`, so the reward model scores it."""
     return isinstance(reward_model, Mapping) and reward_model.get("style") == MODEL
 
 
 def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | None) -> bool:
-    """Return whether the reward model scores only the rows of style `model`, and the rule the others."""
+    """Returns whether the reward model scores only the rows of style `model`, and the rule the others."""
     model = config.reward_model
     if not model.enable or model.type in ("prm", "prime") or model.route_by_style is False:
         return False
@@ -180,7 +180,7 @@ def load_validation_manager(
     dataset: Dataset | None,
     compute_score: Function | None = None,
 ) -> AbstractRewardManager:
-    """Return the manager of validation: as in PURE, `prime` replaces `blank` if all rows have a rule."""
+    """Returns the manager of validation: as in PURE, `prime` replaces `blank` if all rows have a rule."""
     manager = load_reward_manager(config, tokenizer, 1, compute_score=compute_score)
     if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
         return manager
@@ -201,7 +201,7 @@ def _score_parts(
     route_by_style: bool,
     by_step: bool,
 ) -> tuple[dict[str, Tensor], Extras]:
-    """Return the token scores [B, T] of each part, and extras; an agent loop's score replaces the rule's.
+    """Returns the token scores [B, T] of each part, and extras; an agent loop's score replaces the rule's.
 
     With a reward model, no rule scores rows of style `model`; with `route_by_style`, an outcome reward model
     scores only these. Both score the last row of a trajectory; a process reward model (`by_step`) all rows.
@@ -239,7 +239,7 @@ def _score_parts(
 
 
 def _merge_extras(extras: Extras, model_extras: Extras) -> Extras:
-    """Merge the extras of rule and reward model; a row has failed if either could not score it."""
+    """Merges the extras of rule and reward model; a row has failed if either could not score it."""
     merged = {**{name: v for name, v in model_extras.items() if name != "score"}, **extras}
     if FAILURE in extras and FAILURE in model_extras:
         pairs = zip(extras[FAILURE], model_extras[FAILURE], strict=True)
@@ -248,7 +248,7 @@ def _merge_extras(extras: Extras, model_extras: Extras) -> Extras:
 
 
 def _score_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
-    """Return the manager's scores [B, T] and extras of the selected rows; other rows have 0 and None."""
+    """Returns the manager's scores [B, T] and extras of the selected rows; other rows have 0 and None."""
     if not rows.any() and len(batch):
         return torch.zeros(batch.batch["responses"].shape), {}
     result = reward_fn(batch if rows.all() else batch[rows], return_dict=True)
@@ -260,7 +260,7 @@ def _score_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tupl
 
 
 def _expand_rows(scores: Tensor, rows: np.ndarray) -> Tensor:
-    """Expand the scores of the selected rows to [B, T], with 0 in the other rows."""
+    """Expands the scores of the selected rows to [B, T], with 0 in the other rows."""
     if rows.all():
         return scores
     expanded = torch.zeros((len(rows), *scores.shape[1:]), dtype=scores.dtype)
@@ -269,7 +269,7 @@ def _expand_rows(scores: Tensor, rows: np.ndarray) -> Tensor:
 
 
 def _check_extras(extras: Extras, reward_fn: Function) -> None:
-    """Raise an error if an extra has the name of a column that the training loop writes."""
+    """Raises an error if an extra has the name of a column that the training loop writes."""
     for name in extras:
         column = declared(name)
         if column is not None and name != FAILURE:
@@ -282,7 +282,7 @@ def _check_extras(extras: Extras, reward_fn: Function) -> None:
 
 
 def extra_numbers(batch: DataProto, name: str, failure_score: float) -> list[float]:
-    """Return the scorer's extra `name` per row: `failure_score` for a failed row, and 0 for a row that is
+    """Returns the scorer's extra `name` per row: `failure_score` for a failed row, and 0 for a row that is
     not the last of its trajectory."""
     arrays, missing = batch.non_tensor_batch, [None] * len(batch)
     is_last = is_last_row(batch)
@@ -304,7 +304,7 @@ def extra_numbers(batch: DataProto, name: str, failure_score: float) -> list[flo
 
 
 def has_rule_score(batch: DataProto) -> Tensor:
-    """Return [N] bool: whether a rule scores the trajectory, with the ground truth that it needs."""
+    """Returns [N] bool: whether a rule scores the trajectory, with the ground truth that it needs."""
     arrays, missing = batch.non_tensor_batch, object_array([None] * len(batch))
     pairs = zip(arrays.get(FAILURE, missing), arrays.get("reward_model", missing), strict=True)
     rows = [reason != NO_GROUND_TRUTH and not has_model_style(column) for reason, column in pairs]
@@ -312,7 +312,7 @@ def has_rule_score(batch: DataProto) -> Tensor:
 
 
 def has_extra(batch: DataProto, name: str) -> bool:
-    """Return whether the scorer returns the extra `name`; True if it failed on every row."""
+    """Returns whether the scorer returns the extra `name`; True if it failed on every row."""
     failures = batch.non_tensor_batch.get(FAILURE, np.empty(0, dtype=object))
     scored = failures[is_last_row(batch)] if len(failures) else failures
     all_failed = len(scored) > 0 and all(failure is not None for failure in scored)
@@ -326,7 +326,7 @@ def score(
     config: RewardModelConfig,
     route_by_style: bool = False,
 ) -> DataProto:
-    """Write `reward/<part>`, their weighted sum, and the extras as columns."""
+    """Writes `reward/<part>`, their weighted sum, and the extras as columns."""
     parts, extras = _score_parts(
         batch, reward_fn, reward_model, route_by_style, config.type == "prm"
     )
@@ -358,7 +358,7 @@ def score(
 
 
 def pop_metrics(*managers: object) -> dict[str, float]:
-    """Return the metrics of the managers since the last call; a user's manager may have none."""
+    """Returns the metrics of the managers since the last call; a user's manager may have none."""
     return {
         name: value
         for manager in managers
@@ -370,7 +370,7 @@ def pop_metrics(*managers: object) -> dict[str, float]:
 def get_reward_model(
     config: PPOTrainerConfig, plan: Plan, tokenizer: Tokenizer, groups: Mapping[Role, AnyGroup]
 ) -> RewardModel | None:
-    """Return the workers of the reward model, or the manager of an external one (a server or a judge)."""
+    """Returns the workers of the reward model, or the manager of an external one (a server or a judge)."""
     group = None if plan.needs_implicit_rewards else groups.get(Role.RewardModel)
     return (
         load_external_reward_model(config, tokenizer, group)
@@ -382,7 +382,7 @@ def get_reward_model(
 def load_external_reward_model(
     config: PPOTrainerConfig, tokenizer: Tokenizer, group: WorkerGroup[JudgeWorker] | None
 ) -> ModelRewardManager:
-    """Return the manager of a reward model on a server, or of a judge that `group` may run."""
+    """Returns the manager of a reward model on a server, or of a judge that `group` may run."""
     from hone.models.load import load_tokenizer
     from hone.rewards.loading import load_model_manager
 

@@ -50,7 +50,7 @@ class _Group:
 
 
 def unique_prompts(batch: DataProto, loader: PromptLoader) -> dict[str, np.ndarray]:
-    """Return the unique prompt rows of the batch's trajectories."""
+    """Returns the unique prompt rows of the batch's trajectories."""
     arrays = batch.non_tensor_batch
     index_of_uid = dict(zip(arrays["uid"], arrays["dataset_index"], strict=True))
     return loader.rows_again([(int(index), uid) for uid, index in index_of_uid.items()])
@@ -91,7 +91,7 @@ class TrajectorySource:
     def submit(
         self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Settings
     ) -> range:
-        """Start `samples` responses to each prompt row; return the numbers of the groups."""
+        """Starts `samples` responses to each prompt row; return the numbers of the groups."""
         rows = DataProto(batch=None, non_tensor_batch=dict(prompts)).repeat(
             samples, interleave=True
         )
@@ -125,7 +125,7 @@ class TrajectorySource:
         self._workers.call_each(RolloutWorker.submit, rank_rows)
 
     def take(self, n_groups: int | None = None) -> DataProto:
-        """Return the first `n_groups` to finish (None: all submitted groups), in submission order.
+        """Returns the first `n_groups` to finish (None: all submitted groups), in submission order.
 
         The other groups continue.
         """
@@ -161,14 +161,14 @@ class TrajectorySource:
         return batch.union(trajectories)
 
     def abort(self) -> None:
-        """Drop all groups that were submitted and not taken."""
+        """Drops all groups that were submitted and not taken."""
         self._workers.call_all(RolloutWorker.abort, None)
         self._running, self._finished = {}, []
 
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> list[GroupState]:
-        """Return the groups that were submitted and not taken, as positions in the data set."""
+        """Returns the groups that were submitted and not taken, as positions in the data set."""
         groups = sorted([*self._running.values(), *self._finished], key=lambda group: group.number)
         return [
             {
@@ -181,7 +181,7 @@ class TrajectorySource:
         ]
 
     def load_state_dict(self, state: Sequence[GroupState], loader: PromptLoader) -> None:
-        """Submit the groups of the checkpoint again; equal seeds give equal trajectories."""
+        """Submits the groups of the checkpoint again; equal seeds give equal trajectories."""
         for group in state:
             prompts = loader.rows_again([(group["index"], group["uid"])])
             self.submit(prompts, samples=group["samples"], sampling=group["sampling"])

@@ -104,7 +104,7 @@ class PPOTrainer:
         self.global_step = 0
 
     def init_workers(self) -> None:
-        """Start every role and load its model."""
+        """Starts every role and load its model."""
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
         groups = roles.start_workers(config, self.roles, self.pools, self.group_cls, self._stack)
         self.profiler = StepProfiler(config, groups)
@@ -130,7 +130,7 @@ class PPOTrainer:
     # -- the loop -----------------------------------------------------------------------------
 
     def fit(self, origins: Mapping[str, str] | None = None) -> None:
-        """Train to the last step; `origins` maps each config key to its file or argument."""
+        """Trains to the last step; `origins` maps each config key to its file or argument."""
         trainer = self.config.trainer
         with lock_folder(self.run.path):
             self.resume()
@@ -176,7 +176,7 @@ class PPOTrainer:
                 checkpoint.print_result(self.run, self.global_step)
 
     def step(self) -> tuple[DataProto, dict[str, float]]:
-        """Run one step of the loop."""
+        """Runs one step of the loop."""
         self.global_step += 1
         traffic_metrics(self.traffic)  # drops the traffic of validation and checkpoints
         batch = self.collect()
@@ -187,13 +187,13 @@ class PPOTrainer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step and show it in the progress bar."""
+        """Times a part of the step and show it in the progress bar."""
         self.bar.update(self.global_step - 1, note=name)
         with self.timers.timer(name):
             yield
 
     def collect(self) -> DataProto:
-        """Return the scored trajectories of a step; dynamic sampling may need several rounds."""
+        """Returns the scored trajectories of a step; dynamic sampling may need several rounds."""
         if self.config.algorithm.filter_groups.enable:
             batch = self.dynamic_sampling.collect()
         else:
@@ -206,7 +206,7 @@ class PPOTrainer:
         return batch
 
     def submit(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> range:
-        """Start generating the responses to each prompt, or its greedy response."""
+        """Starts generating the responses to each prompt, or its greedy response."""
         rollout = self.config.actor_rollout_ref.rollout
         samples = 1 if greedy else rollout.n
         sampling = training_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
@@ -214,12 +214,12 @@ class PPOTrainer:
             return self.source.submit(prompts, samples=samples, sampling=sampling)
 
     def take(self, n_groups: int | None = None, *, phase: str = "gen") -> DataProto:
-        """Return `n_groups` finished groups, or all submitted groups."""
+        """Returns `n_groups` finished groups, or all submitted groups."""
         with self.phase(phase):
             return self.source.take(n_groups)
 
     def score(self, batch: DataProto) -> DataProto:
-        """Write each reward part to a column, and their configured sum to `token_level_scores`."""
+        """Writes each reward part to a column, and their configured sum to `token_level_scores`."""
         with self.phase("reward"):
             return self._score(batch, self.reward_fn)
 
@@ -228,7 +228,7 @@ class PPOTrainer:
         return scoring.score(batch, reward_fn, self.reward_model, config, self.route_by_style)
 
     def estimate(self, batch: DataProto) -> DataProto:
-        """Compute the log-probs and values that the algorithm reads."""
+        """Computes the log-probs and values that the algorithm reads."""
         plan = self.plan
         credit.write_derived_columns(batch, plan.columns)
         if plan.needs_log_prob_pass:
@@ -250,7 +250,7 @@ class PPOTrainer:
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
-        """Compute rewards with the KL penalty, rollout correction, advantages and returns."""
+        """Computes rewards with the KL penalty, rollout correction, advantages and returns."""
         algorithm = self.config.algorithm
         with self.timers.timer("adv"):
             step_metrics = credit.apply_kl_in_reward(batch, algorithm, self.kl_controller)
@@ -263,7 +263,7 @@ class PPOTrainer:
         return batch
 
     def resample_and_balance(self, batch: DataProto) -> DataProto:
-        """Return the rows of the update, resampled if PF-PPO is enabled, and ordered by rank."""
+        """Returns the rows of the update, resampled if PF-PPO is enabled, and ordered by rank."""
         trainer, algorithm = self.config.trainer, self.config.algorithm
         with self.timers.timer("adv"):
             rows = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
@@ -275,7 +275,7 @@ class PPOTrainer:
         return rows
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Update the critic, then the actor, and publish the actor's weights."""
+        """Updates the critic, then the actor, and publish the actor's weights."""
         step_metrics: dict[str, float] = {}
         rows = int(batch.batch["step_row"].max()) + 1
         if self.plan.needs_critic and self.critic is not None:
@@ -291,12 +291,12 @@ class PPOTrainer:
         return step_metrics
 
     def publish(self) -> dict[str, float]:
-        """Send the weights of the last update to the rollout."""
+        """Sends the weights of the last update to the rollout."""
         with self.phase("update_weights"):
             return self.publisher.publish()
 
     def report(self, batch: DataProto) -> dict[str, float]:
-        """Return the metrics of a step that are computed from its batch."""
+        """Returns the metrics of a step that are computed from its batch."""
         data = self.config.data
         report = {
             "training/global_step": self.global_step,
@@ -317,7 +317,7 @@ class PPOTrainer:
         return report | scoring.pop_metrics(self.reward_fn, self.reward_model)
 
     def after_step(self, batch: DataProto) -> dict[str, float]:
-        """Write the rollout file, call data hooks and validate."""
+        """Writes the rollout file, call data hooks and validate."""
         trainer = self.config.trainer
         self.rollouts.write(batch, self.global_step, self.tracking)
         self.loader.on_batch_end(batch)
@@ -325,7 +325,7 @@ class PPOTrainer:
         return self.validate() if is_due or self.global_step >= self.total_steps else {}
 
     def validate(self) -> dict[str, float]:
-        """Validate on every validation row, greedily or as `val_kwargs` configures."""
+        """Validates on every validation row, greedily or as `val_kwargs` configures."""
         if self.val_dataset is None:
             return {}
         rollout = self.config.actor_rollout_ref.rollout
@@ -345,7 +345,7 @@ class PPOTrainer:
 
     @contextmanager
     def checkpoint_if_due(self, stop_requested: bool) -> Iterator[bool]:
-        """Write a checkpoint if one is due, and yield whether it is; the enclosed block logs the metrics.
+        """Writes a checkpoint if one is due, and yield whether it is; the enclosed block logs the metrics.
 
         The checkpoint gets its final name after that, so a killed run has both or neither.
         """
@@ -362,7 +362,7 @@ class PPOTrainer:
         checkpoint.prune(self.run, trainer.checkpoints_to_keep, protected)
 
     def save(self, folder: Path) -> None:
-        """Save the full state of the run, so that a resumed run computes the same numbers."""
+        """Saves the full state of the run, so that a resumed run computes the same numbers."""
         self.rollouts.flush()
         with self.phase("save_checkpoint"):
             for role, group in self.trained.items():
@@ -373,7 +373,7 @@ class PPOTrainer:
             checkpoint.write_state(folder, state)
 
     def resume(self) -> None:
-        """Load the newest valid checkpoint and drop the metrics logged after it."""
+        """Loads the newest valid checkpoint and drop the metrics logged after it."""
         trainer = self.config.trainer
         source = checkpoint.prepare_resume(self.run, trainer.resume_mode, trainer.resume_from_path)
         if source is None:
@@ -391,7 +391,7 @@ class PPOTrainer:
         checkpoint.print_resumed(folder, step, None if trainer.val_only else self.total_steps)
 
     def shutdown(self) -> None:
-        """Stop the workers and the scoring processes."""
+        """Stops the workers and the scoring processes."""
         for manager in (self.reward_fn, self.val_reward_fn):
             if hasattr(manager, "close"):
                 manager.close()

@@ -21,7 +21,7 @@ _MUST_BE_EQUAL = {
 
 
 def check_divisible(rows: int, ranks: int) -> None:
-    """Raise an error unless every rank gets the same number of rows of a batch."""
+    """Raises an error unless every rank gets the same number of rows of a batch."""
     if rows % ranks:
         raise ConfigError(
             f"data.train_batch_size={rows} is not divisible by {ranks} data-parallel ranks; "
@@ -30,14 +30,14 @@ def check_divisible(rows: int, ranks: int) -> None:
 
 
 def data_parallel_slots(config: SupervisedConfig, ranks: int) -> int:
-    """Return the number of data-parallel slots; raise an error if parallel sizes do not divide the ranks."""
+    """Returns the number of data-parallel slots; raise an error if parallel sizes do not divide the ranks."""
     if problems := list(uneven_mesh(ranks, "", config, "engine", config.engine)):
         raise ConfigError(problems)
     return ranks // config.ranks_per_slot
 
 
 def batches_per_epoch(rows: int, batch_rows: int) -> int:
-    """Return the number of whole batches per epoch, at least one."""
+    """Returns the number of whole batches per epoch, at least one."""
     if rows < batch_rows:
         raise DataError(
             f"there are {rows} rows to train on, fewer than one batch of {batch_rows}; use "
@@ -74,7 +74,7 @@ class RowOrder:
         }
 
     def load_state_dict(self, state: Settings) -> None:
-        """Continue after the last batch of the state; a different data set or order is an error."""
+        """Continues after the last batch of the state; a different data set or order is an error."""
         current = self.state_dict()
         for name, meaning in _MUST_BE_EQUAL.items():
             if state[name] != current[name]:

@@ -78,7 +78,7 @@ class SFTRun:
         )
 
     def _encode(self, description: str, files: tuple[str, ...], max_samples: int) -> Dataset:
-        """Return the encoded rows of the files; a bad row stops the run before its first step."""
+        """Returns the encoded rows of the files; a bad row stops the run before its first step."""
         rows = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(rows, EncodedDataset):
             return rows  # a user's dataset class encodes its rows itself
@@ -99,7 +99,7 @@ class SFTRun:
         return progress(description, total)
 
     def fit(self) -> None:
-        """Train to the last step, resuming from a checkpoint if there is one."""
+        """Trains to the last step, resuming from a checkpoint if there is one."""
         with lock_folder(self.folder.path) if self.ranks.is_first else nullcontext():
             self.resume()
             if self.trainer.step_number < self.total_steps:
@@ -135,7 +135,7 @@ class SFTRun:
         return step >= self.total_steps or (steps > 0 and step % steps == 0)
 
     def validate(self) -> Metrics:
-        """Return the task's metrics over all validation rows."""
+        """Returns the task's metrics over all validation rows."""
         if self.val_rows is None:
             return {}
         count = self.config.data.train_batch_size
@@ -165,7 +165,7 @@ class SFTRun:
     # -- state --------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save the full state of the run, so that a resumed run computes the same numbers."""
+        """Saves the full state of the run, so that a resumed run computes the same numbers."""
         step, contents = self.trainer.step_number, self.config.checkpoint.save_contents
         with self._checkpoint_folder(step) as folder:
             self.trainer.engine.save(folder, contents)
@@ -186,14 +186,14 @@ class SFTRun:
 
     @contextmanager
     def _checkpoint_folder(self, step: int) -> Iterator[Path]:
-        """Yield the folder that all ranks write to; the first rank creates and finally renames it."""
+        """Yields the folder that all ranks write to; the first rank creates and finally renames it."""
         first = self.ranks.is_first
         with checkpoint.atomic_folder(self.folder, step) if first else nullcontext() as folder:
             self.ranks.barrier()
             yield folder if folder is not None else checkpoint.temporary_folder(self.folder, step)
 
     def resume(self) -> None:
-        """Load the newest valid checkpoint and drop the metrics logged after it."""
+        """Loads the newest valid checkpoint and drop the metrics logged after it."""
         trainer, first = self.config.trainer, self.ranks.is_first
         location = (self.folder, trainer.resume_mode, trainer.resume_from_path)
         # The first rank cleans the folder before the others read it.
@@ -212,7 +212,7 @@ class SFTRun:
             self._print_resumed(folder, state.get("model", self.config.model.path))
 
     def _data_fingerprint(self) -> str | None:
-        """Return the fingerprint of the data; None for a user's dataset class without one."""
+        """Returns the fingerprint of the data; None for a user's dataset class without one."""
         return getattr(self.rows, "fingerprint", None)
 
     def _require_same_data(self, state: Settings, folder: Path) -> None:
@@ -243,7 +243,7 @@ class SFTRun:
 def build_engine(
     config: SupervisedConfig, ranks: Ranks, task: Task, *, is_trained: bool = True
 ) -> TrainEngine:
-    """Build the training engine of a task; without `is_trained` it has no optimizer."""
+    """Builds the training engine of a task; without `is_trained` it has no optimizer."""
     model, data = config.model, config.data
     device = pick_device(config.trainer.device, ranks.local_rank)
     if config.engine.full_determinism:

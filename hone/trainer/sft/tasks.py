@@ -48,7 +48,7 @@ class Task(Protocol):
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset: ...
 
     def num_tokens(self, row: EncodedRow) -> int:
-        """Return the number of tokens of a row."""
+        """Returns the number of tokens of a row."""
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto: ...
 
@@ -73,7 +73,7 @@ class SupervisedTask:
         return len(row["input_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
-        """Build a batch; tokens before the first one with a loss are the prompt, the rest the response."""
+        """Builds a batch; tokens before the first one with a loss are the prompt, the rest the response."""
         outputs = []
         for row in rows:
             ids, mask = row["input_ids"], row["loss_mask"]
@@ -102,7 +102,7 @@ class ScoredTokens:
 
 
 def collate_scored(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto:
-    """Build a batch in which column t scores the token before response token t.
+    """Builds a batch in which column t scores the token before response token t.
 
     The engine reads the hidden state before each response token, so one padding token is appended.
     """
@@ -134,7 +134,7 @@ class StepTask:
         self._datasets: dict[tuple[str, int], Dataset] = {}
 
     def next_stage(self) -> StepTask:
-        """Return the task that trains all parameters on the same encoded rows."""
+        """Returns the task that trains all parameters on the same encoded rows."""
         task = StepTask()
         task._datasets = self._datasets
         return task

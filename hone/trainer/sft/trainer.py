@@ -65,7 +65,7 @@ class SFTTrainer:
     def validate(
         self, rows: EncodedRows, batch_rows: int, on_batch: Callable[[int], None] | None = None
     ) -> dict[str, float]:
-        """Return the task's validation metrics over all rows and ranks."""
+        """Returns the task's validation metrics over all rows and ranks."""
         mesh = self.engine.mesh
         rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         totals: dict[str, list[float]] = {}
