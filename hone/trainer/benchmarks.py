@@ -54,25 +54,29 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
         raise DataError(f"the data folder {folder} does not exist; name it with --data")
     mismatch = ""
     for file in (folder / benchmark / "test.parquet", folder / "test.parquet"):
-        sources = _sources_of_prepared(file) if file.is_file() else []
-        others = [source for source in sources if _normalize(benchmark) not in _normalize(source)]
-        if sources and not others:
+        sources = _data_sources(file) if file.is_file() else []
+        other_sources = [
+            source for source in sources if _normalize(benchmark) not in _normalize(source)
+        ]
+        if sources and not other_sources:
             return file
-        if others:
-            mismatch = f"{file} holds rows of {', '.join(others[:3])}, not of {benchmark} alone"
+        if other_sources:
+            mismatch = (
+                f"{file} holds rows of {', '.join(other_sources[:3])}, not of {benchmark} alone"
+            )
             if file.parent.name == benchmark:
                 raise DataError(f"{mismatch}; prepare {benchmark} there (`hone data prepare`)")
-    source = folder if RECIPES[benchmark].builder else None
+    source_dir = folder if RECIPES[benchmark].builder else None
     try:
-        prepare(benchmark, local_dir=work_folder / benchmark, source_dir=source)
+        prepare(benchmark, local_dir=work_folder / benchmark, source_dir=source_dir)
     except (DataError, KeyError) as error:
         if mismatch:
-            raise DataError(f"{mismatch}, and {folder} has no other file of it") from error
+            raise DataError(f"{mismatch}, and {folder} has no other file of {benchmark}") from error
         raise
     return work_folder / benchmark / "test.parquet"
 
 
-def _sources_of_prepared(file: Path) -> list[str]:
+def _data_sources(file: Path) -> list[str]:
     """Returns the data sources of a prepared file; an upstream file has none."""
     import pyarrow.parquet as pq
 
@@ -89,8 +93,9 @@ def _normalize(text: str) -> str:
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits overrides into those for generation and those for scoring."""
-    parts: tuple[list[str], list[str]] = ([], [])
+    generation: list[str] = []
+    scoring: list[str] = []
     for override in overrides:
         block = override.lstrip("+~").partition("=")[0].partition(".")[0]
-        parts[block not in GENERATION_BLOCKS].append(override)
-    return parts
+        (generation if block in GENERATION_BLOCKS else scoring).append(override)
+    return generation, scoring

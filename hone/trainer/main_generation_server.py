@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
-    """Converts the keys of RL training to those of generation."""
+    """Converts the config of RL training to that of generation."""
     policy, data = config.actor_rollout_ref, config.data
     values: dict[str, JsonValue | tuple[str, ...]] = {
         "path": data.train_files,

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Runs `hone train`: like `main`, with starting values for keys that are not set."""
+    """Runs `hone train`, which differs from `main` by starting values for keys that are not set."""
     with progress("load libraries"):
         from hone.trainer.starting_values import REQUIRED_KEYS, starting_values
 
@@ -58,7 +58,7 @@ def run(
     dry_run: bool = False,
     compute_score: Function | None = None,
 ) -> None:
-    """Trains as configured, in this process or on Ray; `origins` maps each key to its source.
+    """Trains as configured, in this process or on Ray; `origins` maps each key to the place that set it.
 
     `dry_run` prints a preview and stops before models load. `compute_score` replaces the score function
     of the configuration.

@@ -29,14 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
-    """Trains as configured, as one rank."""
+    """Runs this rank's part of the configured training."""
     run_stages([(config, None)], origins)
 
 
 def run_stages(
     stages: Sequence[tuple[SupervisedConfig, Task | None]], origins: Mapping[str, str] | None = None
 ) -> None:
-    """Trains the stages one after the other, as one rank; a finished stage is not repeated."""
+    """Runs this rank's part of the stages, one after the other; a finished stage is not repeated."""
     from hone.trainer.sft.order import check_divisible, data_parallel_slots
 
     ranks = Ranks.from_env()

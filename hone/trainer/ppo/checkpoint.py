@@ -151,7 +151,7 @@ def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pat
         if (problem := find_damage(folder)) is not None:
             raise CheckpointError(f"{folder} cannot be resumed: {problem}")
         return step, folder
-    source = newest_valid(run)
+    source = newest_valid_checkpoint(run)
     if source is None and (folders := run.checkpoints()):
         raise NoValidCheckpoint(
             f"{run.path} has {len(folders)} checkpoints, but none can be resumed "
@@ -163,7 +163,7 @@ def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pat
     return source
 
 
-def newest_valid(run: RunFolder) -> tuple[int, Path] | None:
+def newest_valid_checkpoint(run: RunFolder) -> tuple[int, Path] | None:
     """Returns the latest checkpoint whose files all match its manifest."""
     for step, folder in reversed(run.checkpoints()):
         problem = find_damage(folder)
