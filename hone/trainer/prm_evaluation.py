@@ -147,7 +147,7 @@ def labelled_step_metrics(scorer: StepScorer) -> dict[str, Any]:
     }
 
 
-def best_of_n(scorer: StepScorer, file: str, aggregate: str, split: str) -> dict[str, Any]:
+def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str) -> dict[str, Any]:
     """Returns the mean scores of the responses and votes that the model selects from k responses.
 
     Rows have n ≥ k responses, of which the first k are used, and either `scores` or the columns that
@@ -161,7 +161,7 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, split: str) -> dict
         if not row.get("responses") or len(row["responses"]) != len(row["scores"]):
             raise DataError(f"{file}, row {index}: 'responses' and 'scores' must be equally long")
         for text in row["responses"]:
-            steps = [step for step in text.split(split) if step.strip()] or ["(empty)"]
+            steps = [step for step in text.split(step_separator) if step.strip()] or ["(empty)"]
             solutions.append(
                 Solution(row.get(scorer.config.data.prompt_key), steps, [None] * len(steps))
             )

@@ -11,16 +11,16 @@ from pathlib import Path
 import hone
 from hone.config.errors import ConfigError, did_you_mean, nearest
 
-SHIPPED = "shipped"
+SHIPPED_FOLDER = "shipped"
 EXAMPLES = "examples"
 _EXAMPLES_TITLE = "Plug-ins of your own: a reward manager, an agent loop, data preparation"
 
 
 def shipped_folder() -> Path:
-    """Returns the folder that holds `recipes` and `examples`."""
+    """Returns the folder that contains `recipes` and `examples`."""
     package = Path(hone.__file__).resolve().parent
-    if (package / SHIPPED).is_dir():
-        return package / SHIPPED
+    if (package / SHIPPED_FOLDER).is_dir():
+        return package / SHIPPED_FOLDER
     if (package.parent / "pyproject.toml").is_file():
         return package.parent
     raise ConfigError(
@@ -47,7 +47,7 @@ def listing() -> list[str]:
 
 
 def copy_recipe(name: str, out: str | None = None) -> Path:
-    """Copies a recipe to `out`, by default `recipes/NAME` as in its commands, and return the folder."""
+    """Copies a recipe to `out`, by default `recipes/NAME` as its commands expect, and returns the folder."""
     folders = recipes()
     if name not in folders:
         hint = did_you_mean(nearest(name, folders))

@@ -1,4 +1,4 @@
-"""Declares subcommands of `hone`, and those of `hone data`."""
+"""Declares a subcommand of `hone`, and the subcommands of `hone data`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_verb(
 
 
 def print_text(text: str) -> None:
-    """Prints the output of a subcommand, one or more lines."""
+    """Prints the output of a subcommand, which may have several lines."""
     from hone.tracking.console import screen
 
     screen().line(text.rstrip("\n"))
@@ -49,7 +49,7 @@ def add_data_verbs(verbs: Verbs) -> None:
         allow_abbrev=False,
     )
     prepare.set_defaults(run=_data_prepare, takes_more=True, own_parser=prepare)
-    prepare.add_argument("name", nargs="?", help="the data set; none lists them")
+    prepare.add_argument("name", nargs="?", help="the data set; without it, all are listed")
     check = add_verb(data_verbs, "check", _data_check, "what is in a file, and what would go wrong")
     check.add_argument("files", nargs="+", metavar="FILE")
     check.add_argument(
@@ -66,20 +66,22 @@ def add_data_verbs(verbs: Verbs) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="an agent loop of your own that rows may name (repeat for more)",
+        help="an agent loop of your own that rows may name; may be repeated",
     )
 
     show = add_verb(data_verbs, "show", _data_show, "rows as the model will see them")
     show.add_argument("file", metavar="FILE")
     show.add_argument(
-        "--rows", metavar="LIST", help="which, as in 0,3-5; the first three if left out"
+        "--rows", metavar="LIST", help="row numbers, as in 0,3-5 (default: the first three)"
     )
     show.add_argument("--tools", metavar="FILE", help="tools of the run, a YAML list or a .py file")
     _add_rendering_options(show)
 
 
 def _add_rendering_options(parser: Parser) -> None:
-    parser.add_argument("--tokenizer", metavar="MODEL", help="render and count with its tokenizer")
+    parser.add_argument(
+        "--tokenizer", metavar="MODEL", help="render prompts and count tokens with its tokenizer"
+    )
     parser.add_argument("--prompt-key", metavar="COLUMN", help="the prompt's column (prompt)")
     parser.add_argument("--prompt-format", choices=("chat", "raw"), help="as data.prompt_format")
 

@@ -1,4 +1,4 @@
-"""Computes rewards with the KL penalty, rollout correction and advantages, on the driver."""
+"""Computes rewards with the KL penalty, the rollout correction and advantages, on the driver."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def apply_kl_in_reward(
 def penalize_kl(
     batch: DataProto, controller: FixedKLController, kl_penalty: str
 ) -> tuple[Tensor, dict[str, float]]:
-    """Returns scores − coefficient · KL [B, T] and metrics, and update the KL controller."""
+    """Returns scores − coefficient · KL [B, T] and metrics, and updates the KL controller."""
     coefficient = controller.value
-    rewards, current = apply_kl_penalty(
+    rewards, current_kl = apply_kl_penalty(
         require(batch, "token_level_scores"),
         require(batch, "old_log_probs"),
         require(batch, "ref_log_prob"),
@@ -48,15 +48,15 @@ def penalize_kl(
         coefficient,
         kl_penalty,
     )
-    controller.update(current_kl=float(current), n_steps=len(batch))
+    controller.update(current_kl=float(current_kl), n_steps=len(batch))
     return rewards, {
-        "actor/reward_kl_penalty": float(current),
+        "actor/reward_kl_penalty": float(current_kl),
         "actor/reward_kl_penalty_coeff": coefficient,
     }
 
 
 def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Writes importance weights and the reduced `loss_mask`, if correction is configured."""
+    """Writes importance weights and `loss_mask` without the rejected tokens, if correction is configured."""
     settings = algorithm.rollout_correction
     if not settings.narrows_loss:
         return {}
@@ -77,7 +77,7 @@ def estimate_advantages(
 ) -> None:
     """Writes `advantages` and `returns`; the estimator receives the columns that it declares.
 
-    For a row whose scoring failed, `failure_score` replaces a reward part.
+    `failure_score` replaces a reward part of a row whose scoring failed.
     """
     columns = {c: _required_column(batch, c, failure_score) for c in estimator.requires}
     advantages, returns = run_estimator(batch, estimator, columns)
@@ -108,7 +108,7 @@ def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tu
 
 
 def _required_column(batch: DataProto, name: str, failure_score: float) -> Tensor:
-    """Returns a column; a reward part may also be one number per row from the score function."""
+    """Returns a column; for a reward part, the score function may have returned one number per row."""
     extra = name.removeprefix(REWARD_PREFIX)
     if batch.has_column(name) or name == extra or not has_extra(batch, extra):
         return require(batch, name)
@@ -121,10 +121,10 @@ def write_derived_columns(batch: DataProto, names: Set[str]) -> None:
         write(batch, name, DERIVED[name](batch))
 
 
-def greedy_baselines(batch: DataProto, greedy: DataProto) -> Tensor:
+def greedy_baselines(batch: DataProto, greedy_batch: DataProto) -> Tensor:
     """Returns ReMax's baseline [B], the score of the greedy response to each row's prompt."""
-    scores = totals(greedy, require(greedy, "token_level_scores").sum(-1)).tolist()
-    uids = of_trajectories(greedy, greedy.non_tensor_batch["uid"])
+    scores = totals(greedy_batch, require(greedy_batch, "token_level_scores").sum(-1)).tolist()
+    uids = of_trajectories(greedy_batch, greedy_batch.non_tensor_batch["uid"])
     score_of_uid = dict(zip(uids, scores, strict=True))
     return torch.tensor([score_of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
 
@@ -135,8 +135,10 @@ def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: i
         return batch
     generator = torch.Generator().manual_seed(fold_seed(seed, "pf_ppo", step))
     scores = totals(batch, require(batch, "token_level_scores").sum(-1))
-    settings = algorithm.pf_ppo
-    rows = pf_ppo_rows(scores, settings.reweight_method, settings.weight_pow, generator)
+    pf_ppo = algorithm.pf_ppo
+    indices = pf_ppo_rows(scores, pf_ppo.reweight_method, pf_ppo.weight_pow, generator)
     if (numbers := trajectory_numbers(batch)) is not None:
-        rows = torch.cat([(numbers == trajectory).nonzero().squeeze(1) for trajectory in rows])
-    return batch.select_idxs(rows)
+        indices = torch.cat(
+            [(numbers == trajectory).nonzero().squeeze(1) for trajectory in indices]
+        )
+    return batch.select_idxs(indices)

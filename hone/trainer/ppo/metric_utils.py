@@ -72,7 +72,7 @@ class Metric:
 
     @classmethod
     def aggregate_dp(cls, metric_lists: Sequence[Metric]) -> float:
-        """Reduces over ranks: the ranks' mean for sums and means, else the extreme of all."""
+        """Reduces over ranks: averages sums and means over ranks; minima and maxima are over all values."""
         kind = metric_lists[0].aggregation
         if len({len(metric.values) for metric in metric_lists}) != 1:
             raise ValueError("the ranks have different numbers of values")
@@ -106,9 +106,9 @@ def reduce_metrics(metrics: Fields) -> dict[str, float]:
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """Returns metrics of scores, rewards, advantages and lengths, and of values with a critic."""
+    """Returns metrics of scores, rewards, advantages and lengths, and of values if `use_critic`."""
     prompts, responses = (part.shape[1] for part in split_attention(batch))
-    metrics = data_metrics(batch, prompt_limit=prompts, response_limit=responses)
+    metrics = data_metrics(batch, max_prompt_length=prompts, max_response_length=responses)
     critic_prefixes = ("critic/values/", "critic/vf_explained_var")
     return {k: v for k, v in metrics.items() if use_critic or not k.startswith(critic_prefixes)}
 
@@ -146,13 +146,16 @@ def compute_variance_proxy_metrics(
         return {}
     mask = columns["response_mask"]
     score_norms = 1 - 2 * columns["old_log_probs"].exp() + columns["sum_pi_squared"]  # [B, T]
-    squared = masked_mean(columns["advantages"], mask, -1) ** 2
-    weighted, weight = score_norms, torch.ones_like(squared)
+    squared_advantages = masked_mean(columns["advantages"], mask, -1) ** 2
+    weighted_norms, mean_weights = score_norms, torch.ones_like(squared_advantages)
     if "rollout_is_weights" in columns:
-        weights = columns["rollout_is_weights"]
-        score_norms = score_norms * (weights > 0)  # a rejected token has no gradient
-        weighted, weight = score_norms * weights**2, masked_mean(weights, mask, -1)
-    power = weight**2 * squared * masked_sum(score_norms, mask, -1).clamp(min=0)
+        importance_weights = columns["rollout_is_weights"]
+        score_norms = score_norms * (importance_weights > 0)  # a rejected token has no gradient
+        weighted_norms, mean_weights = (
+            score_norms * importance_weights**2,
+            masked_mean(importance_weights, mask, -1),
+        )
+    power = mean_weights**2 * squared_advantages * masked_sum(score_norms, mask, -1).clamp(min=0)
     total = float(power.mean())
     signal = 0.0 if gradient_norm is None else gradient_norm**2
     has_noise = gradient_norm is not None and len(batch) > 1
@@ -162,8 +165,8 @@ def compute_variance_proxy_metrics(
         "variance_proxy/proxy3_pure_noise": (
             max(0.0, (total - signal) / (len(batch) - 1)) if has_noise else 0.0
         ),
-        "variance_proxy/expected_a_squared": float(squared.mean()),
-        "variance_proxy/expected_w": float(masked_sum(weighted, mask, -1).mean()),
+        "variance_proxy/expected_a_squared": float(squared_advantages.mean()),
+        "variance_proxy/expected_w": float(masked_sum(weighted_norms, mask, -1).mean()),
     }
 
 

@@ -38,26 +38,26 @@ REWARD_WORKERS: dict[str, type] = {
     "judge": JudgeWorker,
 }
 """The worker class by `reward_model.type`."""
-POOL, ROLLOUT_POOL, REWARD_POOL = "global_pool", "rollout_pool", "reward_pool"
+GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL = "global_pool", "rollout_pool", "reward_pool"
 
 
 def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
-    """Returns the worker class of each role the plan needs; with LoRA the actor is also the reference."""
+    """Returns the worker class of each role that the plan needs; with `lora`, the actor is the reference."""
     roles: dict[Role, type] = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
     if plan.needs_reference and not lora:
         roles[Role.RefPolicy] = ReferenceWorker
     if plan.needs_critic:
         roles[Role.Critic] = CriticWorker
-    if plan.reward_model in ("prm", "prime") or (plan.reward_model and not plan.is_on_server):
+    if plan.reward_model in ("prm", "prime") or (plan.reward_model and not plan.has_reward_server):
         roles[Role.RewardModel] = REWARD_WORKERS[plan.reward_model]
     return roles
 
 
 def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> ResourcePoolManager:
-    """Returns the pool of `nnodes` × `n_gpus_per_node` processes, and those of rollout and reward model."""
+    """Returns the global pool, and the pools of rollout and reward model if these are configured."""
     trainer = config.trainer
-    pools = {POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
-    mapping = dict.fromkeys(roles, POOL)
+    pools = {GLOBAL_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
+    mapping = dict.fromkeys(roles, GLOBAL_POOL)
     if config.rollout_pool:
         pools[ROLLOUT_POOL] = list(config.rollout_pool)
         mapping[Role.Rollout] = ROLLOUT_POOL
@@ -68,7 +68,7 @@ def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> Resou
 
 
 def group_class(config: PPOTrainerConfig) -> GroupClass:
-    """Returns the worker group class; `auto` is local at world size 1, else Ray."""
+    """Returns the worker group class that `trainer.controller` selects."""
     if config.uses_controller == "local":
         return LocalWorkerGroup
     from hone.controller.ray import RayWorkerGroup
@@ -83,7 +83,7 @@ def start_workers(
     group_cls: GroupClass,
     stack: ExitStack,
 ) -> dict[Role, AnyGroup]:
-    """Starts one group per role; roles of a pool share its processes. Closing `stack` stops them."""
+    """Starts one group per role; roles of a pool share its processes. Closing `stack` stops the groups."""
     from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 
     pool_members: dict[str, dict[str, ClassWithInitArgs]] = {}
@@ -126,7 +126,7 @@ def start_workers(
 def policy_groups(
     groups: Mapping[Role, AnyGroup],
 ) -> tuple[WorkerGroup[ActorWorker], WorkerGroup[RolloutWorker], WorkerGroup[ReferenceWorker]]:
-    """Returns the groups of actor, rollout and reference, which may be one group as in verl."""
+    """Returns the groups of actor, rollout and reference; these may be the same group, as in verl."""
     hybrid = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
     actor, rollout = groups.get(Role.Actor) or hybrid, groups.get(Role.Rollout) or hybrid
     if actor is None or rollout is None:

@@ -41,16 +41,16 @@ from hone.types import Function, JsonValue, Row
 from hone.workers.reward_model import RewardModelWorker
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
-STYLE = "reward_model.style=model"
+MODEL_STYLE = "reward_model.style=model"
 if TYPE_CHECKING:
     from hone.rewards.managers.model import ModelRewardManager
     from hone.workers.judge import JudgeWorker
 
 Extras: TypeAlias = Mapping[str, Sequence[JsonValue]]
-"""Values that a score function returned next to its score: by name, one value per row."""
+"""Values that a score function returned next to its score, by name; one value per row."""
 RewardModel: TypeAlias = WorkerGroup[RewardModelWorker] | RuleRewardManager
-"""The workers of a reward model, or the manager of one that a server runs."""
-FAILURE = "reward_failure"
+"""The workers of a reward model, or the manager of a reward model on a server."""
+FAILURE_COLUMN = "reward_failure"
 """The extra with the reason why a row could not be scored; None for a scored row."""
 NO_VAL_REWARD_FN = (
     ". Validation rows are scored by the configured rules, since val_reward_fn was not given with "
@@ -62,7 +62,7 @@ _ROW_WITHOUT_RULE = {"reward_model": {"style": "model"}}
 def check_rows(
     reward_fn: Function, dataset: Dataset | None, config: PPOTrainerConfig, hint: str = ""
 ) -> None:
-    """Raises an error for reserved columns, images, unknown agent loops, or (with `hint`) missing scorers."""
+    """Checks columns, media, agent loops and scorers of the rows; `hint` ends the error about a scorer."""
     if not isinstance(dataset, RLHFDataset):
         return
     loops = LoopNames(config.actor_rollout_ref.rollout)
@@ -85,7 +85,7 @@ def check_rows(
 
 
 def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """Yields the position and these columns of each row that the data set uses."""
+    """Yields the position and the given columns of each row that the data set uses."""
     positions = set(dataset.positions)
     return (pair for pair in enumerate(dataset.store.scan(columns)) if pair[0] in positions)
 
@@ -142,7 +142,7 @@ def check_sources(
                 continue
             if has_model_style(row.get("reward_model")) and reward_fn.uses_table and not has_model:
                 raise DataError(
-                    f"{dataset.store.where(position)}: {STYLE}, but this run has no reward model; "
+                    f"{dataset.store.where(position)}: {MODEL_STYLE}, but this run has no reward model; "
                     "use reward_model.enable=true with a reward_model.model.path or "
                     "reward_model.server.url, your own score function, or style rule"
                 )
@@ -168,8 +168,8 @@ def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | Non
         return True
     if model.route_by_style and len(readable) == len(datasets):
         raise DataError(
-            f"reward_model.route_by_style=true, but no row has {STYLE}, so the reward model would score "
-            "nothing; write the style into the rows, or use route_by_style=null"
+            f"reward_model.route_by_style=true, but no row has {MODEL_STYLE}, so the reward model would "
+            "score nothing; write the style into the rows, or use route_by_style=null"
         )
     return bool(model.route_by_style)
 
@@ -180,7 +180,7 @@ def load_validation_manager(
     dataset: Dataset | None,
     compute_score: Function | None = None,
 ) -> AbstractRewardManager:
-    """Returns the manager of validation: as in PURE, `prime` replaces `blank` if all rows have a rule."""
+    """Returns the manager of validation; as in PURE, `prime` replaces `blank` if all rows have a rule."""
     manager = load_reward_manager(config, tokenizer, 1, compute_score=compute_score)
     if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
         return manager
@@ -199,27 +199,27 @@ def _score_parts(
     reward_fn: Function,
     model: RewardModel | None,
     route_by_style: bool,
-    by_step: bool,
+    scores_steps: bool,
 ) -> tuple[dict[str, Tensor], Extras]:
     """Returns the token scores [B, T] of each part, and extras; an agent loop's score replaces the rule's.
 
     With a reward model, no rule scores rows of style `model`; with `route_by_style`, an outcome reward model
-    scores only these. Both score the last row of a trajectory; a process reward model (`by_step`) all rows.
+    scores only these. Both score the last row of a trajectory; with `scores_steps` the model scores all rows.
     """
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
     is_last = is_last_row(batch)
-    for_model = np.zeros(len(batch), dtype=bool)
+    has_style = np.zeros(len(batch), dtype=bool)
     if model is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
-        for_model = np.array([has_model_style(value) for value in styles], dtype=bool)
+        has_style = np.array([has_model_style(value) for value in styles], dtype=bool)
     if batch.has_column(LOOP_SCORE):
         parts[AGENT] = batch.batch[LOOP_SCORE]
     else:
-        parts[RULE], extras = _score_rows(batch, is_last & ~for_model, reward_fn)
+        parts[RULE], extras = _score_rows(batch, is_last & ~has_style, reward_fn)
         _check_extras(extras, reward_fn)
     if model is not None:
-        rows = is_last & for_model if route_by_style else is_last | by_step
+        rows = is_last & has_style if route_by_style else is_last | scores_steps
         if isinstance(model, RuleRewardManager):
             parts[MODEL], model_extras = _score_rows(batch, rows, model)
             extras = _merge_extras(extras, model_extras)
@@ -241,9 +241,9 @@ def _score_parts(
 def _merge_extras(extras: Extras, model_extras: Extras) -> Extras:
     """Merges the extras of rule and reward model; a row has failed if either could not score it."""
     merged = {**{name: v for name, v in model_extras.items() if name != "score"}, **extras}
-    if FAILURE in extras and FAILURE in model_extras:
-        pairs = zip(extras[FAILURE], model_extras[FAILURE], strict=True)
-        merged[FAILURE] = [rule or model for rule, model in pairs]
+    if FAILURE_COLUMN in extras and FAILURE_COLUMN in model_extras:
+        pairs = zip(extras[FAILURE_COLUMN], model_extras[FAILURE_COLUMN], strict=True)
+        merged[FAILURE_COLUMN] = [rule or model for rule, model in pairs]
     return merged
 
 
@@ -272,7 +272,7 @@ def _check_extras(extras: Extras, reward_fn: Function) -> None:
     """Raises an error if an extra has the name of a column that the training loop writes."""
     for name in extras:
         column = declared(name)
-        if column is not None and name != FAILURE:
+        if column is not None and name != FAILURE_COLUMN:
             scorer = unbound(getattr(reward_fn, "compute_score", None) or reward_fn)
             scorer_name = getattr(scorer, "__name__", type(scorer).__name__)
             raise RewardError(
@@ -288,7 +288,7 @@ def extra_numbers(batch: DataProto, name: str, failure_score: float) -> list[flo
     is_last = is_last_row(batch)
     numbers = []
     for row, (value, failure) in enumerate(
-        zip(arrays.get(name, missing), arrays.get(FAILURE, missing), strict=True)
+        zip(arrays.get(name, missing), arrays.get(FAILURE_COLUMN, missing), strict=True)
     ):
         if value is None and (failure is not None or not is_last[row]):
             value = failure_score if is_last[row] else 0.0
@@ -304,16 +304,18 @@ def extra_numbers(batch: DataProto, name: str, failure_score: float) -> list[flo
 
 
 def has_rule_score(batch: DataProto) -> Tensor:
-    """Returns [N] bool: whether a rule scores the trajectory, with the ground truth that it needs."""
+    """Returns [N] bool: whether a rule scored the trajectory, with the ground truth that it needs."""
     arrays, missing = batch.non_tensor_batch, object_array([None] * len(batch))
-    pairs = zip(arrays.get(FAILURE, missing), arrays.get("reward_model", missing), strict=True)
+    pairs = zip(
+        arrays.get(FAILURE_COLUMN, missing), arrays.get("reward_model", missing), strict=True
+    )
     rows = [reason != NO_GROUND_TRUTH and not has_model_style(column) for reason, column in pairs]
     return torch.from_numpy(of_trajectories(batch, np.array(rows, dtype=bool)))
 
 
 def has_extra(batch: DataProto, name: str) -> bool:
     """Returns whether the scorer returns the extra `name`; True if it failed on every row."""
-    failures = batch.non_tensor_batch.get(FAILURE, np.empty(0, dtype=object))
+    failures = batch.non_tensor_batch.get(FAILURE_COLUMN, np.empty(0, dtype=object))
     scored = failures[is_last_row(batch)] if len(failures) else failures
     all_failed = len(scored) > 0 and all(failure is not None for failure in scored)
     return name in batch.meta_info.get("reward_extra_names", ()) or all_failed
@@ -326,7 +328,7 @@ def score(
     config: RewardModelConfig,
     route_by_style: bool = False,
 ) -> DataProto:
-    """Writes `reward/<part>`, their weighted sum, and the extras as columns."""
+    """Writes the score of each part, their weighted sum, and the extras as columns."""
     parts, extras = _score_parts(
         batch, reward_fn, reward_model, route_by_style, config.type == "prm"
     )
@@ -351,7 +353,7 @@ def score(
             total = total + scores * weight
     write(batch, "token_level_scores", total)
     # Every batch has the failure column, so that batches of several rounds can be concatenated.
-    for name, values in {FAILURE: [None] * len(batch), **extras}.items():
+    for name, values in {FAILURE_COLUMN: [None] * len(batch), **extras}.items():
         batch.set_column(name, object_array(list(values)))
     batch.meta_info["reward_extra_names"] = sorted(extras)
     return batch

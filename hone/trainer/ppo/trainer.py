@@ -31,7 +31,7 @@ from hone.trainer.ppo.balance import balance, check_divisible
 from hone.trainer.ppo.collect import DynamicSampling, filter_batch
 from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.memory import freeze_garbage_collection
-from hone.trainer.ppo.plan import Plan, with_schedule_length
+from hone.trainer.ppo.plan import Plan, set_schedule_lengths
 from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.publish import Publisher
 from hone.trainer.ppo.response_metrics import response_metrics
@@ -65,20 +65,19 @@ class PPOTrainer:
         data, trainer = config.data, config.trainer
         self.tokenizer = tokenizer
         self.plan = Plan.of(config)
-        inputs = data, tokenizer, processor
-        self.train_dataset = create_run_dataset(train_dataset, *inputs, is_train=True)
+        dataset_inputs = data, tokenizer, processor
+        self.train_dataset = create_run_dataset(train_dataset, *dataset_inputs, is_train=True)
         self.loader = create_train_loader(
             data, self.train_dataset, data.prompts_per_generation, trainer.seed
         )
         self.val_dataset: Dataset | None = None
         if data.val_files or val_dataset is not None:
-            self.val_dataset = create_run_dataset(val_dataset, *inputs, is_train=False)
+            self.val_dataset = create_run_dataset(val_dataset, *dataset_inputs, is_train=False)
             self.val_loader = create_val_loader(data, self.val_dataset, trainer.seed)
         steps_of_epochs = self.loader.batches_per_epoch * trainer.total_epochs
         self.total_steps = trainer.total_training_steps or steps_of_epochs
-        self.config, _ = resolve_threads(
-            with_schedule_length(config, self.total_steps), trainer.n_gpus_per_node
-        )
+        scheduled_config = set_schedule_lengths(config, self.total_steps)
+        self.config, _ = resolve_threads(scheduled_config, trainer.n_gpus_per_node)
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or scoring.load_validation_manager(
             config, tokenizer, self.val_dataset
@@ -87,13 +86,13 @@ class PPOTrainer:
         hint = scoring.NO_VAL_REWARD_FN if reward_fn and not val_reward_fn else ""
         scoring.check_rows(self.val_reward_fn, self.val_dataset, config, hint)
         self.route_by_style = scoring.routes_by_style(config, self.train_dataset, self.val_dataset)
-        lora = config.actor_rollout_ref.model.uses_lora
-        self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=lora))
+        uses_lora = config.actor_rollout_ref.model.uses_lora
+        self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=uses_lora))
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
         self.group_cls = ray_worker_group_cls or roles.group_class(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.run = RunFolder(trainer.default_local_dir, trainer.default_hdfs_dir)
-        self.rollouts = RolloutWriter(self.run, trainer, tokenizer)
+        self.rollout_writer = RolloutWriter(self.run, trainer, tokenizer)
         self.timers = Timers()
         self.alarms = Alarms(trainer.alarms, self.run)
         compares_groups = self.plan.estimator.groups != "ignored"
@@ -104,7 +103,7 @@ class PPOTrainer:
         self.global_step = 0
 
     def init_workers(self) -> None:
-        """Starts every role and load its model."""
+        """Starts every role and loads its model."""
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
         groups = roles.start_workers(config, self.roles, self.pools, self.group_cls, self._stack)
         self.profiler = StepProfiler(config, groups)
@@ -114,7 +113,7 @@ class PPOTrainer:
         check_divisible(config, self.actor.data_parallel_size)
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
         self.reward_model = scoring.get_reward_model(config, self.plan, self.tokenizer, groups)
-        self.trained = roles.trained_groups(groups, self.plan)
+        self.trained_groups = roles.trained_groups(groups, self.plan)
         self.source = TrajectorySource(
             self.rollout,
             run_seed=config.sampling_seed,
@@ -130,7 +129,7 @@ class PPOTrainer:
     # -- the loop -----------------------------------------------------------------------------
 
     def fit(self, origins: Mapping[str, str] | None = None) -> None:
-        """Trains to the last step; `origins` maps each config key to its file or argument."""
+        """Trains to the last step; `origins` maps each config key to the file or argument that set it."""
         trainer = self.config.trainer
         with lock_folder(self.run.path):
             self.resume()
@@ -150,9 +149,9 @@ class PPOTrainer:
                 resumed_from=self.global_step or None,
                 prints_everything=trainer.console == "full",
             )
-            status = progress("step", self.total_steps, has_step_line=True)
-            frozen = freeze_garbage_collection()
-            with graceful_stop() as stop, status as bar, tracking, frozen as freeze, self.rollouts:
+            steps = progress("step", self.total_steps, has_step_line=True)
+            frozen_gc, writer = freeze_garbage_collection(), self.rollout_writer
+            with graceful_stop() as stop, steps as bar, tracking, frozen_gc as freeze, writer:
                 self.tracking, self.bar = tracking, bar
                 validate_first = self.global_step == 0 and trainer.val_before_train
                 if (validate_first or trainer.val_only) and (val_metrics := self.validate()):
@@ -164,19 +163,19 @@ class PPOTrainer:
                         batch, step_metrics = self.step()
                     step_metrics |= self.after_step(batch)
                     step_metrics |= self.alarms.observe(step_metrics, self.global_step)
-                    with self.checkpoint_if_due(stop.requested) as saved:
+                    with self.checkpoint_if_due(stop.requested) as is_saved:
                         timing, ranks = self.timers.drain(), self.actor.world_size
                         step_metrics |= timing | metrics.throughput_metrics(batch, timing, ranks)
                         tracking.log(step_metrics, self.global_step)
                     freeze()
-                    self.alarms.raise_if_due()
-                    if saved:
+                    self.alarms.raise_if_stopped()
+                    if is_saved:
                         stop.raise_if_requested(self.global_step)
             if "console" in trainer.logger:
                 checkpoint.print_result(self.run, self.global_step)
 
     def step(self) -> tuple[DataProto, dict[str, float]]:
-        """Runs one step of the loop."""
+        """Runs one step of the loop, and returns its batch and metrics."""
         self.global_step += 1
         traffic_metrics(self.traffic)  # drops the traffic of validation and checkpoints
         batch = self.collect()
@@ -187,7 +186,7 @@ class PPOTrainer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a part of the step and show it in the progress bar."""
+        """Times a part of the step, and shows its name in the progress bar."""
         self.bar.update(self.global_step - 1, note=name)
         with self.timers.timer(name):
             yield
@@ -246,7 +245,7 @@ class PPOTrainer:
                 adopt(batch, self.critic.call(CriticWorker.compute_values, batch))
         if plan.needs_implicit_rewards:
             with self.phase("update_rm"):
-                train_implicit_reward_model(batch, self.trained["reward"], self.config)
+                train_implicit_reward_model(batch, self.trained_groups["reward"], self.config)
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
@@ -263,7 +262,7 @@ class PPOTrainer:
         return batch
 
     def resample_and_balance(self, batch: DataProto) -> DataProto:
-        """Returns the rows of the update, resampled if PF-PPO is enabled, and ordered by rank."""
+        """Returns the rows of the update: resampled if PF-PPO is enabled, and ordered by rank."""
         trainer, algorithm = self.config.trainer, self.config.algorithm
         with self.timers.timer("adv"):
             rows = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
@@ -275,7 +274,7 @@ class PPOTrainer:
         return rows
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Updates the critic, then the actor, and publish the actor's weights."""
+        """Updates the critic, then the actor, and publishes the actor's weights."""
         step_metrics: dict[str, float] = {}
         rows = int(batch.batch["step_row"].max()) + 1
         if self.plan.needs_critic and self.critic is not None:
@@ -287,7 +286,7 @@ class PPOTrainer:
                 output = self.actor.call(ActorWorker.update_actor, batch, step_rows=rows)
                 step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
             step_metrics |= self.publish()
-        self.warnings.skipped_updates(step_metrics, self.global_step)
+        self.warnings.warn_of_skipped_updates(step_metrics, self.global_step)
         return step_metrics
 
     def publish(self) -> dict[str, float]:
@@ -306,7 +305,7 @@ class PPOTrainer:
             # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
             **(metrics.agreement_metrics(batch) if self.plan.needs_old_log_probs else {}),
             **metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path),
-            **self.warnings.group_signal(batch, self.global_step),
+            **self.warnings.check_group_signal(batch, self.global_step),
             **self.publisher.staleness(batch),
             **traffic_metrics(self.traffic),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
@@ -317,9 +316,9 @@ class PPOTrainer:
         return report | scoring.pop_metrics(self.reward_fn, self.reward_model)
 
     def after_step(self, batch: DataProto) -> dict[str, float]:
-        """Writes the rollout file, call data hooks and validate."""
+        """Writes the rollout file, calls data hooks, and validates if it is due."""
         trainer = self.config.trainer
-        self.rollouts.write(batch, self.global_step, self.tracking)
+        self.rollout_writer.write(batch, self.global_step, self.tracking)
         self.loader.on_batch_end(batch)
         is_due = trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0
         return self.validate() if is_due or self.global_step >= self.total_steps else {}
@@ -337,7 +336,7 @@ class PPOTrainer:
 
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             val_metrics, batch = run_validation(self.val_loader.one_epoch(), generate, samples, bar)
-        self.rollouts.write_validation(batch, self.global_step, self.tracking)
+        self.rollout_writer.write_validation(batch, self.global_step, self.tracking)
         counts = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
         return val_metrics | {f"val-aux/{name}": count for name, count in counts.items()}
 
@@ -345,9 +344,9 @@ class PPOTrainer:
 
     @contextmanager
     def checkpoint_if_due(self, stop_requested: bool) -> Iterator[bool]:
-        """Writes a checkpoint if one is due, and yield whether it is; the enclosed block logs the metrics.
+        """Writes a checkpoint if one is due, and yields whether it is; the enclosed block logs the metrics.
 
-        The checkpoint gets its final name after that, so a killed run has both or neither.
+        The checkpoint gets its final name after the block, so a killed run has both or neither.
         """
         trainer = self.config.trainer
         is_due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
@@ -363,9 +362,9 @@ class PPOTrainer:
 
     def save(self, folder: Path) -> None:
         """Saves the full state of the run, so that a resumed run computes the same numbers."""
-        self.rollouts.flush()
+        self.rollout_writer.flush()
         with self.phase("save_checkpoint"):
-            for role, group in self.trained.items():
+            for role, group in self.trained_groups.items():
                 group.call_all(TrainWorker.save_checkpoint, str(folder / role))
             state: Fields = {"step": self.global_step, "loader": self.loader.state_dict()}
             state |= {"not_taken": self.source.state_dict(), "alarms": self.alarms.state_dict()}
@@ -373,13 +372,13 @@ class PPOTrainer:
             checkpoint.write_state(folder, state)
 
     def resume(self) -> None:
-        """Loads the newest valid checkpoint and drop the metrics logged after it."""
+        """Loads the newest valid checkpoint, and drops the metrics that were logged after it."""
         trainer = self.config.trainer
         source = checkpoint.prepare_resume(self.run, trainer.resume_mode, trainer.resume_from_path)
         if source is None:
             return
         step, folder = source
-        for role, group in self.trained.items():
+        for role, group in self.trained_groups.items():
             group.call_all(TrainWorker.load_checkpoint, str(folder / role))
         self.publisher.publish()
         state = checkpoint.read_state(folder, "loader", "kl_controller")
@@ -395,5 +394,5 @@ class PPOTrainer:
         for manager in (self.reward_fn, self.val_reward_fn):
             if hasattr(manager, "close"):
                 manager.close()
-        self.rollouts.close()
+        self.rollout_writer.close()
         self._stack.close()

@@ -28,7 +28,7 @@ def run_validation(
     samples: int,
     bar: Bar,
 ) -> tuple[dict[str, float], DataProto]:
-    """Generates and score every batch of prompts; return the metrics and all trajectories."""
+    """Generates and scores every batch of prompts; returns the metrics and all trajectories."""
     sources: list[str] = []
     uids: list[str] = []
     turns: list[float] = []
@@ -96,15 +96,15 @@ def process_validation_metrics(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Returns values by source, variable and statistic, for numeric variables.
 
-    Name and arguments are verl's; `seed` is unused, since expectations are exact. An attempt that
-    `expected_acc_counts` counts for (source, uid) but that is missing counts as wrong in `acc`.
+    Name and arguments are verl's; `seed` is unused, since expectations are exact. `expected_acc_counts` is
+    the number of attempts by (source, uid); missing attempts count as wrong in `acc`.
     """
     groups: dict[tuple[str, str], Group] = {}
     predictions = infos_dict.get("pred")
-    numeric = sorted(name for name, values in infos_dict.items() if are_numbers(values))
+    numeric_names = sorted(name for name, values in infos_dict.items() if are_numbers(values))
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
         group = groups.setdefault((source, uid), Group(source))
-        for name in numeric:
+        for name in numeric_names:
             if isinstance(value := infos_dict[name][row], SupportsFloat):
                 group.variables[name].append(float(value))
         if predictions is not None:

@@ -50,7 +50,7 @@ def compute_response_mask(data: DataProto) -> Tensor:
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: FixedKLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
-    """Writes `token_level_rewards` = scores − coefficient · KL, and update the KL controller."""
+    """Writes `token_level_rewards` = scores − coefficient · KL, and updates the KL controller."""
     data.batch["token_level_rewards"], metrics = credit.penalize_kl(data, kl_ctrl, kl_penalty)
     return data, metrics
 
@@ -103,7 +103,7 @@ class TaskRunner:
 def run_ppo(
     config: PPOTrainerConfig | Settings, task_runner_class: type[TaskRunner] | None = None
 ) -> None:
-    """Trains as configured; the run starts Ray if it needs it."""
+    """Trains as configured; starts Ray if the run needs it."""
     plain_class(task_runner_class or TaskRunner)().run(config)
 
 
@@ -131,7 +131,7 @@ def need_reward_model(config: PPOTrainerConfig | Settings) -> bool:
 
 
 def need_teacher_policy(config: PPOTrainerConfig | Settings) -> bool:
-    """Returns False, since distillation from a teacher is not supported; check the config."""
+    """Checks the config, and returns False, since distillation from a teacher is not supported."""
     compose_config(config)
     return False
 
@@ -169,7 +169,7 @@ def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -
 
 
 def compose_config(config: PPOTrainerConfig | Settings) -> Composed:
-    """Checks and compose a config from a PPOTrainerConfig, a dict or an OmegaConf object."""
+    """Checks and composes a config from a PPOTrainerConfig, a dict or an OmegaConf object."""
     if isinstance(config, PPOTrainerConfig):
         return Composed(config, {})
     settings = list(flatten(plain_containers(config), "", "the given config"))
