@@ -93,9 +93,9 @@ def _normalize(text: str) -> str:
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits overrides into those for generation and those for scoring."""
-    generation: list[str] = []
-    scoring: list[str] = []
+    generation_overrides: list[str] = []
+    scoring_overrides: list[str] = []
     for override in overrides:
         block = override.lstrip("+~").partition("=")[0].partition(".")[0]
-        (generation if block in GENERATION_BLOCKS else scoring).append(override)
-    return generation, scoring
+        (generation_overrides if block in GENERATION_BLOCKS else scoring_overrides).append(override)
+    return generation_overrides, scoring_overrides

@@ -175,11 +175,13 @@ def _describe_saved(config: Block) -> str:
     trainer = config.get("trainer")
     if not hasattr(trainer, "default_local_dir"):
         return "nothing was written"
-    saved = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()
-    if not saved:
+    checkpoints = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()
+    if not checkpoints:
         return "nothing is saved yet, and the same command starts anew"
-    resumes = "the same command" if trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
-    return f"{saved[-1][1]} is saved, and {resumes} goes on from there"
+    resume_command = (
+        "the same command" if trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
+    )
+    return f"{checkpoints[-1][1]} is saved, and {resume_command} goes on from there"
 
 
 def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:

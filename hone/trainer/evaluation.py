@@ -217,8 +217,8 @@ def votes(outcomes: Sequence[Scored], responses: Sequence[str]) -> list[str | No
 
 def extract_answer(response: str) -> str | None:
     r"""Extracts the answer of a response: its last <answer>, \boxed{}, #### line or number."""
-    if tagged := _ANSWER_TAG.findall(response):
-        return tagged[-1].strip() or None
+    if tagged_answers := _ANSWER_TAG.findall(response):
+        return tagged_answers[-1].strip() or None
     boxed = boxed_answer(response)
     if boxed is not None:
         return boxed.strip() or None

@@ -51,8 +51,8 @@ def set_stop_message(describe_saved: Callable[[], str]) -> None:
 
 def stop_message(reason: str) -> str:
     """Returns the last line that a stopped program prints."""
-    saved = _process.describe_saved() if _process.describe_saved else ""
-    return f"{reason}; {saved}\n" if saved else f"{reason}\n"
+    saved_description = _process.describe_saved() if _process.describe_saved else ""
+    return f"{reason}; {saved_description}\n" if saved_description else f"{reason}\n"
 
 
 def mark_as_rank() -> None:
@@ -76,11 +76,13 @@ def signal_handler(handle: Function) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {signal_number: signal.signal(signal_number, handle) for signal_number in SIGNALS}
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, handle) for signal_number in SIGNALS
+    }
     try:
         yield
     finally:
-        for signal_number, handler in previous.items():
+        for signal_number, handler in previous_handlers.items():
             signal.signal(signal_number, signal.SIG_DFL if handler is None else handler)
 
 

@@ -83,8 +83,8 @@ def evaluate_model(config: RMConfig) -> dict[str, Any]:
     rows = PairDataset(config.data.val_files, tokenizer, config.data, config.data.val_max_samples)
     rows.encode_all()
     engine = build_engine(config, Ranks(), task, is_trained=False)
-    pad = tokenizer.pad_token_id
-    trainer = SFTTrainer(engine, rows, pad_token_id=pad, batch_rows=1, seed=0, task=task)
+    pad_token_id = tokenizer.pad_token_id
+    trainer = SFTTrainer(engine, rows, pad_token_id=pad_token_id, batch_rows=1, seed=0, task=task)
     metrics = trainer.validate(rows, config.data.train_batch_size)
     return _accuracy_result(
         round(metrics["accuracy"] * len(rows)), len(rows), dict(rows.bad_rows.counts)
@@ -134,10 +134,10 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
         correct = round(metrics["accuracy"] * len(run.val_rows))
         results.append(_accuracy_result(correct, len(run.val_rows), {}) | {"loss": metrics["loss"]})
         total_correct += correct
-    pooled = _accuracy_result(
+    pooled_result = _accuracy_result(
         total_correct, sum(result["pairs"] for result in results), dict(rows.bad_rows.counts)
     )
-    return pooled | {"folds": {str(i): result for i, result in enumerate(results)}}
+    return pooled_result | {"folds": {str(i): result for i, result in enumerate(results)}}
 
 
 def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:

@@ -16,7 +16,7 @@ from hone.tracking.curve import draw_curve
 from hone.tracking.metrics_file import series
 from hone.types import Fields, JsonValue, Row
 
-CARD, CURVES = "README.md", "curves.png"
+CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 _CURVE_METRICS = (
     *("critic/score/mean", "response_length/mean", "actor/entropy", "actor/ppo_kl"),
     *("train/loss", "val/loss"),
@@ -41,10 +41,10 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     curves = [key for key in _CURVE_METRICS if len(series(metric_rows, key)[0]) > 1]
     curves += sorted({key for row in metric_rows for key in row if key.startswith("val-core/")})[:2]
     if run is not None and curves:
-        draw_curve(run.path, curves, folder / CURVES, "")
+        draw_curve(run.path, curves, folder / CURVES_FILE, "")
     origins = run.read_origins() if run is not None else {}
     text = "\n".join(_card_lines(name, config, origins, metric_rows, bool(curves))) + "\n"
-    (folder / CARD).write_text(text, encoding="utf-8")
+    (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 
 def _card_lines(
@@ -82,7 +82,7 @@ def _card_lines(
         yield from (f"{key}: {_without_folders(_get(config, key))}" for key in keys)
         yield "```"
     if has_curves:
-        yield from ("", "## Curves", "", f"![metrics by step]({CURVES})")
+        yield from ("", "## Curves", "", f"![metrics by step]({CURVES_FILE})")
     metrics = sorted({key for row in metric_rows for key in row if _RESULT_METRICS.fullmatch(key)})
     if metrics:
         yield from ("", "## Evaluation", "", "| metric | first | last |", "|---|---|---|")
@@ -94,6 +94,7 @@ def _card_lines(
 
 
 def _get(config: Fields, key: str) -> JsonValue:
+    """Returns the value of a dotted key; None if the config does not have it."""
     value: JsonValue = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None

@@ -42,8 +42,8 @@ def listing() -> list[str]:
         readme = folder / "README.md"
         text = readme.read_text(encoding="utf-8") if readme.is_file() else _EXAMPLES_TITLE
         titles[name] = text.partition("\n")[0].lstrip("# ")
-    width = max(map(len, titles))
-    return [f"{name:<{width}}  {title}" for name, title in titles.items()]
+    name_width = max(map(len, titles))
+    return [f"{name:<{name_width}}  {title}" for name, title in titles.items()]
 
 
 def copy_recipe(name: str, out: str | None = None) -> Path:
@@ -52,8 +52,8 @@ def copy_recipe(name: str, out: str | None = None) -> Path:
     if name not in folders:
         hint = did_you_mean(nearest(name, folders))
         raise ConfigError(f"there is no recipe {name!r}.{hint} Use {', '.join(folders)}")
-    default = Path(EXAMPLES) if name == EXAMPLES else Path("recipes") / name
-    target = Path(out).expanduser() if out else default
+    default_target = Path(EXAMPLES) if name == EXAMPLES else Path("recipes") / name
+    target = Path(out).expanduser() if out else default_target
     if target.exists():
         raise ConfigError(f"{target} already exists; name another folder: hone recipes {name} OUT")
     shutil.copytree(folders[name], target, ignore=shutil.ignore_patterns("__pycache__"))

@@ -139,7 +139,7 @@ def weighted_vote(
             totals[vote] += weight
     if not totals:
         return float(np.mean(scores))
-    best = max(totals.values())
-    winners = [vote for vote, total in totals.items() if total == best]
+    max_total = max(totals.values())
+    winners = [vote for vote, total in totals.items() if total == max_total]
     pairs = list(zip(scores, votes, strict=True))
     return float(np.mean([np.mean([s for s, v in pairs if v == winner]) for winner in winners]))

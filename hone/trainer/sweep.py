@@ -79,13 +79,13 @@ def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list
     shared_arguments: list[str] = []
     choice_lists: list[list[str]] = []
     for text in arguments:
-        parsed = parse_override(text) if "=" in text and not text.startswith("-") else None
-        if parsed is None or not parsed.is_sweep_override():
+        override = parse_override(text) if "=" in text and not text.startswith("-") else None
+        if override is None or not override.is_sweep_override():
             shared_arguments.append(text)
         else:
             prefix = text[: len(text) - len(text.lstrip("+~"))]
-            key = f"{prefix}{parsed.get_key_element().lstrip('+~')}"
-            choice_lists.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
+            key = f"{prefix}{override.get_key_element().lstrip('+~')}"
+            choice_lists.append([f"{key}={value}" for value in override.sweep_string_iterator()])
     runs = [Run(list(values), {}) for values in itertools.product(*choice_lists)]
     paths_by_run = [_output_paths(shared_arguments, run.overrides, schema) for run in runs]
     for run, paths in zip(runs, paths_by_run, strict=True):

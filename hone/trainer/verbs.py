@@ -94,8 +94,8 @@ def _data_prepare(options: Options, rest: list[str]) -> None:
     elif options.name is None and rest:
         options.own_parser.error(f"{rest[0]}: name the data set first")
     elif options.name is None:
-        width = max(map(len, RECIPES))
-        print_text("\n".join(f"{name:<{width}}  {r.summary}" for name, r in RECIPES.items()))
+        name_width = max(map(len, RECIPES))
+        print_text("\n".join(f"{name:<{name_width}}  {r.summary}" for name, r in RECIPES.items()))
     else:
         program = f"hone data prepare {options.name}"
         print_text(str(prepare_from_arguments(options.name, rest, program)))

@@ -105,8 +105,8 @@ class Alarms:
         self.config, self._run = config, run
         self._rules = {name: rule for name, rule in RULES.items() if config[name] is not None}
         self._history: dict[str, list[float]] = {}
-        self._raised: list[str] = []
-        self._protected: list[int] = []
+        self._raised_alarms: list[str] = []
+        self._protected_steps: list[int] = []
         self._stop_message = ""
 
     def observe(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
@@ -120,11 +120,11 @@ class Alarms:
             self._record(name, value)
             if self._is_raised(name, rule) and not is_learning:
                 raised.append(name)
-                if name not in self._raised:
+                if name not in self._raised_alarms:
                     self._apply_action(
                         f"step {step}: alarm {name}: {self._describe(name, rule)}", step
                     )
-        self._raised = raised
+        self._raised_alarms = raised
         return {"alarms/raised": len(raised)} | {f"alarms/{name}": 1.0 for name in raised}
 
     def raise_if_stopped(self) -> None:
@@ -137,16 +137,20 @@ class Alarms:
         that an alarm at the next step would need."""
         if not self.config.enable or self.config.action == "warn":
             return []
-        return [*self._protected, *self._newest_checkpoint_up_to(step - self.config.patience)]
+        return [*self._protected_steps, *self._newest_checkpoint_up_to(step - self.config.patience)]
 
     def state_dict(self) -> AlarmsState:
-        return {"history": self._history, "raised": self._raised, "kept": self._protected}
+        return {
+            "history": self._history,
+            "raised": self._raised_alarms,
+            "kept": self._protected_steps,
+        }
 
     def load_state_dict(self, state: AlarmsState | None) -> None:
         """Restores the state, which is None in a checkpoint that was written without alarms."""
         if state is not None:
             self._history = {name: list(values) for name, values in state["history"].items()}
-            self._raised, self._protected = list(state["raised"]), list(state["kept"])
+            self._raised_alarms, self._protected_steps = list(state["raised"]), list(state["kept"])
 
     def _newest_checkpoint_up_to(self, step: int) -> list[int]:
         """Returns the number of the newest checkpoint up to a step in a list; empty without one."""
@@ -161,7 +165,7 @@ class Alarms:
             message += "; no checkpoint from before it was saved (trainer.save_freq)"
         log.warning("%s", message)
         if self.config.action != "warn":
-            self._protected = sorted({*self._protected, *earlier_steps})
+            self._protected_steps = sorted({*self._protected_steps, *earlier_steps})
         if self.config.action == "stop":
             self._stop_message = message
 
@@ -187,36 +191,39 @@ class Alarms:
         has_true_score = true_score is not None and any(self._history[TRUE_SCORE_METRIC])
         if values is None or (rule.needs_true_score and not has_true_score):
             return False
-        reference, recent = values
+        reference, recent_values = values
         if rule.needs_true_score:
             reference = reference[: (len(reference) + 1) // 2]
         threshold, centre = self.config[name], median(reference)
         noise_distance = self.config.deviations * scaled_mad(reference)
         bound = _BOUNDS[rule.bound_name](centre, threshold)
         if rule.bound_name.startswith("rise"):
-            return min(recent) > max(bound, centre + noise_distance, rule.min_value)
-        return max(recent) < min(bound, centre - noise_distance)
+            return min(recent_values) > max(bound, centre + noise_distance, rule.min_value)
+        return max(recent_values) < min(bound, centre - noise_distance)
 
     def _is_learning(self) -> bool:
         """Returns whether the true score has risen and is, within its noise, at its highest value."""
         values = self._reference_and_recent(TRUE_SCORE_METRIC)
         if values is None:
             return False
-        (reference, recent), patience = values, self.config.patience
-        smoothed = [
+        (reference, recent_values), patience = values, self.config.patience
+        smoothed_scores = [
             median(reference[i : i + patience]) for i in range(len(reference) - patience + 1)
         ]
         changes = [b - a for a, b in pairwise(reference)]
         noise = scaled_mad(changes) / math.sqrt(2)
-        now, highest = median(recent), max(smoothed, default=max(reference))
-        return now >= median(reference) + MIN_LEARNING_RISE and now >= highest - max(
-            noise, SCORE_TOLERANCE
+        current_score, highest_score = (
+            median(recent_values),
+            max(smoothed_scores, default=max(reference)),
         )
+        return current_score >= median(
+            reference
+        ) + MIN_LEARNING_RISE and current_score >= highest_score - max(noise, SCORE_TOLERANCE)
 
     def _describe(self, name: str, rule: Rule) -> str:
-        *reference, now = self._history[name]
+        *reference, current = self._history[name]
         return (
-            f"{rule.description} ({' or '.join(rule.metrics)} is {now:.4g}, its median over the "
+            f"{rule.description} ({' or '.join(rule.metrics)} is {current:.4g}, its median over the "
             f"{len(reference)} steps before was {median(reference):.4g}); trainer.alarms.{name}=null "
             "switches it off"
         )
@@ -233,5 +240,7 @@ def scaled_mad(values: Sequence[float]) -> float:
 def _true_score(metrics: Mapping[str, float]) -> float | None:
     if TRUE_SCORE_METRIC in metrics:
         return metrics[TRUE_SCORE_METRIC]
-    validation = [v for k, v in metrics.items() if k.startswith("val-core/") and "/mean@" in k]
-    return sum(validation) / len(validation) if validation else None
+    validation_scores = [
+        v for k, v in metrics.items() if k.startswith("val-core/") and "/mean@" in k
+    ]
+    return sum(validation_scores) / len(validation_scores) if validation_scores else None

@@ -247,8 +247,8 @@ def read_state(folder: Path, *keys: str) -> Settings:
 def _to_json(value: T) -> JsonValue:
     """Converts a NumPy value, which the state of a data generator may contain."""
     if hasattr(value, "tolist"):
-        plain: JsonValue = value.tolist()
-        return plain
+        json_value: JsonValue = value.tolist()
+        return json_value
     raise TypeError(
         f"a checkpoint cannot hold a {type(value).__name__}; rows, samplers and data generators must "
         "give plain values (numbers, text, lists, dicts) in their state"

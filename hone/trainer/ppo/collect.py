@@ -105,19 +105,19 @@ class DynamicSampling:
 
     def _needs_round(self) -> bool:
         """Returns whether to start another round: if none runs, or if one is likely needed and allowed."""
-        running = [r for r in self._rounds if not self._is_scored(r)]
-        if not running:
+        running_rounds = [r for r in self._rounds if not self._is_scored(r)]
+        if not running_rounds:
             return True
-        max_rounds = (
+        max_concurrent_rounds = (
             self._filters.max_inflight_gen_batches if self._source.generates_concurrently else 1
         )
-        limit = self._filters.max_num_gen_batches
-        if len(running) >= max_rounds or 0 < limit <= len(self._rounds):
+        max_rounds = self._filters.max_num_gen_batches
+        if len(running_rounds) >= max_concurrent_rounds or 0 < max_rounds <= len(self._rounds):
             return False
-        informative = sum(group.is_informative for group in self._groups.values())
-        unscored = sum(len(r.group_numbers) for r in self._rounds) - len(self._groups)
-        rate = (informative + 1) / (len(self._groups) + 1)
-        return informative + rate * unscored < self._groups_needed
+        num_informative = sum(group.is_informative for group in self._groups.values())
+        num_unscored = sum(len(r.group_numbers) for r in self._rounds) - len(self._groups)
+        rate = (num_informative + 1) / (len(self._groups) + 1)
+        return num_informative + rate * num_unscored < self._groups_needed
 
     def _chunk_size(self) -> int | None:
         """Returns the number of groups to wait for; None waits for all.
@@ -150,13 +150,15 @@ class DynamicSampling:
 
     def _accepted_groups(self) -> list[int] | None:
         """Returns the numbers of the step's groups, or None while there are too few."""
-        scored = iter(self._groups)
+        scored_numbers = iter(self._groups)
         if self._filters.order != "finish":
             order = (number for r in self._rounds for number in r.group_numbers)
-            scored = takewhile(self._groups.__contains__, order)
-        informative = [number for number in scored if self._groups[number].is_informative]
-        has_enough = len(informative) >= self._groups_needed
-        return sorted(informative[: self._groups_needed]) if has_enough else None
+            scored_numbers = takewhile(self._groups.__contains__, order)
+        informative_numbers = [
+            number for number in scored_numbers if self._groups[number].is_informative
+        ]
+        has_enough = len(informative_numbers) >= self._groups_needed
+        return sorted(informative_numbers[: self._groups_needed]) if has_enough else None
 
     def _is_scored(self, prompt_round: _Round) -> bool:
         return all(number in self._groups for number in prompt_round.group_numbers)
@@ -164,14 +166,14 @@ class DynamicSampling:
     def _select_groups(self, numbers: Sequence[int]) -> DataProto:
         groups = [self._groups[number] for number in numbers]
         chunk_numbers = sorted({group.chunk_index for group in groups})
-        starts: dict[int, int] = {}
+        chunk_offsets: dict[int, int] = {}
         total = 0
-        for chunk in chunk_numbers:
-            starts[chunk] = total
-            total += len(self._chunks[chunk])
-        chunks = [self._chunks[chunk] for chunk in chunk_numbers]
+        for chunk_index in chunk_numbers:
+            chunk_offsets[chunk_index] = total
+            total += len(self._chunks[chunk_index])
+        chunks = [self._chunks[chunk_index] for chunk_index in chunk_numbers]
         batch = chunks[0] if len(chunks) == 1 else concat_padded(chunks)
-        return batch.select_idxs(torch.cat([g.rows + starts[g.chunk_index] for g in groups]))
+        return batch.select_idxs(torch.cat([g.rows + chunk_offsets[g.chunk_index] for g in groups]))
 
     def _report_round(self, count: int) -> None:
         """Prints the result of round `count`; raises an error if no further round is allowed."""
@@ -185,12 +187,17 @@ class DynamicSampling:
             f"{min(total, self._groups_needed)} of the {self._groups_needed} needed"
         )
         empty_rounds = len(list(takewhile(lambda n: n == 0, reversed(informative))))
-        limit, max_empty = self._filters.max_num_gen_batches, self._filters.max_empty_gen_batches
-        if total >= self._groups_needed or not (0 < limit <= count or empty_rounds >= max_empty):
+        max_rounds, max_empty = (
+            self._filters.max_num_gen_batches,
+            self._filters.max_empty_gen_batches,
+        )
+        if total >= self._groups_needed or not (
+            0 < max_rounds <= count or empty_rounds >= max_empty
+        ):
             return
         key = f"max_empty_gen_batches={max_empty}"
-        if 0 < limit <= count:
-            key = f"max_num_gen_batches={limit} (0 is no limit)"
+        if 0 < max_rounds <= count:
+            key = f"max_num_gen_batches={max_rounds} (0 is no limit)"
         groups = [group for groups in rounds for group in groups]
         values = Counter(value for group in groups for value in group.values)
         most_common = [
@@ -270,22 +277,22 @@ def _sort_preferred_first(
     """Sorts the batch and its mask: groups that pass PRIME's two filters come first."""
     data, uids = config.data, batch.non_tensor_batch["uid"]
     groups = Groups.of(uids)
-    preferred = torch.ones(groups.count, dtype=torch.bool)
+    is_preferred = torch.ones(groups.count, dtype=torch.bool)
     if data.filter_accuracy:
         group_means = Groups.of(of_trajectories(batch, uids)).mean(
             _metric_values(batch, "score", config)
         )
-        preferred &= (group_means >= data.accuracy_lower_bound) & (
+        is_preferred &= (group_means >= data.accuracy_lower_bound) & (
             group_means <= data.accuracy_upper_bound
         )
     if data.filter_truncate:
         lengths = require(batch, "response_mask").sum(-1)
-        preferred &= groups.max(lengths) < data.max_response_length
-    order = (~preferred[groups.ids]).int().argsort(stable=True)
+        is_preferred &= groups.max(lengths) < data.max_response_length
+    order = (~is_preferred[groups.ids]).int().argsort(stable=True)
     if keep is None:
         keep = torch.ones(len(batch), dtype=torch.bool)
     batch = batch.select_idxs(order)
-    preferred_share = float(preferred.double().mean())
+    preferred_share = float(is_preferred.double().mean())
     batch.meta_info.setdefault("metrics", {})["training/preferred_groups"] = preferred_share
     return batch, keep[order]
 

@@ -90,12 +90,12 @@ def estimate_advantages(
 def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns [B, T] from `columns` and the estimator's optional columns."""
     mask = require(batch, "response_mask")
-    optional = [c for c in (TRAJECTORY, *estimator.uses) if batch.has_column(c)]
+    optional_columns = [c for c in (TRAJECTORY, *estimator.uses) if batch.has_column(c)]
     trajectories = Trajectories(
         require(batch, "token_level_rewards"),
         mask,
         batch.non_tensor_batch.get("uid"),
-        columns | {column: batch.column(column) for column in optional},
+        columns | {column: batch.column(column) for column in optional_columns},
     )
     advantages, returns = estimator(trajectories)
     for name, values in (("advantages", advantages), ("returns", returns)):

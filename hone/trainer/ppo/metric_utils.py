@@ -117,7 +117,9 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
     """Returns seconds per phase, and milliseconds per token for phases that process tokens."""
     lengths = _compute_response_info(batch)
     prompts, responses = (float(lengths[f"{part}_length"].sum()) for part in ("prompt", "response"))
-    per_token = time_per_token(timing_raw, generated=responses, total=prompts + responses)
+    per_token = time_per_token(
+        timing_raw, generated_tokens=responses, total_tokens=prompts + responses
+    )
     return {f"timing_s/{phase}": seconds for phase, seconds in timing_raw.items()} | per_token
 
 

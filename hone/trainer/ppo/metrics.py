@@ -29,13 +29,13 @@ class StepWarnings:
     def __init__(self, *, compares_groups: bool) -> None:
         self._compares_groups = compares_groups
         self._had_no_signal = False
-        self._skipped: dict[str, float] = {}
+        self._skipped_counts: dict[str, float] = {}
 
     def warn_of_skipped_updates(self, metrics: Mapping[str, float], step: int) -> None:
         """Warns if an update was skipped because its gradient was not finite."""
         for name in ("actor/skipped_updates", "critic/skipped_updates"):
-            if metrics.get(name, 0.0) > self._skipped.get(name, 0.0):
-                self._skipped[name] = metrics[name]
+            if metrics.get(name, 0.0) > self._skipped_counts.get(name, 0.0):
+                self._skipped_counts[name] = metrics[name]
                 log.warning(
                     "step %d: a gradient was not finite, so the update was skipped (%s=%d); lower "
                     "optim.lr or grad_clip, and look for NaN in the rewards, if it goes on",
@@ -228,11 +228,11 @@ def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
 
 
 def time_per_token(
-    seconds: Mapping[str, float], *, generated: float, total: float
+    seconds: Mapping[str, float], *, generated_tokens: float, total_tokens: float
 ) -> dict[str, float]:
     """Returns milliseconds per token of each phase; generation counts only generated tokens."""
     phases = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-    tokens = dict.fromkeys(phases, total) | {"gen": generated}
+    tokens = dict.fromkeys(phases, total_tokens) | {"gen": generated_tokens}
     return {
         f"timing_per_token_ms/{phase}": seconds[phase] * 1000 / count if count else 0.0
         for phase, count in tokens.items()
@@ -245,12 +245,12 @@ def throughput_metrics(
 ) -> dict[str, float]:
     """Returns tokens and seconds of a step, tokens per second per rank, and milliseconds per token."""
     tokens = int(batch.batch["attention_mask"].sum())
-    generated = int(batch.batch["response_mask"].sum())
+    generated_tokens = int(batch.batch["response_mask"].sum())
     seconds = timing.get("timing_s/step", 0.0)
     phases = {name.removeprefix("timing_s/"): value for name, value in timing.items()}
     return {
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": seconds,
         "perf/throughput": tokens / seconds / ranks if seconds else 0.0,
-        **time_per_token(phases, generated=generated, total=tokens),
+        **time_per_token(phases, generated_tokens=generated_tokens, total_tokens=tokens),
     }

@@ -117,10 +117,10 @@ class Plan:
     @property
     def log_prob_columns(self) -> tuple[str, ...]:
         """The columns that the log-prob pass writes; entropies are always among them."""
-        old = ("old_log_probs",) if self.needs_old_log_probs else ()
+        log_probs = ("old_log_probs",) if self.needs_old_log_probs else ()
         routing = ("routed_experts",) if self.records_routing else ()
         squares = ("sum_pi_squared",) if self.needs_sum_pi_squared else ()
-        return (*old, "entropys", *squares, *routing)
+        return (*log_probs, "entropys", *squares, *routing)
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
@@ -209,14 +209,14 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     rows_per_update = [actor.sequences_per_update()]
     if "values" in columns:
         rows_per_update.append(config.critic.sequences_per_update())
-    bypass = algorithm.rollout_correction.bypass_mode
+    uses_rollout_log_probs = algorithm.rollout_correction.bypass_mode
     has_server = bool(reward_model_type and model.server.url)
     records_routing = config.actor_rollout_ref.actor.router_replay.mode == "R2"
     return Plan(
         estimator,
         columns,
         reward_model_type,
-        bypass,
+        uses_rollout_log_probs,
         tuple(rows_per_update),
         has_server,
         records_routing,
@@ -362,8 +362,10 @@ def _keys_without_effect(
         options = set().union(
             *(_algorithm_keys(e.estimator) for e in entries if isinstance(e, VerlForm))
         )
-        unused = options - _algorithm_keys(type(plan.estimator))
-        reasons |= {f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in unused}
+        unused_keys = options - _algorithm_keys(type(plan.estimator))
+        reasons |= {
+            f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in unused_keys
+        }
     for prefix, reason in reasons.items():
         for key in origins:
             if key == prefix or key.startswith(prefix + "."):

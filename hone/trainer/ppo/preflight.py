@@ -109,11 +109,11 @@ class _Preflight:
             attempt(agent_checks.set_prompt_rendering)
         compute_score, val_dataset = self.compute_score, datasets.get(VALIDATION_KEY)
         load_train_manager = partial(load_reward_manager, num_examine=0)
-        loaders = {
+        manager_loaders = {
             TRAIN_KEY: load_train_manager,
             VALIDATION_KEY: partial(load_validation_manager, dataset=val_dataset),
         }
-        for key, load_manager in loaders.items():
+        for key, load_manager in manager_loaders.items():
             self.managers[key] = attempt(
                 partial(load_manager, config, tokenizer, compute_score=compute_score)
             )
@@ -332,20 +332,31 @@ class _EngineLayout:
 def _engine_layouts(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_EngineLayout]:
     """Yields the layout of each training engine of the run; without a plan, only that of the actor."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    actor, ref, ranks, lora = policy.actor, policy.ref, config.world_size, policy.model.uses_lora
+    actor, ref, ranks, uses_lora = (
+        policy.actor,
+        policy.ref,
+        config.world_size,
+        policy.model.uses_lora,
+    )
     path, override_config = policy.model.path, policy.model.override_config
     yield _EngineLayout(
-        path, override_config, actor.strategy, actor, actor.fsdp_config, ranks, lora
+        path, override_config, actor.strategy, actor, actor.fsdp_config, ranks, uses_lora
     )
     if plan is None:
         return
-    if plan.needs_reference and not lora:
+    if plan.needs_reference and not uses_lora:
         yield _EngineLayout(path, override_config, ref.strategy, ref, ref.fsdp_config, ranks)
     if plan.needs_critic:
-        model, critic_lora = critic.model, critic.model.lora_rank > 0
+        model, critic_uses_lora = critic.model, critic.model.lora_rank > 0
         path, override_config = model.path or path, model.override_config
         yield _EngineLayout(
-            path, override_config, critic.strategy, critic, model.fsdp_config, ranks, critic_lora
+            path,
+            override_config,
+            critic.strategy,
+            critic,
+            model.fsdp_config,
+            ranks,
+            critic_uses_lora,
         )
     if plan.reward_model in ("prm", "prime") and not plan.has_reward_server and reward.model.path:
         strategy = actor.strategy if plan.reward_model == "prime" else "fsdp2"

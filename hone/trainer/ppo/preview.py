@@ -39,8 +39,10 @@ class ResourceEstimate:
         """The bytes per process for weights, gradients and optimizer, without activations and KV cache."""
         config = self.config
         dtype = config.actor_rollout_ref.actor.fsdp_config.dtype
-        on_gpu = uses_gpu(config.trainer.device)
-        is_16_bit = dtype in ("bf16", "bfloat16", "fp16", "float16") or (dtype == "auto" and on_gpu)
+        is_on_gpu = uses_gpu(config.trainer.device)
+        is_16_bit = dtype in ("bf16", "bfloat16", "fp16", "float16") or (
+            dtype == "auto" and is_on_gpu
+        )
         weight_bytes = BYTES_16_BIT if is_16_bit else BYTES_32_BIT
         # fp32 weights need no separate master weights.
         trained_bytes = (

@@ -27,7 +27,7 @@ class Publisher:
         self.published = 0
         """The number of times that weights were published; staleness is measured in these."""
         self._publish_number_of_version: dict[int, int] = {}
-        self._published_before = 0
+        self._published_before_update = 0
         self._transport = ""
         if self.weight_path == "streamed":
             self._sends_adapters = rollout.call(RolloutWorker.takes_adapters)
@@ -53,7 +53,7 @@ class Publisher:
         else:
             num_bytes = sum(rollout.call_all(RolloutWorker.announce_weights, version))
             rollout.traffic["weights"] += num_bytes
-        self._published_before = self.published
+        self._published_before_update = self.published
         self.published += 1
         self._publish_number_of_version[version] = self.published
         return {"perf/weight_bytes": float(num_bytes)}
@@ -68,10 +68,13 @@ class Publisher:
         versions = [v for v in column if v is not None and len(v)]
         if not versions:
             return {}
-        numbers = self._publish_number_of_version
-        oldest = torch.tensor([float(numbers.get(min(v), 0)) for v in versions])
-        newest = torch.tensor([float(numbers.get(max(v), 0)) for v in versions])
+        number_of_version = self._publish_number_of_version
+        oldest_numbers = torch.tensor([float(number_of_version.get(min(v), 0)) for v in versions])
+        newest_numbers = torch.tensor([float(number_of_version.get(max(v), 0)) for v in versions])
         staleness = mean_max_min(
-            "training/off_policy/trajectory_staleness", self._published_before - oldest
+            "training/off_policy/trajectory_staleness",
+            self._published_before_update - oldest_numbers,
         )
-        return staleness | mean_max_min("training/off_policy/trajectory_spans", newest - oldest)
+        return staleness | mean_max_min(
+            "training/off_policy/trajectory_spans", newest_numbers - oldest_numbers
+        )

@@ -58,8 +58,11 @@ def response_metrics(
     if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
         is_scored = torch.tensor([has_model_style(style) or not route_by_style for style in styles])
-        if batch.has_column(reward_column(MODEL)) and (last := last_rows(batch)) is not None:
-            is_scored &= torch.zeros_like(is_scored).index_fill(0, last, True)
+        if (
+            batch.has_column(reward_column(MODEL))
+            and (last_row_indices := last_rows(batch)) is not None
+        ):
+            is_scored &= torch.zeros_like(is_scored).index_fill(0, last_row_indices, True)
         metrics |= mean_max_min("instant_rewards/outcome_reward", outcome[is_scored])
         if (has_verdict & is_scored).any():
             threshold = CORRECT_THRESHOLD if config.reward_model.type == "judge" else 0.0
@@ -76,14 +79,14 @@ def response_metrics(
 
 
 def filter_metrics(
-    generated: DataProto, retained: DataProto, config: PPOTrainerConfig
+    generated_batch: DataProto, retained_batch: DataProto, config: PPOTrainerConfig
 ) -> dict[str, float]:
     """Returns the metrics of a group filter: correctness before it, and the share of rows it keeps."""
     return {
-        **group_metrics(generated, correctness(generated, config), "whole_batch"),
-        "curriculum_learning/original_batch_size": len(generated),
-        "curriculum_learning/filtered_batch_size": len(retained),
-        "curriculum_learning/retain_ratio": len(retained) / max(len(generated), 1),
+        **group_metrics(generated_batch, correctness(generated_batch, config), "whole_batch"),
+        "curriculum_learning/original_batch_size": len(generated_batch),
+        "curriculum_learning/filtered_batch_size": len(retained_batch),
+        "curriculum_learning/retain_ratio": len(retained_batch) / max(len(generated_batch), 1),
     }
 
 
@@ -141,8 +144,10 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
             isinstance(reward_model, dict) and reward_model.get("style") == "model"
         ):
             verdicts[row] = torch.nan
-    if (last := last_rows(batch)) is not None:
-        verdicts = torch.full_like(verdicts, torch.nan).index_copy(0, last, verdicts[last])
+    if (last_row_indices := last_rows(batch)) is not None:
+        verdicts = torch.full_like(verdicts, torch.nan).index_copy(
+            0, last_row_indices, verdicts[last_row_indices]
+        )
     return verdicts
 
 

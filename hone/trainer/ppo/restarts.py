@@ -137,13 +137,15 @@ def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
     """
     config = replace(config, "trainer.controller", config.uses_controller)
     for nodes in range(config.trainer.nnodes, 0, -1):
-        smaller = replace(config, "trainer.nnodes", nodes)
-        if not list(find_problems(SCHEMA, smaller)):
-            yield smaller
+        smaller_config = replace(config, "trainer.nnodes", nodes)
+        if not list(find_problems(SCHEMA, smaller_config)):
+            yield smaller_config
             for rollout_nodes in range(len(config.rollout_pool) - 1, 0, -1):
-                fewer = replace(smaller, "actor_rollout_ref.rollout.nnodes", rollout_nodes)
-                if not list(find_problems(SCHEMA, fewer)):
-                    yield fewer
+                config_with_fewer = replace(
+                    smaller_config, "actor_rollout_ref.rollout.nnodes", rollout_nodes
+                )
+                if not list(find_problems(SCHEMA, config_with_fewer)):
+                    yield config_with_fewer
 
 
 def _pools(config: PPOTrainerConfig) -> list[ResourcePool]:

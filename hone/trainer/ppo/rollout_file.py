@@ -314,19 +314,21 @@ def _as_json(value: JsonValue | list[Fields]) -> str | None:
 
 def _json_default(value: _T) -> JsonValue:
     try:
-        plain: JsonValue = value.tolist() if hasattr(value, "tolist") else str(value)
+        json_value: JsonValue = value.tolist() if hasattr(value, "tolist") else str(value)
     except Exception:  # a user's object may raise anything
         return shown(value)
-    return plain
+    return json_value
 
 
 def _to_one_type(values: list[JsonValue]) -> list[JsonValue]:
     """Returns the values of an extra if all are bools, all text or all numbers; else each as JSON."""
-    present = [v for v in values if v is not None]
-    if all(isinstance(v, bool) for v in present) or all(isinstance(v, str) for v in present):
+    present_values = [v for v in values if v is not None]
+    if all(isinstance(v, bool) for v in present_values) or all(
+        isinstance(v, str) for v in present_values
+    ):
         return values
-    numbers = [v for v in present if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) == len(present):
+    numbers = [v for v in present_values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) == len(present_values):
         if all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in numbers):
             return values
         if all(isinstance(v, float) or abs(v) <= 2**53 for v in numbers):  # exact as float64

@@ -91,11 +91,11 @@ class AgentChecks:
     def _whole_prompt(self, row: Row) -> tuple[Prompt, Tools | None] | None:
         """Returns the prompt and the tools of a row if it uses the tool agent loop, or else None."""
         data = self.config.data
-        read = raw_text if data.prompt_format == "raw" else as_messages
+        parse_prompt = raw_text if data.prompt_format == "raw" else as_messages
         try:
             loop = self.loops.get(self.loop_names.of_row(row.get("agent_name")))
             if isinstance(loop, ToolAgentLoop):
-                prompt = read(row[data.prompt_key])
+                prompt = parse_prompt(row[data.prompt_key])
                 return loop.whole_prompt(prompt, loop_argument(row, "tool_config"))
         except (PluginError, ToolError, ValueError, TypeError):
             pass  # reported when the row is checked or rendered
@@ -175,8 +175,8 @@ class AgentChecks:
             )
         arguments = self._extra_info_field("tools_kwargs")
         names = {name for row in arguments for name, value in row.items() if value is not None}
-        if unknown := sorted(names - tools):
-            yield f"rows have tools_kwargs for {', '.join(unknown)}, but this run has no such tool"
+        if unknown_tools := sorted(names - tools):
+            yield f"rows have tools_kwargs for {', '.join(unknown_tools)}, but this run has no such tool"
         if tool_loops and not tools and not has_interactions:
             yield (
                 "tool_agent has neither tools nor interactions: every row is a single turn; set "
@@ -184,7 +184,9 @@ class AgentChecks:
             )
         if any(self._extra_info_field("tool_config")) and not tool_loops:
             yield "rows have tool_config, but no row uses the tool agent loop: it is ignored"
-        yield from self._template_warnings(tools=bool(tools), users=has_interactions)
+        yield from self._template_warnings(
+            uses_tools=bool(tools), uses_interactions=has_interactions
+        )
         parsers = [getattr(loop, "parser", None) for loop in tool_loops]
         uses_template = all(getattr(parser, "in_template", True) for parser in parsers)
         if tools and uses_template and not self._template_shows_tools(tool_loops[0].tools.values()):
@@ -194,12 +196,14 @@ class AgentChecks:
                 f"(multi_turn.format={multi_turn.format})"
             )
 
-    def _template_warnings(self, *, tools: bool, users: bool) -> Iterator[str]:
+    def _template_warnings(self, *, uses_tools: bool, uses_interactions: bool) -> Iterator[str]:
         """Yields a warning if the chat template renders turns differently from the agent loop."""
         has_template = bool(getattr(self.tokenizer, "chat_template", None))
         if self.config.data.prompt_format != "chat" or not has_template:
             return
-        roles = [role for role, is_used in (("tool", tools), ("user", users)) if is_used]
+        roles = [
+            role for role, is_used in (("tool", uses_tools), ("user", uses_interactions)) if is_used
+        ]
         kwargs = self.config.data.apply_chat_template_kwargs
         cases = [case for case in drifts(self.tokenizer, kwargs, roles) if isinstance(case, Drift)]
         if cases:
@@ -230,12 +234,12 @@ class AgentChecks:
             return False
         schemas = [tool.tool_schema.model_dump() for tool in tools]
         try:
-            without, with_tools = (
+            ids_without_tools, ids_with_tools = (
                 render_prompt("a", self.tokenizer, "chat", tools=tools) for tools in (None, schemas)
             )
         except PromptError:
             return False
-        return without != with_tools
+        return ids_without_tools != ids_with_tools
 
 
 def try_scorers(

@@ -112,9 +112,9 @@ def _is_not_empty(value: object) -> bool:
 def check_columns(store: RowStore, prompt_key: str) -> None:
     """Raises an error if the data have a column that the training loop writes."""
     parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
-    reserved = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
+    reserved_columns = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
     for file in store.files:
-        for index, row in enumerate(file.scan(reserved)):
+        for index, row in enumerate(file.scan(reserved_columns)):
             if row:
                 name = next(iter(row))
                 column = declared(name)
@@ -226,13 +226,13 @@ def _score_parts(
         elif not rows.any():
             parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
         else:
-            selected = batch if rows.all() else batch[rows]
-            scored = model.call(RewardModelWorker.compute_rm_score, selected)
-            if scored.has_column("step_mask"):
-                write(batch, "step_mask", _expand_rows(scored.batch["step_mask"], rows))
-                parts[PROCESS] = _expand_rows(scored.batch["process_scores"], rows)
+            selected_batch = batch if rows.all() else batch[rows]
+            output = model.call(RewardModelWorker.compute_rm_score, selected_batch)
+            if output.has_column("step_mask"):
+                write(batch, "step_mask", _expand_rows(output.batch["step_mask"], rows))
+                parts[PROCESS] = _expand_rows(output.batch["process_scores"], rows)
             else:
-                parts[MODEL] = _expand_rows(scored.batch["rm_scores"], rows)
+                parts[MODEL] = _expand_rows(output.batch["rm_scores"], rows)
         if MODEL in parts:
             write(batch, "rm_scores", parts[MODEL])
     return parts, extras
@@ -316,8 +316,8 @@ def has_rule_score(batch: DataProto) -> Tensor:
 def has_extra(batch: DataProto, name: str) -> bool:
     """Returns whether the scorer returns the extra `name`; True if it failed on every row."""
     failures = batch.non_tensor_batch.get(FAILURE_COLUMN, np.empty(0, dtype=object))
-    scored = failures[is_last_row(batch)] if len(failures) else failures
-    all_failed = len(scored) > 0 and all(failure is not None for failure in scored)
+    last_failures = failures[is_last_row(batch)] if len(failures) else failures
+    all_failed = len(last_failures) > 0 and all(failure is not None for failure in last_failures)
     return name in batch.meta_info.get("reward_extra_names", ()) or all_failed
 
 
@@ -340,8 +340,8 @@ def score(
             scores = scores * config.modeling_reward_coef
         if part != AGENT:  # the agent loop has already written its own
             write(batch, reward_column(part), scores)
-        weighted = scores * weights.get(part, 1.0)
-        total = weighted if total is None else total + weighted
+        weighted_scores = scores * weights.get(part, 1.0)
+        total = weighted_scores if total is None else total + weighted_scores
     assert total is not None
     for kind, coefficients, rewards in (
         ("turn", config.turn_reward_coef, turn_rewards),

@@ -138,9 +138,11 @@ class TrajectorySource:
             rank_results = self._workers.call_all(RolloutWorker.finished, groups_needed, _POLL_S)
             for rank, finished in enumerate(rank_results):
                 for group in finished.groups:
-                    submitted = self._running_groups.pop((rank, group.submission, group.uid))
-                    rows = row_per_output(submitted.rows, group.rows)
-                    self._finished_groups.append(_Group(submitted.number, rows, group.outputs))
+                    submitted_group = self._running_groups.pop((rank, group.submission, group.uid))
+                    rows = row_per_output(submitted_group.rows, group.rows)
+                    self._finished_groups.append(
+                        _Group(submitted_group.number, rows, group.outputs)
+                    )
                 if finished.metrics:
                     self._metrics.append(finished.metrics)
         groups, self._finished_groups = self._finished_groups[:count], self._finished_groups[count:]

@@ -91,10 +91,10 @@ class PPOTrainer:
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
         self.group_cls = ray_worker_group_cls or roles.group_class(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.run = RunFolder(trainer.default_local_dir, trainer.default_hdfs_dir)
-        self.rollout_writer = RolloutWriter(self.run, trainer, tokenizer)
+        self.run_folder = RunFolder(trainer.default_local_dir, trainer.default_hdfs_dir)
+        self.rollout_writer = RolloutWriter(self.run_folder, trainer, tokenizer)
         self.timers = Timers()
-        self.alarms = Alarms(trainer.alarms, self.run)
+        self.alarms = Alarms(trainer.alarms, self.run_folder)
         compares_groups = self.plan.estimator.groups != "ignored"
         self.warnings = metrics.StepWarnings(compares_groups=compares_groups)
         self.tracking: Tracking | None = None
@@ -131,20 +131,20 @@ class PPOTrainer:
     def fit(self, origins: Mapping[str, str] | None = None) -> None:
         """Trains to the last step; `origins` maps each config key to the file or argument that set it."""
         trainer = self.config.trainer
-        with lock_folder(self.run.path):
+        with lock_folder(self.run_folder.path):
             self.resume()
             will_train = self.global_step < self.total_steps and not trainer.val_only
             if self.global_step > 0 and not (will_train or trainer.val_only):
                 return
             # A run that only validates does not replace the config of the run that trained here.
-            if will_train or not self.run.config_file.exists():
-                self.run.write_config(config_to_dict(self.config), origins)
+            if will_train or not self.run_folder.config_file.exists():
+                self.run_folder.write_config(config_to_dict(self.config), origins)
             tracking = Tracking(
                 trainer.project_name,
                 trainer.experiment_name,
                 trainer.logger,
                 config_to_dict(self.config),
-                self.run,
+                self.run_folder,
                 total_steps=self.total_steps,
                 resumed_from=self.global_step or None,
                 prints_everything=trainer.console == "full",
@@ -172,7 +172,7 @@ class PPOTrainer:
                     if is_saved:
                         stop.raise_if_requested(self.global_step)
             if "console" in trainer.logger:
-                checkpoint.print_result(self.run, self.global_step)
+                checkpoint.print_result(self.run_folder, self.global_step)
 
     def step(self) -> tuple[DataProto, dict[str, float]]:
         """Runs one step of the loop, and returns its batch and metrics."""
@@ -354,11 +354,11 @@ class PPOTrainer:
         if not (is_due or is_last or stop_requested):
             yield False
             return
-        with checkpoint.atomic_folder(self.run, self.global_step) as folder:
+        with checkpoint.atomic_folder(self.run_folder, self.global_step) as folder:
             self.save(folder)
             yield True
         protected = self.alarms.protected_steps(self.global_step)
-        checkpoint.prune(self.run, trainer.checkpoints_to_keep, protected)
+        checkpoint.prune(self.run_folder, trainer.checkpoints_to_keep, protected)
 
     def save(self, folder: Path) -> None:
         """Saves the full state of the run, so that a resumed run computes the same numbers."""
@@ -373,8 +373,8 @@ class PPOTrainer:
 
     def resume(self) -> None:
         """Loads the newest valid checkpoint, and drops the metrics that were logged after it."""
-        trainer = self.config.trainer
-        source = checkpoint.prepare_resume(self.run, trainer.resume_mode, trainer.resume_from_path)
+        trainer, run = self.config.trainer, self.run_folder
+        source = checkpoint.prepare_resume(run, trainer.resume_mode, trainer.resume_from_path)
         if source is None:
             return
         step, folder = source

@@ -76,12 +76,12 @@ class RowOrder:
 
     def load_state_dict(self, state: Settings) -> None:
         """Continues after the last batch of `state`; raises an error if the data or the order differ."""
-        current = self.state_dict()
+        current_state = self.state_dict()
         for name, description in _COMPARED_FIELDS.items():
-            if state[name] != current[name]:
+            if state[name] != current_state[name]:
                 raise DataError(
                     f"the checkpoint was written with {description} {state[name]}, this run has "
-                    f"{current[name]}; restore it, or set another trainer.default_local_dir for a "
+                    f"{current_state[name]}; restore it, or set another trainer.default_local_dir for a "
                     "new run (trainer.resume_mode=disable starts anew in this one)"
                 )
         self._seek(state["epoch"], state["batch"])

@@ -173,12 +173,12 @@ class StepTask:
         is_good = labels > 0.5
         is_correct = (scores > 0) == is_good
         sums = {"loss": (float(loss), float(mask.sum()))}
-        for name, selected in (
+        for name, is_selected in (
             ("", torch.ones_like(is_good)),
             ("_of_good_steps", is_good),
             ("_of_bad_steps", ~is_good),
         ):
-            sums[f"accuracy{name}"] = float(is_correct[selected].sum()), float(selected.sum())
+            sums[f"accuracy{name}"] = float(is_correct[is_selected].sum()), float(is_selected.sum())
         return sums
 
 
