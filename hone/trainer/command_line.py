@@ -178,10 +178,8 @@ def _describe_saved(config: Block) -> str:
     checkpoints = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()
     if not checkpoints:
         return "nothing is saved yet, and the same command starts anew"
-    resume_command = (
-        "the same command" if trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
-    )
-    return f"{checkpoints[-1][1]} is saved, and {resume_command} goes on from there"
+    command = "the same command" if trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
+    return f"{checkpoints[-1][1]} is saved, and {command} goes on from there"
 
 
 def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
@@ -296,10 +294,8 @@ def run_program(program: Callable[[], int | None]) -> int:
         if Ranks.from_env().is_first:
             sys.stderr.write(stop_message(f"stopped by {SIGNAL_NAMES[signal_number]}"))
         return signal_exit_code(signal_number)
-    except (KeyboardInterrupt, Terminated) as exit_request:
-        signal_number = (
-            signal.SIGINT if isinstance(exit_request, KeyboardInterrupt) else signal.SIGTERM
-        )
+    except (KeyboardInterrupt, Terminated) as stop:
+        signal_number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
         sys.stderr.write(stop_message(f"stopped at once by {SIGNAL_NAMES[signal_number]}"))
         return signal_exit_code(signal_number)
     except Exception as error:

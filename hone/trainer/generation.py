@@ -284,11 +284,8 @@ class Generation:
         return TokenOutput(tokens, data.response_logprobs, data.versions, reason)
 
     def _prompt_ids(self, index: int) -> list[int]:
-        row, data, max_tokens = (
-            self.rows[index],
-            self.config.data,
-            self.config.rollout.prompt_length,
-        )
+        row, data = self.rows[index], self.config.data
+        max_tokens = self.config.rollout.prompt_length
         if data.prompt_key not in row:
             raise DataError(
                 f"{self.rows.where(index)} has no column {data.prompt_key!r} "

@@ -138,14 +138,8 @@ class BaseModelMerger:
             base_name = name.replace("base_model.model.", "").replace(".base_layer.", ".")
             state_dict[base_name] = state_dict.pop(name)
         rank = min(next(iter(matrices.values())).shape)
-        adapter_config_file = Path(
-            str(self.config.local_dir), "lora_adapter", "adapter_config.json"
-        )
-        adapter_config = (
-            json.loads(adapter_config_file.read_text("utf-8"))
-            if adapter_config_file.is_file()
-            else {}
-        )
+        file = Path(str(self.config.local_dir), "lora_adapter", "adapter_config.json")
+        adapter_config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         folder = Path(str(self.config.target_dir), "lora_adapter")
         folder.mkdir(parents=True, exist_ok=True)
         LoraConfig(

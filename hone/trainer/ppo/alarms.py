@@ -183,12 +183,10 @@ class Alarms:
         return values[:-patience], values[-patience:]
 
     def _is_raised(self, name: str, rule: Rule) -> bool:
-        values, true_score = (
-            self._reference_and_recent(name),
-            self._reference_and_recent(TRUE_SCORE_METRIC),
-        )
+        values = self._reference_and_recent(name)
+        true_scores = self._reference_and_recent(TRUE_SCORE_METRIC)
         # A true score that is always 0 means that the data have no rule.
-        has_true_score = true_score is not None and any(self._history[TRUE_SCORE_METRIC])
+        has_true_score = true_scores is not None and any(self._history[TRUE_SCORE_METRIC])
         if values is None or (rule.needs_true_score and not has_true_score):
             return False
         reference, recent_values = values
@@ -212,13 +210,10 @@ class Alarms:
         ]
         changes = [b - a for a, b in pairwise(reference)]
         noise = scaled_mad(changes) / math.sqrt(2)
-        current_score, highest_score = (
-            median(recent_values),
-            max(smoothed_scores, default=max(reference)),
-        )
-        return current_score >= median(
-            reference
-        ) + MIN_LEARNING_RISE and current_score >= highest_score - max(noise, SCORE_TOLERANCE)
+        current_score = median(recent_values)
+        has_risen = current_score >= median(reference) + MIN_LEARNING_RISE
+        highest_score = max(smoothed_scores, default=max(reference))
+        return has_risen and current_score >= highest_score - max(noise, SCORE_TOLERANCE)
 
     def _describe(self, name: str, rule: Rule) -> str:
         *reference, current = self._history[name]

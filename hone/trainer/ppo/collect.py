@@ -187,16 +187,13 @@ class DynamicSampling:
             f"{min(total, self._groups_needed)} of the {self._groups_needed} needed"
         )
         empty_rounds = len(list(takewhile(lambda n: n == 0, reversed(informative))))
-        max_rounds, max_empty = (
-            self._filters.max_num_gen_batches,
-            self._filters.max_empty_gen_batches,
-        )
-        if total >= self._groups_needed or not (
-            0 < max_rounds <= count or empty_rounds >= max_empty
-        ):
+        max_rounds = self._filters.max_num_gen_batches
+        max_empty_rounds = self._filters.max_empty_gen_batches
+        is_last = 0 < max_rounds <= count
+        if total >= self._groups_needed or not (is_last or empty_rounds >= max_empty_rounds):
             return
-        key = f"max_empty_gen_batches={max_empty}"
-        if 0 < max_rounds <= count:
+        key = f"max_empty_gen_batches={max_empty_rounds}"
+        if is_last:
             key = f"max_num_gen_batches={max_rounds} (0 is no limit)"
         groups = [group for groups in rounds for group in groups]
         values = Counter(value for group in groups for value in group.values)

@@ -153,10 +153,8 @@ def compute_variance_proxy_metrics(
     if "rollout_is_weights" in columns:
         importance_weights = columns["rollout_is_weights"]
         score_norms = score_norms * (importance_weights > 0)  # a rejected token has no gradient
-        weighted_norms, mean_weights = (
-            score_norms * importance_weights**2,
-            masked_mean(importance_weights, mask, -1),
-        )
+        weighted_norms = score_norms * importance_weights**2
+        mean_weights = masked_mean(importance_weights, mask, -1)
     power = mean_weights**2 * squared_advantages * masked_sum(score_norms, mask, -1).clamp(min=0)
     total = float(power.mean())
     signal = 0.0 if gradient_norm is None else gradient_norm**2

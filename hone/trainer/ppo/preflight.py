@@ -332,12 +332,8 @@ class _EngineLayout:
 def _engine_layouts(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_EngineLayout]:
     """Yields the layout of each training engine of the run; without a plan, only that of the actor."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    actor, ref, ranks, uses_lora = (
-        policy.actor,
-        policy.ref,
-        config.world_size,
-        policy.model.uses_lora,
-    )
+    actor, ref = policy.actor, policy.ref
+    ranks, uses_lora = config.world_size, policy.model.uses_lora
     path, override_config = policy.model.path, policy.model.override_config
     yield _EngineLayout(
         path, override_config, actor.strategy, actor, actor.fsdp_config, ranks, uses_lora

@@ -135,10 +135,8 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
         numbers = [score if acc is None else float(acc) for acc, score in pairs]
     verdicts = (torch.tensor(numbers) > CORRECT_THRESHOLD).float()
     missing = [None] * len(batch)
-    failures, reward_models = (
-        arrays.get("reward_failure", missing),
-        arrays.get("reward_model", missing),
-    )
+    failures = arrays.get("reward_failure", missing)
+    reward_models = arrays.get("reward_model", missing)
     for row, (failure, reward_model) in enumerate(zip(failures, reward_models, strict=True)):
         if failure is not None or (
             isinstance(reward_model, dict) and reward_model.get("style") == "model"

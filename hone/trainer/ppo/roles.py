@@ -128,10 +128,8 @@ def policy_groups(
 ) -> tuple[WorkerGroup[ActorWorker], WorkerGroup[RolloutWorker], WorkerGroup[ReferenceWorker]]:
     """Returns the groups of actor, rollout and reference; these may be the same group, as in verl."""
     hybrid_group = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
-    actor, rollout = (
-        groups.get(Role.Actor) or hybrid_group,
-        groups.get(Role.Rollout) or hybrid_group,
-    )
+    actor = groups.get(Role.Actor) or hybrid_group
+    rollout = groups.get(Role.Rollout) or hybrid_group
     if actor is None or rollout is None:
         raise ValueError(
             f"the roles {sorted(map(str, groups))} have no actor or no rollout; map Role.Actor and "
