@@ -171,7 +171,7 @@ def _unknown_option_message(option: str, value: str, schema: str) -> str:
 def _describe_saved(config: Block) -> str:
     """Returns a sentence that says what is saved so far, and whether the same command resumes from it."""
     if isinstance(config, GenerationConfig):
-        return "responses that had ended are kept, and the same command goes on with the others"
+        return "finished responses are kept, and the same command generates the others"
     trainer = config.get("trainer")
     if not hasattr(trainer, "default_local_dir"):
         return "nothing was written"
@@ -247,7 +247,7 @@ def _check_writable(folder: Path, setting: str) -> None:
         raise ConfigError(f"{setting}: {parent} cannot be written to; name another place")
 
 
-def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
+def lock_run_folder(folder: str) -> AbstractContextManager[FolderLock | None]:
     """Returns the lock of a run folder; no lock if the folder is invalid, which later checks report."""
     try:
         require_folder(folder, "trainer.default_local_dir")

@@ -105,7 +105,7 @@ class Evaluation:
 def evaluate(config: EvaluationConfig, compute_score: Function | None = None) -> Evaluation:
     """Reads, scores and summarizes the responses; raises an error if none could be scored.
 
-    `compute_score` runs in this process with a soft deadline; other scorers run in processes.
+    `compute_score` runs in this process with a soft deadline; other scorers run in separate processes.
     """
     store = read_rows(config.data.path, BadRowPolicy("raise", skip_key=None), "data.path")
     rows = list(store.scan())
@@ -244,13 +244,13 @@ def summarize(
         for name, source_rows in rows_by_source.items()
     }
     if len(rows_by_source) > 1:
-        total = sum((Counter(counts) for counts in failure_counts.values()), Counter())
+        total_failures = sum((Counter(counts) for counts in failure_counts.values()), Counter())
         name = (
             TOTAL_NAME
             if TOTAL_NAME not in rows_by_source
             else f"{TOTAL_NAME} {len(rows_by_source)} sources"
         )
-        results[name] = _source_result(rows, config, dict(total))
+        results[name] = _source_result(rows, config, dict(total_failures))
         results[name].is_total = True
     return results
 
@@ -266,9 +266,9 @@ def _source_result(
             f"responses; use 1 to {min_responses}, or generate more (data.n_samples)"
         )
     columns: dict[str, list[float]] = {"mean": [float(np.mean(row.scores)) for row in rows]}
-    correct = [[float(s >= config.correct_from) for s in row.scores] for row in rows]
+    correct_values = [[float(s >= config.correct_from) for s in row.scores] for row in rows]
     for k in dict.fromkeys(ks):
-        columns[f"pass@{k}"] = [best_at(values, k) for values in correct]
+        columns[f"pass@{k}"] = [best_at(values, k) for values in correct_values]
         if k > 1:
             columns[f"best@{k}"] = [best_at(row.scores, k) for row in rows]
             columns[f"maj@{k}"] = [majority_at(row.scores, row.answers, k) for row in rows]

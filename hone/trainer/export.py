@@ -114,7 +114,7 @@ def _nothing_to_export_message(source: Path, subfolder: str) -> str:
 
 def find_model_folder(folder: Path) -> Path:
     """Returns the folder of the policy's weights, given a run, a `global_step_N` or a role's folder."""
-    folder = folder.resolve()  # the run is a parent, and "." has none
+    folder = folder.resolve()  # the parents of a relative path do not include the run
     if not folder.is_dir():
         raise ExportError(
             f"there is no checkpoint folder {folder}; name a run folder, or a global_step_N in it"

@@ -81,7 +81,7 @@ def build_engine(
     lm = load_causal_lm(model.path, dtype=dtype, device=device)
     check_model(lm)
     policy = PolicyModel(lm.eval())
-    end_ids = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
+    eos_token_ids = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
     if model.lora_adapter_path:
         policy.lm = wrap_lora(
             policy.lm,
@@ -101,7 +101,7 @@ def build_engine(
             dtype=dtype,
             device=device,
             tokenizer=tokenizer,
-            eos_ids=tuple(end_ids),
+            eos_ids=tuple(eos_token_ids),
             current_weights=(lambda: merged_weights(policy.lm))
             if model.lora_adapter_path
             else None,

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-
-from hone.types import Function
+from typing import TypeAlias
 
 log = logging.getLogger(__name__)
 
+SignalHandler: TypeAlias = Callable[[int, FrameType | None], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -71,7 +71,7 @@ def runs_command_line_program() -> bool:
 
 
 @contextmanager
-def signal_handler(handle: Function) -> Iterator[None]:
+def signal_handler(handle: SignalHandler) -> Iterator[None]:
     """Handles Ctrl-C and SIGTERM with `handle` inside the block, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield

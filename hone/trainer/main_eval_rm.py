@@ -32,8 +32,8 @@ MODULE = "hone.trainer.main_eval_rm"
 def main(arguments: Sequence[str] | None = None) -> None:
     options, overrides = build_parser().parse_known_args(arguments)
     composed = compose_arguments(overrides, schema="rm_trainer", program="hone eval-rm")
-    files = "data.train_files" if options.folds else "data.val_files"
-    require_keys(composed, {"model.path": "the reward model", files: "the files of pairs"})
+    files_key = "data.train_files" if options.folds else "data.val_files"
+    require_keys(composed, {"model.path": "the reward model", files_key: "the files of pairs"})
     config: RMConfig = composed.config
     check_single_rank(config.world_size, "hone eval-rm")
     if options.out:
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = {"model": evaluate_model(config)}
     if options.baseline:
         pair_files = config.data.train_files if options.folds else config.data.val_files
-        baseline = replace(config, "data.val_files", pair_files)
-        baseline = replace(baseline, "model.path", options.baseline)
-        results["baseline"] = evaluate_model(baseline)
+        baseline_config = replace(config, "data.val_files", pair_files)
+        baseline_config = replace(baseline_config, "model.path", options.baseline)
+        results["baseline"] = evaluate_model(baseline_config)
     print_table(results)
     write_json(results, options.out)
 
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`hone config show --tree rm_trainer` lists the keys.",
     )
     parser.add_argument(
-        "--folds", type=int, default=0, metavar="N", help="cross-validate in N parts"
+        "--folds", type=int, default=0, metavar="N", help="number of parts for cross-validation"
     )
     parser.add_argument("--baseline", metavar="MODEL", help="another model to evaluate")
     parser.add_argument("--out", metavar="FILE", help="JSON file for the results")
@@ -111,12 +111,12 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
     if len(prompts) < folds:
         raise ConfigError(f"--folds {folds}: the pairs have only {len(prompts)} different prompts")
     random.Random(config.trainer.seed).shuffle(prompts)
-    fold_of = {prompt: i % folds for i, prompt in enumerate(prompts)}
+    fold_of_prompt = {prompt: i % folds for i, prompt in enumerate(prompts)}
     results, total_correct = [], 0
     for fold in range(folds):
         parts: dict[str, list[Row]] = {"train": [], "test": []}
         for row, opening in zip(good_rows, openings, strict=True):
-            parts["test" if fold_of[opening] == fold else "train"].append(row)
+            parts["test" if fold_of_prompt[opening] == fold else "train"].append(row)
         folder = run_folder / f"fold_{fold}"
         overrides: dict[str, Any] = {
             "trainer.default_local_dir": str(folder),

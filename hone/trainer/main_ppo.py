@@ -10,7 +10,7 @@ from hone.config import PPOTrainerConfig
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import (
     compose_arguments,
-    lock_run,
+    lock_run_folder,
     plan_checks,
     print_starting_values_and_notes,
     require_keys,
@@ -65,7 +65,7 @@ def run(
     """
     restart_under_nsys(config.global_profiler)
     # The folder is locked before imports and models, which take minutes. A dry run writes nothing.
-    with nullcontext() if dry_run else lock_run(config.trainer.default_local_dir):
+    with nullcontext() if dry_run else lock_run_folder(config.trainer.default_local_dir):
         with progress("load libraries"):
             from hone.trainer.ppo.preflight import prepare
             from hone.trainer.ppo.restarts import attempts

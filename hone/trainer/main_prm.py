@@ -9,13 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hone.config import ConfigError, replace
 from hone.config.sft import PRMConfig, SupervisedConfig
 from hone.trainer.command_line import compose_arguments, require_keys, run_module, run_ranks
 from hone.trainer.main_sft import run_stages
-from hone.types import Fields
 
 if TYPE_CHECKING:
     from hone.trainer.sft.tasks import Task
@@ -54,7 +53,7 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
             "checkpoint.save_contents needs hf_model: the second stage and RL start from the export"
         )
     head_folder = Path(trainer.default_local_dir) / HEAD_FOLDER
-    overrides: Fields = {
+    overrides: dict[str, Any] = {
         "optim.lr": head_stage.lr,
         "trainer.total_epochs": head_stage.total_epochs,
         "trainer.total_training_steps": head_stage.total_training_steps,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hone.algorithms.advantages import groups_of
 from hone.config.sources import Setting
@@ -15,16 +16,16 @@ from hone.models.facts import model_facts
 from hone.plugins import PluginError
 from hone.trainer.command_line import STARTING_VALUES_ORIGIN
 from hone.trainer.threads import uses_gpu
-from hone.types import Fields, JsonValue, Settings
+from hone.types import JsonValue, Settings
 
 REQUIRED_KEYS = {
     "actor_rollout_ref.model.path": "the model's folder or hub name",
     "data.train_files": "the files to train on",
 }
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR_KEY, ROLLOUT_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 RESPONSES_PER_PROMPT = 8
 PROMPTS_PER_STEP = {"cuda": 128, "cpu": 16}
-RESPONSE_TOKENS = {"cuda": 1024, "cpu": 128}
+MAX_RESPONSE_TOKENS = {"cuda": 1024, "cpu": 128}
 LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
 """(minimum number of parameters, learning rate); smaller models use larger rates."""
 
@@ -33,20 +34,20 @@ def starting_values(settings: Settings) -> list[Setting]:
     """Returns settings for keys that the user did not set; `settings` has the user's values by dotted key."""
     device = "cuda" if uses_gpu(settings.get("trainer.device", "auto")) else "cpu"
     facts = model_facts(settings.get("actor_rollout_ref.model.path"))
-    values: Fields = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
+    values: dict[str, Any] = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
     # An estimator that does not compare groups needs only one response per prompt.
     if _compares_groups(settings.get("algorithm.adv_estimator", "grpo")):
-        values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
+        values[f"{ROLLOUT_KEY}.n"] = RESPONSES_PER_PROMPT
     files = settings.get("data.train_files")
     num_rows = _count_rows([files] if isinstance(files, str) else list(files or ()))
     # A power of two, no larger than the data set.
     batch_size = 2 ** int(math.log2(max(1, min(PROMPTS_PER_STEP[device], num_rows))))
     values["data.train_batch_size"] = batch_size
-    values[f"{ACTOR}.ppo_mini_batch_size"] = settings.get("data.train_batch_size", batch_size)
+    values[f"{ACTOR_KEY}.ppo_mini_batch_size"] = settings.get("data.train_batch_size", batch_size)
     values |= _length_settings(settings, device, facts.max_position_embeddings)
     if facts.parameters is not None:
         num_parameters = facts.parameters
-        values[f"{ACTOR}.optim.lr"] = next(
+        values[f"{ACTOR_KEY}.optim.lr"] = next(
             learning_rate
             for min_parameters, learning_rate in LEARNING_RATES
             if num_parameters >= min_parameters
@@ -86,7 +87,10 @@ def _count_rows(files: Sequence[str]) -> int:
 
 def _length_settings(settings: Settings, device: str, max_length: int | None) -> dict[str, int]:
     """Returns prompt and response lengths for this device that fit the model's maximum length."""
-    prompt_tokens, response_tokens = settings.get("data.max_prompt_length"), RESPONSE_TOKENS[device]
+    prompt_tokens, response_tokens = (
+        settings.get("data.max_prompt_length"),
+        MAX_RESPONSE_TOKENS[device],
+    )
     if max_length:
         response_tokens = min(
             response_tokens, max_length - prompt_tokens if prompt_tokens else max_length // 2

@@ -50,7 +50,9 @@ def run_or_sweep(
     """Runs a program once, or as a sweep if its arguments have `-m`; `command` starts each run."""
     if not any(flag in arguments for flag in SWEEP_FLAGS):
         return main(arguments)
-    return sweep([text for text in arguments if text not in SWEEP_FLAGS], schema, command)
+    return sweep(
+        [argument for argument in arguments if argument not in SWEEP_FLAGS], schema, command
+    )
 
 
 def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
@@ -78,12 +80,14 @@ def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list
     """Returns the arguments that all runs share, and one run per combination of the others."""
     shared_arguments: list[str] = []
     choice_lists: list[list[str]] = []
-    for text in arguments:
-        override = parse_override(text) if "=" in text and not text.startswith("-") else None
+    for argument in arguments:
+        override = (
+            parse_override(argument) if "=" in argument and not argument.startswith("-") else None
+        )
         if override is None or not override.is_sweep_override():
-            shared_arguments.append(text)
+            shared_arguments.append(argument)
         else:
-            prefix = text[: len(text) - len(text.lstrip("+~"))]
+            prefix = argument[: len(argument) - len(argument.lstrip("+~"))]
             key = f"{prefix}{override.get_key_element().lstrip('+~')}"
             choice_lists.append([f"{key}={value}" for value in override.sweep_string_iterator()])
     runs = [Run(list(values), {}) for values in itertools.product(*choice_lists)]
@@ -111,7 +115,7 @@ def _output_paths(
 
 def _path_of_run(path: str, overrides: Sequence[str]) -> str:
     """Adds the values of a run to a path: as a subfolder, or before the suffix of a file."""
-    pairs = [text.lstrip("+").partition("=")[::2] for text in overrides]
+    pairs = [argument.lstrip("+").partition("=")[::2] for argument in overrides]
     names = [key.rpartition(".")[2] for key, _ in pairs]
     keys = [
         name if names.count(name) == 1 else key for (key, _), name in zip(pairs, names, strict=True)

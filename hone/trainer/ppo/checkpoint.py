@@ -13,10 +13,10 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hone.config.convert import show_value
 from hone.data.files import copy_to_local
@@ -228,11 +228,11 @@ def prune(run: RunFolder, num_to_keep: int | None, protected: Collection[int] = 
     remote_checkpoints.push(run, num_to_keep, protected)
 
 
-def write_state(folder: Path, state: Settings) -> None:
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     (folder / STATE_FILE).write_text(json.dumps(state, default=_to_json))
 
 
-def read_state(folder: Path, *keys: str) -> Settings:
+def read_state(folder: Path, *keys: str) -> dict[str, Any]:
     """Returns the state that `write_state` wrote; raises an error if one of `keys` is missing."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.source import TrajectorySource, unique_prompts
 from hone.trainer.ppo.validation import run_validation
 from hone.trainer.threads import resolve_threads
-from hone.types import Fields, Function
+from hone.types import Function
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.critic import CriticWorker
 from hone.workers.train import TrainWorker
@@ -366,7 +367,7 @@ class PPOTrainer:
         with self.phase("save_checkpoint"):
             for role, group in self.trained_groups.items():
                 group.call_all(TrainWorker.save_checkpoint, str(folder / role))
-            state: Fields = {"step": self.global_step, "loader": self.loader.state_dict()}
+            state: dict[str, Any] = {"step": self.global_step, "loader": self.loader.state_dict()}
             state |= {"not_taken": self.source.state_dict(), "alarms": self.alarms.state_dict()}
             state |= {"kl_controller": self.kl_controller.state_dict()}
             checkpoint.write_state(folder, state)

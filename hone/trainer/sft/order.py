@@ -6,12 +6,13 @@ An incomplete batch at the end of an epoch is dropped.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 from hone.config import ConfigError
 from hone.config.checks import uneven_mesh
 from hone.config.sft import SupervisedConfig
 from hone.data.rows import DataError
-from hone.types import Settings
 
 _COMPARED_FIELDS = {
     "rows": "number of rows",
@@ -48,33 +49,33 @@ def batches_per_epoch(num_rows: int, batch_rows: int) -> int:
 
 
 class RowOrder:
-    """Produces an endless sequence of batches of row numbers."""
+    """Produces an endless sequence of batches of row indices."""
 
     def __init__(self, num_rows: int, batch_rows: int, *, seed: int, shuffle: bool = True) -> None:
         self.batches_per_epoch = batches_per_epoch(num_rows, batch_rows)
-        self.rows, self.batch_rows = num_rows, batch_rows
+        self.num_rows, self.batch_rows = num_rows, batch_rows
         self._seed, self._shuffle = seed, shuffle
-        self.epoch = self.batch = 0
-        self._seek(epoch=0, batch=0)
+        self.epoch = self.batch_index = 0
+        self._seek(epoch=0, batch_index=0)
 
     def next_batch(self) -> list[int]:
-        if self.batch == self.batches_per_epoch:
-            self.epoch, self.batch = self.epoch + 1, 0
+        if self.batch_index == self.batches_per_epoch:
+            self.epoch, self.batch_index = self.epoch + 1, 0
             self._order = self._next_order()
-        first = self.batch * self.batch_rows
-        self.batch += 1
-        return self._order[first : first + self.batch_rows]
+        start = self.batch_index * self.batch_rows
+        self.batch_index += 1
+        return self._order[start : start + self.batch_rows]
 
     def state_dict(self) -> dict[str, int | None]:
         return {
             "epoch": self.epoch,
-            "batch": self.batch,
-            "rows": self.rows,
+            "batch": self.batch_index,
+            "rows": self.num_rows,
             "batch_rows": self.batch_rows,
             "seed": self._seed if self._shuffle else None,
         }
 
-    def load_state_dict(self, state: Settings) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the last batch of `state`; raises an error if the data or the order differ."""
         current_state = self.state_dict()
         for name, description in _COMPARED_FIELDS.items():
@@ -86,14 +87,14 @@ class RowOrder:
                 )
         self._seek(state["epoch"], state["batch"])
 
-    def _seek(self, epoch: int, batch: int) -> None:
+    def _seek(self, epoch: int, batch_index: int) -> None:
         self._generator = random.Random(self._seed)
         for _ in range(epoch + 1):  # each permutation depends on the previous one
             self._order = self._next_order()
-        self.epoch, self.batch = epoch, batch
+        self.epoch, self.batch_index = epoch, batch_index
 
     def _next_order(self) -> list[int]:
-        order = list(range(self.rows))
+        order = list(range(self.num_rows))
         if self._shuffle:
             self._generator.shuffle(order)
         return order

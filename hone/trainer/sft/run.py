@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hone.config import config_to_dict, replace
 from hone.config.engine import sequence_parallel
@@ -33,7 +33,6 @@ from hone.trainer.sft.order import batches_per_epoch
 from hone.trainer.sft.tasks import SupervisedTask, Task
 from hone.trainer.sft.trainer import SFTTrainer
 from hone.trainer.threads import resolve_threads
-from hone.types import Settings
 from hone.workers.device import make_deterministic, pick_device, pick_dtype
 
 log = logging.getLogger(__name__)
@@ -225,7 +224,7 @@ class SFTRun:
         """Returns the fingerprint of the data; None for a user's dataset class without one."""
         return getattr(self.rows, "fingerprint", None)
 
-    def _require_same_data(self, state: Settings, folder: Path) -> None:
+    def _require_same_data(self, state: Mapping[str, Any], folder: Path) -> None:
         saved_fingerprint, fingerprint = state.get("data"), self._data_fingerprint()
         if (
             saved_fingerprint is not None
