@@ -309,7 +309,7 @@ def run_program(program: Callable[[], int | None]) -> int:
 
 
 def write_traceback(error: BaseException, folder: Path | None = None) -> Path | None:
-    """Appends the traceback of an error to the log of a run folder, and returns the log.
+    """Appends the traceback of an error to the log of a run folder, and returns the path of the log.
 
     The default folder is that of the last configuration. None means that nothing was written.
     """
@@ -344,7 +344,7 @@ def user_error_message(error: BaseException) -> str | None:
 
 
 def _add_key(message: str, path: str | None) -> str:
-    """Returns the message, after the key whose value is `path` if there is one."""
+    """Returns the message with the key whose value is `path` in front of it, if there is one."""
     composed = _last_composed
     if composed is None or not path:
         return message

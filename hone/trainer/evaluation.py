@@ -1,7 +1,7 @@
 """Scores responses by data source: mean, pass@k, best@k, maj@k, with confidence intervals.
 
-Scoring runs in processes with a deadline; a response that cannot be scored counts as 0 and is reported.
-generation.py generates the responses; main_eval.py is the command.
+Scoring runs in separate processes with a deadline. A response that cannot be scored counts as 0, and is
+reported. generation.py generates the responses; main_eval.py is the command.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EvaluationError(ValueError):
 
 @dataclass
 class Attempts:
-    """The scores of a row's responses, and their answers for majority voting (None has no vote)."""
+    """The scores of a row's responses, and their answers for majority voting; None is no vote."""
 
     source: str
     scores: list[float] = field(default_factory=list)

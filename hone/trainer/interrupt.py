@@ -120,7 +120,7 @@ class GracefulStop:
         self._stack.close()
 
     def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
-        """Requests a stop on every rank if any rank received a signal; every rank calls this."""
+        """Requests a stop on every rank if any rank received a signal; all ranks must call it."""
         flags = (float(self.signal_number == signal_number) for signal_number in SIGNALS)
         for signal_number, rank_count in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
             if rank_count:

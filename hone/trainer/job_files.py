@@ -64,7 +64,7 @@ class JobFiles:
         with add_file_name_to_errors(self._part), self._part.open("ab+") as stream:
             if stream.seek(0, 2):
                 stream.seek(-1, 2)
-                if stream.read(1) != b"\n":  # left by a killed process
+                if stream.read(1) != b"\n":  # a killed process left an incomplete line
                     stream.write(b"\n")
             stream.write(line.encode())
 

@@ -1,7 +1,7 @@
 """`python -m hone.trainer.main_prm key=value …` trains a process reward model on labelled steps.
 
-PURE's two stages are two runs of the SFT trainer: the head over the frozen decoder, in the folder `head`
-of the run, then all parameters. The result is a Hugging Face token classifier.
+PURE's two stages are two runs of the SFT trainer. The first trains the head over the frozen decoder, in the
+folder `head` of the run; the second trains all parameters. The result is a Hugging Face token classifier.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class StepScorer:
         )
         dataset = StepDataset(None, self.tokenizer, settings, rows=rows)
         dataset.encode_all()
-        # Sorted by length, micro-batches have similar numbers of rows.
+        # Rows are sorted by length, so that micro-batches have similar numbers of rows.
         indices_by_length = sorted(range(len(dataset)), key=lambda i: len(dataset[i]["input_ids"]))
         scores: dict[int, np.ndarray] = {}
         with progress("score steps", len(indices_by_length)) as bar:

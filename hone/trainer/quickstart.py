@@ -37,7 +37,7 @@ SFT_STEPS, SFT_BATCH_ROWS, SFT_LR = 500, 64, 2e-3
 ANSWER_TAGS = ("<answer>", "</answer>")
 CHARACTERS = "0123456789+="
 MARKER_FILE = ".quickstart"
-"""A marker file in folders that this program created, which it may therefore delete."""
+"""Marks folders that this program created, and may therefore delete."""
 DATA_FILES = {"train": "train.jsonl", "test": "test.jsonl"}
 BASE_FOLDER, RUN_FOLDER, CURVE_FILE = "base", "run", "curve.png"
 NEXT_COMMANDS = (

@@ -1,4 +1,4 @@
-"""Metrics of a process reward model: ProcessBench, best-of-n and weighted majority votes.
+"""Computes metrics of a process reward model: ProcessBench, best-of-n and weighted majority votes.
 
 The prediction for a solution of ProcessBench is its first step with p(good) below a threshold, or none.
 """

@@ -2,8 +2,8 @@
 
 A rule compares the last `patience` steps with up to `window` steps before them (the reference). It raises
 an alarm if each of the last steps differs from the median of the reference by more than the threshold, and
-by more than `deviations` times the scaled median absolute deviation. It raises no alarm if the
-true score has also risen to its highest value, since the policy is then learning.
+by more than `deviations` times the scaled median absolute deviation. It raises no alarm if the true
+score has also risen to its highest value, since the policy is then learning.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Alarms:
             self._raised_alarms, self._protected_steps = list(state["raised"]), list(state["kept"])
 
     def _newest_checkpoint_up_to(self, step: int) -> list[int]:
-        """Returns the number of the newest checkpoint up to a step in a list; empty without one."""
+        """Returns a list with the step of the newest checkpoint up to `step`; empty if there is none."""
         return [number for number, _ in self._run.checkpoints() if number <= step][-1:]
 
     def _apply_action(self, message: str, step: int) -> None:

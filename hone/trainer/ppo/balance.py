@@ -38,7 +38,7 @@ def balance(
     )
     lengths = batch.batch["attention_mask"].sum(1)
     if trajectory_indices is not None and ranks > 1:
-        # A mini-batch is a number of trajectories; its rows go to the ranks in turn, longest first.
+        # A mini-batch has a fixed number of trajectories; its rows go to the ranks in turn, longest first.
         update_numbers = trajectory_indices // min(rows_per_update)
         rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
         return batch.select_idxs(torch.cat([rows[rank::ranks] for rank in range(ranks)])), {}

@@ -165,7 +165,7 @@ def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pat
 
 
 def newest_valid_checkpoint(run: RunFolder) -> tuple[int, Path] | None:
-    """Returns the latest checkpoint whose files all match its manifest."""
+    """Returns the step and folder of the newest checkpoint whose files all match its manifest."""
     for step, folder in reversed(run.checkpoints()):
         problem = find_damage(folder)
         if problem is None:

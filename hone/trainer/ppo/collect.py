@@ -1,4 +1,4 @@
-"""Dynamic sampling and group filters: fills a batch with groups that have a learning signal."""
+"""Fills a batch with groups that have a learning signal, by dynamic sampling or group filters."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Plan:
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
-        """Returns the plan, or raise a ConfigError that lists every problem."""
+        """Returns the plan, or raises a ConfigError that lists every problem."""
         plan, problems = _build_plan(config)
         if plan is not None:
             problems += _plan_problems(config, plan)
@@ -235,7 +235,7 @@ def _readers(
         actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
     )
     if not has_one_update:
-        # Only in the first update are they equal to the log-probs of its own forward pass.
+        # Only the first update computes the old log-probs in its own forward pass.
         yield Reader("more than one update per batch", ("old_log_probs",), in_update=True)
     if config.trainer.critic_warmup > 0:
         yield Reader("trainer.critic_warmup", ("old_log_probs",), in_update=True)

@@ -59,10 +59,9 @@ class Publisher:
         return {"perf/weight_bytes": float(num_bytes)}
 
     def staleness(self, batch: DataProto) -> dict[str, float]:
-        """Returns the staleness of trajectories, in numbers of published weights.
+        """Returns how many publications the weights of each trajectory's oldest token are behind.
 
-        It is the distance of the oldest token's weights from those before this update, and from those of
-        the newest token.
+        They are compared with the weights before this update, and with those of the newest token.
         """
         column = batch.non_tensor_batch.get("versions", ())
         versions = [v for v in column if v is not None and len(v)]

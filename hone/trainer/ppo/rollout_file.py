@@ -321,7 +321,7 @@ def _json_default(value: _T) -> JsonValue:
 
 
 def _to_one_type(values: list[JsonValue]) -> list[JsonValue]:
-    """Returns the values of an extra if all are bools, all text or all numbers; else each as JSON."""
+    """Converts the values of an extra to one type: bools, text or numbers if all are, or else JSON."""
     present_values = [v for v in values if v is not None]
     if all(isinstance(v, bool) for v in present_values) or all(
         isinstance(v, str) for v in present_values

@@ -336,7 +336,7 @@ def score(
     total: Tensor | None = None
     for part, scores in parts.items():
         if part == PROCESS:
-            # Written with its weight, since the strict minimum subtracts it from the sum.
+            # This part is written with its weight, since the strict minimum subtracts it from the sum.
             scores = scores * config.modeling_reward_coef
         if part != AGENT:  # the agent loop has already written its own
             write(batch, reward_column(part), scores)

@@ -97,10 +97,10 @@ class TrajectorySource:
         rows = DataProto(batch=None, non_tensor_batch=dict(prompts)).repeat(
             samples, interleave=True
         )
-        index = np.tile(np.arange(samples), len(rows) // samples).astype(object)
-        write(rows, "sample_index", index)
+        sample_indices = np.tile(np.arange(samples), len(rows) // samples).astype(object)
+        write(rows, "sample_index", sample_indices)
         uids = rows.non_tensor_batch["uid"]
-        uid_and_index = list(zip(uids, index, strict=True))
+        uid_and_index = list(zip(uids, sample_indices, strict=True))
         trajectory_ids = [f"{uid}-{i}" for uid, i in uid_and_index]
         write(rows, "trajectory_id", np.array(trajectory_ids, dtype=object))
         # The seeds that the loop runner uses per trajectory, stored for a replay.

@@ -228,7 +228,7 @@ class PPOTrainer:
         return scoring.score(batch, reward_fn, self.reward_model, config, self.route_by_style)
 
     def estimate(self, batch: DataProto) -> DataProto:
-        """Computes the log-probs and values that the algorithm reads."""
+        """Computes the log-probs, values and implicit rewards that the algorithm reads."""
         plan = self.plan
         credit.write_derived_columns(batch, plan.columns)
         if plan.needs_log_prob_pass:

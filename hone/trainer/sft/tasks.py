@@ -122,7 +122,7 @@ def collate_scored_tokens(rows: Sequence[ScoredTokens], pad_token_id: int) -> Da
 
 
 class StepTask:
-    """Trains a process reward model on labelled steps; `trained_part` is PURE's stage."""
+    """Trains a process reward model on labelled steps; `trained_part` selects PURE's stage."""
 
     head: Literal["steps"] = "steps"
     sequences_per_row = 1
