@@ -78,7 +78,7 @@ class DynamicSampling:
         self._chunks: list[DataProto] = []
         self._groups: dict[int, _Group] = {}  # by number, in scoring order
         num_reported = 0
-        while (accepted := self._accepted_groups()) is None:
+        while (accepted_numbers := self._accepted_groups()) is None:
             while self._needs_round():
                 numbers = self._submit(self._loader.next_batch())
                 self._rounds.append(_Round(numbers, self._loader.state_dict()))
@@ -88,19 +88,21 @@ class DynamicSampling:
                 self._report_round(num_reported)
         self._source.abort()
         rounds_needed = next(
-            n for n, r in enumerate(self._rounds, 1) if max(accepted) in r.group_numbers
+            n for n, r in enumerate(self._rounds, 1) if max(accepted_numbers) in r.group_numbers
         )
         if self._filters.order == "submission":
             self._loader.load_state_dict(self._rounds[rounds_needed - 1].loader_state)
-        batch = self._select_groups(accepted)
+        batch = self._select_groups(accepted_numbers)
         metrics = batch.meta_info.setdefault("metrics", {})
         metrics["training/num_gen_batches"] = float(rounds_needed)
         if self._config.logs_response_metrics:
             from hone.trainer.ppo.response_metrics import filter_metrics
 
-            candidates = [n for r in self._rounds for n in r.group_numbers if n <= max(accepted)]
-            generated = self._select_groups([n for n in candidates if n in self._groups])
-            metrics |= filter_metrics(generated, batch, self._config)
+            candidates = [
+                n for r in self._rounds for n in r.group_numbers if n <= max(accepted_numbers)
+            ]
+            generated_batch = self._select_groups([n for n in candidates if n in self._groups])
+            metrics |= filter_metrics(generated_batch, batch, self._config)
         return batch
 
     def _needs_round(self) -> bool:
@@ -116,8 +118,8 @@ class DynamicSampling:
             return False
         num_informative = sum(group.is_informative for group in self._groups.values())
         num_unscored = sum(len(r.group_numbers) for r in self._rounds) - len(self._groups)
-        rate = (num_informative + 1) / (len(self._groups) + 1)
-        return num_informative + rate * num_unscored < self._groups_needed
+        informative_rate = (num_informative + 1) / (len(self._groups) + 1)
+        return num_informative + informative_rate * num_unscored < self._groups_needed
 
     def _chunk_size(self) -> int | None:
         """Returns the number of groups to wait for; None waits for all.
@@ -133,18 +135,21 @@ class DynamicSampling:
         keep = keep_mask(batch, self._config)
         assert keep is not None
         uids = batch.non_tensor_batch["uid"]
-        rows: dict[str, list[int]] = {}
+        rows_by_uid: dict[str, list[int]] = {}
         for row, uid in enumerate(uids):
-            rows.setdefault(uid, []).append(row)
-        values: dict[str, list[float]] = {uid: [] for uid in rows}
+            rows_by_uid.setdefault(uid, []).append(row)
+        values_by_uid: dict[str, list[float]] = {uid: [] for uid in rows_by_uid}
         scores = _metric_values(batch, self._metric_name, self._config)
         for uid, value in zip(of_trajectories(batch, uids), scores, strict=True):
-            values[uid].append(float(value))
+            values_by_uid[uid].append(float(value))
         for number, (uid, group_rows) in zip(
-            batch.meta_info["group_numbers"], rows.items(), strict=True
+            batch.meta_info["group_numbers"], rows_by_uid.items(), strict=True
         ):
             self._groups[number] = _Group(
-                len(self._chunks), torch.tensor(group_rows), values[uid], bool(keep[group_rows[0]])
+                len(self._chunks),
+                torch.tensor(group_rows),
+                values_by_uid[uid],
+                bool(keep[group_rows[0]]),
             )
         self._chunks.append(batch)
 
@@ -165,31 +170,32 @@ class DynamicSampling:
 
     def _select_groups(self, numbers: Sequence[int]) -> DataProto:
         groups = [self._groups[number] for number in numbers]
-        chunk_numbers = sorted({group.chunk_index for group in groups})
+        chunk_indices = sorted({group.chunk_index for group in groups})
         chunk_offsets: dict[int, int] = {}
         total = 0
-        for chunk_index in chunk_numbers:
+        for chunk_index in chunk_indices:
             chunk_offsets[chunk_index] = total
             total += len(self._chunks[chunk_index])
-        chunks = [self._chunks[chunk_index] for chunk_index in chunk_numbers]
+        chunks = [self._chunks[chunk_index] for chunk_index in chunk_indices]
         batch = chunks[0] if len(chunks) == 1 else concat_padded(chunks)
         return batch.select_idxs(torch.cat([g.rows + chunk_offsets[g.chunk_index] for g in groups]))
 
-    def _report_round(self, count: int) -> None:
-        """Prints the result of round `count`; raises an error if no further round is allowed."""
+    def _report_round(self, round_number: int) -> None:
+        """Prints the result of round `round_number`; raises an error if no further round is allowed."""
         rounds = [
-            [self._groups[number] for number in r.group_numbers] for r in self._rounds[:count]
+            [self._groups[number] for number in r.group_numbers]
+            for r in self._rounds[:round_number]
         ]
-        informative = [sum(group.is_informative for group in groups) for groups in rounds]
-        total = sum(informative)
+        informative_counts = [sum(group.is_informative for group in groups) for groups in rounds]
+        total = sum(informative_counts)
         screen().line(
-            f"filter_groups, round {count}: kept {informative[-1]} of {len(rounds[-1])} groups; "
-            f"{min(total, self._groups_needed)} of the {self._groups_needed} needed"
+            f"filter_groups, round {round_number}: kept {informative_counts[-1]} of {len(rounds[-1])} "
+            f"groups; {min(total, self._groups_needed)} of the {self._groups_needed} needed"
         )
-        empty_rounds = len(list(takewhile(lambda n: n == 0, reversed(informative))))
+        empty_rounds = len(list(takewhile(lambda n: n == 0, reversed(informative_counts))))
         max_rounds = self._filters.max_num_gen_batches
         max_empty_rounds = self._filters.max_empty_gen_batches
-        is_last = 0 < max_rounds <= count
+        is_last = 0 < max_rounds <= round_number
         if total >= self._groups_needed or not (is_last or empty_rounds >= max_empty_rounds):
             return
         key = f"max_empty_gen_batches={max_empty_rounds}"
@@ -201,13 +207,13 @@ class DynamicSampling:
             f"{value:g} in {100 * n / values.total():.0f} % of the responses"
             for value, n in values.most_common(3)
         ]
-        equal_groups = sum(
+        num_equal_groups = sum(
             len(group.values) > 1 and len(set(group.values)) == 1 for group in groups
         )
         raise NotEnoughSignal(
-            f"{count} generation rounds gave {total} groups with signal, {self._groups_needed} are needed. "
-            f"In {equal_groups} of {len(groups)} groups all responses have the same {self._metric_name}: "
-            f"{', '.join(most_common)}. Check the reward, use prompts that are neither too easy nor too "
+            f"{round_number} generation rounds gave {total} groups with signal, {self._groups_needed} are "
+            f"needed. In {num_equal_groups} of {len(groups)} groups all responses have the same "
+            f"{self._metric_name}: {', '.join(most_common)}. Check the reward, use prompts that are neither too easy nor too "
             "hard, a larger actor_rollout_ref.rollout.n or a smaller data.train_batch_size; or raise "
             f"algorithm.filter_groups.{key}"
         )
@@ -215,20 +221,20 @@ class DynamicSampling:
 
 def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None:
     """Returns a [B] bool mask of rows whose groups pass the filters; None without a configured filter."""
-    uid = of_trajectories(batch, batch.non_tensor_batch["uid"])
+    uids = of_trajectories(batch, batch.non_tensor_batch["uid"])
     keep: torch.Tensor | None = None
     filters, curriculum = config.algorithm.filter_groups, config.curriculum_learning
     if filters.enable:
-        keep = keep_informative(_metric_values(batch, filters.metric or "reward", config), uid)
+        keep = keep_informative(_metric_values(batch, filters.metric or "reward", config), uids)
     if curriculum.enable:
         from hone.trainer.ppo.response_metrics import verifiable_rewards
 
         rewards = verifiable_rewards(batch, config)
         if rewards is not None:
-            passes_curriculum = torch.ones(len(uid), dtype=torch.bool)
+            passes_curriculum = torch.ones(len(uids), dtype=torch.bool)
             # Trajectories that no rule scores pass: the reward model's score is still a signal.
             is_scored = has_rule_score(batch)
-            scores, scored_uids = totals(batch, rewards)[is_scored], uid[is_scored.numpy()]
+            scores, scored_uids = totals(batch, rewards)[is_scored], uids[is_scored.numpy()]
             if curriculum.fn_name == "interquartile":
                 passes_curriculum[is_scored] = interquartile(
                     scores, scored_uids, **curriculum.fn_params

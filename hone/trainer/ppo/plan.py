@@ -186,11 +186,8 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     try_build(lambda: import_external(config.actor_rollout_ref.model.external_lib))
     credit = model.credit_assignment if reward_model_type == "prm" else None
     estimator_name = algorithm.adv_estimator
-    estimator_name = (
-        "prime_rloo"
-        if reward_model_type == "prime" and estimator_name == "rloo"
-        else estimator_name
-    )
+    if reward_model_type == "prime" and estimator_name == "rloo":
+        estimator_name = "prime_rloo"
     estimator = try_build(
         lambda: get_estimator(estimator_name, algorithm, credit_assignment=credit),
         f"algorithm.adv_estimator={estimator_name}",
@@ -210,7 +207,7 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     if "values" in columns:
         rows_per_update.append(config.critic.sequences_per_update())
     uses_rollout_log_probs = algorithm.rollout_correction.bypass_mode
-    has_server = bool(reward_model_type and model.server.url)
+    has_reward_server = bool(reward_model_type and model.server.url)
     records_routing = config.actor_rollout_ref.actor.router_replay.mode == "R2"
     return Plan(
         estimator,
@@ -218,7 +215,7 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         reward_model_type,
         uses_rollout_log_probs,
         tuple(rows_per_update),
-        has_server,
+        has_reward_server,
         records_routing,
     ), problems
 
@@ -274,10 +271,8 @@ def _remedies_by_column(config: PPOTrainerConfig) -> dict[str, str]:
         ("prm", " and reward_model.type=prm", ("step_mask", "reward/process")),
         ("prime", " and reward_model.type=prime", ("reward/implicit",)),
     ):
-        if not (
-            model.enable
-            and model.type in (model_type, "judge" if model_type == "orm" else model_type)
-        ):
+        types = ("orm", "judge") if model_type == "orm" else (model_type,)
+        if not (model.enable and model.type in types):
             remedy = f"reward_model.enable=true{type_setting} with a reward_model.model.path"
             remedies |= dict.fromkeys(columns, remedy)
     return remedies

@@ -157,12 +157,12 @@ class _Preflight:
 
     def _add_problems(self, messages: Iterable[str]) -> bool:
         """Adds the messages whose cause is not yet recorded; returns whether any was added."""
-        before = len(self.problems)
+        count_before = len(self.problems)
         for message in messages:
             cause = message.rpartition("cannot be built: ")[2]
             if not any(cause in problem for problem in self.problems):
                 self.problems.append(message)
-        return len(self.problems) > before
+        return len(self.problems) > count_before
 
     def _raise_problems(self) -> None:
         """Raises the only recorded error itself, and several problems as one PreflightError."""

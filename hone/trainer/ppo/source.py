@@ -113,14 +113,18 @@ class TrajectorySource:
 
     def _submit_to_ranks(self, rows: DataProto, samples: int) -> None:
         rank_rows: list[DataProto | None] = [None] * self._workers.world_size
-        rank_groups = np.array_split(np.arange(len(rows) // samples), len(self._leader_ranks))
-        for rank, groups in zip(self._leader_ranks, rank_groups, strict=True):
-            if not len(groups):
+        rank_group_indices = np.array_split(
+            np.arange(len(rows) // samples), len(self._leader_ranks)
+        )
+        for rank, group_indices in zip(self._leader_ranks, rank_group_indices, strict=True):
+            if not len(group_indices):
                 continue
-            rank_rows[rank] = rows.slice(int(groups[0]) * samples, int(groups[-1] + 1) * samples)
+            rank_rows[rank] = rows.slice(
+                int(group_indices[0]) * samples, int(group_indices[-1] + 1) * samples
+            )
             self._submissions[rank] += 1
-            for group in groups:
-                group_rows = rows.slice(int(group) * samples, int(group + 1) * samples)
+            for group_index in group_indices:
+                group_rows = rows.slice(int(group_index) * samples, int(group_index + 1) * samples)
                 key = rank, self._submissions[rank], str(group_rows.non_tensor_batch["uid"][0])
                 self._running_groups[key] = _Group(self._next_number, group_rows)
                 self._next_number += 1
@@ -131,10 +135,10 @@ class TrajectorySource:
 
         None returns all submitted groups.
         """
-        count = self.pending if n_groups is None else min(n_groups, self.pending)
-        while len(self._finished_groups) < count:
+        num_groups = self.pending if n_groups is None else min(n_groups, self.pending)
+        while len(self._finished_groups) < num_groups:
             has_one_leader = len(self._leader_ranks) == 1
-            groups_needed = count - len(self._finished_groups) if has_one_leader else None
+            groups_needed = num_groups - len(self._finished_groups) if has_one_leader else None
             rank_results = self._workers.call_all(RolloutWorker.finished, groups_needed, _POLL_S)
             for rank, finished in enumerate(rank_results):
                 for group in finished.groups:
@@ -145,7 +149,10 @@ class TrajectorySource:
                     )
                 if finished.metrics:
                     self._metrics.append(finished.metrics)
-        groups, self._finished_groups = self._finished_groups[:count], self._finished_groups[count:]
+        groups, self._finished_groups = (
+            self._finished_groups[:num_groups],
+            self._finished_groups[num_groups:],
+        )
         return self._collate_groups(sorted(groups, key=lambda group: group.number))
 
     def _collate_groups(self, groups: Sequence[_Group]) -> DataProto:
