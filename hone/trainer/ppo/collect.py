@@ -213,9 +213,9 @@ class DynamicSampling:
         raise NotEnoughSignal(
             f"{round_number} generation rounds gave {total} groups with signal, {self._groups_needed} are "
             f"needed. In {num_equal_groups} of {len(groups)} groups all responses have the same "
-            f"{self._metric_name}: {', '.join(most_common)}. Check the reward, use prompts that are neither too easy nor too "
-            "hard, a larger actor_rollout_ref.rollout.n or a smaller data.train_batch_size; or raise "
-            f"algorithm.filter_groups.{key}"
+            f"{self._metric_name}: {', '.join(most_common)}. Check the reward, use prompts that are "
+            "neither too easy nor too hard, a larger actor_rollout_ref.rollout.n or a smaller "
+            f"data.train_batch_size; or raise algorithm.filter_groups.{key}"
         )
 
 

@@ -57,14 +57,14 @@ def penalize_kl(
 
 def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Writes importance weights and `loss_mask` without the rejected tokens, if correction is configured."""
-    settings = algorithm.rollout_correction
-    if not settings.narrows_loss:
+    correction = algorithm.rollout_correction
+    if not correction.narrows_loss:
         return {}
     weights, mask, metrics = correct(
         require(batch, "old_log_probs"),
         require(batch, "rollout_log_probs"),
         require(batch, "response_mask"),
-        settings,
+        correction,
     )
     write(batch, "loss_mask", mask)
     if weights is not None:

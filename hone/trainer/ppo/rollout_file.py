@@ -155,15 +155,15 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
     import pyarrow as pa
 
     tensors, arrays = batch.batch, batch.non_tensor_batch
-    rows = len(batch)
+    num_rows = len(batch)
     is_prompt, is_attended = (part.cpu().numpy() != 0 for part in split_attention(batch))
     is_response = np.arange(is_attended.shape[1]) < is_attended.sum(1)[:, None]
     columns: dict[str, pa.Array] = {
-        "step": pa.array(np.full(rows, step), pa.int64()),
+        "step": pa.array(np.full(num_rows, step), pa.int64()),
         "prompt_ids": _list_array(tensors["prompts"], is_prompt, "prompt_ids"),
         "response_ids": _list_array(tensors["responses"], is_response, "response_ids"),
-        "score": pa.nulls(rows, pa.float64()),
-        "reward_baseline": pa.nulls(rows, pa.float64()),
+        "score": pa.nulls(num_rows, pa.float64()),
+        "reward_baseline": pa.nulls(num_rows, pa.float64()),
     }
     if batch.has_column("token_level_scores"):
         scores = totals(batch, tensors["token_level_scores"].sum(-1))
@@ -174,7 +174,7 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
         columns["reward_baseline"] = pa.array(_to_numpy(tensors["reward_baselines"]).astype(float))
     truths = [
         (reward_model or {}).get("ground_truth")
-        for reward_model in arrays.get("reward_model", [None] * rows)
+        for reward_model in arrays.get("reward_model", [None] * num_rows)
     ]
     columns["ground_truth"] = _text_array(map(_as_json, truths))
     parts = sorted(n for n in tensors.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
@@ -186,7 +186,7 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
         elif batch.has_column(name):
             columns[name] = _list_array(tensors[name], is_response, name)
         else:
-            columns[name] = pa.nulls(rows, _arrow_type(name))
+            columns[name] = pa.nulls(num_rows, _arrow_type(name))
     return columns
 
 

@@ -343,12 +343,12 @@ def score(
         weighted_scores = scores * weights.get(part, 1.0)
         total = weighted_scores if total is None else total + weighted_scores
     assert total is not None
-    for kind, coefficients, rewards in (
+    for kind, coefficients, compute_rewards in (
         ("turn", config.turn_reward_coef, turn_rewards),
         ("trajectory", config.trajectory_reward_coef, trajectory_rewards),
     ):
         for name, weight in coefficients.items():
-            scores = rewards(batch, name)
+            scores = compute_rewards(batch, name)
             write(batch, f"{REWARD_PREFIX}{kind}/{name}", scores)
             total = total + scores * weight
     write(batch, "token_level_scores", total)

@@ -201,8 +201,8 @@ class PPOTrainer:
             batch = filter_batch(self.score(self.take()), self.config)
         if self.plan.needs_greedy_baselines:
             self.submit(unique_prompts(batch, self.loader), greedy=True)
-            greedy = self.score(self.take(phase="gen_max"))
-            write(batch, "reward_baselines", credit.greedy_baselines(batch, greedy))
+            greedy_batch = self.score(self.take(phase="gen_max"))
+            write(batch, "reward_baselines", credit.greedy_baselines(batch, greedy_batch))
         return batch
 
     def submit(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> range:
@@ -277,14 +277,14 @@ class PPOTrainer:
     def update(self, batch: DataProto) -> dict[str, float]:
         """Updates the critic, then the actor, and publishes the actor's weights."""
         step_metrics: dict[str, float] = {}
-        rows = int(batch.batch["step_row"].max()) + 1
+        num_rows = int(batch.batch["step_row"].max()) + 1
         if self.plan.needs_critic and self.critic is not None:
             with self.phase("update_critic"):
-                output = self.critic.call(CriticWorker.update_critic, batch, step_rows=rows)
+                output = self.critic.call(CriticWorker.update_critic, batch, step_rows=num_rows)
                 step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
         if self.global_step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
-                output = self.actor.call(ActorWorker.update_actor, batch, step_rows=rows)
+                output = self.actor.call(ActorWorker.update_actor, batch, step_rows=num_rows)
                 step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
             step_metrics |= self.publish()
         self.warnings.warn_of_skipped_updates(step_metrics, self.global_step)
@@ -338,8 +338,8 @@ class PPOTrainer:
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             val_metrics, batch = run_validation(self.val_loader.one_epoch(), generate, samples, bar)
         self.rollout_writer.write_validation(batch, self.global_step, self.tracking)
-        counts = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
-        return val_metrics | {f"val-aux/{name}": count for name, count in counts.items()}
+        manager_metrics = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
+        return val_metrics | {f"val-aux/{name}": value for name, value in manager_metrics.items()}
 
     # -- state --------------------------------------------------------------------------------
 
