@@ -14,7 +14,7 @@ from hone.config.convert import show_value
 from hone.tracking import RunFolder
 from hone.tracking.curve import draw_curve
 from hone.tracking.metrics_file import series
-from hone.types import JsonValue, Row, Settings
+from hone.types import JsonObject, JsonValue, Row
 
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 _CURVE_METRICS = (
@@ -32,7 +32,7 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     run = next(
         (RunFolder(p) for p in checkpoint.parents[:3] if (p / "config.yaml").is_file()), None
     )
-    config: Settings = run.earlier_config() if run is not None else {}
+    config: JsonObject = run.earlier_config() if run is not None else {}
     metric_rows = [] if run is None or not run.metrics_file.is_file() else list(run.metrics.rows())
     step_match = re.search(r"global_step_(\d+)", str(checkpoint))
     metric_rows = [
@@ -49,7 +49,7 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
 
 def _card_lines(
     name: str,
-    config: Settings,
+    config: JsonObject,
     origins: Mapping[str, str],
     metric_rows: list[Row],
     has_curves: bool,
@@ -97,7 +97,7 @@ def _card_lines(
             yield f"| `{key}` | {' | '.join(cells)} |"
 
 
-def _get(config: Settings, key: str) -> JsonValue:
+def _get(config: JsonObject, key: str) -> JsonValue:
     """Returns the value of a dotted key; None if the config does not have it."""
     value: JsonValue = config
     for name in key.split("."):
