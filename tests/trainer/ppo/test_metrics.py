@@ -45,9 +45,9 @@ def test_groups_of_one_have_no_such_share() -> None:
 
 
 def test_rows_of_one_trajectory_are_one_response() -> None:
-    assert StepWarnings(compares_groups=True).check_group_signal(batch([1, 0, 1], "aaa", "xxy"), 1) == {
-        GROUPS_WITHOUT_SIGNAL: 1.0
-    }
+    assert StepWarnings(compares_groups=True).check_group_signal(
+        batch([1, 0, 1], "aaa", "xxy"), 1
+    ) == {GROUPS_WITHOUT_SIGNAL: 1.0}
 
 
 def test_a_batch_without_signal_is_told_once_until_there_is_some_again(
