@@ -38,7 +38,7 @@ class StepWarnings:
                 self._skipped_counts[name] = metrics[name]
                 log.warning(
                     "step %d: a gradient was not finite, so the update was skipped (%s=%d); lower "
-                    "optim.lr or grad_clip, and look for NaN in the rewards, if it goes on",
+                    "optim.lr or grad_clip, and look for NaN in the rewards, if this repeats",
                     step,
                     name,
                     metrics[name],
@@ -67,7 +67,7 @@ class StepWarnings:
             log.warning(
                 "step %d: in each of the %d groups all responses have the same score, so the step "
                 "teaches nothing; use prompts that are neither too easy nor too hard, a score with "
-                "more steps, more responses per prompt (actor_rollout_ref.rollout.n), or "
+                "more levels, more responses per prompt (actor_rollout_ref.rollout.n), or "
                 "algorithm.filter_groups.enable=true",
                 step,
                 len(has_equal_scores),

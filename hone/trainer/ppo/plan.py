@@ -317,7 +317,7 @@ def _plan_problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
     uses_strict_min = config.reward_model.credit_assignment == STRICT_MIN
     if plan.reward_model == "prm" and uses_strict_min and "credit_assignment" not in options:
         yield (
-            f"reward_model.credit_assignment={STRICT_MIN} is a return of tokens, which "
+            f"reward_model.credit_assignment={STRICT_MIN} is a token-level return, which "
             f"{estimator} does not compute; use algorithm.adv_estimator=rloo_token, or a "
             "temperature such as 0.1"
         )
